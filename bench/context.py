@@ -7,8 +7,8 @@ measured that have the memory of a whole step and not its time, in one process a
 
 The update is a step of the trainer itself, with the settings that the plan chose, of completions that nobody
 drew: random tokens. One of them has all the tokens, the others a few. A forward pass of a group of long ones
-holds no more, because no two of them fit into one; and a group of short ones is computed ahead, which leaves
-the gradients that the others would leave.
+holds no more, because no two of them fit into one; and the step begins with the gradients that the others
+would leave.
 
 The rollout is a session of the engine, beside the optimizer's state that the update has left. It reserves
 keys and values for a group of that length and draws a token of each; as many as the plan says run side by
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from bench.clock import Clock
 from bench.lengths import random_ids
@@ -157,6 +158,15 @@ def planned(
     return plan
 
 
+class Gradients(TrainerCallback):
+    """Lets a step begin with gradients, zero ones, as if passes had been made before its first."""
+
+    def on_step_begin(self, *args: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+
 def measure_update(trainer: Any, clock: Clock) -> dict[str, float]:
     """Runs both steps, of which the second has the long completion.
 
@@ -251,6 +261,7 @@ def measure(plan: MemoryPlan, hold: bool = False) -> Iterator[dict[str, float]]:
             max_completion_length=work.completion_tokens, max_steps=2, output_dir=folder,
             vllm_importance_sampling_correction=False,
         )  # fmt: skip
+        trainer.add_callback(Gradients())
         if hold:
             held_gb = 1.05 * plan.update / 1e9
             with held_to(held_gb):

@@ -68,12 +68,14 @@ def test_a_step_samples_what_it_is_told(lengths):
 
 
 def test_the_longest_completion_is_given_to_the_update_and_drawn_at_its_end(monkeypatch, passes):
-    """It is a pass by itself, after the short group's, in the second step alone; then the rollout follows."""
+    """It is a pass by itself, on gradients, in the second step alone; then the rollout follows."""
+    held = []
     monkeypatch.setattr(context, "SHORT", 8)
-    drawn = []
+    drawn, made = [], []
 
     class Engine(PortableEngine):
         def __init__(self, policy, pad, rows):
+            made.append(policy)
             super().__init__(policy, pad, rows)
 
         def session(self, *given):
@@ -86,9 +88,18 @@ def test_the_longest_completion_is_given_to_the_update_and_drawn_at_its_end(monk
         microbatches=2, sequences=4, tokens_per_forward=105,
     )  # fmt: skip
     plan = SimpleNamespace(sizes=TINY, work=asked, sequences=2, plan=make_plan(TINY, asked, GB80))
+    note = MemoryRetry.note_forward
+
+    def with_gradients(self, rows, lengths):
+        (policy,) = made
+        held.append(all(p.grad is not None for p in policy.parameters() if p.requires_grad))
+        return note(self, rows, lengths)
+
+    monkeypatch.setattr(MemoryRetry, "note_forward", with_gradients)
     update, rollout = context.measure(plan)
     short = 5 + 4 * 8
-    assert passes == [2 * short, short, 5 + 100, 5 + 3 * 8]
+    assert passes == [2 * short, 5 + 100, short + 5 + 3 * 8]
+    assert held == [True] * 3
     assert update["update_gb"] == rollout["rollout_gb"] == 3.0
     assert update["update_s"] > 0 and rollout["prefill_s"] > 0 and rollout["step_ms"] > 0
     assert len(drawn) == 1

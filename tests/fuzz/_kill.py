@@ -8,25 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import qerl.trainer.resume.trainer
 import torch
 import transformers
 
+from qerl.trainer import grpo
 from qerl.trainer.callbacks import MetricsFile
-from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.rollout_step import RolloutStep
+from qerl.trainer.update_step import UpdateStep
 from tests.fuzz._forks import Forks
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "rollout": (QeRLTrainer, "rollout"),
-    "update": (QeRLTrainer, "_forward"),
-    "evaluation": (QeRLTrainer, "prediction_step"),
+    "rollout": (RolloutStep, "sample"),
+    "update": (UpdateStep, "_forward"),
+    "evaluation": (grpo.QeRLTrainer, "prediction_step"),
     "log": (MetricsFile, "on_log"),
     "saving": (transformers.Trainer, "_save_optimizer_and_scheduler"),
     "saved in part": (transformers.Trainer, "_save_rng_state"),
-    "publishing": (qerl.trainer.resume.trainer, "publish"),
+    "publishing": (grpo, "publish"),
     "renaming": (Path, "rename"),
-    "deleting": (qerl.trainer.resume.trainer, "rotate_checkpoints"),
-    "final": (qerl.trainer.resume.trainer, "move_into"),
+    "deleting": (grpo, "rotate_checkpoints"),
+    "final": (grpo, "move_into"),
 }
 WRITING = ("saving", "saved in part", "publishing", "renaming", "final")
 SIGNALS = {"KILL": signal.SIGKILL, "INT": signal.SIGINT, "TERM": signal.SIGTERM}

@@ -40,18 +40,16 @@ def test_gradients_and_memory(nvfp4_llama, tiny_tokenizer, tmp_path, checkpointi
         trainer.model.gradient_checkpointing_enable()
         trainer.model.enable_input_require_grads()
     trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    inputs = trainer._generate_and_score_completions([row for row in DATA for _ in range(GROUP)])
-    tokens = int(inputs["completion_mask"].sum())
+    microbatches = trainer._rollout(trainer.model, [row for row in DATA for _ in range(GROUP)])
+    tokens = microbatches[0].rollout_tokens
     found = {}
     for budget in (None, None, tokens // 4, 1):  # the first run is for workspaces and compilation
-        trainer._retry.max_tokens = budget
+        trainer.updates.retry.max_tokens = budget
         trainer.model.zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = trainer.compute_loss(trainer.model, inputs)
-        loss.backward()
+        loss = trainer.updates.run(trainer.model, microbatches, 1)
         memory = torch.cuda.max_memory_allocated() - before
         gradients = {n: p.grad.double() for n, p in trainer.model.named_parameters() if p.grad is not None}
         found[budget] = (loss.item(), memory, gradients)

@@ -1,16 +1,13 @@
 """A step for which the GPU's memory does not suffice is redone in smaller chunks, and these do fit."""
 
-import contextlib
-
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from qerl.update.padded import Lengths
-
-from qerl.update.chunks import MemoryRetry, loss_in_chunks
+from qerl.update.chunks import MemoryRetry
+from qerl.update.joined_row import Lengths
 
 ROWS, DEPTH, SIZE = 8, 16, 2**22
 LENGTHS = Lengths(own_B=[100] * ROWS, shared_B=[0] * ROWS, group_B=[0] * ROWS)
@@ -35,45 +32,31 @@ def test_a_step_that_does_not_fit(limit, fits: int, tokens: int) -> None:
     weight = torch.randn(SIZE, device="cuda", requires_grad=True)
     expected = torch.zeros_like(weight)
 
-    def forward(rows: list[int]) -> tuple[torch.Tensor]:
+    def forward(rows: list[int]) -> torch.Tensor:
         total = torch.zeros(ROWS, 1, device="cuda")
         for row in rows:
             x = weight * (row + 1)
             for _ in range(DEPTH):
                 x = (x * weight).sin()
             total = total.index_put((torch.tensor([row], device="cuda"),), x.sum())
-        return (total,)
+        return total
 
     for row in range(ROWS):
-        (total,) = forward([row])
-        expected += torch.autograd.grad(total.sum(), weight)[0]
-    del total
+        expected += torch.autograd.grad(forward([row]).sum(), weight)[0]
 
     retry = MemoryRetry()
-    retry.start_step(0)
 
-    def noted(rows: list[int]) -> tuple[torch.Tensor]:
-        retry.note_forward(rows, LENGTHS)
-        return forward(rows)
-
-    def microbatch(batch: list[int]) -> torch.Tensor:
-        loss, _ = loss_in_chunks(
-            noted,
-            retry.split(batch, LENGTHS),
-            lambda outputs, rows: (outputs[0].sum(), None),
-            torch.Tensor.backward,
-            contextlib.nullcontext,
-            look_ahead=False,
-        )
-        loss.backward()
-        return loss.detach()
+    def update() -> None:
+        for chunk in retry.split(list(range(ROWS)), LENGTHS):
+            retry.note_forward(chunk, LENGTHS)
+            forward(chunk).sum().backward()
 
     def undo_step() -> None:
         weight.grad = None
 
     kept_by_a_row = 2 * DEPTH * SIZE * 4  # 537 MB: every product and its sine, which the next product needs
     limit(fits * kept_by_a_row)
-    retry.run(list(range(ROWS)), microbatch, undo_step)
+    retry.run(1, update, undo_step)
     assert retry.max_tokens == tokens
     error = (weight.grad - expected).norm() / expected.norm()
     assert error < 1e-5

@@ -10,7 +10,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from peft import LoraConfig, get_peft_model
-from qerl.update.padded import PaddedBatch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -25,6 +24,7 @@ from qerl.rollout.paged.memory import SwitchedMemory
 from qerl.update import fused
 from qerl.update.attention import attention_kwargs, use_branch_attention
 from qerl.update.joined_row import JoinedRow, join
+from tests.support.samples import samples_of
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:
@@ -143,18 +143,6 @@ def adapted(layer: torch.nn.Module, rank: int) -> torch.nn.Module:
     return lora
 
 
-def padded(prompts: list[list[int]], completions: list[list[int]]) -> PaddedBatch:
-    p, c = max(map(len, prompts)), max(map(len, completions))
-    columns = (
-        [[0] * (p - len(x)) + x for x in prompts],
-        [[0] * (p - len(x)) + [1] * len(x) for x in prompts],
-        [x + [0] * (c - len(x)) for x in completions],
-        [[1] * len(x) + [0] * (c - len(x)) for x in completions],
-    )
-    group = [prompts.index(prompt) for prompt in prompts]
-    return PaddedBatch(*(torch.tensor(column, device="cuda") for column in (*columns, group)))
-
-
 def row(lengths: list[tuple[int, list[int]]]) -> JoinedRow:
     """A joined row of groups: (prompt length, completion lengths)."""
     prompts, completions = [], []
@@ -162,7 +150,7 @@ def row(lengths: list[tuple[int, list[int]]]) -> JoinedRow:
         tokens = torch.randint(1, 500, (prompt,)).tolist()
         prompts += [tokens] * len(group)
         completions += [torch.randint(1, 500, (n,)).tolist() for n in group]
-    return join(padded(prompts, completions), rows=list(range(len(prompts))))
+    return join(samples_of(prompts, completions), range(len(prompts)), torch.device("cuda"))
 
 
 def causal_mask_11LL(joined: JoinedRow) -> torch.Tensor:

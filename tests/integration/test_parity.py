@@ -7,7 +7,6 @@ from rich.console import Console
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import build
 from tests.support.models import move_adapter
-from tests.support.trainer import rollout_of, samples_of
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +24,14 @@ def test_decode_equals_the_loss_forward(tiny_run, tmp_path, weights, dtype, boun
     trainer, _ = build(QeRLConfig(**tiny_run(tmp_path / "run", **changes)), Console(quiet=True))
     soften(trainer.model)
     rows = [row for row in trainer.train_dataset.select(range(4)) for _ in range(2)]
-    samples = samples_of(rollout_of(trainer, rows))
+    samples = trainer.rollouts.train(rows, 0).samples
     trainer.model.eval()  # the adapters' dropout is for the loss, not for this comparison
     found = trainer.updates.logprobs(trainer.model, samples)
-    pairs = zip(found, samples, strict=True)
-    difference = torch.cat([torch.tensor(logps) - torch.tensor(s.logprobs) for logps, s in pairs]).abs()
+    difference = torch.tensor([
+        abs(ours - sampled)
+        for sample, values in zip(samples, found, strict=True)
+        for ours, sampled in zip(values, sample.logprobs, strict=True)
+    ])  # fmt: skip
     mean, most = difference.mean(), difference.max()
     with capsys.disabled():
         print(f"\n{weights} {dtype}: mean {mean:.1e}, max {most:.1e}, bound {bound:.0e}")

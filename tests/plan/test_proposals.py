@@ -74,13 +74,13 @@ def test_microbatches_share_a_pass_where_memory_allows():
     """16 losses of 8 x 1024 tokens on 141 GB: two at a time, which is enough."""
     sizes, wanted = SIZES["7b"], work(completion_tokens=1024, microbatches=16, sequences=128)
     found = fastest(sizes, wanted, 150 * 10**9)
-    assert found is not None and (found.together, found.tokens, found.passes) == (2, 16894, 8)
+    assert found is not None and (found.tokens, found.passes) == (16894, 8)
     small = fastest(sizes, wanted, 40 * 10**9)
-    assert small is not None and small.together == 1, "layers that keep their activations are worth more"
+    assert small is not None and small.passes >= 16, "layers that keep their activations are worth more"
     parallel = fastest(sizes, dataclasses.replace(wanted, processes=2), 150 * 10**9)
-    assert parallel is not None and (parallel.together, parallel.tokens) == (2, 16894)
+    assert parallel is not None and (parallel.passes, parallel.tokens) == (8, 16894)
     short = fastest(sizes, dataclasses.replace(wanted, completion_tokens=32), GB80)
-    assert short is not None and short.together == 16, "one pass of 8176 tokens"
+    assert short is not None and (short.passes, short.tokens) == (1, 8176), "one pass of 8176 tokens"
 
 
 def test_no_layer_is_recomputed_where_all_fit():

@@ -1,15 +1,18 @@
 """Groups change places between processes so that each has as much to compute, and nothing else changes."""
 
+import math
 import statistics
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from qerl.trainer.batch import GROUP_KEY
 
 from bench.lengths import draw_lengths
 from qerl.trainer import balance
-from qerl.trainer.balance import balanced, moves, owners
+from qerl.trainer.balance import balanced, dealt, moves, owners
+from qerl.update.joined_row import Sample
 
 SIZE = 2
 
@@ -79,40 +82,33 @@ class Meeting:
         return [each for rank in self.meet(own) for each in rank]
 
 
-def batch_of(rank, lengths, prompt_width):
-    """Samples whose tokens name their process and place; widths differ between processes."""
-    count = len(lengths) * SIZE
-    own = torch.tensor([length for length in lengths for _ in range(SIZE)])
-    mask = (torch.arange(int(own.max())) < own[:, None]).long()
-    names = 100 * (rank + 1) + torch.arange(count)
-    prompts = (names // SIZE * SIZE)[:, None].repeat(1, prompt_width)
-    return {
-        "prompt_ids": prompts,
-        "prompt_mask": torch.ones_like(prompts),
-        "completion_ids": names[:, None] * mask,
-        "completion_mask": mask,
-        "sampling_per_token_logps": -names[:, None] * mask.float(),
-        "advantages": names.float(),
-        GROUP_KEY: torch.arange(count) // SIZE,
-        "num_items_in_batch": torch.tensor(77),
-    }
+def samples_of(rank, lengths):
+    """Samples whose tokens name their process and place; their extras know it too."""
+    found = []
+    for place, length in enumerate(lengths):
+        prompt = 100 * (rank + 1) + place * SIZE
+        for name in range(prompt, prompt + SIZE):
+            logprobs, nan = [-float(name)] * length, [math.nan] * length
+            tokens = [prompt] * (3 + rank), [name] * length
+            scored = {"rewards": [1.0, math.nan], "advantage": float(name), "extras": {"name": name}}
+            found.append(Sample(*tokens, logprobs, nan, group=50 + place * SIZE, **scored))
+    return found
 
 
-def balanced_in_threads(monkeypatch, lengths):
-    """The batch of each process, in steps of two groups each."""
-    meeting, found = Meeting(len(lengths)), [None] * len(lengths)
+def in_threads(monkeypatch, processes, deal):
+    """What `deal(rank, accelerator)` gives each process."""
+    meeting, found = Meeting(processes), [None] * processes
     monkeypatch.setattr(balance, "gather_object", meeting.gather_object)
 
     def process(rank):
         meeting.rank.number = rank
-        batch = batch_of(rank, lengths[rank], prompt_width=3 + rank)
         try:
-            found[rank] = balanced(batch, lengths[rank], span=2, size=SIZE, pad=0, accelerator=meeting)
+            found[rank] = deal(rank, meeting)
         except Exception as error:
             meeting.barrier.abort()  # nobody waits for who has died
             found[rank] = error
 
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(len(lengths))]
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(processes)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -122,28 +118,68 @@ def balanced_in_threads(monkeypatch, lengths):
     return found
 
 
+def balanced_in_threads(monkeypatch, lengths):
+    """The samples of each process, in steps of two groups each."""
+
+    def deal(rank, accelerator):
+        return balanced(samples_of(rank, lengths[rank]), lengths[rank], 2, SIZE, accelerator)
+
+    return in_threads(monkeypatch, len(lengths), deal)
+
+
+def names(samples):
+    return [sample.extras["name"] for sample in samples]
+
+
 def test_a_process_that_keeps_its_groups_meets_those_that_change_theirs(monkeypatch):
     found = balanced_in_threads(monkeypatch, [[9, 9], [1, 1], [5, 5]])
-    names = [sorted(batch["advantages"].long().tolist()) for batch in found]
-    assert names == [[100, 101, 202, 203], [102, 103, 200, 201], [300, 301, 302, 303]]
+    assert [sorted(names(samples)) for samples in found] == [
+        [100, 101, 202, 203], [102, 103, 200, 201], [300, 301, 302, 303],
+    ]  # fmt: skip
 
 
 def test_samples_arrive_whole_and_stay_in_their_step(monkeypatch):
     """Two steps of two groups each: the first process has the two long ones of the second step."""
     lengths = [[1, 2, 9, 9], [2, 1, 1, 1]]
     found = balanced_in_threads(monkeypatch, lengths)
-    names = [batch["advantages"].long().tolist() for batch in found]
-    assert [name // 100 - 1 for name in names[0][:4] + names[1][:4]] == [0] * 4 + [1] * 4, "as they were"
-    assert sorted(names[0][4:] + names[1][4:]) == [*range(104, 108), *range(204, 208)]
-    for batch in found:
-        assert batch["completion_mask"][4:].sum() == SIZE * (9 + 1)
-        assert batch[GROUP_KEY].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-        assert batch["num_items_in_batch"] == 77
-        for row, name in enumerate(batch["advantages"].long().tolist()):
+    first, second = names(found[0]), names(found[1])
+    assert [name // 100 - 1 for name in first[:4] + second[:4]] == [0] * 4 + [1] * 4, "as they were"
+    assert sorted(first[4:] + second[4:]) == [*range(104, 108), *range(204, 208)]
+    for samples in found:
+        assert sum(len(sample.tokens) for sample in samples[4:]) == SIZE * (9 + 1)
+        assert [sample.group for sample in samples] == [50, 50, 52, 52, 54, 54, 56, 56], "of their new places"
+        for sample in samples:
+            name = sample.extras["name"]
             rank, place = name // 100 - 1, name % 100 // SIZE
-            mask = batch["completion_mask"][row].bool()
-            assert mask.sum() == lengths[rank][place]
-            assert batch["completion_ids"][row][mask].unique().tolist() == [name]
-            assert batch["sampling_per_token_logps"][row][mask].unique().tolist() == [-name]
-            assert batch["prompt_mask"][row].sum() == 3 + rank
-            assert batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].unique() == name // SIZE * SIZE
+            (given,) = (each for each in samples_of(rank, lengths[rank]) if each.extras == sample.extras)
+            assert repr(replace(sample, group=given.group)) == repr(given)
+            assert len(sample.tokens) == lengths[rank][place]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "computed", "moved"),
+    [
+        ((8, 1, 1), [0, 1, 2, 3, 4, 5, 6, 7], True),
+        ((8, 1, 1), [], False),  # nothing of them is computed
+        ((SIZE, 4, 1), [0, 1, 2, 3, 4, 5, 6, 7], False),  # a step has one group
+        ((3, 2, 2), [0, 1, 2, 3, 4, 5, 6, 7], False),  # steps cut groups
+    ],
+)
+def test_what_is_dealt_follows_from_the_settings_and_what_is_computed(monkeypatch, sizes, computed, moved):
+    """The first process has long groups behind short ones; a step may take all of them, or one."""
+    microbatch, generations, accumulation = sizes
+    args = SimpleNamespace(
+        num_generations=SIZE, steps_per_generation=generations, gradient_accumulation_steps=accumulation,
+        per_device_train_batch_size=microbatch,
+    )  # fmt: skip
+    lengths = [[1, 1, 9, 9], [1, 1, 1, 1]]
+
+    def deal(rank, accelerator):
+        return dealt(samples_of(rank, lengths[rank]), computed, args, accelerator)
+
+    found = in_threads(monkeypatch, 2, deal)
+    stayed = [names(samples) == names(samples_of(rank, lengths[rank])) for rank, samples in enumerate(found)]
+    assert stayed == [not moved] * 2
+    if moved:
+        shares = [sum(len(sample.tokens) for sample in samples) for samples in found]
+        assert abs(shares[0] - shares[1]) <= SIZE

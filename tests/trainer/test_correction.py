@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from qerl.update.policy_loss import (
-    Mismatch,
-    importance_ratio,
-    rows_with_gradient,
-    sampler_trainer_kl,
-    weights,
-)
+from qerl.update.policy_loss import Correction, Mismatch, importance_ratio, sampler_trainer_kl, weights
 
 TRAINER = torch.tensor([[math.log(0.4), math.log(0.9)], [math.log(0.1), 0.0]])
 SAMPLER = torch.tensor([[math.log(0.2), math.log(0.1)], [math.log(0.2), 0.0]])
@@ -50,20 +44,18 @@ def test_kl_estimate_converges_to_the_exact_divergence():
     assert not sampler_trainer_kl(sampler[tokens], sampler[tokens], torch.ones_like(tokens)).any()
 
 
-def test_rows_without_advantage_or_tokens_are_left_out():
-    advantages = torch.tensor([0.0, 1.0, -1.0, 2.0])
-    mask = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]])
-    assert rows_with_gradient(advantages, mask) == [1, 3]
+def test_without_the_correction_the_weight_is_one_and_the_ratio_is_measured():
+    for is_on in (True, False):
+        correction = Correction(is_on, "token_truncate", None, 3.0)
+        ratio = correction.ratio(TRAINER, SAMPLER, MASK)
+        torch.testing.assert_close(ratio, torch.tensor([[2.0, 9.0], [0.5, 1.0]]))
+        weight = [[2.0, 3.0], [0.5, 1.0]] if is_on else [[1.0, 1.0], [1.0, 1.0]]
+        torch.testing.assert_close(correction.weight(ratio), torch.tensor(weight))
 
 
-class Alone:
-    """Accelerate on one process, or beside another one that has measured the same."""
-
-    def __init__(self, processes: int = 1) -> None:
-        self.processes = processes
-
-    def gather(self, values):
-        return torch.cat([values] * self.processes)
+def alone(own):
+    """What a process gathers by itself."""
+    return own
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
@@ -76,13 +68,12 @@ def mismatch(mode, mask, sampler=SAMPLER):
     ratio = importance_ratio(TRAINER, sampler, mask, mode)
     entropies = torch.full((2, 2), 2.0), torch.full((2, 2), 1.5)
     bounded = weights(ratio, mode, None, 3.0)
-    entropy = torch.tensor(1.0)
-    return Mismatch.of(TRAINER, sampler, *entropies, entropy, mask, ratio, bounded, (None, 3.0))
+    return Mismatch.of(TRAINER, sampler, *entropies, mask, ratio, bounded, (None, 3.0))
 
 
 def test_mismatch_of_tokens_is_measured_before_truncation():
     """Ratios 2, 9 and 0.5."""
-    logged = mismatch("token_truncate", MASK).metrics(Alone())
+    logged = mismatch("token_truncate", MASK).metrics(alone, 1.0)
     assert logged["sampling/ratio/mean"] == pytest.approx(11.5 / 3)
     assert logged["sampling/ratio/max"] == pytest.approx(9.0)
     assert logged["sampling/ratio/truncated"] == pytest.approx(1 / 3)
@@ -100,7 +91,7 @@ def test_mismatch_of_tokens_is_measured_before_truncation():
 
 def test_mismatch_of_sequences_counts_samples():
     """Ratios 18 and 0.5."""
-    logged = mismatch("sequence_truncate", MASK).metrics(Alone())
+    logged = mismatch("sequence_truncate", MASK).metrics(alone, 1.0)
     assert logged["sampling/ratio/mean"] == pytest.approx(9.25)
     assert logged["sampling/ratio/truncated"] == pytest.approx(0.5)
     assert logged["sampling/importance_sampling_ratio/max"] == pytest.approx(3.0)
@@ -111,22 +102,23 @@ def test_mismatch_leaves_out_what_the_sampler_does_not_know():
     sampler[0, 1] = math.nan
     known = torch.tensor([[1, 0], [1, 0]])
     expected, actual = (
-        m.metrics(Alone()) for m in (mismatch("token_mask", known), mismatch("token_mask", MASK, sampler))
+        m.metrics(alone, 1.0) for m in (mismatch("token_mask", known), mismatch("token_mask", MASK, sampler))
     )
     assert actual == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
-def test_mismatch_adds_over_microbatches_and_processes(mode):
-    first, second = torch.tensor([[1, 1], [0, 0]]), torch.tensor([[0, 0], [1, 0]])
-    whole = mismatch(mode, MASK).metrics(Alone())
-    parts = mismatch(mode, first) + mismatch(mode, second)
-    assert parts.metrics(Alone()) == pytest.approx(whole)
-    assert parts.metrics(Alone(2)) == pytest.approx(whole)
+def test_mismatch_adds_over_processes(mode):
+    """Sums are added, maxima compared; the mean of means would be another number."""
+    parts = [mismatch(mode, torch.tensor(mask)) for mask in ([[1, 1], [0, 0]], [[0, 0], [1, 0]])]
+    sent: list[torch.Tensor] = []
+    for part in parts:
+        part.metrics(lambda own: sent.append(own) or own, 1.0)
+    whole = mismatch(mode, MASK).metrics(alone, 1.0)
+    for part in parts:
+        assert part.metrics(lambda own: torch.cat(sent), 1.0) == pytest.approx(whole)
 
 
 def test_nothing_computed_is_not_zero():
-    logged = (Mismatch.none(torch.device("cpu")) + mismatch("token_mask", torch.zeros_like(MASK))).metrics(
-        Alone()
-    )
+    logged = mismatch("token_mask", torch.zeros_like(MASK)).metrics(alone, 1.0)
     assert all(math.isnan(value) for value in logged.values())

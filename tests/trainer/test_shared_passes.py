@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from qerl.update.padded import Lengths
-from qerl.update.spans import Spans
 
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
@@ -83,44 +82,46 @@ def test_a_shared_pass_that_runs_out_of_memory_is_done_again(train):
     _, expected, passes = train(tokens_per_forward=500)
     assert len(passes) == 3, "one a step"
     trainer, weights, again = train(out_of_memory=2, tokens_per_forward=500)
-    assert trainer._retry.max_tokens < 500 and len(again) > len(passes)
+    assert trainer.updates.retry.max_tokens < 500 and len(again) > len(passes)
     for weight, other in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight, other, rtol=0, atol=2e-5)
 
 
-def spans(tokens, groups=None):
-    """Microbatches of two samples each, the second of which is computed; its outputs are its weight's."""
-    own = [n for count in tokens for n in (1000, count)]
-    lengths = Lengths(own, [0] * len(own), list(range(len(own))))
-    weight, passes = torch.ones(len(own), 1, requires_grad=True), []
-
-    def forward(rows, last):
-        assert rows[-1] // 2 <= last
-        passes.append(rows)
-        mask = torch.zeros(len(own), 1)
-        mask[rows] = 1
-        return weight * mask, (weight * mask).detach()
-
-    rows = [[2 * i + 1] if count else [] for i, count in enumerate(tokens)]
-    return Spans(rows, 2, lengths, forward), weight, passes
+STRADDLING = {"gradient_accumulation_steps": 3, "steps_per_generation": 2}
 
 
-def test_a_pass_takes_as_many_microbatches_as_it_may():
-    of, weight, passes = spans([5, 3, 2, 9, 4, 0, 1])
-    for number in range(7):
-        outputs = of.outputs(number, 10)
-        if number == 3:
-            assert outputs is None, "it fits with none after it"
-            continue
-        values, entropies = outputs
-        assert values.requires_grad and values.grad_fn is not None and not entropies.requires_grad
-        assert weight.grad is None or not weight.grad[2 * number + 1].any(), "nothing before its last loss"
-        (values.sum() * (number + 1)).backward()
-        of.end(number)
-    assert passes == [[1, 3, 5], [9, 13]]
-    assert weight.grad[:, 0].tolist() == [0, 1, 0, 2, 0, 3, 0, 0, 0, 5, 0, 0, 0, 7]
+@pytest.mark.parametrize("options", [STRADDLING, STRADDLING | {"steps_per_generation": 1}], ids=str)
+def test_rollouts_of_one_step_have_no_group_in_common(tiny_model, tiny_tokenizer, tmp_path, options):
+    """Their samples stand in one row, where a group's prompt is there once. Most rows of the data have
+    one prompt."""
+    data = Dataset.from_dict({"prompt": ["one two"] * 8 + ["three"] * 4})
+    values = options | {"per_device_train_batch_size": GROUP, "tokens_per_forward": 500}
+    args = QeRLConfig(**settings(tmp_path, **values))
+    engine = ScriptedEngine(128, tiny_tokenizer.eos_token_id)
+    trainer = QeRLTrainer(
+        get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj"])),
+        [sum_reward], args, data, engine=engine, processing_class=tiny_tokenizer,
+    )  # fmt: skip
+    steps, run = [], trainer.updates.run
+
+    def spy(model, microbatches, step):
+        steps.append([list(part.samples) for part in microbatches])
+        return run(model, microbatches, step)
+
+    trainer.updates.run = spy
+    trainer.train()
+    assert [len(step) for step in steps] == [3] * 4
+    for step in steps:
+        groups = [{sample.group for sample in part} for part in step]
+        assert all(len(each) == 1 for each in groups), "a microbatch is a group"
+        assert len(set.union(*groups)) == 3
+        for part in step:
+            assert len({tuple(sample.prompt) for sample in part}) == 1
 
 
-def test_microbatches_without_samples_are_computed_by_themselves():
-    of, _, passes = spans([0, 0])
-    assert of.outputs(0, 10) is None and not passes
+@pytest.mark.parametrize("tokens", [60, 500])
+def test_a_rollout_that_straddles_steps_trains_as_in_passes_of_its_own(train, tokens):
+    _, expected, _ = train(**STRADDLING)
+    _, weights, _ = train(tokens_per_forward=tokens, **STRADDLING)
+    for weight, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=0, atol=2e-5)

@@ -1,18 +1,15 @@
-"""Chunks hold every sample once, stay within the budget, are few and even, and one at a time is in memory."""
+"""Chunks hold every sample once, stay within the budget, are few and even."""
 
-import contextlib
 import itertools
 import random
-import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
-from qerl.trainer.batch import padded_rollout
-from qerl.update.padded import Lengths
 
-from qerl.update.chunks import loss_in_chunks, split_rows
-from qerl.update.joined_row import join
+from qerl.update.chunks import split_rows
+from qerl.update.joined_row import Lengths, join
+from tests.support.samples import samples_of
 
 
 def lengths(*groups: tuple[int, list[int]]) -> Lengths:
@@ -32,20 +29,13 @@ def test_lengths_are_those_of_the_joined_row():
     draw = random.Random(0)
     prompts = [[draw.randrange(9) for _ in range(draw.randint(1, 6))] for _ in range(4)]
     prompts = [prompt for prompt in [*prompts, prompts[0]] for _ in range(3)]
-    completions = [[1] * draw.randint(1, 7) for _ in prompts]
-    P, C = max(map(len, prompts)), max(map(len, completions))
-    ids = torch.tensor(
-        [[0] * (P - len(p)) + p + c + [0] * (C - len(c)) for p, c in zip(prompts, completions, strict=True)]
-    )
-    mask = torch.tensor(
-        [
-            [0] * (P - len(p)) + [1] * len(p) + [1] * len(c) + [0] * (C - len(c))
-            for p, c in zip(prompts, completions, strict=True)
-        ]
-    )
-    padded = padded_rollout(ids, mask, C, group_size=3)
-    for rows in ([0], [1, 2], [0, 2, 3, 7, 8], list(range(15))):
-        assert padded.lengths.tokens(rows) == join(padded, rows).input_ids_1L.size(1)
+    samples = samples_of(prompts, [[1] * draw.randint(1, 7) for _ in prompts])
+    samples[4].masked = True  # of which its first token alone is computed
+    for sample in samples[12:]:
+        sample.group = 99  # the prompt of the first group as one of its own
+    for rows in ([0], [1, 2], [0, 2, 3, 7, 8], [0, 4, 13], list(range(15))):
+        row = join(samples, rows, torch.device("cpu"))
+        assert Lengths.of(samples).tokens(rows) == row.input_ids_1L.size(1)
 
 
 def test_no_limit_or_enough_is_one_chunk():
@@ -123,51 +113,3 @@ def test_many_samples():
     of = lengths(*((300, [draw.randint(1, 4000) for _ in range(16)]) for _ in range(32)))
     chunks = split_rows(list(range(512)), of, 16384)
     assert len(chunks) <= 1.05 * -(-of.tokens(list(range(512))) // 16384)
-
-
-def run(chunks: list[list[int]], coupled: bool) -> tuple[float, torch.Tensor, int, int]:
-    """Loss, gradient, most activations alive at a time and forward passes of samples, for a made-up model."""
-    weight = torch.linspace(0.5, 1.5, 3, dtype=torch.double, requires_grad=True)
-    alive = peak = passes = 0
-
-    def gone() -> None:
-        nonlocal alive
-        alive -= 1
-
-    def forward(rows: list[int]) -> tuple[torch.Tensor]:
-        nonlocal alive, peak, passes
-        out = torch.zeros(8, 3, dtype=torch.double)
-        for row in rows:
-            activation = weight * (row + 1)
-            alive, passes = alive + 1, passes + 1
-            peak = max(peak, alive)
-            weakref.finalize(activation, gone)
-            values = (activation * activation).sin()  # its backward needs the activation
-            out = out.index_put((torch.tensor([row]),), values[None])
-        return (out,)
-
-    def loss(outputs: tuple[torch.Tensor], rows: list[int]) -> tuple[torch.Tensor, int]:
-        seen = outputs[0].detach()[rows]
-        assert (seen != 0).all()
-        mean = seen.mean() if coupled else 0.7
-        return ((outputs[0] - mean) ** 2 / 24).sum(), len(rows)
-
-    total, reported = loss_in_chunks(
-        forward, chunks, loss, torch.Tensor.backward, contextlib.nullcontext, look_ahead=coupled
-    )
-    total.backward()
-    assert reported == 8, "what the undivided loss reports"
-    return total.item(), weight.grad, peak, passes
-
-
-@pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_chunks_add_up_one_at_a_time(coupled, size):
-    loss, gradient, peak, passes = run([list(range(8))], coupled)
-    assert (peak, passes) == (8, 8)
-    chunks = [list(range(start, min(start + size, 8))) for start in range(0, 8, size)]
-    cut_loss, cut_gradient, cut_peak, cut_passes = run(chunks, coupled)
-    assert cut_loss == pytest.approx(loss, rel=1e-14)
-    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-13, atol=0)
-    assert cut_peak == size
-    assert cut_passes == (16 if coupled else 8)

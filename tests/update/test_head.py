@@ -5,7 +5,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from qerl.errors import QeRLError
-from qerl.kernels import limits, logits
+from qerl.kernels import limits, tensors
 from qerl.update import head
 from qerl.update.head import Head, Transform, head_backward, logps_and_entropies, target_logps
 
@@ -125,7 +125,7 @@ def test_products_with_the_head(monkeypatch, products, entropy_has_gradient, tra
     """Two, where hidden states alone have a gradient and entropies none."""
     made = []
     for name in ("product", "add_product"):
-        real = getattr(logits, name)
+        real = getattr(tensors, name)
         monkeypatch.setattr(head, name, lambda *a, real=real, **k: made.append(1) or real(*a, **k))
     hidden_SD = torch.randn(POSITIONS, WIDTH, requires_grad=True)
     ours = Head(torch.randn(VOCABULARY, WIDTH, requires_grad=trained))

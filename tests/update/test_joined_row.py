@@ -1,24 +1,15 @@
-"""The joined row computes what the padded batch computes."""
+"""The joined row computes what a padded batch of the same samples computes."""
 
 from itertools import pairwise
 
 import pytest
 import torch
-from qerl.update.padded import PaddedBatch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qerl.update.joined_row import IGNORE, JoinedRow, join
+from qerl.update.joined_row import IGNORE, JoinedRow, Lengths, Sample, join
+from tests.support.samples import samples_of
 
-
-def padded_batch(prompts: list[list[int]], completions: list[list[int]]) -> PaddedBatch:
-    """Left-padded prompts and right-padded completions, pad token 0; samples with one prompt are a group."""
-    P, C = max(map(len, prompts)), max(map(len, completions))
-    prompt_ids = torch.tensor([[0] * (P - len(p)) + p for p in prompts])
-    prompt_mask = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in prompts])
-    completion_ids = torch.tensor([c + [0] * (C - len(c)) for c in completions])
-    completion_mask = torch.tensor([[1] * len(c) + [0] * (C - len(c)) for c in completions])
-    group = torch.tensor([prompts.index(prompt) for prompt in prompts])
-    return PaddedBatch(prompt_ids, prompt_mask, completion_ids, completion_mask, group)
+CPU = torch.device("cpu")
 
 
 def causal_mask_11LL(row: JoinedRow) -> torch.Tensor:
@@ -33,8 +24,8 @@ def causal_mask_11LL(row: JoinedRow) -> torch.Tensor:
 
 
 def test_layout_of_two_samples_of_one_prompt():
-    batch = padded_batch([[5, 6, 7], [5, 6, 7]], [[8, 9], [10]])
-    row = join(batch, rows=[0, 1])
+    samples = samples_of([[5, 6, 7], [5, 6, 7]], [[8, 9], [10]])
+    row = join(samples, [0, 1], CPU)
     assert row.input_ids_1L.tolist() == [[5, 6, 7, 8, 7]]
     assert row.position_ids_1L.tolist() == [[0, 1, 2, 3, 2]]
     assert row.labels_1L.tolist() == [[IGNORE, IGNORE, 8, 9, 10]]
@@ -48,18 +39,34 @@ def test_layout_of_two_samples_of_one_prompt():
 
 
 def test_a_group_shares_its_prompt_in_whatever_order_its_samples_come():
-    batch = padded_batch([[5, 6, 7], [4, 3], [5, 6, 7]], [[8, 9], [1], [10]])
-    row = join(batch, rows=[0, 1, 2])
+    samples = samples_of([[5, 6, 7], [4, 3], [5, 6, 7]], [[8, 9], [1], [10]])
+    row = join(samples, [0, 1, 2], CPU)
     assert row.input_ids_1L.tolist() == [[5, 6, 7, 8, 7, 4, 3]]
     assert row.sample_L.tolist() == [-1, -1, 0, 0, 2, -1, 1]
-    assert row.input_ids_1L.size(1) == batch.lengths.tokens([0, 1, 2])
+    assert row.input_ids_1L.size(1) == Lengths.of(samples).tokens([0, 1, 2])
 
 
 def test_scatter_puts_values_where_their_tokens_are():
-    batch = padded_batch([[5, 6], [5, 6], [4]], [[8, 9], [1], [10, 11, 12]])
-    row = join(batch, rows=[0, 2])
+    samples = samples_of([[5, 6], [5, 6], [4]], [[8, 9], [1], [10, 11, 12]])
+    row = join(samples, [0, 2], CPU)
     values = row.labels_1L[0, row.sample_L >= 0].float()
     assert row.scatter(values, 3, 3).tolist() == [[8, 9, 0], [0, 0, 0], [10, 11, 12]]
+
+
+def test_a_masked_sample_is_its_first_token():
+    samples = samples_of([[5, 6], [5, 6]], [[8, 9, 3], [1, 2]])
+    samples[0].masked = True
+    row = join(samples, [0, 1], CPU)
+    assert row.input_ids_1L.tolist() == [[5, 6, 6, 1]]
+    assert row.labels_1L.tolist() == [[IGNORE, 8, 1, 2]]
+    assert samples[0].loss_mask == [0, 0, 0] and samples[1].loss_mask == [1, 1]
+
+
+def test_one_prompt_in_two_groups_is_there_twice():
+    """As where two rollouts of an optimizer step drew it: environments may make other prompts of one row."""
+    samples = samples_of([[5, 6, 7], [5, 6, 7]], [[8], [9]])
+    samples[1].group += 1
+    assert join(samples, [0, 1], CPU).input_ids_1L.tolist() == [[5, 6, 7, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,7 @@ def test_stretches_say_what_the_mask_says(lengths):
         tokens = torch.randint(1, 99, (prompt,)).tolist()
         prompts += [tokens] * len(group)
         completions += [torch.randint(1, 99, (n,)).tolist() for n in group]
-    row = join(padded_batch(prompts, completions), rows=list(range(len(prompts))))
+    row = join(samples_of(prompts, completions), range(len(prompts)), CPU)
     branches, length = row.branches, row.input_ids_1L.size(1)
     seen = torch.zeros(length, length, dtype=torch.bool)
     own = torch.full((length,), -1)
@@ -99,7 +106,7 @@ def test_stretches_say_what_the_mask_says(lengths):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, checkpointing):
+def test_log_probs_and_gradients_equal_the_samples_of(tiny_model, family, checkpointing):
     torch.manual_seed(0)
     model = tiny_model(family).double().train()
     if checkpointing:
@@ -107,12 +114,11 @@ def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, chec
     vocabulary = model.config.vocab_size
     draw = lambda n: torch.randint(1, vocabulary, (n,)).tolist()  # noqa: E731
     first, second = draw(7), draw(1)
-    batch = padded_batch([first, first, second, second], [draw(5), draw(2), draw(4), draw(1)])
-    weight = torch.randn(batch.completion_ids_BC.shape, dtype=torch.double) * batch.completion_mask_BC
-
-    padded = padded_logps(model, batch)
+    samples = samples_of([first, first, second, second], [draw(5), draw(2), draw(4), draw(1)])
+    padded, mask = padded_logps(model, samples)
+    weight = torch.randn(mask.shape, dtype=torch.double) * mask
     expected = gradients(model, (padded * weight).sum())
-    row = join(batch, rows=[0, 1, 2, 3])
+    row = join(samples, [0, 1, 2, 3], CPU)
     logits = model(
         input_ids=row.input_ids_1L,
         position_ids=row.position_ids_1L,
@@ -121,8 +127,8 @@ def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, chec
     ).logits
     labels = row.labels_1L.clamp(min=0)
     values = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    shared = row.scatter(values[0, row.sample_L >= 0], *batch.completion_ids_BC.shape)
-    torch.testing.assert_close(shared, padded * batch.completion_mask_BC, rtol=0, atol=1e-11)
+    shared = row.scatter(values[0, row.sample_L >= 0], *mask.shape)
+    torch.testing.assert_close(shared, padded * mask, rtol=0, atol=1e-11)
     actual = gradients(model, (shared * weight).sum())
     for name, grad in expected.items():
         # RMSNorm computes in float32 whatever the model is, so gradients differ by its rounding.
@@ -130,15 +136,21 @@ def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, chec
         assert error < 1e-5, f"{name}: {error:.1e}"
 
 
-def padded_logps(model: torch.nn.Module, batch: PaddedBatch) -> torch.Tensor:
-    """Log-probabilities [B, C] from the ordinary padded forward."""
-    completion_ids = batch.completion_ids_BC
-    ids = torch.cat([batch.prompt_ids_BP, completion_ids], dim=1)
-    mask = torch.cat([batch.prompt_mask_BP, batch.completion_mask_BC], dim=1)
+def padded_logps(model: torch.nn.Module, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [B, C] and their mask from a plain forward pass, prompts padded left, completions
+    right."""
+    P, C = (max(len(getattr(s, part)) for s in samples) for part in ("prompt", "tokens"))
+    ids = torch.tensor([
+        [0] * (P - len(s.prompt)) + s.prompt + s.tokens + [0] * (C - len(s.tokens)) for s in samples
+    ])  # fmt: skip
+    mask = torch.tensor([
+        [0] * (P - len(s.prompt)) + [1] * len(s.prompt + s.tokens) + [0] * (C - len(s.tokens))
+        for s in samples
+    ])  # fmt: skip
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    C = completion_ids.size(1)
-    return logits[:, -C - 1 : -1].log_softmax(-1).gather(-1, completion_ids[..., None])[..., 0]
+    logps = logits[:, -C - 1 : -1].log_softmax(-1).gather(-1, ids[:, -C:, None])[..., 0]
+    return logps, mask[:, -C:]
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from qerl.update.padded import Lengths
 from transformers import TrainerCallback
 
 from qerl.errors import QeRLError
@@ -11,6 +10,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer import run
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.update.chunks import MemoryRetry
+from qerl.update.joined_row import Lengths
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, settings, sum_reward
 
@@ -30,14 +30,14 @@ class SmallMemory:
     def __init__(self, trainer, tokens, phase, spare=0):
         self.tokens, self.phase, self.spare = tokens, phase, spare
         self.held, self.errors, self.sizes = 0, 0, []
-        self._forward = trainer._forward
-        trainer._forward = self.forward
+        self._forward = trainer.updates._forward
+        trainer.updates._forward = self.forward
         trainer.model.get_input_embeddings().register_forward_hook(self.watch)
 
-    def forward(self, model, batch, rows):
-        self.held = batch.lengths.tokens(rows)
+    def forward(self, model, samples, lengths, rows):
+        self.held = lengths.tokens(rows)
         self.sizes.append(self.held)
-        outputs = self._forward(model, batch, rows)
+        outputs = self._forward(model, samples, lengths, rows)
         if self.phase == "forward":
             self.fill()
         return outputs
@@ -104,7 +104,7 @@ def test_gradients_are_those_without_the_error(train, loss_type, memory):
     trainer, actual = train(memory, loss_type=loss_type)
     assert trainer.memory.errors >= 1
     assert len(trainer.engine.calls) == len(reference.engine.calls), "nothing is sampled again"
-    assert trainer._step == reference._step
+    assert trainer.state.global_step == reference.state.global_step
     assert len(actual) == len(expected) == 2
     for step in range(2):
         assert actual[step].keys() == expected[step].keys()
@@ -121,7 +121,7 @@ def test_the_limit_stays(train):
     trainer, _ = train((24, "forward"))
     assert trainer.memory.errors == 1
     assert trainer.memory.sizes[0] == 48
-    assert trainer._retry.max_tokens == 24
+    assert trainer.updates.retry.max_tokens == 24
     assert 12 < max(trainer.memory.sizes[1:]) <= 24
 
 
@@ -151,7 +151,7 @@ def test_a_resumed_run_has_the_limit(train, tmp_path):
     assert trainer.memory.sizes
     for given, limit in ((100, 24), (20, 20)):
         trainer, _ = train(resume=checkpoint, tokens_per_forward=given)
-        assert trainer._retry.max_tokens == limit
+        assert trainer.updates.retry.max_tokens == limit
 
 
 def test_adaptive_entropy_is_counted_once(train):
@@ -159,7 +159,7 @@ def test_adaptive_entropy_is_counted_once(train):
     reference, _ = train(**settings)
     trainer, _ = train((24, "backward", 1), **settings)
     assert trainer.memory.errors == 1
-    assert trainer.entropy_coef == reference.entropy_coef != 0.1
+    assert trainer.updates._entropy_coef == reference.updates._entropy_coef != 0.1
 
 
 def test_what_was_logged_says_so(train, caplog):
@@ -176,7 +176,7 @@ def test_layers_are_recomputed_before_chunks_get_smaller(train, tmp_path, caplog
     _, expected = train()
     settings = {**kwargs, "save_strategy": "steps", "save_steps": 1}
     trainer, actual = train((24, "backward"), **settings)
-    assert trainer.memory.errors == 2 and trainer._retry.max_tokens == 24
+    assert trainer.memory.errors == 2 and trainer.updates.retry.max_tokens == 24
     assert "every layer recomputed" in caplog.text and "at most 24 instead of" in caplog.text
     assert [layer.gradient_checkpointing for layer in trainer.model.get_base_model().model.layers] == [
         True
@@ -196,43 +196,43 @@ def test_one_sample_that_does_not_fit_is_an_error(train):
 
 
 def test_several_processes_are_not_left_waiting():
-    def microbatch(batch):
-        retry.note_forward(batch, Lengths(own_B=[7, 8], shared_B=[4, 4], group_B=[0, 0]))
+    def update():
+        retry.note_forward([0, 1], Lengths(own_B=[7, 8], shared_B=[4, 4], group_B=[0, 0]))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     retry = MemoryRetry(processes=2, checkpointing={"every_n_layers": 4, "offload": True})
-    retry.start_step(0)
     with pytest.raises(QeRLError, match="it is not redone: set tokens_per_forward: 10") as caught:
-        retry.run([0, 1], microbatch, lambda: None)
+        retry.run(1, update, lambda: None)
     assert "gradient_checkpointing_kwargs: {every_n_layers: 1, offload: true} if" in str(caught.value)
 
 
 def test_what_is_said_of_every_layer_keeps_the_other_settings(caplog):
-    def microbatch(batch):
+    def update():
         if not recomputed:
             raise torch.OutOfMemoryError("CUDA out of memory.")
+        return "done"
 
-    recomputed = []
+    recomputed, undone = [], []
     retry = MemoryRetry(
         recompute_every_layer=lambda: not recomputed.append(True), checkpointing={"offload": False}
     )
-    retry.start_step(0)
-    retry.run([0, 1], microbatch, lambda: None)
+    assert retry.run(1, update, lambda: undone.append(True)) == "done"
+    assert undone == [True]
     assert "gradient_checkpointing_kwargs: {offload: false, every_n_layers: 1} sets" in caplog.text
 
 
-@pytest.mark.parametrize("where", [MemoryRetry().run, None])
-def test_memory_that_cannot_be_pinned_is_said(where):
+@pytest.mark.parametrize("retry", [MemoryRetry(), None])
+def test_memory_that_cannot_be_pinned_is_said(retry):
     """torch raises this, and no `OutOfMemoryError`, where CUDA refuses to pin the CPU's memory."""
 
     def fail(message):
-        def microbatch(batch):
+        def update():
             raise torch.AcceleratorError(message)
 
-        if where is not None:
-            where([0], microbatch, lambda: None)
+        if retry is not None:
+            retry.run(1, update, lambda: None)
         with run._memory_errors_said():
-            microbatch([0])
+            update()
 
     with pytest.raises(QeRLError, match=r"\{offload: true\}.*\(CUDA error: out of memory\)\."):
         fail("CUDA error: out of memory\nCUDA kernel errors might be reported later")

@@ -5,7 +5,14 @@ from itertools import product
 import pytest
 import torch
 
-from qerl.update.policy_loss import PolicyLoss, Share, Tokens, adapted_entropy_coef, gathered, high_entropy
+from qerl.update.policy_loss import (
+    PolicyLoss,
+    Share,
+    Tokens,
+    adapted_entropy_coef,
+    gathered,
+    high_entropy,
+)
 from tests.support.trl_loss import trl_loss
 
 NAMES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
@@ -109,7 +116,7 @@ def test_a_loss_is_trls(name, options, level):
         kept = high_entropy(values, tokens.mask_BC, threshold)
         assert 0 < kept.sum() < tokens.mask_BC.sum()
     loss = PolicyLoss(name, of_sequence=level == "sequence", longest=8, **ours)
-    share = Share(4, torch.tensor(23.0) * 4 / 2)
+    share = Share(4, 23.0 * 4 / 2)
     given = Tokens(**vars(tokens) | {"high_entropy_BC": kept})
     found, metrics = loss(given, share, theirs.get("entropy_coef", 0.0))
     assert any(map(torch.any, gradients(found, tokens)))
@@ -122,7 +129,7 @@ def test_without_old_log_probabilities_the_policy_is_its_own(name):
     settings = {"off_policy_mask_threshold": 0.1, "beta": 0.2}
     wanted, logged = of_trl(tokens, settings, name)
     loss = PolicyLoss(name, longest=8, beta=0.2, off_policy_threshold=0.1)
-    compare(tokens, *loss(tokens, Share(1, torch.tensor(23.0))), wanted, logged)
+    compare(tokens, *loss(tokens, Share(1, 23.0)), wanted, logged)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "vespo"])  # which needs one of each token
@@ -130,14 +137,14 @@ def test_a_correction_of_samples(name):
     weight = torch.tensor([0.5, 2.0, 0.0, 1.0, 1.5, 1.0], dtype=torch.float64)[:, None]
     tokens = Tokens(**vars(drawn(2)) | {"correction": weight})
     wanted, logged = of_trl(tokens, {}, name)
-    compare(tokens, *PolicyLoss(name, longest=8)(tokens, Share(1, torch.tensor(23.0))), wanted, logged)
+    compare(tokens, *PolicyLoss(name, longest=8)(tokens, Share(1, 23.0)), wanted, logged)
 
 
 @pytest.mark.parametrize("value", [1e4, -1e4, torch.inf, torch.nan])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_stands_outside_of_the_mask_changes_nothing(name, value):
     loss, tokens = PolicyLoss(name, beta=0.1, entropy_bonus=True, longest=8), drawn(3)
-    share = Share(1, torch.tensor(23.0))
+    share = Share(1, 23.0)
     outside = ~tokens.mask_BC.bool()
     names = ("logps_BC", "entropy_BC", "old_BC", "sampler_BC", "reference_BC")
     strange = {name: getattr(tokens, name).detach().masked_fill(outside, value) for name in names}
@@ -158,7 +165,7 @@ def test_the_weight_of_the_adaptive_bonus_is_trls():
         bounds = {"entropy_coef_delta": 0.2, "entropy_coef_min": 0.05, "entropy_coef_max": 0.4}
         settings = {"_entropy_bonus_enabled": True, "use_adaptive_entropy": True, "entropy_target": target}
         _, logged = of_trl(tokens, settings | bounds | {"entropy_coef": coef}, "dapo")
-        _, metrics = PolicyLoss("dapo", entropy_bonus=True)(tokens, Share(1, torch.tensor(23.0)))
+        _, metrics = PolicyLoss("dapo", entropy_bonus=True)(tokens, Share(1, 23.0))
         found = gathered([metrics], lambda own: own)
         (nats,), (count,) = found["entropy_bonus/nats"], found["entropy_bonus/tokens"]
         assert logged["entropy_coef"] == [adapted_entropy_coef(coef, nats / count, target, *bounds.values())]

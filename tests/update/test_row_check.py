@@ -9,7 +9,6 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
-from qerl.update.padded import PaddedBatch
 from transformers.utils import ModelOutput
 
 from qerl.errors import QeRLError
@@ -17,11 +16,12 @@ from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.update import attention, masks
+from qerl.update import attention
 from qerl.update.head import Transform, score
-from qerl.update.joined_row import JoinedRow, join
+from qerl.update.joined_row import JoinedRow, join, masked_by_branch
 from qerl.update.row_check import check_joined_row
 from tests.support.models import TINY
+from tests.support.samples import samples_of
 
 WINDOW = 8
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -81,20 +81,16 @@ def model(request) -> transformers.PreTrainedModel:
     return build(family, attention, **changes)
 
 
-def row():
-    longest_prompt, longest = max(map(len, PROMPTS)), max(len(c) for _, c in SAMPLES)
-    left = [[0] * (longest_prompt - len(p)) + p for p, _ in SAMPLES]
-    right = [c + [0] * (longest - len(c)) for _, c in SAMPLES]
-    group = torch.tensor([PROMPTS.index(prompt) for prompt, _ in SAMPLES])
-    tensors = (torch.tensor(left), torch.tensor(left) > 0, torch.tensor(right), torch.tensor(right) > 0)
-    return join(PaddedBatch(*tensors, group), rows=list(range(len(SAMPLES))))
+def row() -> JoinedRow:
+    prompts, completions = zip(*SAMPLES, strict=True)
+    return join(samples_of(prompts, completions), range(len(SAMPLES)), torch.device("cpu"))
 
 
 def joined_logps(model) -> torch.Tensor:
     """Log-probabilities of all completions, one after the other."""
     joined = row()
     decoder = getattr(model, "model", model.base_model)  # Llama 4 names the head's model its base
-    with masks.masked_by_branch(model.config, joined) as seen:
+    with masked_by_branch(model.config, joined) as seen:
         hidden = decoder(
             input_ids=joined.input_ids_1L, position_ids=joined.position_ids_1L, use_cache=False, **seen
         ).last_hidden_state
@@ -131,7 +127,7 @@ def test_masks_are_the_models_own_again_after_a_row(model):
     before = plain_logps(model)
     joined_logps(model)
     assert torch.equal(plain_logps(model), before)
-    with pytest.raises(RuntimeError, match="in the row"), masks.masked_by_branch(model.config, row()):
+    with pytest.raises(RuntimeError, match="in the row"), masked_by_branch(model.config, row()):
         raise RuntimeError("in the row")
     assert torch.equal(plain_logps(model), before)
 

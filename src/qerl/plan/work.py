@@ -25,9 +25,8 @@ class Work:
         max_sequences: Samples that the engine decodes side by side at most.
         microbatch: Samples per loss.
         microbatches: Losses per optimizer step.
-        tokens_per_forward: Tokens per forward and backward pass; a microbatch with more is computed in
-            chunks, and microbatches of a step share a pass that has room for them
-            (`qerl.update.spans`). None for one pass per microbatch.
+        tokens_per_forward: Tokens per forward and backward pass, of samples of any of a step's microbatches
+            (`qerl.update.chunks`). None for one pass per microbatch.
         every_n_layers: Every n-th layer is computed again for backward, the others keep their activations;
             0, or more than there are layers: all keep them.
         offload: Whether inputs of the layers that are computed again wait in the CPU's memory.
@@ -91,8 +90,8 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """T, tokens of the largest pass: of a microbatch, of its largest chunk, which holds a sample whatever
-        the limit is, or of as many microbatches as the limit allows, which may be more of shorter samples."""
+        """T, tokens of the largest pass: of a microbatch, or of the largest chunk of the step, which holds a
+        sample whatever the limit is, and as many as the limit allows of shorter ones."""
         limit = self.tokens_per_forward or self.tokens_of(self.microbatch)
         return min(self.tokens_of(self._samples), max(limit, self.tokens_of(1)))
 
@@ -100,8 +99,7 @@ class Work:
     def keys(self) -> int:
         """M, keys that attention gathers in that pass: its tokens, and for each of its samples their prompt
         once more. Of samples that reach the limit; of shorter ones more share a pass and read a prompt."""
-        fitting = bisect_right(range(1, self._samples + 1), self.tokens, key=self.tokens_of)
-        return self.tokens + max(1, fitting) * (self.prompt_tokens - 1)
+        return self.tokens + self._fitting * (self.prompt_tokens - 1)
 
     @property
     def scored_tokens(self) -> int:
@@ -111,34 +109,24 @@ class Work:
     @property
     def passes(self) -> int:
         """Backward passes per optimizer step, at least."""
-        return self.microbatches * self.chunks if self.chunks > 1 else -(-self.microbatches // self.together)
-
-    @property
-    def chunks(self) -> int:
-        """Passes over a microbatch, at least."""
-        return -(-self.tokens_of(self.microbatch) // self.tokens)
-
-    @property
-    def together(self) -> int:
-        """Microbatches that share a pass; 1 where they do not, or where one takes several."""
-        counts = range(1, self.microbatches + 1 if self.shares_passes else 1)
-        return max(1, bisect_right(counts, self.tokens, key=lambda n: self.tokens_of(n * self.microbatch)))
+        if self.tokens_per_forward is None:
+            return self.microbatches
+        return -(-self._samples // self._fitting)
 
     @property
     def computed_tokens(self) -> int:
         """Tokens of all passes of an optimizer step, at least: prompts in each pass that computes them."""
-        whole, rest = divmod(self.microbatches, self.together)
-        tokens = whole * self.tokens_of(self.together * self.microbatch)
-        tokens += self.tokens_of(rest * self.microbatch)
-        divided = max(0, self.chunks - -(-self.microbatch // self.group))  # at least so many groups
-        return tokens + self.microbatches * divided * (self.prompt_tokens - 1)
+        if self.tokens_per_forward is None:
+            return self.microbatches * self.tokens_of(self.microbatch)
+        divided = max(0, self.passes - -(-self._samples // self.group))  # at least so many groups
+        return self.tokens_of(self._samples) + divided * (self.prompt_tokens - 1)
 
     @property
-    def shares_passes(self) -> bool:
-        """Whether microbatches may share a pass."""
-        return self.tokens_per_forward is not None
+    def _fitting(self) -> int:
+        """Samples of the longest kind that fit the largest pass, whole groups together."""
+        return max(1, bisect_right(range(1, self._samples + 1), self.tokens, key=self.tokens_of))
 
     @property
     def _samples(self) -> int:
         """Samples among which those of a pass are."""
-        return self.microbatch * (self.microbatches if self.shares_passes else 1)
+        return self.microbatch * (1 if self.tokens_per_forward is None else self.microbatches)
