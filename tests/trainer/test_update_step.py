@@ -177,7 +177,9 @@ def test_a_step_is_that_of_plain_passes_however_it_is_cut(step, name, microbatch
     options |= {"per_device_train_batch_size": 4 * GROUP // microbatches}
     samples = drawn(others=name == "others")
     reference = step(**options)
-    losses = [plainly(reference.model, part, reference.args, microbatches) for part in parts(samples, microbatches)]
+    losses = [
+        plainly(reference.model, part, reference.args, microbatches) for part in parts(samples, microbatches)
+    ]
     total = torch.stack([loss for loss, _ in losses]).sum()
     total.backward()
     numbers = gathered([metrics for _, metrics in losses], lambda own: own)
@@ -205,7 +207,7 @@ def test_a_step_is_that_of_plain_passes_however_it_is_cut(step, name, microbatch
 
 @pytest.mark.parametrize("limit", [None, 30])
 def test_what_is_measured_of_the_sampler_is_that_of_all_chunks(step, limit):
-    """Chunks and microbatches change no number that is logged; tokens that are not computed are not counted."""
+    """Chunks and microbatches change no number that is logged; what is not computed is not counted."""
     samples = drawn()
     whole, cut = step(), step(tokens_per_forward=limit, gradient_accumulation_steps=4)
     (_, _, wanted), (_, _, found) = whole.run(samples, 1), cut.run(samples, 4)

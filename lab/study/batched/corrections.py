@@ -1,4 +1,4 @@
-"""Corrections of the loss that studies alone have, beside those of `qerl.trainer.correction`.
+"""Corrections of the loss that studies alone have, beside those of `qerl.update.correction`.
 
 Legend: R samples, C completion columns.
 """
