@@ -5,7 +5,7 @@
 A draft for a row is what followed the row's last tokens where they stood before: in the row itself, in its
 siblings (samples of the same prompt that are decoded beside it), or in completions of the same prompt from an
 earlier epoch. Tokens are drawn by inverting the distribution at a number that belongs to the sequence and the
-place alone (`qerl.rollout.sampling`), so a drafted token is accepted exactly if it is the token that is drawn
+place alone (`qerl.rollout.engine`), so a drafted token is accepted exactly if it is the token that is drawn
 without drafts, and acceptance can be counted on completions that were drawn without any.
 
 SmolLM2-135M-Instruct samples two tasks at temperature 1, groups of 8, each prompt twice with other seeds; the

@@ -23,7 +23,8 @@ from bench.rollout import read_bandwidth
 from qerl.families.sizes import Sizes
 from qerl.kernels.decode import leave_out, residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import LoraA, LoraB
-from qerl.kernels.limits import PAGE, head_positions
+from qerl.kernels.limits import PAGE
+from qerl.kernels.tensors import head_positions
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu

@@ -22,7 +22,7 @@ from lab.study.spec import Study, joined, read_study
 from lab.study.store import PAGE_FILE, Store
 from qerl.cli import Command, console
 from qerl.errors import QeRLError
-from qerl.settings.recipe import read_mapping
+from qerl.settings.library import read_mapping
 
 _HELP = """\
 Train many small runs side by side, arms x seeds x learning rates, and compare them on one page.

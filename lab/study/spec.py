@@ -20,7 +20,6 @@ every learning rate: that is a sweep, in which nothing is chosen, so arms cannot
 """
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -32,6 +31,7 @@ from lab.study.arms import Arm, Run, contradiction
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
 from qerl.settings.checks import Count, Positive, PositiveInt, Seed, Share, Text, checked
+from qerl.settings.library import nearest
 
 FIRST_TUNING_SEED = 1000
 """Where tuning seeds begin that are given as a number; test seeds begin at 0."""
@@ -198,7 +198,7 @@ def make_study(values: Mapping[str, Any]) -> Study:
     known = [*_TYPES, *_NOT_FIELDS]
     for key in values:
         if key not in known:
-            raise QeRLError(f"the key {key!r} is unknown{_nearest(key, known)}.")
+            raise QeRLError(f"the key {key!r} is unknown{nearest(key, known)}.")
     for key in ("model", "task", "arms"):
         if values.get(key) is None:
             raise QeRLError(f"{key} is not set; a study needs it.")
@@ -238,13 +238,8 @@ def _fields(where: str, values: Any) -> dict[str, Any]:
     known = [key for key in _ARM_TYPES if key != "name"]
     for key in values:
         if key not in known:
-            raise QeRLError(f"{where} has the unknown field {key!r}{_nearest(key, known)}.")
+            raise QeRLError(f"{where} has the unknown field {key!r}{nearest(key, known)}.")
     return {key: checked(f"{where}.{key}", value, _ARM_TYPES[key]) for key, value in values.items()}
-
-
-def _nearest(name: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f" (did you mean {near[0]!r}?)" if near else f"; there are {', '.join(known)}"
 
 
 def _check_seeds_and_rates(study: Study) -> None:
@@ -289,7 +284,7 @@ def _check_arms(study: Study) -> None:
             if followed is None:
                 raise QeRLError(
                     f"arms.{name}.match_entropy names the arm {arm.match_entropy!r}, which does not exist"
-                    f"{_nearest(arm.match_entropy, [*study.arms])}."
+                    f"{nearest(arm.match_entropy, [*study.arms])}."
                 )
             if followed.match_entropy is not None:
                 raise QeRLError(
@@ -309,7 +304,7 @@ def _check_comparisons(study: Study) -> None:
                 if name not in study.arms:
                     raise QeRLError(
                         f"comparisons.{family} names the arm {name!r}, which does not exist"
-                        f"{_nearest(name, [*study.arms])}."
+                        f"{nearest(name, [*study.arms])}."
                     )
             if pair[0] == pair[1]:
                 raise QeRLError(f"comparisons.{family} compares {pair[0]} with itself.")

@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 
 import pytest
-import torch
 from datasets import Dataset
 from rich.console import Console
 
@@ -26,7 +25,7 @@ from qerl.trainer.grpo import QeRLTrainer
 from tests.support.agents import call, multiply, tool_tokenizer
 from tests.support.models import make_tiny_tokenizer
 from tests.support.sessions import WholeTurns
-from tests.support.trainer import settings
+from tests.support.trainer import as_batch, rollout_of, settings
 
 
 def thinking(tokenizer):
@@ -185,17 +184,15 @@ def test_training_masks_the_closing(tiny_model, tmp_path):
     data = Dataset.from_dict({"prompt": ["one<think>", "two<think>\n", "three", "four<think>\n"]})
     model = tiny_model("llama", vocab_size=len(TOKENIZER))
     trainer = QeRLTrainer(model, reward, config, data, processing_class=TOKENIZER)
-    trainer.model.train()
-    with torch.no_grad():
-        batch = trainer._generate_and_score_completions([row for row in data for _ in range(4)])
-    closing = trainer._stops[0].closing_ids
+    batch = as_batch(rollout_of(trainer, [row for row in data for _ in range(4)]))
+    closing = trainer.rollouts._stops[0].closing_ids
     others = [(mask == 0).nonzero().flatten().tolist() for mask in batch["tool_mask"]]
     closed = [places for places in others if places]
     assert 6 < len(closed) <= 12 and closed == [list(range(4, 4 + len(closing)))] * len(closed)
     assert all(row[4 : 4 + len(closing)].tolist() == closing for row in batch["completion_ids"][:2])
     drawn = (batch["completion_mask"] * batch["tool_mask"]).sum(dim=1)
     assert [count for _, count in seen] == drawn.tolist()
-    metrics = trainer._metrics["train"]
+    metrics = trainer._log.metrics["train"]
     assert metrics["completions/mean_length"][-1] == pytest.approx(drawn.float().mean().item())
     assert metrics["num_tokens"][-1] == batch["prompt_mask"].sum() + drawn.sum()
     assert sum("\n</think>\n\n" in text for text, _ in seen) == len(closed)

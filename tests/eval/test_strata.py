@@ -10,7 +10,8 @@ from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult, SamplingParams
 from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
-from qerl.tasks.guard import guarded, stratified
+from qerl.tasks.guard import stratified
+from qerl.tasks.together import guarded
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.trainer import ScriptedEngine, settings
 

@@ -18,7 +18,7 @@ from qerl.models.load import load_model
 from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.update.forward import score
+from qerl.update.head import score
 from qerl.update.row_check import check_joined_row
 from tests.support.models import TINY, move_adapter
 from tests.update.test_row_check import ALTERNATING, build

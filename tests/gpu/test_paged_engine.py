@@ -12,13 +12,12 @@ if not torch.cuda.is_available():
 
 
 from qerl.errors import QeRLError
-from qerl.rollout.engine import SamplingParams
+from qerl.rollout.engine import SamplingParams, truncate
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.machine import Cuda
 from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Pace, Scheduler
-from qerl.rollout.sampling import truncate
 from qerl.rollout.session import whole_completions
 from qerl.rollout.stops import StopTokens
 from tests.support.paged import from_uniforms, random_model, score

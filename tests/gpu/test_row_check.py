@@ -18,8 +18,8 @@ from transformers import (
 from qerl.errors import QeRLError
 from qerl.update import joined_row
 from qerl.update.attention import use_branch_attention
-from qerl.update.forward import score
 from qerl.update.fused import fuse
+from qerl.update.head import score
 from qerl.update.row_check import check_joined_row
 
 SIZES = {

@@ -23,7 +23,6 @@ def test_decode_equals_the_loss_forward(tiny_run, tmp_path, weights, dtype, boun
     }
     trainer, _ = build(QeRLConfig(**tiny_run(tmp_path / "run", **changes)), Console(quiet=True))
     soften(trainer.model)
-    trainer.model.train()
     rows = [row for row in trainer.train_dataset.select(range(4)) for _ in range(2)]
     samples = trainer.rollouts.train(rows, 0).samples
     trainer.model.eval()  # the adapters' dropout is for the loss, not for this comparison

@@ -8,7 +8,7 @@ from lab.study.library import FOLDER
 from lab.study.plan import make_plan
 from lab.study.spec import joined, read_study
 from lab.study.store import Store
-from qerl.settings.recipe import read_mapping
+from qerl.settings.library import read_mapping
 from tests.support.batched import TOKENIZER, Sums, tiny_base
 
 pytestmark = pytest.mark.slow

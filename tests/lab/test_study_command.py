@@ -18,8 +18,7 @@ from lab.study.probe.spec import read_probe
 from lab.study.results import RESULTS_FILE
 from lab.study.spec import joined, read_study
 from qerl import yaml12
-from qerl.settings.library import read_header
-from qerl.settings.recipe import read_mapping
+from qerl.settings.library import read_header, read_mapping
 from tests.support.study import FakeMake, tiny_study
 
 NOISE = (("noise",), ("noise", "designs", "formats", "ablations"))

@@ -12,7 +12,7 @@ import pytest
 from qerl.errors import QeRLError
 from qerl.rewards import judge as module
 from qerl.rewards.judge import Judge, make_judge
-from qerl.tasks.guard import guarded
+from qerl.tasks.together import guarded
 from tests.support.chat_server import chat_server, slow
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]

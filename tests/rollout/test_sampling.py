@@ -5,8 +5,7 @@ import torch
 
 from qerl.errors import QeRLError
 from qerl.rollout import sampling
-from qerl.rollout.engine import SamplingParams
-from qerl.rollout.sampling import draw_tokens, truncate, uniform_streams
+from qerl.rollout.engine import SamplingParams, draw_tokens, truncate, uniform_streams
 
 
 def params(**settings):

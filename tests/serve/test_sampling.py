@@ -8,9 +8,8 @@ import torch
 
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
-from qerl.rollout.portable.engine import PortableEngine
+from qerl.rollout.portable.engine import PortableEngine, PortableSession
 from qerl.rollout.portable.runner import Runner
-from qerl.rollout.portable.session import PortableSession
 from qerl_serve.types import AdamParams
 from tests.support.models import EOS, make_tiny_tokenizer
 from tests.support.serve import DATA, base_of, datum, lora, request, sampled, tiny_backend

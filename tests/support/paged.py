@@ -3,7 +3,7 @@
 import torch
 
 from qerl.lora.adapter import add_lora
-from qerl.rollout.sampling import uniform_streams
+from qerl.rollout.engine import uniform_streams
 from tests.support.models import FAMILIES, move_adapter, pack
 
 

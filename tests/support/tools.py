@@ -9,7 +9,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.agents import SayingEngine, call, multiply, tool_tokenizer
 from tests.support.models import make_tiny_model, move_adapter
-from tests.support.trainer import GROUP, settings
+from tests.support.trainer import GROUP, rollout_of, settings
 
 DATA = Dataset.from_list(
     [{"prompt": [{"role": "user", "content": f"{i + 2} times what?"}], "answer": i} for i in range(2)]
@@ -76,9 +76,8 @@ def rows_of(data=DATA):
 
 
 def sampled(trainer, data=DATA):
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions(rows_of(data))
+    """The microbatches of a rollout."""
+    return rollout_of(trainer, rows_of(data))
 
 
 class Guessing:

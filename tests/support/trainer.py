@@ -105,3 +105,94 @@ def same_gradients(reference, model):
     for name, grad in expected.items():
         error = (actual[name] - grad).norm() / grad.norm()
         assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+# The two halves of a step, and TRL's side of a comparison
+
+
+def rollout_of(trainer, rows=None):
+    """The microbatches of a rollout of these rows, else of every row of `DATA` as often as it is sampled."""
+    trainer.model.train()
+    rows = [row for row in DATA for _ in range(GROUP)] if rows is None else rows
+    return trainer._rollout(trainer.model, rows)
+
+
+def samples_of(microbatches):
+    """The samples of microbatches, in order."""
+    return [sample for part in microbatches for sample in part.samples]
+
+
+def update_of(trainer, microbatches):
+    """The loss of an optimizer step; gradients are added."""
+    return trainer.updates.run(trainer.model, microbatches, trainer.state.global_step + 1)
+
+
+def reported(trainer):
+    """What the last update has reported, one number each."""
+    return {name: values[-1] for name, values in trainer.updates.metrics().items()}
+
+
+def logged_of(trainer, mode="train"):
+    """The last value of each metric that waits for a log line."""
+    return {name: values[-1] for name, values in trainer._log.metrics[mode].items() if values}
+
+
+def as_batch(microbatches, pad=0):
+    """Samples as TRL's trainer has them: tensors padded on the left (prompts) and the right."""
+    samples = samples_of(microbatches)
+
+    def padded(rows, left=False, fill=0.0):
+        width = max(map(len, rows))
+        side = [[fill] * (width - len(row)) for row in rows]
+        return torch.tensor([[*s, *r] if left else [*r, *s] for s, r in zip(side, rows, strict=True)])
+
+    masks = [[0 if s.masked else 1] * len(s.tokens) for s in samples]
+    batch = {
+        "prompt_ids": padded([s.prompt for s in samples], left=True, fill=pad).long(),
+        "prompt_mask": padded([[1] * len(s.prompt) for s in samples], left=True).long(),
+        "completion_ids": padded([s.tokens for s in samples], fill=pad).long(),
+        "completion_mask": padded(masks).long(),
+        "sampling_per_token_logps": padded([s.logprobs for s in samples]),
+        "sampling_entropies": padded([s.entropies for s in samples]),
+        "advantages": torch.tensor([s.advantage for s in samples]),
+        "num_items_in_batch": torch.tensor(float(microbatches[0].rollout_tokens)),
+    }
+    if any(s.written is not None for s in samples):
+        batch["tool_mask"] = padded([s.written or [1] * len(s.tokens) for s in samples], fill=1).long()
+    for name, key in (("old_logprobs", "old_per_token_logps"), ("reference_logprobs", "ref_per_token_logps")):
+        if getattr(samples[0], name) is not None:
+            batch[key] = padded([getattr(s, name) for s in samples])
+    return batch
+
+
+class TrlClient:
+    """What TRL's trainer expects of a vLLM client, answered by an engine as ours asks it."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def sync_weights(self):
+        pass
+
+    def generate(self, prompts, images, num_generations, profiler):
+        result = self.trainer.rollouts.sample(prompts[::num_generations], num_generations)
+        ids = [completion.token_ids for completion in result.completions]
+        return prompts, ids, [[[value] for value in c.logprobs] for c in result.completions], None
+
+
+def fed_by(theirs, client):
+    """TRL's trainer, which takes its samples from a client."""
+    theirs.use_vllm, theirs.vllm_mode, theirs._last_loaded_step = True, "server", -1
+    theirs.vllm_generation = client
+    return theirs
+
+
+def trl_step(theirs, rows=None):
+    """TRL's batch of a rollout, and its loss, whose gradients are added."""
+    theirs.model.train()
+    theirs.current_gradient_accumulation_steps = 1
+    rows = [row for row in DATA for _ in range(GROUP)] if rows is None else rows
+    batch = theirs._generate_and_score_completions(rows)
+    loss = theirs.compute_loss(theirs.model, dict(batch))
+    loss.backward()
+    return batch, loss.item()

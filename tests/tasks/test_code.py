@@ -11,7 +11,7 @@ from qerl.rewards.code_tests import CodeTest, read_tests, share_passed
 from qerl.rewards.sandbox import Limits
 from qerl.tasks import code, get_task
 from qerl.tasks.code import passes_tests
-from qerl.tasks.guard import guarded
+from qerl.tasks.together import guarded
 from tests.support.sandbox import needs_sandbox
 
 SUM = [{"stdin": "3 4", "stdout": "7"}, {"stdin": "1 1", "stdout": "2"}]

@@ -18,7 +18,8 @@ import torch
 
 from qerl.errors import QeRLError
 from qerl.tasks import get_task
-from qerl.tasks.guard import guarded, judges_alone
+from qerl.tasks.guard import judges_alone
+from qerl.tasks.together import guarded
 
 LIMIT_S = 0.15
 PROMPTS = ["p0", "p1", "p2", "p3"]

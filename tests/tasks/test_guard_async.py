@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from qerl.tasks.guard import GuardedReward, guarded, judges_alone, judges_outside
+from qerl.tasks.guard import GuardedReward, judges_alone, judges_outside
 from qerl.tasks.mixture import Mixture, Part
 from qerl.tasks.registry import get_task
-from qerl.tasks.together import Together
+from qerl.tasks.together import Together, guarded
 
 LIMIT_S = 0.4
 

@@ -16,8 +16,8 @@ from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.tasks.base import Task
 from qerl.tasks.formats import get_format
-from qerl.tasks.guard import guarded
 from qerl.tasks.mixture import Mixture, Part
+from qerl.tasks.together import guarded
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.preflight import preflight
 from tests.support.tasks import questions

@@ -9,8 +9,8 @@ import pytest
 
 from qerl.errors import QeRLError
 from qerl.tasks import get_task
-from qerl.tasks.guard import guarded
 from qerl.tasks.reasoning_gym import EVALUATED
+from qerl.tasks.together import guarded
 from tests.support.tasks import questions
 
 needs_package = pytest.mark.skipif(

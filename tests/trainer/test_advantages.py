@@ -1,5 +1,6 @@
 """Advantages are TRL's where groups teach, zero where they do not, and add up to zero in each group."""
 
+import copy
 import itertools
 import math
 from pathlib import Path
@@ -8,7 +9,7 @@ import pandas
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from lab.study.arms import Run
 from qerl.errors import QeRLError
@@ -17,7 +18,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import Signal, best_of_k, judge_of
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.batched import RATE, a_batch, an_arm
-from tests.support.trainer import settings
+from tests.support.trainer import TrlClient, as_batch, fed_by, rollout_of, samples_of, settings, trl_step
 
 NAN = math.nan
 DATA = Dataset.from_dict({"prompt": [f"prompt {i}" for i in range(12)]})
@@ -180,22 +181,23 @@ class Engine(RolloutEngine):
 def make(tiny_model, tiny_tokenizer, tmp_path: Path):
     def build(*rewards, cut_off=lambda sample: False, data=DATA, **changes):
         args = QeRLConfig(**settings(tmp_path, **({"max_steps": 2} | changes)))
-        trainer = QeRLTrainer(
+        return QeRLTrainer(
             tiny_model("llama"), list(rewards), args, data,
             engine=Engine(tiny_tokenizer.eos_token_id, cut_off), processing_class=tiny_tokenizer,
         )  # fmt: skip
-        trainer.model.train()
-        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-        return trainer
 
     return build
 
 
-def rollout(trainer, prompts: int | None = None):
-    size = trainer.num_generations
+def rows_of(trainer, prompts: int | None = None):
+    size = trainer.args.num_generations
     count = prompts or trainer.args.generation_batch_size // size
-    rows = [trainer.train_dataset[i] for i in range(count) for _ in range(size)]
-    return trainer._generate_and_score_completions(rows)
+    return [trainer.train_dataset[i] for i in range(count) for _ in range(size)]
+
+
+def rollout(trainer):
+    """A rollout as TRL would have it."""
+    return as_batch(rollout_of(trainer, rows_of(trainer)), trainer.processing_class.pad_token_id)
 
 
 def form_alone(completions, **_):
@@ -209,9 +211,9 @@ def test_no_sample_of_a_group_without_signal_is_computed(make, size, rounds):
     trainer = make(
         form_alone, num_generations=size, per_device_train_batch_size=16, dynamic_sampling_rounds=rounds
     )
-    batch = rollout(trainer)
-    assert not batch["advantages"].any()
-    assert trainer._rows_to_compute(batch) == []
+    samples = samples_of(rollout_of(trainer, rows_of(trainer)))
+    assert not any(sample.advantage for sample in samples)
+    assert trainer.updates.rows(samples) == []
     assert len(trainer.engine.prompts) == 1 + rounds, "all groups were asked for again"
 
 
@@ -224,24 +226,24 @@ def form(completion_ids, **_):
 
 
 @pytest.mark.parametrize(("aggregation", "scale"), SCALES)
-def test_advantages_equal_trls(make, aggregation, scale, monkeypatch):
+def test_advantages_equal_trls(make, aggregation, scale, tmp_path):
     options = {
         "scale_rewards": scale,
         "multi_objective_aggregation": aggregation,
         "reward_weights": [1.0, 0.7],
     }
     trainer = make(verdict, form, **options)
-    seen = {}
-    inner = GRPOTrainer._generate_and_score_completions
-
-    def spy(self, inputs):
-        seen.update(inner(self, inputs))
-        return dict(seen)
-
-    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", spy)
+    values = settings(tmp_path, **options)
+    del values["noise"]
+    theirs = GRPOTrainer(
+        copy.deepcopy(trainer.model), [verdict, form], GRPOConfig(**values, bf16=False), DATA,
+        processing_class=trainer.processing_class,
+    )  # fmt: skip
+    expected, _ = trl_step(fed_by(theirs, TrlClient(trainer)), rows_of(trainer))
+    trainer.rollouts.begin_training(None, None)  # the first rollout of the step again
     batch = rollout(trainer)
     assert batch["advantages"].any()
-    torch.testing.assert_close(batch["advantages"], seen["advantages"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch["advantages"], expected["advantages"], rtol=1e-5, atol=1e-5)
 
 
 PRESETS = {

@@ -151,7 +151,7 @@ def test_what_asks_for_speed_is_answered_in_one_line(llama_folder, tmp_path, cap
     (line,) = [record.getMessage() for record in caplog.records if "built in" in record.getMessage()]
     assert "cache_implementation, use_vllm, vllm_mode: rollouts run on the built-in engine" in line
     assert "use_liger_kernel: the update has fused layers" in line
-    assert trainer.top_k == 5 and trainer.args.accelerator_config.non_blocking
+    assert trainer.args.top_k == 5 and trainer.args.accelerator_config.non_blocking
     trainer.train()
     assert trainer.state.global_step > 0
 
@@ -199,7 +199,7 @@ def test_a_quantization_config_is_refused(llama_folder, settings):
         ({"engine": object()}, "engine is a object; leave it out"),
         (
             {"reward_funcs": "no/such/model"},
-            r"reward_funcs names no/such/model, and a reward model is not found",
+            r"reward_funcs names no/such/model, and no reward model is found there",
         ),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 numbers, and there are 1 reward functions;"),
         (

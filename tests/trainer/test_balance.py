@@ -88,10 +88,10 @@ def samples_of(rank, lengths):
     for place, length in enumerate(lengths):
         prompt = 100 * (rank + 1) + place * SIZE
         for name in range(prompt, prompt + SIZE):
-            sample = Sample([prompt] * (3 + rank), [name] * length, [-float(name)] * length, [4.0] * length)
-            sample.rewards, sample.advantage = [1.0, math.nan], float(name)
-            sample.group, sample.extras = 50 + place * SIZE, {"name": name}
-            found.append(sample)
+            logprobs, nan = [-float(name)] * length, [math.nan] * length
+            tokens = [prompt] * (3 + rank), [name] * length
+            scored = {"rewards": [1.0, math.nan], "advantage": float(name), "extras": {"name": name}}
+            found.append(Sample(*tokens, logprobs, nan, group=50 + place * SIZE, **scored))
     return found
 
 

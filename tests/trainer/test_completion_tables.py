@@ -2,13 +2,14 @@
 
 import pyarrow.parquet
 import pytest
+import torch
 from datasets import Dataset
-from qerl.trainer.trl.tables import written_whole
 
 from qerl.errors import QeRLError
 from qerl.run_folder import table_path, table_paths
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.step_log import Record, StepLog
 from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
 
 HELD_OUT = Dataset.from_dict({"prompt": ["nine", "ten two"]})
@@ -59,11 +60,12 @@ def test_calls_of_tools_with_other_arguments_or_none_are_written(tmp_path):
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}]
 
-    logs = {"prompt": ["p"] * 3, "completion": [says("a", {}), says("b", {"x": 1}), says("b", {"x": "é"})]}
+    completions = [says("a", {}), says("b", {"x": 1}), says("b", {"x": "é"})]
     with pytest.raises(Exception, match=r"cannot be written|no child field|Could not convert"):
-        write(tmp_path / "raw.parquet", logs["completion"])
-    with written_whole(tmp_path, 3, "", logs):
-        write(table_path(tmp_path, 3), logs["completion"])
+        write(tmp_path / "raw.parquet", completions)
+    log = StepLog(torch.device("cpu"), False, 8)
+    log.keep([Record("p", completion, {}) for completion in completions])
+    log.write_table(tmp_path, 3)
     calls = [row["completion"][0]["tool_calls"][0]["function"] for row in rows(table_path(tmp_path, 3))]
     assert calls == [
         {"name": "a", "arguments": "{}"},
@@ -74,9 +76,8 @@ def test_calls_of_tools_with_other_arguments_or_none_are_written(tmp_path):
 
 def test_a_table_that_cannot_be_written_is_a_sentence_and_leaves_the_one_of_training(tmp_path):
     write(table_path(tmp_path, 2), ["of training"])
-    with (
-        pytest.raises(QeRLError, match="completions of step 2 cannot be written to"),
-        written_whole(tmp_path, 2, "eval", {"prompt": [], "completion": []}),
-    ):
-        raise OSError(28, "No space left on device")
+    table_path(tmp_path, 2, "eval").mkdir()
+    log = StepLog(torch.device("cpu"), False, 8)
+    with log.apart("eval"), pytest.raises(QeRLError, match="completions of step 2 cannot be written to"):
+        log.write_table(tmp_path, 2)
     assert rows(table_path(tmp_path, 2)) == [{"completion": "of training"}]

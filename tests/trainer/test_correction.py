@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qerl.update.correction import Correction, Mismatch, importance_ratio, sampler_trainer_kl, weights
+from qerl.update.policy_loss import Correction, Mismatch, importance_ratio, sampler_trainer_kl, weights
 
 TRAINER = torch.tensor([[math.log(0.4), math.log(0.9)], [math.log(0.1), 0.0]])
 SAMPLER = torch.tensor([[math.log(0.2), math.log(0.1)], [math.log(0.2), 0.0]])

@@ -13,7 +13,7 @@ from qerl.noise.norms import noisy_norms
 from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.update.correction import importance_ratio
+from qerl.update.policy_loss import importance_ratio
 
 PROMPT = [5, 9, 3]
 V = 64

@@ -14,16 +14,16 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
-from qerl.tasks.guard import guarded, judges_alone, judges_outside
+from qerl.tasks.guard import judges_alone, judges_outside
 from qerl.tasks.mixture import Mixture, Part
 from qerl.tasks.registry import get_task
-from qerl.tasks.together import Together, can_begin_early
+from qerl.tasks.together import Together, can_begin_early, guarded
+from qerl.trainer import rollout_step
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.rewards import calls_of
-from qerl.trainer.trl import decoded as decoding
 from tests.support.agents import tool_tokenizer
 from tests.support.models import move_adapter
-from tests.support.trainer import DATA, ScriptedEngine, logged, settings, sum_reward
+from tests.support.trainer import DATA, ScriptedEngine, logged, rollout_of, settings, sum_reward
 
 WAIT_S = 60  # for what comes at once; a test that waits so long fails
 
@@ -85,8 +85,7 @@ def test_a_run_is_the_same_with_rewards_that_begin_early(make, changes):
         hidden = [row.get("time/reward_hidden") for row in trainer.state.log_history if "loss" in row]
         assert all((seconds is not None) is early for seconds in hidden) and hidden
         adapter = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-        tables = {name: list(values) for name, values in trainer._logs["rewards"].items()}
-        tables |= {name: list(values) for name, values in trainer._logs["extra"].items()}
+        tables = [record.rewards | record.extra for record in trainer._log.records]
         timeless = {name: value for name, value in scored.items() if "_per_second" not in name}
         timeless = {name: value for name, value in timeless.items() if "time" not in name}
         found.append((logged(trainer), repr(timeless), repr(tables), adapter))
@@ -113,12 +112,12 @@ def test_messages_are_those_that_trl_makes(make, tiny_tokenizer, parsed, monkeyp
         [keeps], chat, early_rewards=True, tokenizer=add_response_schema(tokenizer) if parsed else tokenizer
     )
     made = []
-    monkeypatch.setattr(decoding, "parse_response", lambda *a, **k: made.append(1) or parse_response(*a, **k))
+    monkeypatch.setattr(
+        rollout_step, "parse_response", lambda *a, **k: made.append(1) or parse_response(*a, **k)
+    )
     rows = [row for row in trainer.train_dataset for _ in range(4)]
-    trainer.model.train()
-    with torch.no_grad():
-        trainer._generate_and_score_completions(rows)
-    assert len(seen) == len(rows) and len(made) == len(rows) * parsed
+    rollout_of(trainer, rows)
+    assert len(seen) == len(rows) and len(made) == 2 * len(rows) * parsed  # early, and with all others
     assert {message["role"] for message, *_ in seen} == {"assistant"}
 
 

@@ -11,6 +11,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.settings.library import recipe_file
 from qerl.settings.recipe import read_recipe
 from qerl.trainer.grpo import QeRLTrainer
+from tests.support.trainer import as_batch
 
 pytestmark = pytest.mark.slow
 
@@ -65,15 +66,16 @@ def test_reward_rises(make, algorithm):
 def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_no_weight(make, monkeypatch, max_grad_norm):
     """transformers logs its loss as 0, and the policy of NaN would end each answer at its first token."""
     trainer = make(max_steps=4, max_grad_norm=max_grad_norm)
-    inner, kept = trainer.compute_loss, []
+    inner, kept = trainer.updates._loss_of, []
 
-    def compute_loss(*args, **kwargs):
+    def loss_of(*args):
+        loss, metrics = inner(*args)
         if trainer.state.global_step < 2:
-            return inner(*args, **kwargs)
+            return loss, metrics
         kept.extend(weights(trainer))
-        return inner(*args, **kwargs) * float("nan")
+        return loss * float("nan"), metrics
 
-    monkeypatch.setattr(trainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(trainer.updates, "_loss_of", loss_of)
     with pytest.raises(QeRLError, match="gradient of step 3 is not finite"):
         trainer.train()
     assert all(map(torch.equal, weights(trainer), kept)) and all(map(torch.any, kept))
@@ -94,18 +96,16 @@ def distances(trainer, monkeypatch):
     """For each loss: step, and how far the update's and the sampler's log-probabilities are from the
     model's."""
     seen = []
-    inner = trainer._loss_of
+    inner = trainer.updates._loss_of
 
-    def spy(inputs, outputs, computed):
-        own = log_probabilities(trainer.model, inputs)
-        rows = torch.zeros_like(inputs["completion_mask"])
-        rows[computed] = inputs["completion_mask"][computed]
-        sampler = inputs["sampling_per_token_logps"]
-        far = [((other - own) * rows).abs().max().item() for other in (outputs[0].detach(), sampler)]
+    def spy(part, count, inputs, outputs, computed_BC, *rest):
+        own = log_probabilities(trainer.model, as_batch([part]))
+        pairs = (outputs[0].detach(), inputs.sampler_BC)
+        far = [((other - own) * computed_BC).abs().max().item() for other in pairs]
         seen.append((trainer.state.global_step, *far))
-        return inner(inputs, outputs, computed)
+        return inner(part, count, inputs, outputs, computed_BC, *rest)
 
-    monkeypatch.setattr(trainer, "_loss_of", spy)
+    monkeypatch.setattr(trainer.updates, "_loss_of", spy)
     return seen
 
 
@@ -170,7 +170,8 @@ def test_the_shape_of_gsm8ks_recipe(make):
         num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         steps_per_generation=2 * updates, max_completion_length=8, max_steps=5, noise=True, noise_stages=2,
     )  # fmt: skip
-    trainer.eos_token_ids = list(range(1, 16))  # a random model seldom stops at one token
+    stops = list(range(1, 16))  # a random model seldom stops at one token
+    trainer.rollouts._eos, trainer.rollouts._ends = stops, set(stops)
     calls = []
     generate = trainer.engine.generate
     trainer.engine.generate = lambda *args: calls.append(args) or generate(*args)

@@ -17,8 +17,20 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.update import policy_loss
-from qerl.update.token_losses import gamma_weight
-from tests.support.trainer import DATA, GROUP, settings
+from qerl.update.policy_loss import gamma_weight
+from tests.support.trainer import (
+    DATA,
+    GROUP,
+    TrlClient,
+    as_batch,
+    fed_by,
+    reported,
+    rollout_of,
+    samples_of,
+    settings,
+    trl_step,
+    update_of,
+)
 
 SCIENCE = {
     "entropy", "entropy/computed", "rollout/entropy", "rollout/errors", "rollout/tokens_per_second",
@@ -37,7 +49,7 @@ def last_token(completion_ids, **_):
 
 @pytest.fixture
 def make(tiny_model, tiny_tokenizer, tmp_path):
-    def build(reward=last_token, eval_dataset=None, callbacks=None, **changes):
+    def build(reward=last_token, eval_dataset=None, callbacks=None, rollout_func=None, **changes):
         values = {"max_steps": 2, "learning_rate": 1e-2}
         if changes.get("noise"):
             values |= {"noise_stages": 2, "noise_sigma_start": 0.3}
@@ -46,6 +58,7 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
         return QeRLTrainer(
             model, [reward], QeRLConfig(**settings(tmp_path, **(values | changes))), DATA, engine=engine,
             eval_dataset=eval_dataset, processing_class=tiny_tokenizer, callbacks=callbacks,
+            rollout_func=rollout_func,
         )  # fmt: skip
 
     return build
@@ -58,12 +71,6 @@ def rows(trainer):
 def trained(trainer):
     trainer.train()
     return rows(trainer)
-
-
-def rollout(trainer):
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions([row for row in DATA for _ in range(4)])
 
 
 PATHS = {
@@ -106,14 +113,15 @@ def clean_entropies(trainer, batch):
 def test_entropy_is_the_clean_policys_over_all_samples(make, noisy):
     trainer = make(noise=noisy)
     trainer.state.max_steps, trainer.state.global_step = 2, 1
-    batch = rollout(trainer)
+    parts = rollout_of(trainer)
+    batch = as_batch(parts)
     entropy_BC, mask_BC = clean_entropies(trainer, batch)
-    trainer.compute_loss(trainer.model, batch)
-    logged = trainer._mismatch.metrics(trainer.accelerator)
+    update_of(trainer, parts)
+    logged = reported(trainer)
     computed_BC = mask_BC & (batch["advantages"] != 0)[:, None]
     assert 0 < computed_BC.sum() < mask_BC.sum()
     assert logged["entropy/computed"] == pytest.approx(entropy_BC[computed_BC].mean().item(), rel=1e-4)
-    sampler = batch["rollout_entropy"].item()
+    sampler = parts[0].rollout_entropy
     assert sampler == pytest.approx(batch["sampling_entropies"][mask_BC].mean().item(), rel=1e-5)
     exact = entropy_BC[mask_BC].mean().item()
     if noisy:  # what is left is how the noise's effect differs between computed samples and others
@@ -125,7 +133,7 @@ def test_entropy_is_the_clean_policys_over_all_samples(make, noisy):
 
 def test_evaluation_computes_no_log_probabilities(make, monkeypatch):
     trainer = make(eval_dataset=DATA, num_iterations=2, per_device_eval_batch_size=4)
-    monkeypatch.setattr(trainer, "_forward", None)
+    monkeypatch.setattr(trainer.updates, "_forward", None)
     metrics = trainer.evaluate()
     assert metrics["eval_rollout/entropy"] > 0
 
@@ -218,7 +226,7 @@ def test_a_clock_that_is_set_back_makes_no_negative_times(make, monkeypatch):
 
 def test_vespos_weight_is_of_the_computed_samples(make, monkeypatch):
     trainer = make(loss_type="vespo")
-    batch = rollout(trainer)
+    parts = rollout_of(trainer)
     seen = []
 
     def spy(*args):
@@ -226,9 +234,9 @@ def test_vespos_weight_is_of_the_computed_samples(make, monkeypatch):
         return seen[-1]
 
     monkeypatch.setattr(policy_loss, "gamma_weight", spy)
-    trainer.compute_loss(trainer.model, batch)
-    expected = seen[0][batch["advantages"] != 0].mean().item()
-    assert trainer._metrics_of_losses()["vespo/phi_seq_mean"] == [pytest.approx(expected)]
+    update_of(trainer, parts)
+    expected = seen[0][as_batch(parts)["advantages"] != 0].mean().item()
+    assert reported(trainer)["vespo/phi_seq_mean"] == pytest.approx(expected)
 
 
 # Tokens that the policy did not write
@@ -257,7 +265,7 @@ TOKEN, SEQUENCE = ["token_truncate", "token_mask"], ["sequence_truncate", "seque
 )
 def test_a_tools_tokens_are_in_no_ratio_and_no_mean(make, mode, loss_type, tmp_path):
     options = {"loss_type": loss_type, "vllm_importance_sampling_mode": mode}
-    ours = make(**options)
+    ours = make(rollout_func=with_tool_output, **options)
     same = {"num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 6}
     config = GRPOConfig(
         str(tmp_path), bf16=False, use_cpu=True, gradient_checkpointing=False, report_to="none",
@@ -266,17 +274,14 @@ def test_a_tools_tokens_are_in_no_ratio_and_no_mean(make, mode, loss_type, tmp_p
     model = copy.deepcopy(ours.model)
     model.__dict__.pop("forward", None)  # the fused head is added anew to the copy
     reference = GRPOTrainer(model, [last_token], config, DATA, processing_class=ours.processing_class)
-    reference.use_vllm, reference.vllm_mode, reference._last_loaded_step = True, "server", -1
-    reference.vllm_generation = copy.copy(ours.vllm_generation)
-    for trainer in (ours, reference):
-        trainer.rollout_func = with_tool_output
-        batch = rollout(trainer)
-        trainer.compute_loss(trainer.model, batch).backward()
+    fed_by(reference, TrlClient(ours)).rollout_func = with_tool_output
+    update_of(ours, rollout_of(ours))
+    batch, _ = trl_step(reference)
     for (name, ours_p), other in zip(
         ours.model.named_parameters(), reference.model.parameters(), strict=True
     ):
         torch.testing.assert_close(ours_p.grad, other.grad, rtol=1e-3, atol=1e-5, msg=name)
-    logged = ours._mismatch.metrics(ours.accelerator)
+    logged = reported(ours)
     written = (batch["tool_mask"] * batch["completion_mask"] * (batch["advantages"] != 0)[:, None]).bool()
     old = batch["old_per_token_logps"]
     differences = (old - batch["sampling_per_token_logps"])[written].abs()
@@ -291,16 +296,17 @@ def test_a_tools_tokens_are_in_no_ratio_and_no_mean(make, mode, loss_type, tmp_p
 )
 @pytest.mark.parametrize("value", [1e4, -1e4, torch.inf])
 def test_no_value_at_a_tools_tokens_reaches_the_loss(make, options, value):
-    trainer = make(**options)
-    trainer.rollout_func = with_tool_output
-    batch, found = rollout(trainer), []
-    said = (batch["completion_mask"] * (1 - batch["tool_mask"])).bool()
-    strange = {name: batch[name].masked_fill(said, value) for name in batch if name.endswith("_logps")}
-    assert said.any() and len(strange) >= 2
-    for each in (batch, batch | strange):
+    trainer, found = make(rollout_func=with_tool_output, **options), []
+    parts = rollout_of(trainer)
+    strange = copy.deepcopy(parts)
+    for sample in samples_of(strange):
+        assert 0 in sample.written
+        for logps in (sample.logprobs, sample.old_logprobs, sample.reference_logprobs):
+            if logps is not None:
+                logps[:] = [lp if own else value for lp, own in zip(logps, sample.written, strict=True)]
+    for each in (parts, strange):
         trainer.model.zero_grad()
-        loss = trainer.compute_loss(trainer.model, each)
-        loss.backward()
+        loss = update_of(trainer, each)
         found.append((loss.item(), [p.grad.clone() for p in trainer.model.parameters() if p.requires_grad]))
     (loss, gradients), (other, others) = found
     assert other == pytest.approx(loss) and any(gradient.any() for gradient in gradients)
@@ -352,8 +358,8 @@ def test_predictions_have_the_rewards_of_an_evaluation_and_leave_no_trace(make, 
     trainer = make(eval_dataset=DATA, num_generations_eval=2)
     log = len(trainer.state.log_history)
     first = trainer.predict(DATA.select([0, 1, 2]), metric_key_prefix=prefix).metrics
-    assert len(trainer.state.log_history) == log and not trainer._metrics["eval"]
-    assert not trainer._logs["prompt"]
+    assert len(trainer.state.log_history) == log and not trainer._log.metrics["eval"]
+    assert not trainer._log.records
     expected = trainer.evaluate(DATA.select([0, 1, 2]))
     kinds = {name.removeprefix("eval_") for name in expected} - {"epoch"}
     assert (

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
-from qerl.tasks.guard import guarded
+from qerl.tasks.together import guarded
 from qerl.trainer.rewards import stop_if_all_failed
 from qerl.trainer.run import build, train
 

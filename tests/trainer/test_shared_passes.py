@@ -105,7 +105,7 @@ def test_rollouts_of_one_step_have_no_group_in_common(tiny_model, tiny_tokenizer
     steps, run = [], trainer.updates.run
 
     def spy(model, microbatches, step):
-        steps.append([part.samples for part in microbatches])
+        steps.append([list(part.samples) for part in microbatches])
         return run(model, microbatches, step)
 
     trainer.updates.run = spy

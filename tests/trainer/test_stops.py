@@ -6,7 +6,7 @@ import torch
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from tests.support.trainer import DATA, settings, sum_reward
+from tests.support.trainer import DATA, as_batch, logged_of, rollout_of, settings, sum_reward
 
 STOPS = [*"aeiou", "\n"]
 
@@ -24,12 +24,8 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
 
 def rollout(trainer):
     """The batch of a first rollout and what was logged of it."""
-    inputs = [row for row in trainer.train_dataset for _ in range(4)]
-    trainer.model.train()
-    with torch.no_grad():
-        batch = trainer._generate_and_score_completions(inputs)
-    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
-    return batch, metrics
+    parts = rollout_of(trainer, [row for row in trainer.train_dataset for _ in range(4)])
+    return as_batch(parts), logged_of(trainer)
 
 
 def test_what_a_text_has_ended_was_not_cut_off(make, tiny_tokenizer):
@@ -47,9 +43,8 @@ def test_what_a_text_has_ended_was_not_cut_off(make, tiny_tokenizer):
     assert texts == tiny_tokenizer.batch_decode(completions, skip_special_tokens=True)
     assert all(whole[: len(ids)] == ids for ids, whole in zip(completions, longer, strict=True))
     by_text = torch.tensor([text.endswith(tuple(STOPS)) for text in texts])
-    by_token = torch.tensor(
-        [ids[-1] in (*trainer.eos_token_ids, tiny_tokenizer.pad_token_id) for ids in completions]
-    )
+    ends = (*trainer.eos_token_ids, tiny_tokenizer.pad_token_id)
+    by_token = torch.tensor([ids[-1] in ends for ids in completions])
     assert 2 < by_text.sum() < len(texts) and not any(each in text[:-1] for text in texts for each in STOPS)
     assert torch.equal(batch["completion_mask"].any(dim=1), by_text | by_token)
     lengths = torch.tensor([float(len(ids)) for ids in completions])

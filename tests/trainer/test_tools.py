@@ -2,10 +2,10 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from qerl.trainer.batch import GROUP_KEY
 
 from qerl.errors import QeRLError
 from tests.support.models import make_tiny_tokenizer
@@ -19,7 +19,7 @@ from tests.support.tools import (
     sampled,
     written_reward,
 )
-from tests.support.trainer import GROUP, logged
+from tests.support.trainer import GROUP, logged, samples_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def test_a_game_trains_and_scores_itself(tmp_path):
     assert Guessing.made == 2 * GROUP, "one for each sample, made once"
     rows = logged(trainer)
     assert all(row["rewards/Guessing/mean"] > 0.2 and row["rewards/Guessing/failed"] == 0 for row in rows)
-    assert "Guess my number." in trainer._logs["prompt"][0][-1]["content"]
+    assert "Guess my number." in trainer._log.records[0].prompt[-1]["content"]
 
 
 def test_an_environment_of_texts_needs_no_tools(tmp_path):
@@ -57,12 +57,12 @@ def test_an_environment_of_texts_needs_no_tools(tmp_path):
     )  # fmt: skip
     batch = sampled(trainer)
     assert trainer.reward_func_names == ["Riddle"]
-    rewards = list(trainer._logs["rewards"]["Riddle"])
+    rewards = [record.rewards["Riddle"] for record in trainer._log.records]
     assert rewards[:GROUP] == [1.0, 0.0, 0.0, 0.0], "the answer to the first row is 0"
     assert rewards[-GROUP:] == [1.0, 1.0, 0.0, 0.0], "of the last one 1, said at once or in the second turn"
-    text = "".join(trainer._logs["completion"][-4][i]["content"] for i in range(3))
+    text = "".join(trainer._log.records[-4].completion[i]["content"] for i in range(3))
     assert text == "0No.1"
-    assert (batch["tool_mask"] == 0).any()
+    assert any(0 in sample.written for sample in samples_of(batch))
     trainer.train()
 
 
@@ -79,7 +79,7 @@ def test_several_environments_are_chosen_by_a_column(tmp_path):
     )  # fmt: skip
     sampled(trainer, data)
     assert trainer.reward_func_names == ["Riddle", "Other"], "the order is that of every process"
-    scored = list(trainer._logs["rewards"]["Other"])
+    scored = [record.rewards["Other"] for record in trainer._log.records]
     assert all(math.isnan(reward) for reward in scored[:GROUP]) and scored[GROUP:] == [0.5] * GROUP
     assert [type(each).__name__ for each in trainer.environments[::GROUP]] == ["Riddle", "Other"]
 
@@ -108,8 +108,8 @@ def test_an_environment_may_have_the_data(tmp_path):
     }  # fmt: skip
     trainer = make_trainer(tmp_path, **options)
     batch = sampled(trainer, trainer.train_dataset)
-    prompts = batch["prompt_ids"].tolist()
-    shared = batch[GROUP_KEY].tolist()
+    prompts = [sample.prompt for sample in samples_of(batch)]
+    shared = [sample.group for sample in samples_of(batch)]
     assert len(set(shared)) > 2, "two groups of four"
     assert all((prompts[i] == prompts[i - 1]) or (shared[i] != shared[i - 1]) for i in range(1, len(prompts)))
     trainer.train()
@@ -123,7 +123,7 @@ def test_a_trajectory_has_one_noise(tmp_path):
     sampled(trainer)
     (call,) = trainer.engine.calls
     assert len(call[1]) == 2, "two norms in the only layer"
-    assert trainer._metrics["train"]["noise/norms"] == [2.0], "logged once, not once for each turn"
+    assert trainer._log.metrics["train"]["noise/norms"] == [2.0], "logged once, not once for each turn"
 
 
 def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path):
@@ -135,14 +135,13 @@ def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path):
         tmp_path, rewards=(dead_at_first,), script=guessing, tools=(), environment_factory=Guessing,
         max_completion_length=600, dynamic_sampling_rounds=2, signal="reward",
     )  # fmt: skip
-    trainer._signal = type(trainer._signal)(
-        **{**vars(trainer._signal), "weights_F": torch.tensor([1.0, 0.0])}
-    )
-    batch = sampled(trainer)
+    signal = trainer.rollouts._signal
+    trainer.rollouts._signal = replace(signal, weights_F=torch.tensor([1.0, 0.0]))
+    parts = sampled(trainer)
+    samples = samples_of(parts)
     assert len(trainer.engine.calls) == 2
-    assert (batch["advantages"].view(-1, GROUP) != 0).any(dim=1).all()
-    mask = batch["completion_mask"] * batch["tool_mask"]
-    assert batch["num_items_in_batch"] == mask.sum()
-    prompts, shared = batch["prompt_ids"].tolist(), batch[GROUP_KEY].tolist()
-    assert shared == [0] * GROUP + [1] * GROUP
+    assert (torch.tensor([s.advantage for s in samples]).view(-1, GROUP) != 0).any(dim=1).all()
+    assert parts[0].rollout_tokens == sum(sum(sample.written) for sample in samples)
+    prompts, shared = [sample.prompt for sample in samples], [sample.group for sample in samples]
+    assert shared == [0] * GROUP + [GROUP] * GROUP
     assert all(prompts[i] == prompts[i - i % GROUP] for i in range(2 * GROUP))

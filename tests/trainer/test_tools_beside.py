@@ -63,7 +63,7 @@ def test_a_resume_is_bit_exact(tmp_path, others, length, settings):
             **others | {"processing_class": tokenizer},
         )  # fmt: skip
         if "tools" in others:
-            trainer._turns._template = CallingTemplate(multiplications)
+            trainer._conversations._template = CallingTemplate(multiplications)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -99,12 +99,13 @@ def test_a_reward_model_reads_whole_conversations(tmp_path):
     trainer.train()
     name, other = trainer.reward_func_names
     assert other == "written_reward"
-    messages = [[*p, *c] for p, c in zip(trainer._logs["prompt"], trainer._logs["completion"], strict=True)]
+    messages = [[*record.prompt, *record.completion] for record in trainer._log.records]
     texts = [tokenizer.apply_chat_template(each, tokenize=False) for each in messages]
     assert sum("<tool_response>\n14\n</tool_response>" in text for text in texts) == 2, "one in each group"
     with torch.no_grad():
         scores = [scorer(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
-    assert list(trainer._logs["rewards"][name]) == pytest.approx(scores, abs=1e-5)
+    found = [record.rewards[name] for record in trainer._log.records]
+    assert found == pytest.approx(scores, abs=1e-5)
     assert len(set(scores)) == 2 * GROUP
     (row,) = logged(trainer)
     assert row["tools/call_frequency"] == 0.75 and row["loss"] != 0
@@ -123,7 +124,7 @@ def test_an_environment_may_have_reset_alone(tmp_path):
     trainer.train()
     (row,) = logged(trainer)
     assert row["loss"] != 0 and "tools/call_frequency" not in row
-    assert all(prompt[-1]["content"] == "What is 2 + 3?" for prompt in trainer._logs["prompt"])
+    assert all(record.prompt[-1]["content"] == "What is 2 + 3?" for record in trainer._log.records)
     trainer = QeRLTrainer(
         make_policy(),
         [written_reward],
@@ -135,7 +136,7 @@ def test_an_environment_may_have_reset_alone(tmp_path):
     )
     trainer.train()
     shown = {row["prompt"][0]["content"] + "What is 2 + 3?" for row in DATA}
-    assert {prompt[-1]["content"] for prompt in trainer._logs["prompt"]} <= shown
+    assert {record.prompt[-1]["content"] for record in trainer._log.records} <= shown
     assert trainer.evaluate()["eval_completions/mean_length"] > 0
 
 

@@ -44,16 +44,6 @@ class Leaving(Silent):
         raise SystemExit(2)
 
 
-class Slotted:
-    __slots__ = ("board",)
-
-    def reset(self, **row):
-        return None
-
-    def respond(self, text):
-        return None
-
-
 def a_class():
     return Guessing
 
@@ -79,7 +69,6 @@ def a_class():
             "has the environment 'c'; its column `environment` must name one of: a, b",
         ),
         ({"environment_factory": a_class}, "returned the class Guessing and not an environment"),
-        ({"environment_factory": Slotted, "tools": ()}, "The environment Slotted has __slots__"),
         ({"tools": [multiply, multiply]}, "Two tools are called multiply; rename one"),
         ({"rollout_func": own_rollout}, "rollout_func samples by itself"),
         ({"tools": (), "tool_timeout": 3.0}, "tool_timeout is set.*there are neither tools nor environments"),

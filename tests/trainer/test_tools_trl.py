@@ -14,10 +14,19 @@ from tests.support.tools import (
     make_args,
     make_trainer,
     own_rollout,
+    rows_of,
     sampled,
     written_reward,
 )
-from tests.support.trainer import same_gradients
+from tests.support.trainer import (
+    as_batch,
+    fed_by,
+    logged_of,
+    reported,
+    same_gradients,
+    trl_step,
+    update_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -70,9 +79,7 @@ def trl_reference(ours, folder, tools=(multiply,), **changes):
     trainer = GRPOTrainer(
         model, [written_reward], args, DATA, processing_class=tool_tokenizer(), tools=list(tools)
     )
-    trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
-    trainer.vllm_generation = SayingClient(ours.engine)
-    return trainer
+    return fed_by(trainer, SayingClient(ours.engine))
 
 
 OPTIONS = {
@@ -91,12 +98,10 @@ OPTIONS = {
 def test_loss_and_gradients_of_several_turns_equal_trl(tmp_path, options):
     ours = make_trainer(tmp_path, **options)
     reference = trl_reference(ours, tmp_path, **options)
-    losses, batches = [], []
-    for trainer in (reference, ours):
-        batches.append(sampled(trainer))
-        loss = trainer.compute_loss(trainer.model, dict(batches[-1]))
-        loss.backward()
-        losses.append(loss.item())
+    expected, loss = trl_step(reference, rows_of())
+    parts = sampled(ours)
+    found = as_batch(parts, ours.processing_class.pad_token_id)
+    same_loss = update_of(ours, parts)
     for name in (
         "prompt_ids",
         "completion_ids",
@@ -104,15 +109,15 @@ def test_loss_and_gradients_of_several_turns_equal_trl(tmp_path, options):
         "sampling_per_token_logps",
         "num_items_in_batch",
     ):
-        torch.testing.assert_close(batches[0][name].float(), batches[1][name].float(), msg=name)
-    mask = batches[1]["completion_mask"]
-    assert (mask.bool() & (batches[1]["tool_mask"] == 0)).any(), "a tool has written"
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-7)
+        torch.testing.assert_close(expected[name].float(), found[name].float(), msg=name)
+    mask = found["completion_mask"]
+    assert (mask.bool() & (found["tool_mask"] == 0)).any(), "a tool has written"
+    assert same_loss.item() == pytest.approx(loss, rel=1e-5, abs=1e-7)
     same_gradients(reference.model, ours.model)
-    ours._metrics["train"] |= ours._metrics_of_losses()
+    logged = logged_of(ours) | reported(ours)
     for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length", "kl"):
-        theirs, found = (trainer._metrics["train"].get(name) for trainer in (reference, ours))
-        assert found == pytest.approx(theirs), name
+        values = reference._metrics["train"].get(name)
+        assert logged.get(name) == (values and pytest.approx(values[-1])), name
 
 
 @pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate", "token_truncate"])
@@ -133,7 +138,7 @@ def test_a_rollout_function_trains_as_with_trl(tmp_path, mode):
     theirs = GRPOTrainer(
         model, [written_reward], args, data, processing_class=tool_tokenizer(), rollout_func=own_rollout
     )
-    theirs.use_vllm, theirs.vllm_mode, theirs._last_loaded_step = True, "server", 0
-    for trainer in (theirs, ours):
-        trainer.compute_loss(trainer.model, sampled(trainer, data)).backward()
+    fed_by(theirs, None)._last_loaded_step = 0
+    trl_step(theirs, rows_of(data))
+    update_of(ours, sampled(ours, data))
     same_gradients(theirs.model, ours.model)

@@ -8,7 +8,7 @@ from tests.support.tools import (
     sampled,
     written_reward,
 )
-from tests.support.trainer import gradients
+from tests.support.trainer import gradients, reported, samples_of, update_of
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +21,10 @@ def test_rewards_and_the_length_penalty_count_what_the_policy_wrote(tmp_path):
         return written_reward(completion_ids)
 
     trainer = make_trainer(tmp_path, rewards=(reward,), overlong_buffer=0.9)
-    batch = sampled(trainer)
+    samples = samples_of(sampled(trainer))
     ((written, whole),) = lengths
-    mask = batch["completion_mask"] * batch["tool_mask"]
-    assert written == mask.sum(dim=1).tolist() and sum(written) < sum(whole)
-    found = trainer._logs["rewards"]["soft_overlong_punishment_reward"]
+    assert written == [sum(sample.written) for sample in samples] and sum(written) < sum(whole)
+    found = [record.rewards["soft_overlong_punishment_reward"] for record in trainer._log.records]
     most, buffer = 300, 270
     assert list(found) == pytest.approx([min(0.0, (most - buffer - n) / buffer) for n in written])
     assert any(penalty < 0 for penalty in found)
@@ -38,18 +37,13 @@ def test_tokens_of_others_change_no_loss_gradient_or_metric(tmp_path):
         trainer = make_trainer(
             tmp_path, vllm_importance_sampling_mode="sequence_truncate", beta=0.1, entropy_coef=0.1
         )
-        batch = sampled(trainer)
-        others = (batch["tool_mask"] == 0) & batch["completion_mask"].bool()
-        assert others.any()
-        for name in ("sampling_per_token_logps", "sampling_entropies", "ref_per_token_logps"):
-            batch[name] = batch[name] + noise * others
-        trainer._forget_losses()
-        loss = trainer.compute_loss(trainer.model, batch)
-        loss.backward()
-        metrics = trainer._mismatch.metrics(trainer.accelerator) | {
-            name: value for name, (value,) in trainer._metrics_of_losses().items()
-        }
-        results.append((loss.item(), gradients(trainer.model), metrics))
+        parts = sampled(trainer)
+        for sample in samples_of(parts):
+            for values in (sample.logprobs, sample.entropies, sample.reference_logprobs):
+                values[:] = [v + noise * (not own) for v, own in zip(values, sample.written, strict=True)]
+        assert any(0 in sample.written for sample in samples_of(parts))
+        loss = update_of(trainer, parts)
+        results.append((loss.item(), gradients(trainer.model), reported(trainer)))
     (loss, grads, metrics), (other_loss, other_grads, other_metrics) = results
     assert loss == other_loss and metrics == pytest.approx(other_metrics, nan_ok=True)
     assert all(torch.equal(grads[name], other_grads[name]) for name in grads)
@@ -58,8 +52,6 @@ def test_tokens_of_others_change_no_loss_gradient_or_metric(tmp_path):
 
 def test_the_rollout_log_knows_the_tokens_of_each_turn(tmp_path):
     trainer = make_trainer(tmp_path)
-    batch = sampled(trainer)
-    written = (batch["completion_mask"] * batch["tool_mask"]).bool()
-    assert (batch["sampling_entropies"][written] == 4.0).all()
-    assert (batch["sampling_entropies"][~written] == 0.0).all()
-    assert trainer._metrics["train"]["rollout/entropy"] == [4.0]
+    for sample in samples_of(sampled(trainer)):
+        assert sample.entropies == [4.0 * own for own in sample.written]
+    assert trainer._log.metrics["train"]["rollout/entropy"] == [4.0]

@@ -6,26 +6,31 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from qerl.trainer.batch import GROUP_KEY
-from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
 from torch.autograd.graph import save_on_cpu
 from transformers import modeling_utils
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
-from qerl.trainer import updates
+from qerl.trainer import grpo
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.update_step import load_rollouts, save_rollouts
 from tests.support.models import move_adapter
 from tests.support.trainer import (
     DATA,
     GROUP,
     ScriptedEngine,
+    TrlClient,
+    fed_by,
     gradients,
     logged,
+    rollout_of,
     same_gradients,
+    samples_of,
     settings,
     sum_reward,
+    trl_step,
+    update_of,
 )
 
 
@@ -61,16 +66,10 @@ def test_loss_and_gradients_equal_trl(make_trainer, tiny_tokenizer, tmp_path, lo
     highest = 1.1 if loss_type == "cispo" else None
     ours = make_trainer(loss_type=loss_type, vllm_importance_sampling_mode=correction, epsilon_high=highest)
     reference = trl_reference(ours, tiny_tokenizer, tmp_path, loss_type, correction)
-    losses = []
-    for trainer in (reference, ours):
-        trainer.model.train()
-        trainer.current_gradient_accumulation_steps = 1
-        ours._call_key = None  # both train on the first rollout of the step
-        inputs = trainer._generate_and_score_completions(batch_rows())
-        loss = trainer.compute_loss(trainer.model, inputs)
-        loss.backward()
-        losses.append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-7)
+    _, expected = trl_step(reference)
+    ours.rollouts.begin_training(None, None)  # both train on the first rollout of the step
+    loss = update_of(ours, rollout_of(ours)).item()
+    assert loss == pytest.approx(expected, rel=1e-5, abs=1e-7)
     same_gradients(reference.model, ours.model)
 
 
@@ -82,15 +81,12 @@ def trl_reference(ours, tokenizer, tmp_path, loss_type, correction):
     model = copy.deepcopy(ours.model)
     model.base_model.model.__dict__.pop("forward", None)  # the fused head is added anew to the copy
     trainer = GRPOTrainer(model, [length_reward], args, DATA, processing_class=tokenizer)
-    trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
-    trainer.vllm_generation = copy.copy(ours.vllm_generation)
-    return trainer
+    return fed_by(trainer, TrlClient(ours))
 
 
 def test_samples_without_advantage_are_not_computed(make_trainer, monkeypatch):
     trainer = make_trainer()
-    trainer.model.train()
-    inputs = trainer._generate_and_score_completions(batch_rows())
+    parts = rollout_of(trainer)
     seen = []
     inner = trainer.model.forward
 
@@ -99,21 +95,17 @@ def test_samples_without_advantage_are_not_computed(make_trainer, monkeypatch):
         return inner(*args, **kwargs)
 
     monkeypatch.setattr(trainer.model, "forward", spy)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.compute_loss(trainer.model, inputs)
+    update_of(trainer, parts)
     assert len(seen) == 1, "one forward for the loss, none for old log-probabilities"
-    live = inputs["advantages"] != 0
-    tokens = int(inputs["completion_mask"][live].sum())
-    prompts = inputs["prompt_mask"][live][::GROUP].sum() - 2  # each of the two prompts without its last token
+    live = [sample for sample in samples_of(parts) if sample.advantage != 0]
+    tokens = sum(len(sample.tokens) for sample in live)
+    prompts = sum(len(sample.prompt) - 1 for sample in live[::GROUP])  # each once, without its last token
     assert seen[0].numel() == tokens + prompts
 
 
 def test_a_batch_without_any_advantage_has_zero_gradient(make_trainer):
     trainer = make_trainer(reward=lambda completion_ids, **kwargs: [1.0] * len(completion_ids))
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    loss = trainer.compute_loss(trainer.model, trainer._generate_and_score_completions(batch_rows()))
-    loss.backward()
+    loss = update_of(trainer, rollout_of(trainer))
     assert loss.item() == 0
     assert all((grad == 0).all() for grad in gradients(trainer.model).values())
     assert gradients(trainer.model)
@@ -124,12 +116,10 @@ def test_importance_correction_reaches_the_gradient(make_trainer):
     norms = {}
     for correct in (True, False):
         trainer = make_trainer(vllm_importance_sampling_correction=correct)
-        trainer.model.train()
-        trainer.current_gradient_accumulation_steps = 1
-        inputs = trainer._generate_and_score_completions(batch_rows())
-        logps = inputs["sampling_per_token_logps"]
-        inputs["sampling_per_token_logps"] = torch.full_like(logps, -1.0)  # log 1/e everywhere
-        trainer.compute_loss(trainer.model, inputs).backward()
+        parts = rollout_of(trainer)
+        for sample in samples_of(parts):
+            sample.logprobs = [-1.0] * len(sample.tokens)  # log 1/e everywhere
+        update_of(trainer, parts)
         norms[correct] = sum(g.norm() for g in gradients(trainer.model).values()).item()
     assert norms[True] < 0.1 * norms[False]  # ratio is about (1/vocabulary) * e
 
@@ -158,8 +148,8 @@ def test_noise_is_on_in_training_and_off_in_evaluation(make_trainer):
     (_, _, noisy), (_, _, clean) = trainer.engine.calls
     assert len(noisy) == 4, "two norms in each of two layers"
     assert not clean
-    assert trainer._metrics["train"]["noise/norms"] == [4.0]
-    assert trainer._metrics["train"]["noise/sigma"] == [trainer.args.noise_sigma_start]
+    assert trainer._log.metrics["train"]["noise/norms"] == [4.0]
+    assert trainer._log.metrics["train"]["noise/sigma"] == [trainer.args.noise_sigma_start]
 
 
 def test_dynamic_sampling_fills_the_batch_with_live_groups(make_trainer):
@@ -167,47 +157,44 @@ def test_dynamic_sampling_fills_the_batch_with_live_groups(make_trainer):
         return [float(i % 2) if (i // GROUP) % 3 == 0 else 0.0 for i in range(len(completion_ids))]
 
     trainer = make_trainer(reward=every_third_group, dynamic_sampling_rounds=3)
-    trainer.model.train()
-    batch = trainer._generate_and_score_completions(batch_rows())
-    live = (batch["advantages"].view(-1, GROUP) != 0).any(dim=1)
+    parts = rollout_of(trainer)
+    samples = samples_of(parts)
+    live = (torch.tensor([s.advantage for s in samples]).view(-1, GROUP) != 0).any(dim=1)
     # Groups 0 and 3 of the first rollout live; each extra rollout of n groups has group 0 alive.
     assert live.all()
     assert len(trainer.engine.calls) == 3
-    assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+    assert parts[0].rollout_tokens == sum(len(sample.tokens) for sample in samples)
+    assert [sample.group for sample in samples] == [i // GROUP * GROUP for i in range(len(samples))]
 
 
 def test_microbatches_know_the_groups_of_their_samples(make_trainer):
     """Also where a group is spread over several, and in the file in which a checkpoint keeps them."""
     trainer = make_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=8)
-    trainer.model.train()
-    trainer._prepare_inputs(batch_rows())
-    parts = trainer._buffered_inputs
-    assert [part[GROUP_KEY].tolist() for part in parts] == [[i // 2] * 2 for i in range(8)]
-    file = Path(trainer.args.output_dir) / "rollouts_0.safetensors"
+    parts = rollout_of(trainer)
+    assert [[sample.group for sample in part.samples] for part in parts] == [
+        [i // 2 * 4] * 2 for i in range(8)
+    ]
+    file = Path(trainer.args.output_dir) / "rollouts_0.json"
     save_rollouts(parts, file)
-    loaded = load_rollouts(file, 8, torch.device("cpu"))
-    for part, other in zip(parts, loaded, strict=True):
-        assert torch.equal(other[GROUP_KEY], part.pop(GROUP_KEY))
-    save_rollouts(parts, file)
-    with pytest.raises(QeRLError, match="does not say which samples share a prompt"):
-        load_rollouts(file, 8, torch.device("cpu"))
+    assert load_rollouts(file) == parts
+    file.rename(file.with_suffix(".safetensors"))
+    with pytest.raises(QeRLError, match=r"as QeRL 0\.2 wrote it"):
+        load_rollouts(file)
 
 
 def test_samples_that_do_not_share_prompts_are_refused(make_trainer):
     trainer = make_trainer()
-    trainer.model.train()
     rows = batch_rows()
     with pytest.raises(QeRLError, match="not 4 of each prompt, side by side"):
-        trainer._generate_and_score_completions([*rows[1:], rows[0]])
+        rollout_of(trainer, [*rows[1:], rows[0]])
 
 
 def test_dynamic_sampling_is_bounded(make_trainer):
     constant = lambda completion_ids, **kwargs: [1.0] * len(completion_ids)  # noqa: E731
     trainer = make_trainer(reward=constant, dynamic_sampling_rounds=2)
-    trainer.model.train()
-    batch = trainer._generate_and_score_completions(batch_rows())
+    samples = samples_of(rollout_of(trainer))
     assert len(trainer.engine.calls) == 3
-    assert (batch["advantages"] == 0).all()
+    assert not any(sample.advantage for sample in samples)
 
 
 def test_a_process_that_does_not_save_writes_nothing(make_trainer, tmp_path, monkeypatch):
@@ -264,17 +251,15 @@ def test_chunks_are_chunks(make_trainer):
     passes = {}
     for tokens in (None, 25, 1):
         trainer = make_trainer(reward=sum_reward, tokens_per_forward=tokens)
-        trainer.model.train()
-        trainer.current_gradient_accumulation_steps = 1
-        inputs = trainer._generate_and_score_completions(batch_rows())
+        parts = rollout_of(trainer)
         seen = []
         trainer.model.get_input_embeddings().register_forward_hook(
             lambda module, args, output, seen=seen: seen.append(args[0].numel())
         )
-        trainer.compute_loss(trainer.model, inputs)
+        update_of(trainer, parts)
         passes[tokens] = seen
     assert len(passes[None]) == 1
-    assert len(passes[1]) == (inputs["advantages"] != 0).sum() > 8
+    assert len(passes[1]) == sum(sample.advantage != 0 for sample in samples_of(parts)) > 8
     assert max(passes[25]) <= 25
     assert -(-passes[None][0] // 25) <= len(passes[25]) < 8
 
@@ -333,7 +318,7 @@ def test_inputs_of_layers_may_wait_elsewhere(train, monkeypatch):
             self.pack_hook = lambda tensor: packed.append(tensor.shape) or pack(tensor)
 
     monkeypatch.setattr(modeling_utils, "save_on_cpu", Counted)
-    monkeypatch.setattr(updates, "no_offload_on_cpu", lambda *_: None)
+    monkeypatch.setattr(grpo, "no_offload_on_cpu", lambda *_: None)
     kwargs = {"offload": True}
     trainer, weights = train(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
     width = trainer.model.config.hidden_size

@@ -23,9 +23,8 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer import update_step
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.update_step import Microbatch, UpdateStep, policy_loss
-from qerl.update.correction import Correction
 from qerl.update.joined_row import Lengths
-from qerl.update.policy_loss import Share, Tokens, gathered, high_entropy
+from qerl.update.policy_loss import Correction, Share, Tokens, gathered, high_entropy
 from tests.support.models import move_adapter
 from tests.support.samples import samples_of
 from tests.support.trainer import settings
@@ -226,7 +225,7 @@ def test_a_step_is_that_of_plain_passes_however_it_is_cut(step, name, microbatch
 
 @pytest.mark.parametrize("limit", [None, 30])
 def test_what_is_measured_of_the_sampler_is_that_of_all_chunks(step, limit):
-    """Chunks and microbatches change no number that is logged; what is not computed is not counted."""
+    """Chunks and microbatches change no logged number; tokens that are not computed are not counted."""
     samples = drawn()
     whole, cut = step(), step(tokens_per_forward=limit, gradient_accumulation_steps=4)
     (_, _, wanted), (_, _, found) = whole.run(samples, 1), cut.run(samples, 4)

@@ -17,8 +17,7 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.update import attention
-from qerl.update.forward import score
-from qerl.update.head import Transform
+from qerl.update.head import Transform, score
 from qerl.update.joined_row import JoinedRow, join, masked_by_branch
 from qerl.update.row_check import check_joined_row
 from tests.support.models import TINY

@@ -1,4 +1,4 @@
-"""Corrections of the loss that studies alone have, beside those of `qerl.update.correction`.
+"""Corrections of the loss that studies alone have, beside those of `qerl.update.policy_loss`.
 
 Legend: R samples, C completion columns.
 """

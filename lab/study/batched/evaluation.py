@@ -24,8 +24,7 @@ from lab.study.batched.model import BatchedModel
 from lab.study.batched.rewards import Problems, held_out_problems
 from lab.study.batched.sampler import Sampler, Samples, clean_norms
 from lab.study.batched.score import Texts, score
-from qerl.rollout.engine import SamplingParams
-from qerl.rollout.sampling import uniform_streams
+from qerl.rollout.engine import SamplingParams, uniform_streams
 from qerl.seeding import derive_seed
 from qerl.tasks.base import Task
 from qerl.tasks.guard import stratum

@@ -12,7 +12,7 @@ from lab.study.arms import Arm, Run
 from lab.study.batched.corrections import balance_ratio, one_sided
 from lab.study.batched.sampler import Samples
 from lab.study.batched.score import Piece, Texts
-from qerl.update.correction import importance_ratio, sampler_trainer_kl, weights
+from qerl.update.policy_loss import importance_ratio, sampler_trainer_kl, weights
 
 BOUNDED = ("token_truncate", "token_one_sided")
 """Corrections whose factor is the ratio within bounds."""

@@ -30,8 +30,8 @@ from transformers import PreTrainedTokenizerBase
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat
 from qerl.tasks.base import Task
-from qerl.tasks.guard import guarded
-from qerl.tasks.judging import RewardFunction
+from qerl.tasks.guard import RewardFunction
+from qerl.tasks.together import guarded
 
 _MOST_TEXTS = 1_000_000
 """Texts whose rewards are kept, some 0.3 GB; then all are forgotten."""

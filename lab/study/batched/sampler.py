@@ -6,7 +6,7 @@ step (model, draw, bookkeeping) is one CUDA graph, which is replayed until all h
 ended cost their share of a step. That is little where completions are short, and what a study of small
 models has.
 
-Tokens are drawn as the rollout engines draw them (`qerl.rollout.sampling`): with the same seed, a run of a
+Tokens are drawn as the rollout engines draw them (`qerl.rollout.engine`): with the same seed, a run of a
 batch and a run by itself draw the same tokens.
 
 Legend: S runs, P prompts of a run, U prompts computed for a run, n samples of each, R = U n samples of a run,
@@ -23,8 +23,7 @@ from lab.study.batched.attention import attend_samples, by_head
 from lab.study.batched.model import BatchedModel
 from lab.study.batched.norms import Norms
 from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
-from qerl.rollout.engine import SamplingParams, check_request
-from qerl.rollout.sampling import draw_tokens, uniform_streams
+from qerl.rollout.engine import SamplingParams, check_request, draw_tokens, uniform_streams
 
 _LOOK_EVERY = 8
 """Decode steps between two looks at whether all rows have ended, for each of which the host waits."""

@@ -20,9 +20,8 @@ Keys are the fields of `Probe`; each is checked by its annotation, as the settin
 """
 
 import dataclasses
-import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -32,6 +31,7 @@ from pydantic import Field
 from lab.study.probe.perturb import Perturbation
 from qerl.errors import QeRLError
 from qerl.settings.checks import Count, Positive, PositiveInt, Seed, Text, checked
+from qerl.settings.library import nearest
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
 Record = TypeVar("Record")
@@ -177,10 +177,10 @@ def make_probe(values: Mapping[str, Any]) -> Probe:
         raise QeRLError("tasks is empty; a probe needs one.")
     for name, format in probe.formats.items():
         if format.error_of is not None and format.error_of not in probe.formats:
-            near = _nearest(format.error_of, [*probe.formats])
+            near = nearest(format.error_of, [*probe.formats])
             raise QeRLError(f"formats.{name}.error_of names {format.error_of!r}{near}.")
     if probe.train is not None and probe.train.task not in probe.tasks:
-        raise QeRLError(f"train.task names {probe.train.task!r}{_nearest(probe.train.task, [*probe.tasks])}.")
+        raise QeRLError(f"train.task names {probe.train.task!r}{nearest(probe.train.task, [*probe.tasks])}.")
     for name, count in Counter(probe.policy_names).items():
         if count > 1:
             raise QeRLError(
@@ -196,7 +196,7 @@ def _record(where: str, record: type[Record], values: Any) -> Record:
     for key, value in _mapping(where, values).items():
         name = f"{where}.{key}" if where else str(key)
         if key not in types:
-            raise QeRLError(f"the key {name!r} is unknown{_nearest(key, [*types])}.")
+            raise QeRLError(f"the key {name!r} is unknown{nearest(key, [*types])}.")
         made = key in (*_MAPS, "train") and record is Probe
         fields[key] = value if made else checked(name, value, types[key])
     for known in dataclasses.fields(record):  # type: ignore[arg-type]
@@ -218,8 +218,3 @@ def _name(where: str, name: Any) -> str:
     if not isinstance(name, str) or not name.replace("_", "").replace("-", "").isalnum():
         raise QeRLError(f"the name {name!r} in {where} must be letters, digits, - and _; it names files.")
     return name
-
-
-def _nearest(name: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f" (did you mean {near[0]!r}?)" if near else f"; there are {', '.join(known)}"

@@ -37,9 +37,8 @@ from qerl.families.sizes import Sizes
 from qerl.fp4.linear import dense_weights_kept
 from qerl.gpu_memory import total_bytes
 from qerl.noise.norms import noisy_norms
-from qerl.rollout.engine import SamplingParams
+from qerl.rollout.engine import SamplingParams, draw_tokens, uniform_streams
 from qerl.rollout.portable.runner import Runner, grouped_decode
-from qerl.rollout.sampling import draw_tokens, uniform_streams
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

@@ -38,7 +38,8 @@ from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.seeding import ProblemSeeds, problem_key
 from qerl.tasks.base import Task
-from qerl.tasks.guard import GuardedReward, guarded, stratum
+from qerl.tasks.guard import GuardedReward, stratum
+from qerl.tasks.together import guarded
 
 
 def held_out(task: Task, limit: int | None = None) -> Dataset:

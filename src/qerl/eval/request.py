@@ -12,7 +12,6 @@ Each entry has the fields of `Request`; its name is its task unless it says anot
 says holds for all tasks and wins.
 """
 
-import difflib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ from qerl.settings.checks import (
     Text,
     checked,
 )
-from qerl.settings.library import named_file
-from qerl.settings.recipe import read_mapping
+from qerl.settings.library import named_file, nearest, read_mapping
 
 SUITES = Path(__file__).parent / "suites"
 
@@ -144,9 +142,7 @@ def _request(path: Path, name: str, entry: Any, given: dict[str, Any]) -> Reques
     known = [spec.name for spec in fields(Request)]
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}."
-            raise QeRLError(f"{name} in {path} has the unknown key {key!r}; {hint}")
+            raise QeRLError(f"{name} in {path} has the unknown key {key!r}{nearest(key, known)}.")
     try:
         return Request(**({"task": name, "task_options": {}} | entry | given))
     except QeRLError as error:

@@ -1,4 +1,4 @@
-"""What the decode kernels are compiled for: tokens per block of keys and values, end tokens of a row, ranks
+"""What the decode kernels are compiled for: tokens per block of keys and values, stop tokens of a row, ranks
 of an adapter; and how many logits the output head of the update has at a time.
 
 Plain numbers without Triton or torch, so that a plan made on a machine without a GPU counts with those of the
@@ -8,7 +8,7 @@ kernels.
 PAGE = 64
 """Tokens in a block of keys and values."""
 
-END_TOKENS = 16
+STOP_TOKENS = 16
 """Tokens that end a row, as many as the kernel that draws compares; others the host looks for."""
 
 MAX_RANK = 256
@@ -22,15 +22,6 @@ STACKED_PART = 512
 
 WHOLE_PARTS = 160 * 1024
 """Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
-
-HEAD_TILE = 5 << 25
-"""Logits that the output head of the update has at a time: 1024 positions of a vocabulary of 152,000 in 0.6
-GB, of which its second product makes enough blocks to fill a card with 132 multiprocessors."""
-
-
-def head_positions(positions: int, vocabulary: int) -> int:
-    """Positions whose whole rows of logits the output head of the update has at a time."""
-    return min(positions, max(HEAD_TILE // vocabulary // 128, 1) * 128)
 
 
 def pad_rank(rank: int) -> int:

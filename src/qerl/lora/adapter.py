@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from qerl.errors import QeRLError, first_line
 from qerl.families.supported import lora_targets
 from qerl.fp4.linear import PackedLinear
-from qerl.lora.product import fused_forward
+from qerl.lora.product import DenseLoraLinear, PackedLoraLinear
 from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from qerl.seeding import derive_seed
 
@@ -45,24 +45,6 @@ _NEEDS_DENSE = (
     "arrow_config", "megatron_config", "layer_replication", "target_parameters",
 )  # fmt: skip
 """Fields of `LoraConfig` for variants that read or replace the weight of the layer."""
-
-
-class DenseLoraLinear(LoraLinear):
-    """``base(x) + B A x * alpha / r`` around a 16-bit or FP32 linear; one product on a GPU."""
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        fused = None if args or kwargs else fused_forward(x, self)
-        return super().forward(x, *args, **kwargs) if fused is None else fused
-
-
-class PackedLoraLinear(DenseLoraLinear):
-    """The same around a `PackedLinear`."""
-
-    def merge(self, *args: Any, **kwargs: Any) -> None:
-        raise QeRLError(
-            "An adapter cannot be merged into four-bit weights, whose rounding would swallow it; load it on "
-            "the 16-bit model with PEFT and merge there."
-        )
 
 
 def add_lora(

@@ -33,6 +33,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from qerl.errors import QeRLError
 from qerl.fp4.linear import PackedLinear, scaled_product
 from qerl.fp4.storage import PackedWeight
 from qerl.kernels.workspace import workspace
@@ -96,6 +97,24 @@ def why_not_fused(layer: nn.Module, training: bool) -> str | None:
     if any(own is not None and own.requires_grad for own in base._parameters.values()):
         return "a weight or bias under an adapter trains"
     return None
+
+
+class DenseLoraLinear(LoraLinear):
+    """``base(x) + B A x * alpha / r`` around a 16-bit or FP32 linear; one product on a GPU."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        fused = None if args or kwargs else fused_forward(x, self)
+        return super().forward(x, *args, **kwargs) if fused is None else fused
+
+
+class PackedLoraLinear(DenseLoraLinear):
+    """The same around a `PackedLinear`."""
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        raise QeRLError(
+            "An adapter cannot be merged into four-bit weights, whose rounding would swallow it; load it on "
+            "the 16-bit model with PEFT and merge there."
+        )
 
 
 Base = PackedLinear | nn.Linear

@@ -14,7 +14,8 @@ LoRA rank, V vocabulary.
 from dataclasses import dataclass
 
 from qerl.families.sizes import Sizes
-from qerl.kernels.limits import head_positions, pad_rank
+from qerl.kernels.limits import pad_rank
+from qerl.kernels.tensors import head_positions
 from qerl.plan.layers import LayerActivations
 from qerl.plan.work import FULL, HALF, Work
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for, state_bytes

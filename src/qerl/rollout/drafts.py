@@ -1,7 +1,7 @@
 """Drafts of what a sequence will draw next: what followed its last tokens where they stood before.
 
 A token is drawn by inverting its distribution at a number that belongs to the sequence and the place alone
-(`qerl.rollout.sampling`). So an engine may compute several positions of a sequence in one pass, behind
+(`qerl.rollout.engine`). So an engine may compute several positions of a sequence in one pass, behind
 drafted tokens, and draw at each with the position's own number: as long as what is drawn is what was drafted,
 it is what would have been drawn one by one, and the first that is not is still drawn rightly. There is
 nothing to reject at random, and log-probabilities are those of the same distributions.

@@ -69,7 +69,7 @@ class Sequence:
         max_tokens: Tokens that it may have, drawn or written, as its parameters and the model's positions
             say; at most 0 for one without room.
         key: Seed, prompt and sample by which its uniform numbers are keyed.
-        stops: What the host looks for beside the end tokens that the drawing engine looks for itself.
+        stops: What the host looks for beside the stop tokens that the drawing engine looks for itself.
         token_ids, logprobs, entropies: What it has, the latter two 0.0 where others wrote.
         turn_start: Tokens that it had when its turn began.
         finish_reason: Why its last turn ended.

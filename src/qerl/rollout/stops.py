@@ -65,7 +65,7 @@ class Stop(ABC):
 
 
 class StopTokens(Stop):
-    """End tokens that a row of the paged engine has no room for (`qerl.kernels.limits.END_TOKENS`).
+    """Stop tokens that a row of the paged engine has no room for (`qerl.kernels.limits.STOP_TOKENS`).
 
     Args:
         ids: Any of these; the turn includes it.

@@ -61,6 +61,13 @@ _OF_THE_ENGINES = (
     "stop_strings or max_completion_length"
 )
 
+_KWARGS: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, str], str]] = {
+    "model_init_kwargs": (_LOADING, _LOADED_ANYWAY, _NOT_LOADED, _OF_THE_MODEL),
+    "generation_kwargs": (_SAMPLING, _SAMPLED_ANYWAY, _NOT_SAMPLED, _OF_THE_ENGINES),
+}
+"""Of each field that holds arguments: the fields that mean the same, values that say what is done anyway,
+why others are refused, and what there is in place of any other."""
+
 
 def take_saved_adapter(config: GRPOConfig) -> None:
     """Describe the adapter that the field `adapter` names, if it names one.
@@ -113,8 +120,9 @@ def _defaults(config: GRPOConfig) -> dict[str, Any]:
     return {spec.name: default_of(spec) for spec in dataclasses.fields(config)}
 
 
-def take_model_kwargs(config: GRPOConfig) -> None:
-    """Move what `model_init_kwargs` says into the fields that say the same; nothing is left of it.
+def take_kwargs(config: GRPOConfig) -> None:
+    """Move what `model_init_kwargs` and `generation_kwargs` say into the fields that say the same; nothing is
+    left of the two.
 
     Args:
         config: Settings; changed in place.
@@ -122,45 +130,19 @@ def take_model_kwargs(config: GRPOConfig) -> None:
     Raises:
         QeRLError: An argument is not supported, or contradicts a field.
     """
-    _take(config, "model_init_kwargs", _LOADING, _LOADED_ANYWAY, _NOT_LOADED, _OF_THE_MODEL)
-
-
-def take_generation_kwargs(config: GRPOConfig) -> None:
-    """Move what `generation_kwargs` says into the fields that say the same; as `take_model_kwargs`."""
-    _take(config, "generation_kwargs", _SAMPLING, _SAMPLED_ANYWAY, _NOT_SAMPLED, _OF_THE_ENGINES)
-
-
-def _take(
-    config: GRPOConfig,
-    which: str,
-    fields: Mapping[str, str],
-    anyway: Mapping[str, Any],
-    reasons: Mapping[str, str],
-    any_other: str,
-) -> None:
-    """Move the arguments in one field.
-
-    Args:
-        config: Settings; changed in place.
-        which: The field.
-        fields: Of each argument that has one.
-        anyway: Values that say what is done in any case.
-        reasons: Why other arguments are refused, where it is not ``any_other``.
-        any_other: Says what there is in their place.
-    """
-    given = checked(which, getattr(config, which), Options | None) or {}
     defaults = _defaults(config)
-    for name, value in given.items():
-        if name in anyway and value == anyway[name]:
-            continue
-        field = fields.get(name)
-        if field is None:
-            reason = reasons.get(name, any_other)
-            raise QeRLError(f"{which} has {name}, which is not supported: {reason}.")
-        value = str(value).removeprefix("torch.") if field == "dtype" else value
-        if getattr(config, field) not in (defaults[field], value):
-            raise QeRLError(
-                f"{field} is {getattr(config, field)!r} and {which} has {name} {value!r}; remove one of them."
-            )
-        setattr(config, field, value)
-    setattr(config, which, None)
+    for which, (fields, anyway, reasons, any_other) in _KWARGS.items():
+        given = checked(which, getattr(config, which), Options | None) or {}
+        for name, value in given.items():
+            if name in anyway and value == anyway[name]:
+                continue
+            field = fields.get(name)
+            if field is None:
+                reason = reasons.get(name, any_other)
+                raise QeRLError(f"{which} has {name}, which is not supported: {reason}.")
+            value = str(value).removeprefix("torch.") if field == "dtype" else value
+            held = getattr(config, field)
+            if held not in (defaults[field], value):
+                raise QeRLError(f"{field} is {held!r} and {which} has {name} {value!r}; remove one of them.")
+            setattr(config, field, value)
+        setattr(config, which, None)

@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
@@ -23,7 +22,7 @@ from trl import GRPOConfig
 
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
-from qerl.settings.adapter import take_generation_kwargs, take_model_kwargs, take_saved_adapter
+from qerl.settings.adapter import take_kwargs, take_saved_adapter
 from qerl.settings.checks import checked
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.groups import DECLARED, OWN_NAMES, Noise, Settings, evaluates, sentence_of
@@ -84,22 +83,15 @@ def refusal(name: str, default: Any) -> str:
     )
 
 
-def take_defaults(config: Any, fields: Sequence[dataclasses.Field]) -> list[str]:
-    """Give the fields that do not act their defaults.
-
-    Args:
-        config: Settings; changed in place.
-        fields: Those of `QeRLConfig`.
-
-    Returns:
-        The replaced ones that said something else.
+def _take_defaults(config: Any) -> list[str]:
+    """Give the fields that do not act their defaults; returns the replaced ones that said something else.
 
     Raises:
         QeRLError: A field that must keep its default says something else.
     """
     replaced = []
-    for spec in fields:
-        name, value, default = spec.name, getattr(config, spec.name), default_of(spec)
+    for name, spec in FIELDS.items():
+        value, default = getattr(config, name), default_of(spec)
         if name in REPLACED:
             if checked(name, value, REPLACED[name].type) != default:
                 replaced.append(name)
@@ -144,7 +136,9 @@ def _flat_field(name: str) -> tuple[str, Any, Any]:
 if TYPE_CHECKING:
     OwnFields: Any
 else:
-    OwnFields = dataclasses.make_dataclass("OwnFields", map(_flat_field, OWN_NAMES))
+    OwnFields = dataclasses.make_dataclass(
+        "OwnFields", map(_flat_field, OWN_NAMES), namespace={"__module__": __name__}
+    )
 
 
 @dataclass
@@ -158,9 +152,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
     """
 
     def __post_init__(self) -> None:
-        take_model_kwargs(self)
-        take_generation_kwargs(self)
-        self.replaced = take_defaults(self, [*FIELDS.values()])
+        take_kwargs(self)
+        self.replaced = _take_defaults(self)
         for name, value in Settings.of(self).fields():
             if name in FIELDS:
                 setattr(self, name, value)

@@ -86,7 +86,7 @@ class Model(Group):
     lora_target_modules: Annotated[Names, Field(min_length=1)] | None = None
     """Names of the linear layers that get an adapter; unset, all of the decoder."""
     disable_dropout: bool = False
-    """Turn off the dropout of the model, not that of the adapters."""
+    """Turn off all dropout of the model, that of its adapters too."""
     cast_lm_head_to_fp32: bool = False
     """Compute the head in float32; its weights must not be those of the embeddings."""
     trust_remote_code: bool = False
@@ -602,14 +602,8 @@ class Settings(Group):
             )
 
 
-GROUPS: dict[str, type[Group]] = {
-    "model": Model,
-    "data": Data,
-    "sampling": Sampling,
-    "loss": Loss,
-    "noise": Noise,
-    "run": Run,
-}
+GROUPS: dict[str, Any] = {name: info.annotation for name, info in Settings.model_fields.items()}
+"""The class of each group by its name."""
 
 DECLARED: dict[str, FieldInfo] = {
     name: info for group in GROUPS.values() for name, info in group.flat().items()

@@ -1,4 +1,4 @@
-"""The recipes that are part of the package, by name.
+"""Files in YAML: the recipes that are part of the package, by name, and how any file is read.
 
 A recipe of the package is named by the stem of its file: `gsm8k`, `nvfp4-aqn`, `qwen3-8b`. A word that ends
 in .yaml or holds a slash is the path of a file instead, so that no file of the current folder can hide a
@@ -8,13 +8,15 @@ recipe of the package, nor the other way around. Each recipe of the package begi
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from qerl import yaml12
 from qerl.errors import QeRLError
 
 _ENDINGS = (".yaml", ".yml")
@@ -83,6 +85,31 @@ def named_file(
             f"There is no {what} named {word!r}; {hint} A file is given as a path in .yaml{also}."
         )
     return known[word]
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file; ``what`` it is called in an error.
+
+    Raises:
+        QeRLError: The file is missing, is no text, or is not a YAML mapping.
+    """
+    try:
+        values = yaml12.load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise QeRLError(f"The {what} {path} cannot be read ({error.strerror}); check the path.") from error
+    except UnicodeDecodeError as error:
+        raise QeRLError(f"The {what} {path} is not UTF-8 text; is it the right file?") from error
+    except ValueError as error:
+        raise QeRLError(f"The {what} {path} is not valid YAML ({error}); mend the file.") from error
+    if not isinstance(values, dict):
+        raise QeRLError(f"The {what} {path} must be a mapping of field names to values.")
+    return values
+
+
+def nearest(name: Any, known: Collection[str]) -> str:
+    """What an unknown name may mean, as the end of a clause: ` (did you mean 'steps'?)`, or all there are."""
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else f"; there are {', '.join(known)}"
 
 
 def read_header(path: Path) -> Header:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
@@ -90,7 +90,7 @@ _Multiple = Annotated[
 ]
 
 
-INHERITED: Any = Field(None)
+INHERITED: Any = None
 """Of a field whose default and description are its parent's; None in a group where the installed one has no
 such field."""
 

@@ -20,7 +20,7 @@ from qerl.settings.checks import Group
 from qerl.settings.config import FIELDS, QeRLConfig
 from qerl.settings.foreign import refuse_unknown, without_gone
 from qerl.settings.groups import DECLARED, GROUPS, OWN_NAMES
-from qerl.settings.library import recipe_file
+from qerl.settings.library import read_mapping, recipe_file
 from qerl.settings.parents import REPLACED, default_of
 
 # Made from steps_per_generation when settings are made; TRL refuses to be given both.
@@ -114,25 +114,6 @@ def _of_group(group: type[Group], values: dict[Any, Any], where: str) -> Iterato
     for key, value in values.items():
         refuse_unknown(str(key), f"{where}, in {group.__name__.lower()},", group.model_fields, ())
         yield group.model_fields[key].alias or key, value
-
-
-def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file; ``what`` it is called in an error.
-
-    Raises:
-        QeRLError: The file is missing, is no text, or is not a YAML mapping.
-    """
-    try:
-        values = yaml12.load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise QeRLError(f"The {what} {path} cannot be read ({error.strerror}); check the path.") from error
-    except UnicodeDecodeError as error:
-        raise QeRLError(f"The {what} {path} is not UTF-8 text; is it the right file?") from error
-    except ValueError as error:
-        raise QeRLError(f"The {what} {path} is not valid YAML ({error}); mend the file.") from error
-    if not isinstance(values, dict):
-        raise QeRLError(f"The {what} {path} must be a mapping of field names to values.")
-    return values
 
 
 def load_config(

@@ -20,8 +20,7 @@ from qerl.rewards.text import Completion, Message, completion_text
 from qerl.seeding import derive_seed
 from qerl.tasks.answers import equal
 from qerl.tasks.formats import AnswerFormat, get_format
-from qerl.tasks.guard import judges_alone, stratified
-from qerl.tasks.judging import RewardFunction
+from qerl.tasks.guard import RewardFunction, judges_alone, stratified
 
 FORMAT_REWARD = 0.1
 """The reward for the form alone: enough to learn from, too little to be worth a wrong answer."""

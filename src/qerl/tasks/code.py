@@ -26,9 +26,8 @@ from qerl.rewards.code_tests import read_tests, share_passed
 from qerl.rewards.sandbox import Limits
 from qerl.rewards.text import Completion, completion_text
 from qerl.tasks.formats import get_format
-from qerl.tasks.guard import judges_outside
+from qerl.tasks.guard import RewardFunction, judges_outside
 from qerl.tasks.jsonl import Jsonl
-from qerl.tasks.judging import RewardFunction
 
 _DEFAULTS = Limits()
 

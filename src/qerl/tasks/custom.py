@@ -15,7 +15,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError, first_line
 from qerl.tasks.base import Task
 from qerl.tasks.formats import AnswerFormat
-from qerl.tasks.judging import RewardFunction
+from qerl.tasks.guard import RewardFunction
 from qerl.user_code import load_object
 
 

@@ -30,8 +30,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError, first_line
 from qerl.rewards.text import Completion, Message
 from qerl.tasks.base import Task, as_dataset
-from qerl.tasks.guard import judges_alone, judges_outside, stratified
-from qerl.tasks.judging import NOT_COLUMNS, RewardFunction
+from qerl.tasks.guard import NOT_COLUMNS, RewardFunction, judges_alone, judges_outside, stratified
 
 PART = "task"
 """The column that names the part to which a row belongs."""

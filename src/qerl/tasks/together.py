@@ -18,6 +18,7 @@ Given up:
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -27,10 +28,12 @@ from typing import Any, TypeVar
 from qerl.calls.alarm import TimeUp
 from qerl.calls.beside import Beside, EndsProcess, is_async
 from qerl.errors import QeRLError
-from qerl.tasks.judging import (
+from qerl.tasks.guard import (
     Batch,
+    GuardedReward,
     Judged,
     Judging,
+    RewardFunction,
     SampleCall,
     Tries,
     left,
@@ -278,3 +281,37 @@ async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def guarded(
+    function: RewardFunction,
+    timeout_s: float = 10.0,
+    together: Together | None = None,
+) -> GuardedReward:
+    """Wrap a reward function so that its failures are counted instead of raised.
+
+    Args:
+        function: A reward function with TRL's signature, plain or asynchronous; one that is guarded already
+            is returned as it is, or guarded anew if its calls are to begin early. The wrapper has its name,
+            by which TRL logs.
+        timeout_s: Seconds per sample, above 0.
+        together: The functions that wait at the same time as this one, if it is asynchronous or begins early;
+            None for none.
+
+    Raises:
+        QeRLError: ``timeout_s`` is not a positive number.
+    """
+    if isinstance(function, GuardedReward):
+        if together is None or not together.early or not can_begin_early(function):
+            return function
+        function = function.function
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise QeRLError(f"reward_timeout is {timeout_s!r}; it must be a number of seconds per sample.")
+    if not 0 < timeout_s < math.inf:
+        raise QeRLError(f"reward_timeout is {timeout_s}; it must be a number of seconds above 0.")
+    together = together or Together()
+    marks = bool(mark(function, "judges_alone")), bool(mark(function, "judges_outside"))
+    early = together.early and can_begin_early(function)
+    if early or is_async(function):
+        return GuardedReward(function, Waiting(function, timeout_s, *marks, together, early), waits=True)
+    return GuardedReward(function, Judging(function, timeout_s, *marks), waits=False)

@@ -190,7 +190,7 @@ def complete(
         eval_dataset = ready(eval_dataset, "evaluation prompts")
     policy = _policy(model, settings, peft_config, engine, acted_on)
     check_optimizer(optimizers[0], policy)
-    check_policy(policy, engine)
+    check_policy(policy, settings, engine)
     episode_rewards = episode_rewards_of(others.judges)
     rewards = _rewards(reward_funcs, settings, episode_rewards, calls)
     if others.factories:

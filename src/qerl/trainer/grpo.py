@@ -131,6 +131,7 @@ class QeRLTrainer(Trainer):
         rollouts, updates: The two halves of a step.
         update_path: Which parts of the update run on this project's kernels, and why others do not.
         reward_funcs, reward_func_names, reward_weights: As in TRL, those that the settings add among them.
+        eos_token_ids: Tokens that end a completion.
 
     Raises:
         QeRLError: An argument is missing, is refused or contradicts another one, or the model cannot be
@@ -177,7 +178,7 @@ class QeRLTrainer(Trainer):
             logger.warning(replacements(settings.replaced))
         patience, threshold = settings.early_stopping_patience, settings.early_stopping_threshold
         callbacks = [*(callbacks or ()), *([EarlyStop(patience, threshold)] if patience else ())]
-        self._eos = _stop_tokens(policy, given.tokenizer)
+        self.eos_token_ids = _stop_tokens(policy, given.tokenizer)
         if isinstance(policy, PeftModel) and settings.gradient_checkpointing:
             policy.enable_input_require_grads()
         super().__init__(
@@ -253,7 +254,7 @@ class QeRLTrainer(Trainer):
             engine=self.engine,
             tokenizer=tokenizer,
             renderer=self.processing_class,
-            eos_token_ids=self._eos,
+            eos_token_ids=self.eos_token_ids,
             embeddings=self._base.get_input_embeddings().weight.shape[0],
             scorer=scorer,
             signal=signal,
@@ -335,6 +336,7 @@ class QeRLTrainer(Trainer):
             return
         if self._order is not None:
             self._order.set_epoch(where["epoch"])
+        where["model"].train()  # all of it: a model in hand may have modules in eval mode
         resumed = where["resume_from_checkpoint"] is not None and where["epoch"] == where["epochs_trained"]
         self._microbatch = where["steps_trained_in_current_epoch"] if resumed else 0
         super()._run_epoch(**where)
@@ -455,6 +457,16 @@ class QeRLTrainer(Trainer):
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Replaces transformers': rows are sampled from as in an evaluation."""
         return self.get_eval_dataloader(test_dataset)
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the samples of the last rollout; None where there are none."""
+        return None if self._conversations is None else self._conversations.environments
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The copy of the policy that is the reference; None where that needs none, as with LoRA."""
+        return None if self._reference is None else self._reference.model
 
     @property
     def _eval_samples(self) -> int:

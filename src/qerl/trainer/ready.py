@@ -7,6 +7,7 @@ is checked once it is in place.
 import logging
 from contextlib import nullcontext
 
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from qerl.errors import QeRLError
@@ -15,7 +16,7 @@ from qerl.fp4.linear import dense_weights_kept
 from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import RolloutEngine, check_model
 from qerl.settings.config import QeRLConfig
-from qerl.update.forward import score
+from qerl.update.head import score
 from qerl.update.kernels import use_kernels
 from qerl.update.path import UpdatePath
 from qerl.update.row_check import check_joined_row
@@ -23,15 +24,24 @@ from qerl.update.row_check import check_joined_row
 logger = logging.getLogger(__name__)
 
 
-def check_policy(model: nn.Module, engine: RolloutEngine | None) -> None:
+def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | None) -> None:
     """Refuse a policy that cannot be trained on joined rows, and an engine that samples from another model.
 
     Raises:
-        QeRLError: The model is no decoder-only transformer, has a prompt-learning adapter, or is not the
-            engine's.
+        QeRLError: The model is no decoder-only transformer, has a prompt-learning adapter or one on its
+            output head, would train with a router loss, or is not the engine's.
     """
     check_model(model)
     base = base_model(model)
+    config, coef = base.config.get_text_config(), args.router_aux_loss_coef
+    coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
+    if coef and hasattr(config, "output_router_logits"):
+        raise QeRLError("A mixture of experts trains without its router loss: pass router_aux_loss_coef=0.")
+    if isinstance(base.get_output_embeddings(), BaseTunerLayer):
+        raise QeRLError(
+            "The output head has an adapter, which log-probabilities would not see; leave it out of "
+            "lora_target_modules."
+        )
     if engine is not None and engine.model is not None and base_model(engine.model) is not base:
         raise QeRLError(
             f"The engine samples from another {type(base_model(engine.model)).__name__} object than the "

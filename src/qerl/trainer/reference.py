@@ -48,7 +48,8 @@ class Reference:
     """
 
     def __init__(self, args: QeRLConfig, policy: nn.Module) -> None:
-        self._args, self.model = args, None
+        self._args = args
+        self.model: PreTrainedModel | None = None
         if isinstance(policy, PeftModel):
             if args.sync_ref_model:
                 raise QeRLError(

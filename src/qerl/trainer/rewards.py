@@ -32,9 +32,8 @@ from qerl.errors import QeRLError, first_line
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
 from qerl.settings.config import QeRLConfig
-from qerl.tasks.guard import GuardedReward, describe, guarded
-from qerl.tasks.judging import name_of
-from qerl.tasks.together import Together, can_begin_early
+from qerl.tasks.guard import GuardedReward, describe, name_of
+from qerl.tasks.together import Together, can_begin_early, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -301,7 +300,8 @@ class Scorer:
                 prompts=prompts, completions=completions, completion_ids=completion_ids, **columns
             )
             rewards_BF[:, at] = torch.tensor([torch.nan if reward is None else reward for reward in given])
-        self._calls.take_seconds()
+        if self.early:
+            self._calls.take_seconds()  # what was waited for here is not hidden
         unscored = rewards_BF.isnan().all(dim=1).nonzero().flatten().tolist()
         if unscored:
             logger.warning(

@@ -33,12 +33,13 @@ from qerl.errors import QeRLError
 from qerl.kernels.tensors import upload
 from qerl.settings.config import QeRLConfig
 from qerl.update.chunks import MemoryRetry
-from qerl.update.correction import Correction, Mismatch
-from qerl.update.forward import score
+from qerl.update.head import score
 from qerl.update.joined_row import Lengths, Sample, join
 from qerl.update.path import UpdatePath
 from qerl.update.policy_loss import (
+    Correction,
     Metrics,
+    Mismatch,
     PolicyLoss,
     Share,
     Tokens,
@@ -143,7 +144,8 @@ class UpdateStep:
         accelerator: Accelerator,
         recompute_every_layer: Callable[[], bool],
     ) -> None:
-        self._args, self._base, self._path, self._accelerator = args, base, path, accelerator
+        self._args, self._base, self._accelerator = args, base, accelerator
+        self._by_stretch = path.by_stretch
         self._loss = policy_loss(args)
         self._correction = Correction(
             args.vllm_importance_sampling_correction,
@@ -334,7 +336,7 @@ class UpdateStep:
             return zeros_BC + anchor.to(zeros_BC), zeros_BC
         row = join(samples, rows, device)
         logps_S, entropy_S = score(
-            *(model, base or self._base, row, self._path.by_stretch),
+            *(model, base or self._base, row, self._by_stretch),
             *(self._args.temperature, self._loss.entropy_bonus),
         )
         return row.scatter(logps_S, *shape), row.scatter(entropy_S, *shape)

@@ -40,8 +40,7 @@ from qerl.families.parts import base_model, eval_mode, train_mode
 from qerl.families.sizes import positions_of
 from qerl.fp4.linear import dense_weights_kept
 from qerl.update.chunks import MemoryRetry
-from qerl.update.forward import hidden_states, score
-from qerl.update.head import Head, head_backward, target_logps
+from qerl.update.head import Head, head_backward, hidden_states, score, target_logps
 from qerl.update.joined_row import IGNORE, JoinedRow, Lengths, RowBuilder
 from qerl.update.kernels import use_kernels
 from qerl.update.losses import TARGETS, Datum, Loss, LossOutput, find_loss

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from qerl.errors import QeRLError
-from qerl.update.token_losses import clipped, weighted
+from qerl.update.policy_loss import clipped, weighted
 
 TARGETS = "target_tokens"
 

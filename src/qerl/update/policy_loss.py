@@ -5,14 +5,29 @@ the advantage of a sample, the loss of a token is
 
     l = term(r, A) keep w + beta KL
 
-where `term` is that of the loss's name (`qerl.update.token_losses`), `keep` is 0 for samples and tokens that
-an option leaves out, and w is the importance correction. What it is divided by, before all are added, is
+where `term` is that of the loss's name (`clipped` and its neighbours), `keep` is 0 for samples and tokens
+that an option leaves out, and w is the importance correction. What it is divided by, before all are added, is
 again of the name (`_divisor`). The entropy bonus, if any, is subtracted. Names and options are TRL's.
 
 Losses are pure functions of tensors. A loss leaves what it reports on the device, and meets no other process:
 each number that is read there waits for the device, and each meeting for the slowest process. So a loss
 reports a `Metric`, and `gathered` makes numbers of those of all losses of a step, of which all travel in one
 message.
+
+Formulas of single tokens, which the server's losses are made of too (`qerl.update.losses`), compute
+elementwise, in the dtype of their arguments; a ratio per sequence stands beside log-probabilities per token.
+There p is the policy's log-probability of a sampled token, q that of the policy that the ratio is taken to, r
+= exp(p - q), A the advantage, and sg(x) is x without a gradient.
+
+**Importance correction.** Samples come from the sampler mu (noisy, quantised, another kernel), gradients are
+of the trainer's policy pi. A token's loss is multiplied by pi / mu of that token, bounded (`weights`). What
+that does not correct is said in docs/numerics.md: the contexts in which tokens were drawn, and what came
+after them.
+
+`Mismatch` measures how far the two are apart, as sums and maxima over the tokens of an optimizer step that
+the update computed, whatever path they came by: old log-probabilities given or not, correction on or off.
+Sums are added over processes; a mean of means would weigh few tokens like many. All travel in one message,
+once a step.
 
 Legend: B samples of a microbatch, C completion columns; R processes, n parts of a metric.
 """
@@ -21,11 +36,259 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from qerl.update.token_losses import clipped, gamma_weight, kl_to, softly_gated, weighted
+_LEAST_LOG, _LARGEST_LOG = -18.420680743952367, 20.0  # log 1e-8: of a ratio in VESPO's weight
+
+
+def clipped(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    low: torch.Tensor | float,
+    high: torch.Tensor | float,
+    delta: float | None = None,
+) -> torch.Tensor:
+    """- min(r A, clip(r, low, high) A): no reward for a ratio beyond its bounds (PPO, arXiv 1707.06347).
+
+    Args:
+        ratio, advantages: r and A.
+        low, high: Bounds of the ratio itself, 0.8 and 1.2 for example; of different width is DAPO's
+            clip-higher (arXiv 2503.14476).
+        delta: Largest r in the first term, which else has no bound where A is negative: two-sided clipping
+            (INTELLECT-2, arXiv 2505.07291).
+    """
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    bounds: Any = low, high
+    return -torch.minimum(bounded * advantages, ratio.clamp(*bounds) * advantages)
+
+
+def weighted(weight: torch.Tensor, logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """- sg(w) A p: REINFORCE with a weight (Williams 1992).
+
+    With w = clip(r, low, high) it is CISPO: the bounded ratio weighs a gradient that no token loses
+    (MiniMax-M1, arXiv 2506.13585; one-sided as in ScaleRL, arXiv 2510.13786). With w of `gamma_weight` it is
+    VESPO.
+    """
+    return -weight.detach() * advantages * logps
+
+
+def softly_gated(
+    ratio: torch.Tensor, advantages: torch.Tensor, positive: float, negative: float
+) -> torch.Tensor:
+    """- 4 / t sigmoid(t (r - 1)) A: a smooth gate in place of a bound (SAPO, arXiv 2511.20347).
+
+    Args:
+        ratio, advantages: r and A.
+        positive, negative: The temperature t where A is above 0, and elsewhere.
+    """
+    temperature = torch.where(advantages > 0, positive, negative)
+    return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
+
+
+@torch.no_grad()
+def gamma_weight(
+    log_ratio_BC: torch.Tensor,
+    correction_BC: torch.Tensor | None,
+    advantages_B1: torch.Tensor,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> torch.Tensor:
+    """e^l w^k e^(-l w) of each sample [B, 1], where w is the ratio of the whole sequence: 1 at w = 1, and
+    towards 0 on both sides (VESPO, arXiv 2602.10693).
+
+    Args:
+        log_ratio_BC: p - q, 0 on tokens that do not count.
+        correction_BC: The importance correction of each token, a factor of w; 1 on tokens that do not count.
+        advantages_B1: A.
+        positive, negative: (k, l) where A is not negative, and where it is.
+    """
+    log_w_B1 = log_ratio_BC.clamp(-20.0, 20.0).sum(-1, keepdim=True)
+    if correction_BC is not None:
+        log_w_B1 += correction_BC.log().clamp(_LEAST_LOG, _LARGEST_LOG).sum(-1, keepdim=True)
+    log_w_B1 = log_w_B1.clamp(_LEAST_LOG, _LARGEST_LOG)
+    k_B1, l_B1 = (torch.where(advantages_B1 >= 0, *pair) for pair in zip(positive, negative, strict=True))
+    l_B1 = l_B1.clamp(min=1e-4)
+    phi_B1 = (l_B1 + k_B1 * log_w_B1 - l_B1 * log_w_B1.exp()).exp()
+    return phi_B1.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def kl_to(reference: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
+    """e^d - d - 1 with d = log-probability under the reference - p: an estimate of the KL divergence to it,
+    never negative (estimator k3 of Schulman, "Approximating KL divergence"; GRPO, arXiv 2402.03300).
+    """
+    d = reference - logps
+    return d.exp() - d - 1
+
+
+_SUMS = (
+    "tokens", "samples", "kl", "difference", "entropy", "entropy_excess", "ratios", "ratio", "ratio_squared",
+    "truncated", "weight",
+)  # fmt: skip
+_MAXIMA = ("difference", "ratio", "weight", "minus_weight")
+
+
+def importance_ratio(
+    trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor, mode: str
+) -> torch.Tensor:
+    """pi / mu, unbounded: [B, C] of tokens for the token modes, [B, 1] of samples for the sequence modes.
+
+    Args:
+        trainer_logps_BC: Log-probabilities of the sampled tokens under the clean policy, without gradient.
+        sampler_logps_BC: The same tokens under the policy that sampled them; NaN counts as no mismatch.
+        mask_BC: 1 on tokens that count; elsewhere the ratio is 1.
+        mode: `vllm_importance_sampling_mode` of the settings.
+    """
+    difference_BC = torch.nan_to_num((trainer_logps_BC - sampler_logps_BC) * mask_BC, nan=0.0)
+    if mode.startswith("sequence"):
+        difference_BC = difference_BC.sum(dim=-1, keepdim=True)
+    return difference_BC.exp()
+
+
+def weights(ratio: torch.Tensor, mode: str, low: float | None, high: float | None) -> torch.Tensor:
+    """Factors of the loss: ratios within bounds. Truncation moves others to a bound, a mask mode drops them.
+
+    Args:
+        ratio, mode: As in `importance_ratio`.
+        low, high: Bounds of the ratio, None for none.
+    """
+    if mode.endswith("mask"):
+        return ratio.masked_fill(_outside(ratio, low, high), 0.0)
+    if low is None and high is None:
+        return ratio
+    return ratio.clamp(min=low, max=high)
+
+
+def _outside(ratio: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
+    return (ratio < (-math.inf if low is None else low)) | (ratio > (math.inf if high is None else high))
+
+
+def sampler_trainer_kl(
+    trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor
+) -> torch.Tensor:
+    """Estimates [B, C] of KL(mu || pi) in nats, one for each of the sampler's tokens.
+
+    The estimator exp(d) - 1 - d with d = log pi - log mu is unbiased over the sampler's tokens and never
+    negative (Schulman, "Approximating KL divergence", estimator k3).
+    """
+    d_BC = torch.nan_to_num((trainer_logps_BC - sampler_logps_BC) * mask_BC, nan=0.0)
+    return (torch.expm1(d_BC) - d_BC) * mask_BC
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Sums and maxima over tokens, fp64, in the order of `_SUMS` and `_MAXIMA`."""
+
+    sums: torch.Tensor
+    maxima: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        trainer_logps_BC: torch.Tensor,
+        sampler_logps_BC: torch.Tensor,
+        entropy_BC: torch.Tensor,
+        sampler_entropy_BC: torch.Tensor,
+        mask_BC: torch.Tensor,
+        ratio: torch.Tensor,
+        weight: torch.Tensor,
+        bounds: tuple[float | None, float | None],
+    ) -> "Mismatch":
+        """The sums of the tokens in the mask whose log-probability the sampler knows.
+
+        Args:
+            trainer_logps_BC, sampler_logps_BC: As in `importance_ratio`.
+            entropy_BC, sampler_entropy_BC: Entropies of both policies at each token, in nats.
+            mask_BC: 1 on tokens that count.
+            ratio, weight: pi / mu, and what the loss is multiplied by; [B, C], or [B, 1] for samples.
+            bounds: Bounds of the ratio.
+        """
+        known_BC = mask_BC.bool() & ~sampler_logps_BC.isnan()
+        delta_BC = (trainer_logps_BC - sampler_logps_BC).abs()
+        kl_BC = sampler_trainer_kl(trainer_logps_BC, sampler_logps_BC, known_BC)
+        counted = known_BC if ratio.size(1) == mask_BC.size(1) else known_BC.any(dim=1, keepdim=True)
+        sums = (
+            (known_BC, known_BC),
+            (known_BC.any(dim=1), known_BC.any(dim=1)),
+            (kl_BC, known_BC),
+            (delta_BC, known_BC),
+            (entropy_BC, known_BC),
+            (entropy_BC - sampler_entropy_BC, known_BC),
+            (counted, counted),
+            (ratio, counted),
+            (ratio.double().square(), counted),
+            (_outside(ratio, *bounds), counted),
+            (weight, counted),
+        )
+        maxima = ((delta_BC, known_BC), (ratio, counted), (weight, counted), (-weight, counted))
+        return cls(
+            torch.stack([torch.where(mask, values.detach().double(), 0.0).sum() for values, mask in sums]),
+            torch.stack(
+                [torch.where(mask, values.detach().double(), -math.inf).amax() for values, mask in maxima]
+            ),
+        )
+
+    def metrics(
+        self, gather: Callable[[torch.Tensor], torch.Tensor], rollout_entropy: float
+    ) -> dict[str, float]:
+        """The metrics of all processes, each of which must call this; NaN where there is no token.
+
+        Args:
+            gather: From this process's [1, n] to [R, n] of all, as accelerate's.
+            rollout_entropy: Mean entropy of the sampler over all tokens of the step's rollouts, computed or
+                not.
+        """
+        gathered = gather(torch.cat([self.sums, self.maxima])[None]).split([len(_SUMS), len(_MAXIMA)], dim=1)
+        total = dict(zip(_SUMS, gathered[0].sum(dim=0).tolist(), strict=True))
+        maxima = dict(zip(_MAXIMA, gathered[1].amax(dim=0).tolist(), strict=True))
+        tokens, ratios = total["tokens"] or math.nan, total["ratios"] or math.nan
+        maxima = {name: value if tokens == tokens else math.nan for name, value in maxima.items()}
+        squares = total["ratio_squared"] or math.nan
+        return {
+            "entropy": rollout_entropy + total["entropy_excess"] / tokens,
+            "entropy/computed": total["entropy"] / tokens,
+            "sampling/kl": total["kl"] / tokens,
+            "sampling/kl_sequence": total["kl"] / (total["samples"] or math.nan),
+            "sampling/sampling_logp_difference/mean": total["difference"] / tokens,
+            "sampling/sampling_logp_difference/max": maxima["difference"],
+            "sampling/ratio/mean": total["ratio"] / ratios,
+            "sampling/ratio/max": maxima["ratio"],
+            "sampling/ratio/truncated": total["truncated"] / ratios,
+            "sampling/ratio/effective_sample_size": total["ratio"] ** 2 / (ratios * squares),
+            "sampling/importance_sampling_ratio/min": -maxima["minus_weight"],
+            "sampling/importance_sampling_ratio/mean": total["weight"] / ratios,
+            "sampling/importance_sampling_ratio/max": maxima["weight"],
+        }
+
+
+@dataclass(frozen=True)
+class Correction:
+    """TRL's settings of the importance correction, by their names without `vllm_importance_sampling_`.
+
+    Attributes:
+        correction: Whether the loss is corrected; the mismatch is measured in any case.
+        mode: See :func:`importance_ratio`.
+        clip_min, clip_max: Bounds of the ratio, None for no bound.
+    """
+
+    correction: bool
+    mode: str
+    clip_min: float | None
+    clip_max: float | None
+
+    def ratio(
+        self, trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor
+    ) -> torch.Tensor:
+        """See :func:`importance_ratio`."""
+        return importance_ratio(trainer_logps_BC, sampler_logps_BC, mask_BC, self.mode)
+
+    def weight(self, ratio: torch.Tensor) -> torch.Tensor:
+        """What the loss is multiplied by: the ratio within its bounds, or 1 without the correction."""
+        if not self.correction:
+            return torch.ones_like(ratio)
+        return weights(ratio, self.mode, self.clip_min, self.clip_max)
+
 
 _OF_STEP = ("dapo", "cispo", "vespo")
 """Losses that are logged as the microbatch's part of the step's, others as if it were a step."""
@@ -160,7 +423,7 @@ class PolicyLoss:
             2507.18071).
         epsilon_low, epsilon_high: Bounds of the ratio are 1 - epsilon_low and 1 + epsilon_high; for "cispo"
             `epsilon_high` is the upper bound itself, and there is no lower one.
-        delta: See `qerl.update.token_losses.clipped`.
+        delta: See `qerl.update.policy_loss.clipped`.
         beta: Weight of the KL divergence to the reference.
         kl_times_ratio: Whether each token's divergence is multiplied by r, whose gradient it then has too
             (DeepSeek-V3.2, arXiv 2512.02556).

@@ -16,10 +16,9 @@ from qerl.kernels.decode import draw as kernel
 from qerl.kernels.decode import leave_out as leaving
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.decode.leave_out import NEVER, RowSettings, leave_out
-from qerl.kernels.limits import END_TOKENS
-from qerl.rollout.engine import SamplingParams
+from qerl.kernels.limits import STOP_TOKENS
+from qerl.rollout.engine import SamplingParams, truncate
 from qerl.rollout.paged import rows as placing
-from qerl.rollout.sampling import truncate
 from qerl.rollout.session import Prompt, Sequence
 
 BLOCK = 16
@@ -213,7 +212,7 @@ def test_every_row_draws_by_its_own_settings_what_it_draws_among_its_like():
             assert mixed.done_T[place] == 3
             continue
         token = int(mixed.out_token_TM[place])
-        assert mixed.done_T[place] == (1 if token in own.stop_token_ids[:END_TOKENS] else 2)
+        assert mixed.done_T[place] == (1 if token in own.stop_token_ids[:STOP_TOKENS] else 2)
         full_V = (logits_TV[place].double() / (own.temperature or 1.0)).log_softmax(-1)
         assert truncate(full_V[None], own)[0, token].isfinite()
         if own.temperature == 0:

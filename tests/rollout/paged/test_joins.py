@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.errors import QeRLError
 from qerl.kernels.limits import PAGE
-from qerl.rollout.engine import SamplingParams
+from qerl.rollout.engine import SamplingParams, uniform_streams
 from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.machine import Eager
@@ -26,7 +26,6 @@ from qerl.rollout.paged.memory import PlainMemory
 from qerl.rollout.paged.rows import Rows
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
-from qerl.rollout.sampling import uniform_streams
 from qerl.rollout.stops import Stop
 from tests.support.books import ONE_NUMBER, blocks_of
 
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 BLOCK_BYTES = 2 * PAGE * 4
 POSITIONS, TOKENS = 700, 89
-FEW, MANY = (7,), (7, *range(60, 78), 3)  # end tokens of sequences, of which rows have room for 16
+FEW, MANY = (7,), (7, *range(60, 78), 3)  # stop tokens of sequences, of which rows have room for 16
 
 
 def following(tokens, uniform):
@@ -99,7 +98,7 @@ class Step:
         token = following(tokens, state.uniform_TM[row, place])
         state.out_token_TM[row, place], state.out_stats_2TM[:, row, place] = token, (-token, token)
         state.generated_T[row] += 1
-        ends, full = token in self.settings.end_RK[row], place + 1 >= state.max_new_T[row]
+        ends, full = token in self.settings.stop_RK[row], place + 1 >= state.max_new_T[row]
         state.done_T[row] = 1 if ends else 2 * full
         if state.done_T[row]:
             state.slot_T[row] = -1

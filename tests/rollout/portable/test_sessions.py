@@ -9,8 +9,7 @@ import torch
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion
-from qerl.rollout.portable.engine import PortableEngine
-from qerl.rollout.portable.session import KEPT_BYTES
+from qerl.rollout.portable.engine import KEPT_BYTES, PortableEngine
 from qerl.rollout.session import whole_completions
 from tests.support.paged import score
 from tests.support.portable import PAD, PROMPTS, sampled

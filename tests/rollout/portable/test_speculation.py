@@ -15,9 +15,8 @@ from qerl.noise.draw import AdaptiveNoise
 from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.drafts import FEW_ROWS, LONGEST_MATCH, Drafts, Text, draft
 from qerl.rollout.portable import session as portable_session
-from qerl.rollout.portable.engine import PortableEngine
+from qerl.rollout.portable.engine import KEPT_BYTES, PortableEngine
 from qerl.rollout.portable.runner import Runner
-from qerl.rollout.portable.session import KEPT_BYTES
 from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import StopStrings
 from tests.support.portable import PAD, PROMPTS, sampled

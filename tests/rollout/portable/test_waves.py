@@ -6,9 +6,8 @@ from transformers.cache_utils import DynamicCache
 
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable import runner
-from qerl.rollout.portable.cache import PreallocatedCache
-from qerl.rollout.portable.engine import PortableEngine
-from qerl.rollout.portable.session import SequenceId, Wave, plan_waves
+from qerl.rollout.portable.engine import PortableEngine, SequenceId, Wave, plan_waves
+from qerl.rollout.portable.runner import PreallocatedCache
 from qerl.rollout.session import new_sequences
 from tests.support.portable import PAD, PROMPTS, sampled
 

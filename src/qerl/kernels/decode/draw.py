@@ -1,6 +1,6 @@
 """Draw a token for each sequence, and keep the books so that the next step starts without the host.
 
-The token is found by inverting the cumulative distribution at one uniform number, as qerl.rollout.sampling
+The token is found by inverting the cumulative distribution at one uniform number, as qerl.rollout.engine
 does, so a sequence's draw depends on its own stream alone. First every block of the vocabulary leaves its
 largest logit, its sum of exponentials and its share of the entropy; then one program for each sequence finds
 the block in which the cumulative sum passes the uniform, and the token within that block. Both are searched
@@ -9,10 +9,10 @@ be drawn once in some ten million times. Blocks and tokens that weigh nothing ar
 
 A finished sequence keeps its row, stops writing, and is noticed by the host a few steps later.
 
-Temperature, filters and end tokens are read of each row (`RowSettings`), so one captured step serves them
+Temperature, filters and stop tokens are read of each row (`RowSettings`), so one captured step serves them
 all. Rows that filter have passed `leave_out`, which makes log-probabilities of their logits.
 
-Shapes: R rows, T tokens (of each row as many; one if nothing is drafted), V vocabulary, K end tokens, M
+Shapes: R rows, T tokens (of each row as many; one if nothing is drafted), V vocabulary, K stop tokens, M
 tokens that a row may generate, B blocks that a row may own, P partial sums of squares.
 """
 
@@ -25,7 +25,7 @@ import triton.language as tl
 from qerl.kernels.decode.common import begin
 from qerl.kernels.decode.leave_out import FILTERED, GREEDY, RowSettings, leave_out
 from qerl.kernels.launch import dependent, pointers
-from qerl.kernels.limits import END_TOKENS
+from qerl.kernels.limits import STOP_TOKENS
 
 BLOCK_V = 4096
 """Logits that one program of the first kernel takes."""
@@ -43,7 +43,7 @@ class RowState:
         own_table_TB: int32, blocks that the sequence itself owns.
         generated_T: int32, tokens generated so far.
         max_new_T: int32, tokens that may be generated.
-        done_T: int32, 0 while the sequence runs, else why it ended: 1 end token, 2 length, 3 logits that are
+        done_T: int32, 0 while the sequence runs, else why it ended: 1 stop token, 2 length, 3 logits that are
             not finite.
         uniform_TM: fp32 in [0, 1), one for each token that may be generated.
         out_token_TM: int32, tokens generated.
@@ -116,9 +116,9 @@ def entropy_of(shares, in_b, bests, best, fade, sums, total):
 
 
 @triton.jit
-def ending(token, n, finite, max_new_t, end_K, K: tl.constexpr):
+def ending(token, n, finite, max_new_t, stop_K, K: tl.constexpr):
     """What a row's `RowState.done_T` is behind its n-th token."""
-    stop = tl.sum((tl.load(end_K + tl.arange(0, K)) == token).to(tl.int32), axis=0) > 0
+    stop = tl.sum((tl.load(stop_K + tl.arange(0, K)) == token).to(tl.int32), axis=0) > 0
     return tl.where(finite, tl.where(stop, 1, tl.where(n >= tl.load(max_new_t), 2, 0)), 3)
 
 
@@ -143,11 +143,11 @@ def _partial_softmax(
 
 @triton.jit
 def _choose(
-    logits_TV, squares_PT, entropy_T, stats_3TB, mode_R, inverse_temperature_R, end_RK, uniform_TM,
+    logits_TV, squares_PT, entropy_T, stats_3TB, mode_R, inverse_temperature_R, stop_RK, uniform_TM,
     token_T, position_T, slot_T, limit_2T, own_table_TB, generated_T, max_new_T, done_T, out_token_TM,
     out_stats_2TM,
     T, V, D, eps, blocks, M, table_width,
-    LANES: tl.constexpr, ENDS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
+    LANES: tl.constexpr, STOPS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
     SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +192,7 @@ def _choose(
         tl.store(out_stats_2TM + (T + t) * M + n, entropy)
         n += 1
         tl.store(generated_T + t, n)
-    ended = ending(token, n, finite, max_new_T + t, end_RK + r * ENDS, ENDS)
+    ended = ending(token, n, finite, max_new_T + t, stop_RK + r * STOPS, STOPS)
     tl.store(done_T + t, ended)
     if ended != 0:
         tl.store(slot_T + t, -1)
@@ -246,7 +246,7 @@ def draw_token(
     arguments = pointers(
         "draw_token", stats_3TB, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
         stats_3TB=stats_3TB, mode_R=settings.mode_R, inverse_temperature_R=settings.inverse_temperature_R,
-        end_RK=settings.end_RK, uniform_TM=rows.uniform_TM, token_T=rows.token_T,
+        stop_RK=settings.stop_RK, uniform_TM=rows.uniform_TM, token_T=rows.token_T,
         position_T=rows.position_T, slot_T=rows.slot_T, limit_2T=rows.limit_2T,
         own_table_TB=rows.own_table_TB, generated_T=rows.generated_T, max_new_T=rows.max_new_T,
         done_T=rows.done_T, out_token_TM=rows.out_token_TM, out_stats_2TM=rows.out_stats_2TM,
@@ -258,5 +258,5 @@ def draw_token(
     _choose[(tokens,)](
         *arguments, tokens, vocabulary, width, eps, blocks, rows.uniform_TM.shape[1],
         rows.own_table_TB.shape[1],
-        ENDS=END_TOKENS, BLOCKS_PADDED=triton.next_power_of_2(blocks), PAGE=page, **shared,
+        STOPS=STOP_TOKENS, BLOCKS_PADDED=triton.next_power_of_2(blocks), PAGE=page, **shared,
     )  # fmt: skip

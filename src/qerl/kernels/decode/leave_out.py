@@ -13,7 +13,7 @@ captured step serves all settings, and where no row has a filter the launch take
 Sums are taken in a fixed order, in FP32. Tokens that have exactly the same logit as the last one kept are
 kept with it, where a sort would choose among them.
 
-Shapes: R rows, T tokens (of each row as many), V vocabulary, P partial sums of squares, K end tokens.
+Shapes: R rows, T tokens (of each row as many), V vocabulary, P partial sums of squares, K stop tokens.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import triton.language as tl
 
 from qerl.kernels.decode.common import begin
 from qerl.kernels.launch import dependent, pointers
-from qerl.kernels.limits import END_TOKENS
+from qerl.kernels.limits import STOP_TOKENS
 
 GREEDY, FREE, FILTERED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How a row draws: the most probable token, any token, or one of those that filters keep."""
@@ -62,7 +62,7 @@ class RowSettings:
         top_p_R: fp32, mass that the tokens kept reach; 1 for all.
         farthest_R: fp32, how far the log-probability of a token kept may lie below the largest; infinite for
             all.
-        end_RK: int32, tokens that end a row; -1 is none.
+        stop_RK: int32, tokens that end a row; -1 is none.
     """
 
     mode_R: torch.Tensor
@@ -70,7 +70,7 @@ class RowSettings:
     top_k_R: torch.Tensor
     top_p_R: torch.Tensor
     farthest_R: torch.Tensor
-    end_RK: torch.Tensor
+    stop_RK: torch.Tensor
 
     @classmethod
     def free(cls, rows: int, device: torch.device | str) -> "RowSettings":
@@ -79,10 +79,13 @@ class RowSettings:
         def integers(value: int, *shape: int) -> torch.Tensor:
             return torch.full((rows, *shape), value, dtype=torch.int32, device=device)
 
-        ones = torch.ones(3, rows, device=device)
+        def numbers(value: float) -> torch.Tensor:
+            return torch.full((rows,), value, dtype=torch.float32, device=device)
+
         return cls(
-            integers(FREE.value), ones[0], integers(0), ones[1], ones[2] * torch.inf, integers(-1, END_TOKENS)
-        )
+            integers(FREE.value), numbers(1.0), integers(0), numbers(1.0), numbers(torch.inf),
+            integers(-1, STOP_TOKENS),
+        )  # fmt: skip
 
     def of_each(self, tokens: int) -> int:
         """Tokens of each row, if a step has so many."""
@@ -90,7 +93,7 @@ class RowSettings:
 
 
 @triton.jit
-def _narrowest(
+def narrowest(
     row, V, scale, best, high, wanted,
     COUNT: tl.constexpr, PASSES: tl.constexpr, WAYS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +155,7 @@ def _leave_out(
     high, mass = tl.full((), 0, tl.int32) + largest, total
     top_k, top_p = tl.load(top_k_R + r), tl.load(top_p_R + r)
     if top_k > 0:
-        high = _narrowest(row, V, scale, best, high, top_k.to(tl.float32), True, PASSES, WAYS, BLOCK_V)
+        high = narrowest(row, V, scale, best, high, top_k.to(tl.float32), True, PASSES, WAYS, BLOCK_V)
         weights = tl.zeros((BLOCK_V,), tl.float32)
         for first in range(0, V, BLOCK_V):
             v = first + offset
@@ -161,7 +164,7 @@ def _leave_out(
             weights += tl.where(kept, tl.exp(-distance), 0.0)
         mass = tl.sum(weights, axis=0)
     if top_p < 1:
-        high = _narrowest(row, V, scale, best, high, top_p * mass, False, PASSES, WAYS, BLOCK_V)
+        high = narrowest(row, V, scale, best, high, top_p * mass, False, PASSES, WAYS, BLOCK_V)
     farthest = tl.load(farthest_R + r)
     for first in range(0, V, BLOCK_V):
         v = first + offset

@@ -2,7 +2,7 @@
 
 Everything a step needs is on the GPU and is advanced there by the kernel that draws (see rows), so replaying
 the graph n times decodes n tokens without the host. How a row draws is among that, so the steps serve all
-temperatures, filters and end tokens.
+temperatures, filters and stop tokens.
 
 A step takes as long as its rows say, used or not, so there are steps of many sizes, each captured when it is
 first needed. Every round takes the smallest that holds what runs. To move to another costs some copies on the

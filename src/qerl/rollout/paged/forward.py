@@ -2,8 +2,8 @@
 
 What a layer computes, by the names of transformers and vLLM, with ours behind them:
 
-    proj(h) = h W^T + (h A^T) (B alpha / r)^T          # Projection: a GEMM; partial sums are added by its
-                                                       # reader, as is B; h A^T by the kernel that makes h
+    proj(h) = h W^T + (h A^T) (B alpha / r)^T          # Projection: a GEMM, its partial sums added by its
+                                                       # reader with B; h A^T is left by the maker of h
     h = rmsnorm(x, input_layernorm)                    # residual_norm; 1/rms is applied behind the next GEMM
     q, k, v = qkv_proj(h)                              # Layer.mixer.qkv: fused QKV
     q, k = rope(head_norm(q), head_norm(k), position)  # rope_kv; head_norm in Qwen3 alone (qk_norm)

@@ -7,7 +7,7 @@ sequence enters it, reads it when the sequence leaves, and in between looks who 
 Where drafts are made, a row has lanes beside it (`qerl.kernels.decode.speculate`), which share its settings.
 
 Shapes: T rows, S of them, M tokens that a row may generate, B blocks of a table, L lanes of a row, C tokens
-of a corpus, K end tokens.
+of a corpus, K stop tokens.
 """
 
 import math
@@ -20,10 +20,9 @@ import torch
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.decode.leave_out import FILTERED, FREE, GREEDY, RowSettings
 from qerl.kernels.decode.speculate import LaneState
-from qerl.kernels.limits import END_TOKENS, PAGE
-from qerl.rollout.engine import SamplingParams
+from qerl.kernels.limits import PAGE, STOP_TOKENS
+from qerl.rollout.engine import SamplingParams, uniform_streams
 from qerl.rollout.paged.forward import Inputs
-from qerl.rollout.sampling import uniform_streams
 from qerl.rollout.session import Sequence
 from qerl.rollout.stops import Cut, FinishReason
 
@@ -32,6 +31,7 @@ CORPUS = 8192
 
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
 _BY_KIND = ("limit_2T", "out_stats_2TM")  # tensors whose rows are the second dimension
+_MOST = 2**31 - 1  # of int32
 _BELOW_ONE = 1 - 2**-24  # the largest FP32 number below 1; FP64 between the two would be rounded to 1
 
 
@@ -272,34 +272,27 @@ class Rows:
 def write_settings(settings: RowSettings, at: torch.Tensor, params: abc.Sequence[SamplingParams]) -> None:
     """Write how rows draw, of each that is named.
 
-    Of more end tokens than `END_TOKENS` a row takes the first.
+    Of more stop tokens than `STOP_TOKENS` a row takes the first.
 
     Args:
         settings: Of all rows.
         at: int64 [S], rows.
         params: Of each of them.
     """
-    modes = [(FILTERED if own.filtered else FREE if own.temperature > 0 else GREEDY).value for own in params]
-    numbers_S3 = torch.tensor(
-        [
-            [1 / (own.temperature or 1.0), own.top_p, -math.log(own.min_p) if own.min_p else math.inf]
-            for own in params
-        ],
-        dtype=torch.float32,
-        device=at.device,
-    )
-    counts = [
-        [mode, min(own.top_k, 2**31 - 1), *own.stop_token_ids[:END_TOKENS]]
-        for mode, own in zip(modes, params, strict=True)
-    ]
-    counts_SK = torch.tensor(
-        [each + [-1] * (END_TOKENS + 2 - len(each)) for each in counts], dtype=torch.int32, device=at.device
-    )
+    numbers, counts = [], []
+    for own in params:
+        mode = FILTERED if own.filtered else FREE if own.temperature > 0 else GREEDY
+        farthest = -math.log(own.min_p) if own.min_p else math.inf
+        stops = own.stop_token_ids[:STOP_TOKENS]
+        numbers.append([1 / (own.temperature or 1.0), own.top_p, farthest])
+        counts.append([mode.value, min(own.top_k, _MOST), *stops, *[-1] * (STOP_TOKENS - len(stops))])
+    numbers_S3 = torch.tensor(numbers, dtype=torch.float32, device=at.device)
+    counts_SK = torch.tensor(counts, dtype=torch.int32, device=at.device)
     for column, of_rows in enumerate((settings.inverse_temperature_R, settings.top_p_R, settings.farthest_R)):
         of_rows.index_copy_(0, at, numbers_S3[:, column])
     settings.mode_R.index_copy_(0, at, counts_SK[:, 0])
     settings.top_k_R.index_copy_(0, at, counts_SK[:, 1])
-    settings.end_RK.index_copy_(0, at, counts_SK[:, 2:])
+    settings.stop_RK.index_copy_(0, at, counts_SK[:, 2:])
 
 
 def _make_lanes(rows: int, each: int, table_width: int, device: torch.device) -> LaneState:

@@ -9,7 +9,7 @@ session that grows takes more at once than its sequences need (`BlockDemand.ahea
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from qerl.kernels.limits import END_TOKENS, PAGE
+from qerl.kernels.limits import PAGE, STOP_TOKENS
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.decode import DecodeGraphs, DecodeStep
@@ -83,7 +83,7 @@ class PagedSession(TrackedSession):
             self._samples = fewest
         self._scheduler.add(sequences)
         for sequence in sequences:
-            if left := sequence.params.stop_token_ids[END_TOKENS:]:
+            if left := sequence.params.stop_token_ids[STOP_TOKENS:]:
                 sequence.stops += (StopTokens(left),)
 
     def _resume(self, sequence: Sequence) -> None:

@@ -1,25 +1,49 @@
 """The rollout engine for any transformers causal LM, on any device, without compilation.
 
-A prompt is computed once and its samples share the result; finished sequences leave the batch. See
-``session`` for who runs and the loop, ``runner`` for the model call, ``cache`` for keys and values, and
-`qerl.rollout.sampling` for what is drawn; this file gets the model ready for them.
+A prompt is computed once and its samples share the result; finished sequences leave the batch. The
+model call, with its keys and values, is in ``runner``; here is who sits in which row, the loop, and what is
+kept of a sequence meanwhile.
 
 The calls run under ``no_grad``, not ``inference_mode``: whatever a module of the training model keeps from a
 forward pass (a rotary table, a cached weight) must serve backward later; inference tensors cannot.
+
+A call's prompts x samples are cut into waves that run one after the other. Within a wave every sequence owns
+one row of the batch. When sequences finish, the rows at the end of the batch move into the holes, so each
+finished sequence costs at most one row's copy and the batch shrinks at once; rows therefore change owners and
+results are kept by sequence, never by row.
+
+A sequence whose turn has ended leaves its wave and its keys and values are copied out of the batch. When it
+goes on it joins the running wave, or begins the next, and only what was written is computed. Every time that
+rows join, the keys and values of the whole batch are copied; so they wait until they are a fair share of it.
+In a session that grows, new sequences join as well.
+
+Where few rows run, several positions of each may be computed in one pass behind drafted tokens
+(`qerl.rollout.drafts`).
+
+Given up: in a call a free row is not refilled with a waiting prompt, because in one padded batch the
+newcomer's prefill would have to wait for, or pad to, everyone else. That is what a paged engine is for.
+Sequences that go on do join, several at a time, because each of them would else wait for the slowest sequence
+once a turn; and so do those that come later to a session that grows, whose clients wait for the slowest
+sequence of others.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.families.sizes import positions_of
-from qerl.fp4.linear import dense_weights_kept
+from qerl.fp4.linear import PackedLinear, dense_weights_kept
 from qerl.noise.norms import noisy_norms
+from qerl.rollout.drafts import FEW_ROWS, Drafts
 from qerl.rollout.engine import (
+    Drawn,
     NormOffsets,
     RolloutEngine,
     RolloutResult,
@@ -27,10 +51,336 @@ from qerl.rollout.engine import (
     WhenEnded,
     check_model,
     check_request,
+    draw_rows,
+    uniform_streams,
 )
-from qerl.rollout.portable.runner import grouped_decode
-from qerl.rollout.portable.session import KEPT_BYTES, PortableSession
-from qerl.rollout.session import whole_completions
+from qerl.rollout.portable.runner import KeysAndValues, Runner, grouped_decode
+from qerl.rollout.session import Sequence, TrackedSession, whole_completions
+
+KEPT_BYTES = 4 << 30
+"""Keys and values that are kept between turns: of 64 sequences of 1,400 tokens of SmolLM2-135M in FP32, 46 kB
+a token, beside about as much in the wave. A machine with 16 GB has room for both; whoever ends its turn when
+they are full is computed again."""
+
+JOINING_SHARE = 0.25
+"""Rows join a wave once they are this share of it, because its keys and values are copied then:
+0.6 GB for 64 x 200 tokens of that model, about as long as a decode step takes."""
+
+
+class SequenceId(NamedTuple):
+    """One completion to be made; prompts and samples are counted from 0 within the call."""
+
+    prompt: int
+    sample: int
+
+
+def plan_waves(prompts: int, samples_per_prompt: int, max_sequences: int) -> list[list[SequenceId]]:
+    """Cut prompts x samples into waves of at most ``max_sequences``, in order.
+
+    A prompt's samples stay in one wave, where they share its prefill, unless there are more of them than a
+    wave holds; then the prompt is computed once for each wave that it takes part in.
+    """
+    waves: list[list[SequenceId]] = []
+    for prompt in range(prompts):
+        for start in range(0, samples_per_prompt, max_sequences):
+            stop = min(start + max_sequences, samples_per_prompt)
+            group = [SequenceId(prompt, sample) for sample in range(start, stop)]
+            if waves and len(waves[-1]) + len(group) <= max_sequences:
+                waves[-1].extend(group)
+            else:
+                waves.append(group)
+    return waves
+
+
+class Wave:
+    """Who sits in which row, and what each draws.
+
+    Args:
+        sequences: The first row's, the second row's, and so on.
+
+    Attributes:
+        rows: The sequence in each row of the batch; empty once all have left.
+        ended: Those whose turn has ended and that have not left yet.
+    """
+
+    def __init__(self, sequences: abc.Iterable[Sequence] = ()) -> None:
+        self.rows = list(sequences)
+        self.ended: list[Sequence] = []
+
+    def record(
+        self,
+        tokens: abc.Sequence[int],
+        logprobs: abc.Sequence[float],
+        entropies: abc.Sequence[float],
+        finite: abc.Sequence[bool],
+        rows: abc.Sequence[int] | None = None,
+    ) -> list[Sequence]:
+        """Append one drawn token to the sequence of each row.
+
+        Args:
+            tokens, logprobs, entropies, finite: Of each row.
+            rows: Those rows; None for all.
+
+        Returns:
+            The sequences whose turn has ended, with their reasons.
+        """
+        of_rows = self.rows if rows is None else [self.rows[row] for row in rows]
+        for sequence, token, logprob, entropy, is_finite in zip(
+            of_rows, tokens, logprobs, entropies, finite, strict=True
+        ):
+            if not is_finite:
+                sequence.finish_reason = "error"
+                self.ended.append(sequence)
+                continue
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.entropies.append(entropy)
+            if token in sequence.params.stop_token_ids:
+                sequence.finish_reason = "stop"
+            elif cut := sequence.cut(len(sequence.token_ids) - 1):
+                sequence.finish_reason = cut.reason
+            elif not sequence.room:
+                sequence.finish_reason = "length"
+            else:
+                continue
+            self.ended.append(sequence)
+        return list(self.ended)
+
+    def compact(self) -> list[int] | None:
+        """Let the sequences whose turn has ended leave.
+
+        Returns:
+            For each row of the smaller batch the row it was before: itself, except where a row from the end
+            filled a hole. None when every row still runs.
+        """
+        if not self.ended:
+            return None
+        leaving = set(self.ended)
+        alive = [row for row, sequence in enumerate(self.rows) if sequence not in leaving]
+        staying = {row for row in alive if row < len(alive)}
+        movers = iter(alive[len(staying) :])
+        sources = [row if row in staying else next(movers) for row in range(len(alive))]
+        self.rows, self.ended = [self.rows[row] for row in sources], []
+        return sources
+
+
+class PortableSession(TrackedSession):
+    """See ``qerl.rollout.engine.Session``.
+
+    Args:
+        params: Sampling parameters of sequences without their own.
+        positions: Positions that the model has; None where it sets no limit.
+        pad_token_id: Fills masked positions, and stands in for a turn whose first logits were not finite.
+        model: The model, ready for a rollout.
+        max_sequences: Sequences that are decoded at the same time at most.
+        kept_bytes: Bytes of keys and values that are kept between turns at most.
+        growing: Whether new sequences join the wave that runs, instead of waiting for the next.
+        speculative_tokens: Tokens of a draft at most; 0 for none.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        positions: int | None,
+        pad_token_id: int,
+        model: nn.Module,
+        max_sequences: int,
+        kept_bytes: int,
+        growing: bool,
+        speculative_tokens: int,
+    ) -> None:
+        super().__init__(params, positions, pad_token_id, speculative_tokens)
+        self._drafts = Drafts(speculative_tokens) if speculative_tokens else None
+        self._model, self._device = model, base_model(model).device
+        self._max_sequences, self._kept_bytes = max_sequences, kept_bytes
+        self._growing = growing
+        self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
+        self._joining: list[Sequence] = []  # those that go on or, where the session grows, begin
+        self._kept: dict[Sequence, list[KeysAndValues]] = {}
+        self._uniforms: dict[Sequence, np.ndarray] = {}
+        self._wave = Wave()
+        self._runner: Runner | None = None
+
+    def _add(self, sequences: list[Sequence]) -> None:
+        if self._growing:
+            self._joining += [sequence for sequence in sequences if sequence.room]
+            return
+        prompts = len({sequence.prompt for sequence in sequences})
+        samples = len(sequences) // prompts
+        for wave in plan_waves(prompts, samples, self._max_sequences):
+            planned = [sequences[each.prompt * samples + each.sample] for each in wave]
+            with_room = [sequence for sequence in planned if sequence.room]
+            if with_room:
+                self._waves.append(with_room)
+
+    def _resume(self, sequence: Sequence) -> None:
+        self._joining.append(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._kept.pop(sequence, None)
+        self._uniforms.pop(sequence, None)
+
+    def _decode(self) -> list[Sequence]:
+        """See `TrackedSession._decode`; a round is one step, or one pass over drafts."""
+        self._leave()
+        if not (self._wave.rows or self._waves or self._joining):
+            return []
+        running = len(self._wave.rows)
+        joining = min(len(self._joining), self._max_sequences - running) >= JOINING_SHARE * running
+        if self._runner is not None:
+            drafts = [] if joining else self._make_drafts()
+            if any(drafts):
+                return self._verify(self._runner, drafts)
+            last = [sequence.token_ids[-1] for sequence in self._wave.rows]
+            logits_BV = self._runner.step(self._on_device(last))
+            if joining:
+                logits_BV = self._join(logits_BV)
+        elif self._waves and len(self._joining) < JOINING_SHARE * self._max_sequences:
+            logits_BV = self._begin(self._waves.popleft())
+        else:
+            logits_BV = self._join(None)
+        drawn = self._draw(logits_BV, [(row, 0) for row in range(len(self._wave.rows))])
+        return self._wave.record(*(column.tolist() for column in drawn))
+
+    def _make_drafts(self) -> list[list[int]]:
+        """A draft for each row; none at all where many run."""
+        rows = self._wave.rows
+        if self._drafts is None or len(rows) > FEW_ROWS:
+            return []
+        return self._drafts.of(rows, self._sequences.values())
+
+    def _verify(self, runner: Runner, drafts: list[list[int]]) -> list[Sequence]:
+        """Draw behind each row's last token, and behind those of its draft as long as they are drawn.
+
+        Returns:
+            The sequences whose turn has ended.
+        """
+        rows = self._wave.rows
+        most = max(map(len, drafts))
+        tokens_BT = [
+            [row.token_ids[-1], *draft, *[self._pad_token_id] * (most - len(draft))]
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        logits_BTV = runner.verify(self._on_device(tokens_BT))
+        places = [(row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)]
+        logits_BV = logits_BTV[tuple(self._on_device(column) for column in zip(*places, strict=True))]
+        drawn = self._draw(logits_BV, places)
+        found = dict(zip(places, zip(*(column.tolist() for column in drawn), strict=True), strict=True))
+        before, going = [len(row.token_ids) for row in rows], list(range(len(rows)))
+        for place in range(most + 1):
+            tokens, logprobs, entropies, finite = zip(*(found[row, place] for row in going), strict=True)
+            self._wave.record(tokens, logprobs, entropies, finite, going)
+            going = [
+                row
+                for row in going
+                if rows[row] not in self._wave.ended
+                and drafts[row][place : place + 1] == rows[row].token_ids[-1:]
+            ]
+            if not going:
+                break
+        counts = [max(1, len(row.token_ids) - known) for row, known in zip(rows, before, strict=True)]
+        runner.accept(counts)
+        self.drafted_tokens += sum(map(len, drafts))
+        self.accepted_tokens += sum(counts) - len(counts)
+        return list(self._wave.ended)
+
+    def _leave(self) -> None:
+        """Take those whose turn has ended out of the batch, with their keys and values if they may go on."""
+        if self._runner is None:
+            return
+        leaving = set(self._wave.ended)
+        for row, sequence in enumerate(self._wave.rows):
+            if sequence in leaving and sequence.stage != "finished" and sequence.room:
+                self._keep(sequence, self._runner.keys_of(row))
+        sources = self._wave.compact()
+        if sources:
+            self._runner.keep(sources)
+        elif not self._wave.rows:
+            self._runner = None
+
+    def _keep(self, sequence: Sequence, keys: list[KeysAndValues]) -> None:
+        held = sum(_bytes(kept) for kept in self._kept.values())
+        if held + _bytes(keys) <= self._kept_bytes:
+            self._kept[sequence] = keys
+
+    def _begin(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Begin a wave of sequences without a token; gives the logits [B, V] of each."""
+        prompts = {sequence.prompt.number: sequence.prompt.token_ids for sequence in sequences}
+        row_of = {number: row for row, number in enumerate(prompts)}
+        self._enter(sequences)
+        self._runner = Runner(self._model, self._pad_token_id)
+        rows = [row_of[sequence.prompt.number] for sequence in sequences]
+        return self._prefill(self._runner, list(prompts.values()), rows, self._longest_room())
+
+    def _prefill(
+        self, runner: Runner, texts: list[list[int]], rows: abc.Sequence[int], room: int
+    ) -> torch.Tensor:
+        logits_BV = runner.prefill(texts, rows, room)
+        self.prefilled_tokens += sum(map(len, texts)) - runner.saved_tokens
+        return logits_BV
+
+    def _join(self, logits_BV: torch.Tensor | None) -> torch.Tensor:
+        """Let those that wait for it join the wave, or begin one; gives the logits [B, V] of all.
+
+        Args:
+            logits_BV: Of those that run, None if none does.
+        """
+        free = self._max_sequences - len(self._wave.rows)
+        entering, self._joining = self._joining[:free], self._joining[free:]
+        groups = [[s for s in entering if s in self._kept], [s for s in entering if s not in self._kept]]
+        found = [] if logits_BV is None else [logits_BV]
+        for sequences in filter(None, groups):
+            self._enter(sequences)
+            runner = Runner(self._model, self._pad_token_id)
+            found.append(self._recompute(runner, sequences))
+            if self._runner is None:
+                self._runner = runner
+            else:
+                self._runner.join(runner, self._longest_room())
+        return torch.cat(found)
+
+    def _recompute(self, runner: Runner, sequences: list[Sequence]) -> torch.Tensor:
+        """Logits [B, V] of sequences that join, from their kept keys and values; where nothing is kept of
+        any, equal texts are computed once."""
+        texts = [sequence.prompt.token_ids + sequence.token_ids for sequence in sequences]
+        room = max(sequence.room for sequence in sequences) + self._speculative_tokens
+        if sequences[0] not in self._kept:
+            row_of = {text: row for row, text in enumerate(dict.fromkeys(map(tuple, texts)))}
+            rows = [row_of[tuple(text)] for text in texts]
+            return self._prefill(runner, list(map(list, row_of)), rows, room)
+        kept = [self._kept.pop(sequence) for sequence in sequences]
+        self.prefilled_tokens += sum(
+            len(text) - layers[0][0].shape[1] for text, layers in zip(texts, kept, strict=True)
+        )
+        return runner.resume(texts, kept, room)
+
+    def _enter(self, sequences: list[Sequence]) -> None:
+        """Give sequences rows behind those that run."""
+        self._wave.rows += sequences
+        new = [sequence for sequence in sequences if sequence not in self._uniforms]
+        if new:
+            longest = max(sequence.max_tokens for sequence in new)
+            streams = uniform_streams([sequence.key for sequence in new], longest)
+            self._uniforms.update(zip(new, streams.numpy(), strict=True))
+
+    def _draw(self, logits_BV: torch.Tensor, places: list[tuple[int, int]]) -> Drawn:
+        """Draw tokens behind logits, each for a row and so many places behind its next."""
+        of = [(self._wave.rows[row], place) for row, place in places]
+        numbers = [self._uniforms[each][len(each.token_ids) + place] for each, place in of]
+        uniforms_B = torch.tensor(numbers, dtype=torch.float64, device=logits_BV.device)
+        return draw_rows(logits_BV, uniforms_B, [each.params for each, _ in of])
+
+    def _on_device(self, values: abc.Sequence[object]) -> torch.Tensor:
+        return torch.tensor(values, device=self._device)
+
+    def _longest_room(self) -> int:
+        """Tokens that a row may be given, those of a draft that do not stay included."""
+        return max(sequence.room for sequence in self._wave.rows) + self._speculative_tokens
+
+
+def _bytes(kept: list[KeysAndValues]) -> int:
+    return sum(keys.nbytes + values.nbytes for keys, values in kept)
+
 
 ROWS = 64
 """Sequences that run at once if nobody says otherwise."""
@@ -64,22 +414,24 @@ class PortableEngine(RolloutEngine):
         if max_sequences < 1:
             raise QeRLError(f"max_sequences is {max_sequences}; at least one sequence must run at a time.")
         check_model(model)
-        self.model = model
+        self.model, self._base = model, base_model(model)
+        self._positions = positions_of(self._base.config.get_text_config(decoder=True))
+        self._packed = any(isinstance(module, PackedLinear) for module in model.modules())
         self._pad_token_id = pad_token_id
         self._max_sequences = self.rows_per_call = max_sequences
         self._kept_bytes, self._speculative_tokens = kept_bytes, speculative_tokens
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: abc.Sequence[abc.Sequence[int]],
         samples_per_prompt: int,
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
-        seeds: Sequence[int] | None = None,
+        seeds: abc.Sequence[int] | None = None,
         ended: WhenEnded | None = None,
     ) -> RolloutResult:
         """See ``RolloutEngine.generate``."""
-        check_request(prompts, samples_per_prompt, params, self._positions())
+        check_request(prompts, samples_per_prompt, params, self._positions)
         opened = self.session(params, norm_offsets)
         return whole_completions(opened, prompts, samples_per_prompt, seeds=seeds, ended=ended)
 
@@ -94,7 +446,7 @@ class PortableEngine(RolloutEngine):
         with self._ready(norm_offsets or {}):
             yield PortableSession(
                 params,
-                self._positions(),
+                self._positions,
                 self._pad_token_id,
                 self.model,
                 self._max_sequences,
@@ -103,19 +455,17 @@ class PortableEngine(RolloutEngine):
                 self._speculative_tokens,
             )
 
-    def _positions(self) -> int | None:
-        return positions_of(base_model(self.model).config.get_text_config(decoder=True))
-
     @contextmanager
     def _ready(self, norm_offsets: NormOffsets) -> Iterator[None]:
         """Everything about the model that differs between a rollout and training, for one call."""
-        base = base_model(self.model)
+        base = self._base
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(self.model))
             if base._supports_attention_backend:  # others compare the name of their attention with "sdpa"
                 stack.enter_context(grouped_decode(base.config))
-            stack.enter_context(noisy_norms(self.model, norm_offsets))
-            if base.device.type == "cpu":
+            if norm_offsets:
+                stack.enter_context(noisy_norms(self.model, norm_offsets))
+            if self._packed and base.device.type == "cpu":
                 stack.enter_context(dense_weights_kept(self.model))
             yield
