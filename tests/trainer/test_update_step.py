@@ -33,12 +33,29 @@ GROUP, VOCABULARY = 4, 128
 ENTROPY = 4.0
 
 
+class Graph:
+    """Lives as long as the graph of a pass."""
+
+
+class Watched(torch.autograd.Function):
+    """Changes nothing, and lets the graph that it is part of hold something."""
+
+    @staticmethod
+    def forward(ctx, values, graph):
+        ctx.graph = graph
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 class Step:
     """An update of a tiny model, and what passes it makes.
 
     Attributes:
         passes: Tokens of each forward pass.
-        most_alive: How many passes' activations were held at a time.
+        most_alive: How many passes' graphs there were at a time.
     """
 
     def __init__(self, model, folder, **changes):
@@ -56,7 +73,9 @@ class Step:
         self.passes.append(inputs[0].numel())
         self.alive += 1
         self.most_alive = max(self.most_alive, self.alive)
-        weakref.finalize(output, self.gone)
+        graph = Graph()
+        weakref.finalize(graph, self.gone)
+        return Watched.apply(output.detach().requires_grad_(), graph)
 
     def gone(self):
         self.alive -= 1
