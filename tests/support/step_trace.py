@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 import qerl
 from qerl.settings.config import QeRLConfig
@@ -103,6 +103,7 @@ def trace_step(weights: str | None = None) -> Trace:
         rows = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"] * 3})
         tracer = _Tracer()
         trainer = QeRLTrainer(model, _length, args, rows, processing_class=tokenizer, callbacks=[tracer])
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return tracer.trace
 
