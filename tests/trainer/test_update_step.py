@@ -23,7 +23,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer import update_step
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.update_step import Microbatch, UpdateStep, policy_loss
-from qerl.update.joined_row import Lengths
+from qerl.update.packed_row import Lengths
 from qerl.update.policy_loss import Correction, Share, Tokens, gathered, high_entropy
 from tests.support.models import move_adapter
 from tests.support.samples import samples_of

@@ -7,7 +7,7 @@ are those of this project's update on CUDA (`qerl.lora.product`, `qerl.update.at
 `qerl.kernels.update`) at the moment at which most of them are alive. What one layer keeps and computes
 depends on its kind (`qerl.plan.layers`); here layers are summed.
 
-Bytes everywhere. T tokens in the joined row of a forward pass, S of them predict something, D hidden size, R
+Bytes everywhere. T tokens in the packed row of a forward pass, S of them predict something, D hidden size, R
 LoRA rank, V vocabulary.
 """
 

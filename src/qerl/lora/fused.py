@@ -13,8 +13,8 @@ def dropout_reason(probability: float) -> str:
     return f"lora_dropout is {probability:g}"
 
 
-def why_not_joint(weights: WeightFormatName, lora_dropout: float) -> str | None:
+def why_not_fused(weights: WeightFormatName, lora_dropout: float) -> str | None:
     """Why the update leaves adapted layers to PEFT; None where layer and adapter are one product."""
-    if not FORMATS[weights].joint_update:
+    if not FORMATS[weights].fused_update:
         return OTHER_LAYER
     return dropout_reason(lora_dropout) if lora_dropout > 0 else None
