@@ -28,12 +28,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 from qerl import __version__
+from qerl.agents.conversations import Conversations
 from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at, pass_interval
 from qerl.eval.record import EvalResult, Record, Row, Stratum
-from qerl.eval.sampling import Conversations, Said, in_one_turn
+from qerl.eval.sampling import MAX_CONVERSATIONS, Said, in_conversations, in_one_turn
 from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.seeding import ProblemSeeds, problem_key
@@ -96,7 +97,9 @@ def evaluate(
     record = record or Record(None, {})
     chat = chat or Chat(tokenizer)
     task.opening = chat.opening
-    at_once = (conversations or engine).rows_per_call
+    at_once = engine.rows_per_call
+    if conversations is not None:
+        at_once = min(at_once, MAX_CONVERSATIONS)
     size = record.problems_at_a_time(-(-at_once // samples), samples)
     columns = (TextColumn("scoring"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     done = len(record.rows) // samples
@@ -109,7 +112,7 @@ def evaluate(
             rows = every[part]
             own = seeds[start * samples :][: len(rows) * samples]
             if conversations is not None:
-                found = conversations.sample(rows, samples, params, own)
+                found = in_conversations(conversations, engine, rows, samples, params, own)
             else:
                 prompts = [chat.ids(row["prompt"]) for row in rows]
                 found = in_one_turn(engine, tokenizer, prompts, samples, params, own)

@@ -21,7 +21,7 @@ from qerl.eval.evaluate import evaluate, held_out, versions
 from qerl.eval.policy import Policy, choices_of, load
 from qerl.eval.record import EvalResult, Record
 from qerl.eval.request import Request
-from qerl.eval.sampling import Conversations, in_one_turn
+from qerl.eval.sampling import conversations_of, in_one_turn
 from qerl.models.chat import Chat
 from qerl.models.decide import Choices, Loading, Source, decide, digest
 from qerl.models.fingerprint import check_base
@@ -45,7 +45,7 @@ class Job:
         params: The same for an engine, without what only the loaded policy knows.
         task: The task.
         problems: Those of its problems that are scored.
-        turns: Tools and environment, as `Conversations` takes them; empty where one turn is all.
+        turns: Tools and environment, as `conversations_of` takes them; empty where one turn is all.
         loading: How the policy is loaded.
         source: What decides the policy and the problems, as it stands in the result.
     """
@@ -137,7 +137,7 @@ def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalRes
     engine, tokenizer, kwargs = policy.engine, policy.tokenizer, job.loading.chat_template_kwargs
     talk: Any = contextlib.nullcontext()
     if job.turns:
-        talk = Conversations(engine, tokenizer, kwargs, **job.turns)
+        talk = conversations_of(tokenizer, kwargs, **job.turns)
     try:
         with talk as conversations:
             result = evaluate(
@@ -240,7 +240,7 @@ def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
 
 
 def _turns(request: Request, choices: Choices, spec: str) -> dict[str, Any]:
-    """Tools and environment, as `Conversations` takes them; those of the run belong to its own task."""
+    """Tools and environment, as `conversations_of` takes them; those of the run belong to its own task."""
     same = spec == choices.of_run.get("task")
 
     def take(name: str, given: Any, default: Any) -> Any:
