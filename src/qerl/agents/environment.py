@@ -1,4 +1,4 @@
-"""What an environment is: the other side of a trajectory, with a state of its own.
+"""Environments: the other side of a trajectory, with a state of its own.
 
 There are two kinds, told apart by one method.
 
@@ -7,15 +7,14 @@ There are two kinds, told apart by one method.
 - **A text environment** has ``respond``: it is given what the model wrote in a turn and answers in a user's
   turn, which works with any chat template. It has no tools.
 
-One that has neither is TRL's too: all it does is to add to the prompt, which is answered in one turn.
+One that has neither is TRL's too: it only adds to the prompt, which is answered in one turn.
 
-Both are made once for each sample of a rollout and reset before each episode. ``reset`` is given the columns
-of the row as keywords; a text that it returns is added to the row's prompt. ``get_reward``, where there is
-one, scores the episode, so that no reward function is needed.
+Environments are made once for each sample of a rollout and reset before each episode. ``reset`` is given the
+columns of the row as keywords; a text that it returns is added to the row's prompt. ``get_reward``, if there
+is one, scores the episode, so that no reward function is needed.
 
 The samples of a group are compared with each other, so ``reset`` and all answers have to follow from the row
-and from what the model wrote. An environment that draws a problem of its own at random gives each sample
-another one.
+and from what the model wrote. An environment that draws a problem at random gives each sample another one.
 """
 
 import functools
@@ -42,7 +41,7 @@ class Environment(Protocol):
             row: The columns of the data set's row, the prompt among them.
 
         Returns:
-            What is added to the last message of the prompt; None for nothing.
+            A text for the end of the prompt's last message; None for nothing.
         """
 
 
@@ -51,10 +50,7 @@ class TextEnvironment(Environment, Protocol):
     """An environment that answers what the model wrote."""
 
     def respond(self, text: str) -> str | None:
-        """Answer a turn of the model.
-
-        Args:
-            text: What the model wrote in this turn, without special tokens.
+        """Answer a turn of the model, given as text without special tokens.
 
         Returns:
             The answer, which the model reads as a user's message; None ends the episode.
@@ -69,8 +65,7 @@ def load_environment(spec: str) -> type:
     """The class that ``PATH.py:Class`` names.
 
     Raises:
-        QeRLError: The specification is malformed, the file is missing or fails to run, or it has no such
-            class.
+        QeRLError: The name is malformed, the file is missing or fails to run, or it has no such class.
     """
     return load_object(spec, "environment", "class")
 
@@ -90,7 +85,7 @@ def make_factory(environment: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def is_text(environment: Any) -> bool:
-    """Whether an environment, or its class, answers texts instead of having tools."""
+    """True if an environment, or its class, answers texts instead of having tools."""
     return callable(getattr(environment, "respond", None))
 
 
@@ -103,10 +98,7 @@ def tool_names(environment: Any) -> list[str]:
 
 
 def check_environment(factory: EnvironmentFactory) -> Any:
-    """An environment made for trial, checked as far as can be seen without an episode.
-
-    Returns:
-        The environment.
+    """An environment made for trial, checked as far as possible without an episode.
 
     Raises:
         QeRLError: It cannot be made, has no `reset`, or a tool lacks its docstring or types.
@@ -137,7 +129,7 @@ def check_environment(factory: EnvironmentFactory) -> Any:
 
 
 def takes_turns(environment: Any) -> bool:
-    """Whether an environment has tools or answers texts; one that has neither can only add to the prompt."""
+    """True if an environment has tools or answers texts; otherwise it can only add to the prompt."""
     return is_text(environment) or bool(tool_names(environment))
 
 
@@ -146,7 +138,7 @@ def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:
 
     Args:
         tools: Functions, each checked.
-        environments: Whose methods are tools beside them; those of different environments never meet.
+        environments: Their methods are tools, too; those of different environments never meet.
 
     Raises:
         QeRLError: Two tools have one name.
@@ -163,7 +155,7 @@ def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:
 
 
 def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) -> str | None:
-    """What an environment shows at the beginning of an episode, as text that a tokenizer takes.
+    """The observation at the beginning of an episode, as text that a tokenizer takes.
 
     Args:
         name: Of the environment's class.
@@ -171,7 +163,7 @@ def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) 
         row: The columns of the data set's row.
 
     Raises:
-        QeRLError: `reset` raises something, ends the process, or returns something else than a text or None.
+        QeRLError: `reset` raises, ends the process, or returns something else than a text or None.
     """
     try:
         observation = reset(**row)

@@ -7,15 +7,15 @@ turn with its value. A turn that begins otherwise, such as with ``####`` and the
                     4828
     #### 4828
 
-What follows an equals sign is not read, so a model that states a result of its own is told the right one.
-That matters at the start of training: small models write ``71 * 68 = 4428`` more often than the expression
-alone, and a calculator that refused this would hardly ever be used, so nobody would learn to.
+Text behind an equals sign is not read, so a model that states a result of its own is told the right one. That
+matters at the start of training: small models write ``71 * 68 = 4428`` more often than the expression alone,
+and a calculator that refused this would hardly ever be used, so no model would learn to use it.
 
 Values are exact, and harmless whatever the text is: Python's own parser parses it, and the tree is walked
 here; nothing is executed. Numbers are fractions, so ``0.1 + 0.2`` is 0.3 and ``7 / 2 * 2`` is 7. Length of
 the text and size of every value in between are bounded, exponents before the power is computed, so no
-expression takes more than a fraction of a millisecond. Given up: functions, roots and irrational powers. A
-model that needs them needs a sandbox with a language in it.
+expression takes more than a fraction of a millisecond. Given up: functions, roots and irrational powers,
+which need a sandbox with a language in it.
 """
 
 import ast
@@ -150,7 +150,7 @@ class Calculator:
         """Begin an episode, which adds nothing to the prompt."""
 
     def respond(self, text: str) -> str | None:
-        """The value of the expression in the first line, a sentence that says why it has none, or None where
+        """The value of the expression in the first line, an error sentence if it has none, or None where
         the line is no expression."""
         lines = text.strip().splitlines()
         expression = lines[0].split("=")[0] if lines else ""

@@ -2,15 +2,14 @@
 
 WHERE is the URL of a running server, or a class that runs in this process: ``PATH.py:Class`` or
 ``module:Class``. Either way an episode is `reset` and `step` with actions and observations that have fields.
-What the model writes in a turn becomes an action: the text is the value of one field, or a JSON object with
-all of them. What it reads is one field of the observation, or a JSON object of those that are not about the
-episode itself.
+The model's text becomes an action: the value of one field, or a JSON object with all of them. The model reads
+one field of the observation, or a JSON object of those that are not about the episode itself.
 
 An action that the environment does not accept costs a turn and is answered with the reason, so the model can
-write a better one. The reward is the sum of what the steps gave. A server has one session per trajectory and
-has to allow as many at the same time as a rollout has samples (``max_concurrent_envs``).
+write a better one. The reward is the sum over the steps. A server has one session per trajectory and has to
+allow as many at the same time as a rollout has samples (``max_concurrent_envs``).
 
-What was given up: environments whose tools are called through MCP, and images in observations.
+Given up: environments whose tools are called through MCP, and images in observations.
 """
 
 import importlib
@@ -37,10 +36,10 @@ class OpenEnv:
 
     Args:
         where: URL of a server, or the class.
-        action_field: The field of an action that the model's text is. By default the only field that an
-            action needs, if the class is here to say so, and else a JSON object is expected.
-        observation_field: The field of an observation that the model reads. By default the only one, and
-            else all of them as JSON.
+        action_field: The field of an action that takes the model's text. By default the only required field,
+            if the class runs here, else a JSON object is expected.
+        observation_field: The field of an observation that the model reads. By default the only one, else all
+            of them as JSON.
         reset_columns: Columns of the row that `reset` is given, besides ``seed``. The seed is the row's
             column of that name, or follows from its prompt, so that all samples of a group meet the same
             episode.
@@ -88,7 +87,7 @@ class OpenEnv:
         return shown or None
 
     def respond(self, text: str) -> str | None:
-        """What the environment shows after the action that the text states; None if the episode is over."""
+        """The observation after the action that the text states; None if the episode is over."""
         if self._done:
             return None
         try:
@@ -117,7 +116,7 @@ class OpenEnv:
         return action
 
     def _take(self, result: "_Result") -> str:
-        """Count a result's reward, and return what the model reads of it."""
+        """Count a result's reward, and return the text for the model."""
         observation, reward, self._done = result
         self._reward += float(reward or 0.0)
         if self._observation_field:

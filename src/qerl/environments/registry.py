@@ -24,10 +24,10 @@ TOOLS: dict[str, Tool] = {"calculator": calculator}
 
 
 def get_environment(spec: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    """A factory of the environments that a specification names.
+    """A factory of the named environments.
 
     Args:
-        spec: A name from :data:`ENVIRONMENTS`, a family of :data:`FAMILIES` and what it is to make, or
+        spec: A name from :data:`ENVIRONMENTS`, FAMILY:WHERE with one of :data:`FAMILIES`, or
             ``PATH.py:Class`` for a class of the user's own.
         options: Keyword arguments of the class.
 
@@ -43,7 +43,7 @@ def get_environment(spec: str, options: Mapping[str, Any]) -> EnvironmentFactory
 
 
 def get_tool(spec: str) -> Tool:
-    """The tool that a specification names: one of :data:`TOOLS`, or ``PATH.py:function``.
+    """The named tool: one of :data:`TOOLS`, or ``PATH.py:function``.
 
     Raises:
         QeRLError: The tool is unknown, cannot be loaded, or lacks types or docstring.

@@ -1,9 +1,9 @@
 """Evaluation and single answers, from names to numbers: what `qerl eval` and `qerl generate` do.
 
 A policy is scored as it was trained: what the user does not say is taken from config.yaml of the run
-(`qerl.eval.policy`), and one line names every value and where it came from. All that can be refused without
-the model is refused before it is loaded: settings, the task and its data, the output folder, an adapter that
-is damaged or belongs to another model.
+(`qerl.eval.policy`), and one line names every value and its origin. Whatever can be refused without the model
+is refused before it is loaded: settings, task and data, output folder, an adapter that is damaged or belongs
+to another model.
 """
 
 import contextlib
@@ -38,15 +38,13 @@ EVAL_TOKENS, ANSWER_TOKENS = 4096, 256
 
 @dataclass(frozen=True)
 class Job:
-    """A policy and the problems that it is scored on, with nothing left open; no model is loaded yet.
+    """An evaluation with nothing left open; no model is loaded yet.
 
     Attributes:
-        asked: The task, and how it is sampled.
+        asked: The task and its sampling settings.
         params: The same for an engine, without what only the loaded policy knows.
-        task: The task.
-        problems: Those of its problems that are scored.
-        turns: Tools and environment, as `conversations_of` takes them; empty where one turn is all.
-        loading: How the policy is loaded.
+        problems: The problems to score.
+        turns: Tools and environment, as `conversations_of` takes them; empty for completions of one turn.
         source: What decides the policy and the problems, as it stands in the result.
     """
 
@@ -90,13 +88,13 @@ class Problems:
 
 
 def evaluate_model(source: Source, request: Request, out: Path | None, console: Console) -> EvalResult:
-    """Score a policy on the held-out problems of a task and print the result.
+    """The score of a policy on the held-out problems of a task, which is printed, too.
 
     Args:
         source: The policy.
-        request: The task, and how it is sampled.
-        out: Folder for result and completions, None for none; an evaluation that was cut off there goes on.
-        console: Where progress and result go.
+        request: The task and its sampling settings.
+        out: Folder for result and completions; an interrupted evaluation there goes on. None keeps nothing.
+        console: Shows progress and result.
 
     Raises:
         QeRLError: Anything the user can mend.
@@ -107,7 +105,7 @@ def evaluate_model(source: Source, request: Request, out: Path | None, console: 
 
 
 def prepare(source: Source, request: Request, problems: Problems, console: Console) -> Job:
-    """What is asked for with nothing left open; the values and where they came from are said.
+    """The evaluation asked for, with nothing left open; its values and their origins are printed.
 
     Raises:
         QeRLError: Anything that can be refused without the model.
@@ -129,7 +127,7 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
 
 
 def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalResult:
-    """Do a job with the policy that it is of, and print its result.
+    """The result of a job with its policy, which is printed, too.
 
     Raises:
         QeRLError: As :func:`qerl.eval.evaluate.evaluate`.
@@ -172,8 +170,8 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
     Args:
         source: The policy.
         prompt: The message.
-        request: How it is sampled; its task gives the system message that asks for the answer's form.
-        console: Where it is said what answers.
+        request: Sampling settings; its task gives the system message that asks for the answer's form.
+        console: Shows what answers.
         system: The system message; None takes that of the task, if there is one, and "" has none.
 
     Raises:
@@ -205,7 +203,7 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
 
 
 def _sampled(request: Request, choices: Choices) -> tuple[Request, SamplingParams]:
-    """The request with nothing left open of how it is sampled; a budget out of reach is refused."""
+    """The request and its parameters with nothing left open; a budget out of reach is refused."""
     tokens = choices.take("max_tokens", request.max_tokens, EVAL_TOKENS, key="max_completion_length")
     default = 0.0 if request.samples == 1 else 0.6
     temperature = choices.take("temperature", request.temperature, default, key="")
@@ -262,7 +260,7 @@ def _turns(request: Request, choices: Choices, spec: str) -> dict[str, Any]:
 
 
 def _say(choices: Choices, params: SamplingParams, loading: Loading, console: Console) -> None:
-    """One line with the values and where they came from; a doubt about the adapter's base."""
+    """Print one line with the values and their origins, and a doubt about the adapter's base."""
     trained_at = choices.of_run.get("temperature", params.temperature)
     of_run = "" if trained_at == params.temperature else f" The run sampled at temperature {trained_at}."
     console.print(f"Settings: {choices}.{of_run}", markup=False, highlight=False, soft_wrap=True)
