@@ -203,7 +203,7 @@ class Conversations:
         self,
         engine: RolloutEngine,
         params: SamplingParams,
-        norm_offsets: NormOffsets,
+        norm_offsets: NormOffsets | None,
         prompt_ids: Sequence[Sequence[int]],
         samples: int,
         seeds: Sequence[int] | None = None,

@@ -18,73 +18,28 @@ namespaces, and do not exist.
 import platform
 import struct
 
-# Name -> its numbers on x86_64 and aarch64; None where there is no such call.
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # Memory that is in no address space.
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "memfd_create": (319, 279),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "vmsplice": (278, 75),
-    "io_setup": (206, 0),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "fanotify_init": (300, 262),
-    # Other processes, and where memory lies.
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
-    # Namespaces and file systems.
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "quotactl": (179, 60),
-    "acct": (163, 89),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "lookup_dcookie": (212, 18),
-    "nfsservctl": (180, 42),
-    # Parts of the kernel.
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "reboot": (169, 142),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
-    "personality": (135, 92),
-    "uselib": (134, None),
-    "modify_ldt": (154, None),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "adjtimex": (159, 171),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-}
+_REFUSED = """\
+# Memory that is in no address space.
+shmget 29 194, shmat 30 196, msgget 68 186, semget 64 190, mq_open 240 180, memfd_create 319 279,
+splice 275 76, tee 276 77, vmsplice 278 75, io_setup 206 0, inotify_init 253 -, inotify_init1 294 26,
+fanotify_init 300 262
+# Other processes, and where memory lies.
+ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, migrate_pages 256 238,
+move_pages 279 239, mbind 237 235, set_mempolicy 238 237
+# Namespaces and file systems.
+unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51,
+quotactl 179 60, acct 163 89, swapon 167 224, swapoff 168 225, name_to_handle_at 303 264,
+open_by_handle_at 304 265, lookup_dcookie 212 18, nfsservctl 180 42
+# Parts of the kernel.
+add_key 248 217, request_key 249 218, keyctl 250 219, bpf 321 280, perf_event_open 298 241,
+userfaultfd 323 282, init_module 175 105, finit_module 313 273, delete_module 176 106,
+kexec_load 246 104, kexec_file_load 320 294, reboot 169 142, syslog 103 116, vhangup 153 58,
+personality 135 92, uselib 134 -, modify_ldt 154 -, iopl 172 -, ioperm 173 -, sethostname 170 161,
+setdomainname 171 162, adjtimex 159 171, settimeofday 164 170, clock_settime 227 112,
+clock_adjtime 305 266
+"""
+"""Names of calls with their numbers on x86_64 and aarch64; a dash where there is no such call."""
+
 _BY_ARGUMENTS = {
     "clone": (56, 220),
     "socket": (41, 198),
@@ -121,10 +76,10 @@ def seccomp_filter() -> bytes | None:
         _step(_LOAD, _NUMBER),
         *_fail(_AT_LEAST, first_unknown, _ENOSYS),
     ]
-    for numbers in _REFUSED.values():
-        number = numbers[place]
-        if number is not None:
-            program += _fail(_EQUAL, number, _EPERM)
+    calls = ",".join(line for line in _REFUSED.splitlines() if not line.startswith("#")).split(",")
+    for _, *numbers in map(str.split, filter(None, calls)):
+        if numbers[place] != "-":
+            program += _fail(_EQUAL, int(numbers[place]), _EPERM)
     program += _of_call(
         number_of["clone"], _step(_LOAD, _ARGUMENTS[0]), *_fail(_ANY_BIT, _NEW_NAMESPACE, _EPERM)
     )
