@@ -1,5 +1,8 @@
 """The error a user can act on, and how the causes of errors are quoted."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class QeRLError(Exception):
     """One sentence for the user: what is wrong, where, and what to do.
@@ -16,3 +19,9 @@ def first_line(error: BaseException) -> str:
     """
     lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The known names nearest to an unknown one: `` (did you mean 'a' or 'b'?)``; empty if none is near."""
+    near = difflib.get_close_matches(name, [*known], n=2)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""

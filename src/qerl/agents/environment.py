@@ -25,7 +25,6 @@ from typing import Any, Protocol, runtime_checkable
 from qerl.agents.text import whole
 from qerl.agents.tools import Tool, check_tool, tool_name
 from qerl.errors import QeRLError, first_line
-from qerl.user_code import load_object
 
 _NO_TOOLS = frozenset({"reset", "get_reward", "respond"})
 
@@ -59,15 +58,6 @@ class TextEnvironment(Environment, Protocol):
 
 EnvironmentFactory = Callable[[], Any]
 """Makes an environment that has not been reset."""
-
-
-def load_environment(spec: str) -> type:
-    """The class that ``PATH.py:Class`` names.
-
-    Raises:
-        QeRLError: The name is malformed, the file is missing or fails to run, or it has no such class.
-    """
-    return load_object(spec, "environment", "class")
 
 
 def make_factory(environment: Callable[..., Any], options: Mapping[str, Any]) -> EnvironmentFactory:

@@ -11,19 +11,9 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from qerl.errors import QeRLError, first_line
-from qerl.user_code import load_object
 
 Tool = Callable[..., Any]
 """A function or a coroutine function with types and a docstring that describes every argument."""
-
-
-def load_tool(spec: str) -> Tool:
-    """The tool that ``PATH.py:function`` names, checked.
-
-    Raises:
-        QeRLError: It cannot be loaded, or shown to the model.
-    """
-    return check_tool(load_object(spec, "tool"))
 
 
 def check_tool(tool: Tool) -> Tool:

@@ -12,6 +12,7 @@ allow as many at the same time as a rollout has samples (``max_concurrent_envs``
 Given up: environments whose tools are called through MCP, and images in observations.
 """
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -21,11 +22,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from qerl.agents.environment import load_environment
 from qerl.errors import QeRLError, first_line
 from qerl.kernels.needs import how_to_install
 from qerl.seeding import derive_seed
-from qerl.user_code import names_a_file
+from qerl.user_code import load_object, names_a_file
 
 _OF_THE_EPISODE = frozenset({"done", "reward", "metadata"})
 _SERVER = ("http://", "https://", "ws://", "wss://")
@@ -107,13 +107,10 @@ class OpenEnv:
     def _action(self, text: str) -> dict[str, Any]:
         if self._action_field:
             return {self._action_field: text.strip()}
-        try:
-            action = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _Refused("it is no JSON object") from error
-        if not isinstance(action, dict):
-            raise _Refused("it is no JSON object")
-        return action
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(action := json.loads(text), dict):
+                return action
+        raise _Refused("it is no JSON object")
 
     def _take(self, result: "_Result") -> str:
         """Count a result's reward, and return the text for the model."""
@@ -144,7 +141,7 @@ class _Local:
     """An environment in this process."""
 
     def __init__(self, where: str, options: Mapping[str, Any]) -> None:
-        cls: Any = load_environment(where) if names_a_file(where) else _imported(where)
+        cls: Any = load_object(where, "environment", "class") if names_a_file(where) else _imported(where)
         try:
             self._environment = cls(**options)
         except TypeError as error:

@@ -42,26 +42,11 @@ from qerl.settings.checks import checked
 from qerl.settings.recipe import FIELDS, type_of
 
 _READ = (
-    "weights",
-    "rounding",
-    "dtype",
-    "tuning",
-    "task",
-    "task_options",
-    "chat_template_kwargs",
-    "tools",
-    "environment",
-    "environment_options",
-    "tool_timeout",
-    "tool_errors",
-    "tool_output_limit",
-    "max_tool_calling_iterations",
-    "max_completion_length",
-    "stop_strings",
-    "thinking_budget",
-    "thinking_end",
+    "weights", "rounding", "dtype", "tuning", "task", "task_options", "chat_template_kwargs", "tools",
+    "environment", "environment_options", "tool_timeout", "tool_errors", "tool_output_limit",
+    "max_tool_calling_iterations", "max_completion_length", "stop_strings", "thinking_budget", "thinking_end",
     "temperature",
-)
+)  # fmt: skip
 """Settings of a run that evaluation reads."""
 
 _LEFT_OUT = ("max_completion_length", "temperature")
@@ -95,12 +80,10 @@ def _read_run(folder: Path, whole: bool) -> tuple[dict[str, Any], Path | None]:
         path = place / CONFIG_FILE
         said = {name: FIELDS[name].default for name in _LEFT_OUT} | settings | read_policy(folder)
         try:
-            known = {
-                name: checked(name, said[name], type_of(name)) for name in _READ if said.get(name) is not None
-            }
+            given = {name: said[name] for name in _READ if said.get(name) is not None}
+            return {name: checked(name, value, type_of(name)) for name, value in given.items()}, path
         except QeRLError as error:
             raise QeRLError(f"{path} is not as a run wrote it: {error} Restore the file.") from error
-        return known, path
     return {}, None
 
 

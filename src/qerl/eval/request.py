@@ -132,8 +132,7 @@ def load_suite(word: str, given: dict[str, Any] | None = None) -> Suite:
 
 
 def _request(path: Path, name: str, entry: Any, given: dict[str, Any]) -> Request:
-    if entry is None:
-        entry = {}
+    entry = {} if entry is None else entry
     if not isinstance(entry, dict):
         raise QeRLError(f"{name} in {path} is {entry!r}; it must be a mapping, for example {{samples: 4}}.")
     if Path(name).name != name or name == "..":

@@ -8,6 +8,7 @@ to another model.
 
 import contextlib
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,9 +178,8 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
     Raises:
         QeRLError: Anything the user can mend.
     """
-    for text in (prompt, system or ""):
-        if not _is_text(text):
-            raise QeRLError("The prompt is not valid text: it has bytes that are not UTF-8; encode it anew.")
+    if re.search("[\ud800-\udfff]", prompt + (system or "")):
+        raise QeRLError("The prompt is not valid text: it has bytes that are not UTF-8; encode it anew.")
     choices = choices_of(source)
     of_run = choices.of_run
     if request.max_tokens is None and "max_completion_length" not in of_run:
@@ -216,14 +216,8 @@ def _sampled(request: Request, choices: Choices) -> tuple[Request, SamplingParam
                 "it smaller, or raise --max_tokens."
             )
         end = choices.take("thinking_end", end, CLOSING)
-    asked = replace(
-        request,
-        max_tokens=tokens,
-        temperature=temperature,
-        stop_strings=strings,
-        thinking_budget=budget,
-        thinking_end=end,
-    )
+    asked = replace(request, max_tokens=tokens, temperature=temperature, stop_strings=strings)
+    asked = replace(asked, thinking_budget=budget, thinking_end=end)
     return asked, SamplingParams(tokens, temperature, request.top_p, seed=request.seed)
 
 
@@ -248,14 +242,13 @@ def _turns(request: Request, choices: Choices, spec: str) -> dict[str, Any]:
     environment = take("environment", request.environment, None)
     if not tools and environment is None:
         return {}
+    iterations = "max_tool_calling_iterations"
     return {
         "tools": list(tools),
         "environment": environment,
         "environment_options": take("environment_options", request.environment_options, {}),
         **{name: take(name, None, FIELDS[name].default) for name in _OF_TURNS},
-        "max_tool_calling_iterations": take(
-            "max_tool_calling_iterations", request.max_tool_calling_iterations, None
-        ),
+        iterations: take(iterations, request.max_tool_calling_iterations, None),
     }
 
 
@@ -267,11 +260,3 @@ def _say(choices: Choices, params: SamplingParams, loading: Loading, console: Co
     doubt = check_base(loading.adapter, loading.model) if loading.adapter is not None else ""
     if doubt:
         console.print(doubt, markup=False, highlight=False, soft_wrap=True)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

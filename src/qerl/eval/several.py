@@ -33,6 +33,7 @@ from qerl.models.decide import Source
 from qerl.run_folder import RESULT_FILE, path_labels, read_result
 
 SUITE_FILE = "suite.json"
+_KEPT = ("accuracy", "interval", "pass_at", "problems", "samples")
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,7 @@ class Standing:
             "average": self.average,
             "interval": list(self.interval),
             "tasks": {
-                name: {
-                    "accuracy": result.accuracy,
-                    "interval": list(result.interval),
-                    "pass_at": result.pass_at,
-                    "problems": result.problems,
-                    "samples": result.samples,
-                }
-                for name, result in self.results.items()
+                name: {key: getattr(result, key) for key in _KEPT} for name, result in self.results.items()
             },
         }
 

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
+import pyarrow
 from datasets import Dataset
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.rewards.text import Completion, Message, completion_text
 from qerl.seeding import derive_seed
 from qerl.tasks.answers import equal
@@ -167,19 +168,26 @@ class Task(ABC):
 
 
 def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:
-    """A data set of the rows.
+    """A data set of the rows; a column that a row lacks is None there.
 
     Args:
-        rows: The rows, all with the same columns.
-        what: What the rows are, as the subject of an error's sentence.
+        rows: The rows.
+        what: The subject of an error's sentence.
 
     Raises:
-        QeRLError: There are no rows.
+        QeRLError: There are no rows, or a column has values of different types.
     """
-    data = [dict(row) for row in rows]
-    if not data:
+    rows = list(rows)
+    if not rows:
         raise QeRLError(f"{what} has no problems; check the file, the split and the filters.")
-    return Dataset.from_list(data)
+    columns = dict.fromkeys(column for row in rows for column in row)
+    try:
+        return Dataset.from_list([{**columns, **row} for row in rows])
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise QeRLError(
+            f"{what} has a column of values of different types, or with too large a number "
+            f"({first_line(error)}); use one type for each column, and text for numbers beyond 64 bits."
+        ) from error
 
 
 def holdout_rank(problem: str) -> float:

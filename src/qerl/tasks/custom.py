@@ -1,4 +1,4 @@
-"""The user's own reward functions and tasks, from a Python file.
+"""The user's own tasks, from a Python file.
 
 A task is a class, named as ``PATH.py:Class``, that inherits from :class:`qerl.tasks.Task`. What it lacks,
 what its code raises, and rows that are none are said in one sentence each, before a model is loaded where
@@ -15,18 +15,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError, first_line
 from qerl.tasks.base import Task
 from qerl.tasks.formats import AnswerFormat
-from qerl.tasks.guard import RewardFunction
 from qerl.user_code import load_object
-
-
-def load_reward(spec: str) -> RewardFunction:
-    """Load the reward function that ``PATH.py:function`` names.
-
-    Raises:
-        QeRLError: The specification is malformed, the file is missing or fails to run, or it has no such
-            function.
-    """
-    return load_object(spec, "reward")
 
 
 def load_task(spec: str) -> type[Task]:

@@ -21,7 +21,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 from datasets import Dataset
 
 from qerl.errors import QeRLError
@@ -62,12 +61,12 @@ class Jsonl(Task):
         """The problems of the file without those that are held out; see :meth:`Task.train`."""
         rows = self._read(self.path)
         held_out = self._held_out(rows)
-        return _dataset([row for row in rows if _key(row) not in held_out], self.path)
+        return as_dataset([row for row in rows if _key(row) not in held_out], f"The data file {self.path}")
 
     def test(self) -> Dataset:
         """The problems of the second file, or those that ``test_size`` holds out; see :meth:`Task.test`."""
         if self.test_path is not None:
-            return _dataset(self._read(self.test_path), self.test_path)
+            return as_dataset(self._read(self.test_path), f"The data file {self.test_path}")
         if not self.test_size:
             raise QeRLError(
                 f"Task {self.name} has no held-out problems; set test_size in task_options, or name a "
@@ -75,7 +74,7 @@ class Jsonl(Task):
             )
         rows = self._read(self.path)
         held_out = self._held_out(rows)
-        return _dataset([row for row in rows if _key(row) in held_out], self.path)
+        return as_dataset([row for row in rows if _key(row) in held_out], f"The data file {self.path}")
 
     def _held_out(self, rows: list[dict[str, Any]]) -> set[str]:
         problems = {_key(row) for row in rows}
@@ -186,14 +185,3 @@ def _key(row: dict[str, Any]) -> str:
     """The problem itself: another instruction must not move it into the other set."""
     messages = row["prompt"]
     return json.dumps(messages[1:] if messages[0]["role"] == "system" else messages)
-
-
-def _dataset(rows: list[dict[str, Any]], path: Path) -> Dataset:
-    columns = dict.fromkeys(column for row in rows for column in row)
-    try:
-        return as_dataset(({**columns, **row} for row in rows), f"The data file {path}")
-    except (pyarrow.ArrowException, OverflowError) as error:
-        raise QeRLError(
-            f"A column of {path} has values of different types or too large a number ({error}); use one type "
-            "for each column, and text for numbers beyond 64 bits."
-        ) from error

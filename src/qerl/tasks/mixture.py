@@ -24,10 +24,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow
 from datasets import Dataset
 
-from qerl.errors import QeRLError, first_line
+from qerl.errors import QeRLError
 from qerl.rewards.text import Completion, Message
 from qerl.tasks.base import Task, as_dataset
 from qerl.tasks.guard import NOT_COLUMNS, RewardFunction, judges_alone, judges_outside, stratified
@@ -35,6 +34,7 @@ from qerl.tasks.guard import NOT_COLUMNS, RewardFunction, judges_alone, judges_o
 PART = "task"
 """The column that names the part to which a row belongs."""
 
+_WHAT = "The mixture"
 _PART_KEYS = ("task", "weight", "task_options")
 _LONGEST_EPOCH = 2**21  # rows; the order of an epoch is a list of them
 
@@ -104,14 +104,14 @@ class Mixture(Task):
 
     def train(self) -> Dataset:
         """The training problems of all parts, each once, part after part; see :meth:`epoch`."""
-        return _joined(
-            [row for name, part in self.parts.items() for row in _of_part(name, part.task.train())]
-        )
+        rows = [row for name, part in self.parts.items() for row in _of_part(name, part.task.train())]
+        return as_dataset(rows, _WHAT)
 
     def test(self) -> Dataset:
         """The held-out problems of all parts, each once, in the proportion of the weights."""
         rows = {name: _of_part(name, part.task.test()) for name, part in self.parts.items()}
-        return _joined(_in_proportion(rows, {name: part.weight for name, part in self.parts.items()}))
+        weights = {name: part.weight for name, part in self.parts.items()}
+        return as_dataset(_in_proportion(rows, weights), _WHAT)
 
     def epoch(self, rows: Dataset) -> Dataset:
         """The rows as often as their weights ask for; every row at least once.
@@ -276,15 +276,3 @@ def _in_proportion(
         for index, row in enumerate(own)
     ]
     return [row for *_, row in sorted(places, key=lambda place: place[:2])]
-
-
-def _joined(rows: list[dict[str, Any]]) -> Dataset:
-    """A data set of rows of several tasks; a column that a row's task does not have is None there."""
-    columns = dict.fromkeys(column for row in rows for column in row)
-    try:
-        return as_dataset(({**columns, **row} for row in rows), "The mixture")
-    except (pyarrow.ArrowException, OverflowError) as error:
-        raise QeRLError(
-            f"Tasks of the mixture have a column of the same name and of different types "
-            f"({first_line(error)}); rename it in one of them."
-        ) from error

@@ -8,13 +8,12 @@ Several tasks are one, ``mixture``, whose options are its parts by the names tha
       gsm8k: {}
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, did_you_mean
 from qerl.tasks.arithmetic import Arithmetic
 from qerl.tasks.base import Task
 from qerl.tasks.code import Code
@@ -69,7 +68,7 @@ def get_task(spec: str, **options: Any) -> Task:
         if option not in known and not open_ended:
             every = [*known, *_OF_EVERY_TASK]
             raise QeRLError(
-                f"Task {spec} has no option {option!r}{_nearest(option, every)}; its options are: "
+                f"Task {spec} has no option {option!r}{did_you_mean(option, every)}; its options are: "
                 f"{', '.join(every)}."
             )
     task = make(**options)
@@ -88,14 +87,9 @@ def _maker(spec: str) -> Callable[..., Task]:
         return partial(Jsonl, spec)
     if spec not in TASKS:
         on_hub = [task for task, source in SOURCES.items() if source.dataset == spec]
-        near = f" (did you mean {on_hub[0]!r}?)" if on_hub else _nearest(spec, [*TASKS])
+        near = f" (did you mean {on_hub[0]!r}?)" if on_hub else did_you_mean(spec, TASKS)
         raise QeRLError(
             f"Task {spec!r} is unknown{near}; the tasks are: {', '.join(TASKS)}, and "
             f"{', '.join(what for _, what in FAMILIES.values())}, PATH.py:Class for a class of your own."
         )
     return TASKS[spec]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=2)
-    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
