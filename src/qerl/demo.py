@@ -36,6 +36,13 @@ from qerl.weight_formats import FORMATS
 _SHOWN = 3
 """Conversations that are printed."""
 
+_OF_SOURCE = ("weights", "rounding", "dtype", "chat_template_kwargs", "trust_remote_code")
+_OF_REQUEST = (
+    "task", "task_options", "environment", "environment_options", "max_tool_calling_iterations",
+    "stop_strings", "thinking_budget", "thinking_end",
+)  # fmt: skip
+"""Fields that mean the same in a run's settings and in an evaluation."""
+
 
 def run_demo(config: QeRLConfig, console: Console) -> int:
     """Train as the settings say, and print the accuracy on `eval_samples` held-out problems before and after.
@@ -110,28 +117,10 @@ def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> Ev
         console: Where progress, conversations and the result go.
     """
     assert config.model is not None and config.task is not None
-    source = Source(
-        config.model,
-        adapter,
-        weights=config.weights,
-        rounding=config.rounding,
-        dtype=config.dtype,
-        chat_template_kwargs=config.chat_template_kwargs,
-        trust_remote_code=config.trust_remote_code,
-    )
-    request = Request(
-        task=config.task,
-        task_options=config.task_options,
-        environment=config.environment,
-        environment_options=config.environment_options,
-        max_tool_calling_iterations=config.max_tool_calling_iterations,
-        max_tokens=config.max_completion_length,
-        stop_strings=config.stop_strings,
-        thinking_budget=config.thinking_budget,
-        thinking_end=config.thinking_end,
-        limit=config.eval_samples,
-    )
-    job = prepare(source, request, Problems(), console)
+    own = {name: getattr(config, name) for name in _OF_SOURCE}
+    asked = {name: getattr(config, name) for name in _OF_REQUEST}
+    request = Request(max_tokens=config.max_completion_length, limit=config.eval_samples, **asked)
+    job = prepare(Source(config.model, adapter, **own), request, Problems(), console)
     record = Record(adapter / "eval" if adapter else None, job.settings)
     result = score(job, load(job.loading, console), record, console)
     if job.turns:

@@ -115,10 +115,7 @@ class SwiGLU:
     intermediate: int
     bias: bool = False
 
-    PLACES: ClassVar[Places] = {
-        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "down": ("mlp.down_proj",),
-    }
+    PLACES: ClassVar[Places] = {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 
     def products(self, hidden: int) -> tuple[Product, ...]:
         """Its products in the order in which they are computed, for inputs of this width."""

@@ -82,14 +82,14 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
                 f"{type(model).__name__} has no linear layers to adapt; use another model family."
             )
         return list(linears)
-    ends = {name[start:] for name, _ in model.named_modules() for start in _starts(name)}
+    ends = {
+        name[start:]
+        for name, _ in model.named_modules()
+        for start in (0, *(dot.end() for dot in re.finditer(r"\.", name)))
+    }
     if unknown := [name for name in wanted if name not in ends]:
         raise QeRLError(
             f"lora_target_modules names {', '.join(unknown)}, which {type(model).__name__} does not have; "
             f"its decoder's linear layers are {', '.join(linears)}."
         )
     return list(wanted)
-
-
-def _starts(name: str) -> list[int]:
-    return [0, *(match.end() for match in re.finditer(r"\.", name))]

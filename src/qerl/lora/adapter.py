@@ -103,15 +103,8 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
         config.target_modules = set(lora_targets(model, None))
     elif isinstance(config.target_modules, set):
         lora_targets(model, sorted(config.target_modules))
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _quiet():
-        torch.manual_seed(derive_seed("lora", seed))
-        try:
-            adapted = get_peft_model(model, _with_own_layers(config, model))
-        except (ValueError, TypeError, ImportError) as error:
-            raise QeRLError(
-                f"LoRA cannot be added ({first_line(error)}); change peft_config or the fields lora_*."
-            ) from error
+    with _making(model, seed):
+        adapted = get_peft_model(model, _with_own_layers(config, model))
     _check_head(adapted)
     return _skip_packed_buffers_in_ddp(adapted)
 
@@ -129,13 +122,8 @@ def add_adapter(model: PeftModel, name: str, config: LoraConfig, seed: int = 0, 
     Raises:
         QeRLError: PEFT refuses it.
     """
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _quiet():
-        torch.manual_seed(derive_seed("lora", seed))
-        try:
-            model.add_adapter(name, copy.deepcopy(config), low_cpu_mem_usage=empty)
-        except (ValueError, TypeError) as error:
-            raise QeRLError(f"LoRA cannot be added: {error}") from error
+    with _making(model, seed):
+        model.add_adapter(name, copy.deepcopy(config), low_cpu_mem_usage=empty)
 
 
 def _check_head(model: PeftModel) -> None:
@@ -207,7 +195,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
     """
     folder = Path(folder)
     file = adapter_file(folder)
-    try:
+    with _reading(folder):
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
             raise QeRLError(f"{folder} is a {config.peft_type} adapter; only LoRA adapters are read.")
@@ -224,13 +212,6 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
             config = _with_own_layers(config, model)
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable, config=config)
         read = set(get_peft_model_state_dict(adapted))
-    except (SafetensorError, OSError) as error:
-        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
-    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        raise QeRLError(
-            f"The adapter {folder} does not fit this model ({first_line(error)}); give the model that it was "
-            "trained on."
-        ) from error
     unmatched = sorted(stored ^ read)
     if unmatched:
         raise QeRLError(
@@ -252,18 +233,11 @@ def exchange_adapter(model: PeftModel, folder: Path) -> None:
     Raises:
         QeRLError: The files are damaged or do not fit.
     """
-    try:
+    with _reading(folder):
         weights = load_file(adapter_file(folder))
         unmatched = sorted(weights.keys() ^ get_peft_model_state_dict(model).keys())
         if not unmatched:
             set_peft_model_state_dict(model, weights)
-    except (SafetensorError, OSError) as error:
-        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
-    except (ValueError, RuntimeError) as error:
-        raise QeRLError(
-            f"The adapter {folder} does not fit this model ({first_line(error)}); give the model that it was "
-            "trained on."
-        ) from error
     if unmatched:
         raise QeRLError(f"The adapter {folder} does not fit its own config: {unmatched[0]}; copy it again.")
 
@@ -287,12 +261,8 @@ def check_adapter(folder: Path) -> None:
     Raises:
         QeRLError: A matrix has NaN or Inf, or the files are missing or damaged.
     """
-    file = adapter_file(folder)
-    try:
-        with safe_open(file, framework="pt") as weights:
-            bad = [name for name in weights.keys() if not weights.get_tensor(name).isfinite().all()]  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
+    with _reading(folder), safe_open(adapter_file(folder), framework="pt") as weights:
+        bad = [name for name in weights.keys() if not weights.get_tensor(name).isfinite().all()]  # noqa: SIM118
     if bad:
         raise QeRLError(
             f"The adapter {folder} diverged: {bad[0]} and {len(bad) - 1} more matrices hold NaN or Inf; take "
@@ -307,6 +277,34 @@ def _with_own_layers(config: LoraConfig, model: nn.Module) -> LoraConfig:
         layers[nn.Linear] = DenseLoraLinear
     config._register_custom_module(layers)
     return config
+
+
+@contextmanager
+def _making(model: PreTrainedModel | PeftModel, seed: int) -> Iterator[None]:
+    """A block in which an adapter's A depends on the seed alone, and PEFT's refusals are a sentence."""
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _quiet():
+        torch.manual_seed(derive_seed("lora", seed))
+        try:
+            yield
+        except (ValueError, TypeError, ImportError) as error:
+            raise QeRLError(
+                f"LoRA cannot be added ({first_line(error)}); change peft_config or the fields lora_*."
+            ) from error
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """A block in which files of an adapter that are damaged, or do not fit the model, are a sentence."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        raise QeRLError(
+            f"The adapter {folder} does not fit this model ({first_line(error)}); give the model that it was "
+            "trained on."
+        ) from error
 
 
 @contextmanager

@@ -139,9 +139,7 @@ def check_base(adapter: Path, model: str | LocalModel) -> str:
 
 
 def _same_name(named: str, model: str) -> bool:
-    if named == model:
-        return True
-    return Path(named).expanduser().resolve() == Path(model).expanduser().resolve()
+    return named == model or Path(named).expanduser().resolve() == Path(model).expanduser().resolve()
 
 
 def _fingerprint_here(named: str) -> str | None:

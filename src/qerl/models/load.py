@@ -145,9 +145,8 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # given files alone; the tokenizers' parser raises Exception itself
-        advice = "the model's folder needs its tokenizer files"
-        if not trust_remote_code and "trust_remote_code" in str(error):
-            advice = _OWN_CODE
+        own_code = not trust_remote_code and "trust_remote_code" in str(error)
+        advice = _OWN_CODE if own_code else "the model's folder needs its tokenizer files"
         raise QeRLError(
             f"The tokenizer of {name_or_path} cannot be loaded ({first_line(error)}); {advice}."
         ) from error
@@ -225,10 +224,8 @@ def _attention(skeleton: PreTrainedModel) -> str:
 
 def _unsupported(checkpoint: Checkpoint, error: Exception) -> QeRLError:
     family = checkpoint.config.get("model_type", "unnamed")
-    if "auto_map" in checkpoint.config:
-        advice = _OWN_CODE
-    else:
-        advice = "use a causal language model that transformers knows"
+    own, known = "auto_map" in checkpoint.config, "use a causal language model that transformers knows"
+    advice = _OWN_CODE if own else known
     return QeRLError(
         f"{checkpoint.folder} is of the model family {family}, which cannot be loaded "
         f"({first_line(error)}); {advice}."

@@ -74,23 +74,18 @@ def plan_command(
     _check_number("processes", processes, "GPUs")
     _check_number("adapters", adapters, "adapters")
     if name is not None:
-        _check_one_model(name, fields)
+        if fields.get("model", name) != name:
+            raise QeRLError(
+                f"The model to plan for is given twice, as {name} and with --model {fields['model']}; give "
+                "it once."
+            )
         fields = fields | {"model": name}
     config = load_config(recipes, fields, required=("model",))
     if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
-    unified = planned.card is not None and planned.card.unified
-    may = not serves and not unified
-    host = asked_bytes(processes)
-    plan = plan_settings(
-        config,
-        planned.capacity,
-        processes,
-        adapters=adapters,
-        serves=serves,
-        may_offload=may,
-        host_bytes=host,
-    )
+    may, host = not serves and not (planned.card and planned.card.unified), asked_bytes(processes)
+    engine: dict[str, Any] = {"adapters": adapters, "serves": serves}
+    plan = plan_settings(config, planned.capacity, processes, may_offload=may, host_bytes=host, **engine)
     proposed = propose_settings(config, plan)
     console.print(render(plan, proposed, str(config.model)), soft_wrap=True)  # settings are copied
     beyond = plan_beyond_host(config, plan)
@@ -106,14 +101,6 @@ def plan_command(
     if max_context:
         console.print(in_words(longest_completion(plan)), markup=False, highlight=False, soft_wrap=True)
     return plan
-
-
-def _check_one_model(name: str, fields: dict[str, Any]) -> None:
-    if fields.get("model", name) != name:
-        raise QeRLError(
-            f"The model to plan for is given twice, as {name} and with --model {fields['model']}; give it "
-            "once."
-        )
 
 
 def _check_number(flag: str, value: Any, what: str) -> None:

@@ -159,32 +159,21 @@ def tokens_that_fit(sizes: Sizes, work: Work, capacity: int) -> int | None:
         capacity: Bytes of the GPU.
     """
     sample, whole = work.tokens_of(1), work.tokens_of(work.microbatch)
-    most = min(whole, max(ENOUGH_TOKENS, sample))
-    limits = [sample, *range(sample - sample % STEP + STEP, most, STEP)]
+    maximum = min(whole, max(ENOUGH_TOKENS, sample))
+    limits = [sample, *range(sample - sample % STEP + STEP, maximum, STEP)]
 
     def exceeds(limit: int) -> bool:
         return not fits(make_plan(sizes, dataclasses.replace(work, tokens_per_forward=limit), capacity))
 
-    if not exceeds(most):  # an undivided update fits sooner than one a little shorter: see `Work.passes`
-        return most
+    if not exceeds(maximum):  # an undivided update fits sooner than one a little shorter: see `Work.passes`
+        return maximum
     fitting = bisect_right(limits, False, key=exceeds)
     return limits[fitting - 1] if fitting else None
 
 
 def propose(sizes: Sizes, work: Work, capacity: int, samples: int) -> MemoryPlan | None:
-    """The fastest settings that fit, for the samples of an update and of a rollout as they are.
-
-    Args:
-        sizes: Sizes of the model.
-        work: What is wanted.
-        capacity: Bytes of the GPU.
-        samples: Samples of one rollout.
-
-    Returns:
-        The plan of these settings, None where nothing fits.
-    """
-    wanted = dataclasses.replace(work, sequences=min(samples, MAX_ROWS))
-    found = fastest(sizes, wanted, capacity)
+    """The plan of the fastest settings that fit a rollout of this many samples; None where nothing fits."""
+    found = fastest(sizes, dataclasses.replace(work, sequences=min(samples, MAX_ROWS)), capacity)
     if found is None:
         return None
     side_by_side = make_plan(sizes, found, capacity).sequences

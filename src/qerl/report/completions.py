@@ -146,12 +146,8 @@ def shown_groups(tables: Sequence[Sequence[Table]]) -> list[Shown]:
 
 def longest_text(shown: Sequence[Shown]) -> int:
     """Characters that each text of the page may have."""
-    turns = [
-        turn
-        for one in shown
-        for turn in (*one.group.prompt, *(turn for sample in one.samples for turn in sample.messages))
-    ]
-    texts = sum(1 + len(turn.calls) for turn in turns)
+    said = ((one.group.prompt, *(sample.messages for sample in one.samples)) for one in shown)
+    texts = sum(1 + len(turn.calls) for parts in said for part in parts for turn in part)
     return max(min(LONGEST, CHARACTERS // max(texts, 1)), 1)
 
 
@@ -225,23 +221,19 @@ def _rank(reward: float | None) -> float:
 
 def _sample(row: dict[str, Any], names: list[str], weights: list[float]) -> Sample:
     parts = {name: _finite(row[name]) for name in names}
-    known = [
-        weight * value for value, weight in zip(parts.values(), weights, strict=True) if value is not None
-    ]
+    pairs = zip(parts.values(), weights, strict=True)
+    known = [weight * value for value, weight in pairs if value is not None]
     own = {"step", "prompt", "completion", *names}
-    extra = {name: _shown(value) for name, value in row.items() if name not in own and value is not None}
+    others = {name: value for name, value in row.items() if name not in own and value is not None}
+    extra = {
+        name: number(value) if isinstance(value, float) else str(value) for name, value in others.items()
+    }
     return Sample(_messages(row["completion"], "completion"), sum(known) if known else None, parts, extra)
 
 
 def _finite(value: Any) -> float | None:
     """A number; None for what is none, NaN of a sample that a function does not score included."""
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    return None
-
-
-def _shown(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _messages(conversation: Any, name: str) -> tuple[Message, ...]:

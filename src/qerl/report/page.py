@@ -77,10 +77,7 @@ def _curves(runs: Sequence[Run]) -> Curves:
 
 
 def render(
-    runs: Sequence[Run],
-    curves: Curves,
-    scores: Sequence[Score] = (),
-    tables: Sequence[Sequence[Table]] = (),
+    runs: Sequence[Run], curves: Curves, scores: Sequence[Score] = (), tables: Sequence[Sequence[Table]] = ()
 ) -> str:
     """The page as text."""
     steps = [step for found in curves.values() for curve in found for step in curve.data.steps]
@@ -129,12 +126,9 @@ def _page(template: str, script: str, **values: Any) -> str:
     if script:
         digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
         policy += f"; script-src 'sha256-{digest}'"
+    loader, strict = jinja2.PackageLoader("qerl.report"), jinja2.StrictUndefined
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("qerl.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "seen": seen}
     environment.globals |= {
@@ -142,13 +136,8 @@ def _page(template: str, script: str, **values: Any) -> str:
         "chart": lambda *drawn: Markup(chart(*drawn)),
         "swatch": lambda run: Markup(swatch(run)),
     }
-    return environment.get_template(template).render(
-        values,
-        policy=policy,
-        style=Markup(style_sheet()),
-        script=Markup(script),
-        version=__version__,
-    )
+    values |= {"policy": policy, "style": Markup(style_sheet()), "script": Markup(script)}
+    return environment.get_template(template).render(values, version=__version__)
 
 
 def style_sheet() -> str:

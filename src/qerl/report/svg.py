@@ -77,11 +77,8 @@ def chart(metric: Metric, curves: Sequence[Curve], steps: tuple[int, int]) -> st
     frame = Frame((first, max(last, first + 1)), (y_ticks[0], y_ticks[-1]))
     body = [axes(frame, y_ticks, step_ticks(frame), metric.unit, "step")]
     body += [_curve(metric, frame, curve) for curve in curves]
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(metric.title)} by step">'
-        + "".join(body)
-        + "</svg>"
-    )
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+    return f'<svg {box} aria-label="{escape(metric.title)} by step">{"".join(body)}</svg>'
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
@@ -172,9 +169,8 @@ def _curve(metric: Metric, frame: Frame, curve: Curve) -> str:
 
 def _path(frame: Frame, steps: Sequence[int], values: Sequence[float], corners: bool = False) -> str:
     """Path through the points: straight lines, or level to the next step and then up or down."""
-    points = [
-        (f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in zip(steps, values, strict=True)
-    ]
+    pairs = zip(steps, values, strict=True)
+    points = [(f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in pairs]
     if len(points) == 1:  # a line of no length shows as a dot, thanks to round caps
         points *= 2
     (x, y), *rest = points

@@ -57,7 +57,7 @@ _PLACES = re.compile(r"\{(prompt|completion|answer)\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
-_MOST_BYTES = 16 * 2**20  # of a reply; what a server sends beyond it is not read
+_MAX_BYTES = 16 * 2**20  # of a reply; what a server sends beyond it is not read
 
 
 class Judge:
@@ -100,13 +100,8 @@ class Judge:
         cache: str | Path | None = None,
         name: str = "judge",
     ) -> None:
-        for what, text in {
-            "url": url,
-            "model": model,
-            "prompt": prompt,
-            "score": score,
-            "name": name,
-        }.items():
+        texts = {"url": url, "model": model, "prompt": prompt, "score": score, "name": name}
+        for what, text in texts.items():
             if not isinstance(text, str) or not text.strip():
                 raise QeRLError(f"{what} of the judge is {text!r}; it must be text.")
         if not url.startswith(("http://", "https://")):
@@ -206,8 +201,8 @@ class Judge:
         async with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as response:
             async for part in response.aiter_raw():
                 content += part
-                if len(content) > _MOST_BYTES:
-                    raise ValueError(f"the judge at {self._place} answers more than {_MOST_BYTES >> 20} MiB")
+                if len(content) > _MAX_BYTES:
+                    raise ValueError(f"the judge at {self._place} answers more than {_MAX_BYTES >> 20} MiB")
             return _Answer(response.status_code, content, response.headers.get("retry-after", ""))
 
     def _masked(self, text: str) -> str:

@@ -180,29 +180,18 @@ def _free_uid() -> Iterator[int]:
 
 def _run_as(uid: int | None, code: str, stdin: str, limits: Limits, check: str) -> Ran:
     token = secrets.token_hex(16)
-    job = {
-        "program": code,
-        "check": check,
-        "token": token,
-        "uid": uid,
-        "limits": _resource_limits(limits),
-    }
+    job = {"program": code, "check": check, "token": token, "uid": uid, "limits": _resource_limits(limits)}
     texts = (stdin.encode("utf-8", "surrogatepass"), b"", b"", json.dumps(job).encode(), b"", _FILTER or b"")
     files = [_memory_file(text) for text in texts]
     try:
         source, out, error, job_fd, report_fd, filter_fd = files
-        command = [
-            *_bubblewrap(uid is not None, limits, filter_fd),
-            *_PYTHON,
-            _INSIDE,
-            str(job_fd),
-            str(report_fd),
-        ]
+        sandbox = _bubblewrap(uid is not None, limits, filter_fd)
+        command = [*sandbox, *_PYTHON, _INSIDE, str(job_fd), str(report_fd)]
         started = time.monotonic()
         code_of_exit = _wait(command, (source, out, error), (job_fd, report_fd, filter_fd), limits.seconds)
         seconds = time.monotonic() - started
-        most = limits.output_kb * 1024
-        printed, complained, report = (_read(file, most) for file in (out, error, report_fd))
+        maximum = limits.output_kb * 1024
+        printed, complained, report = (os.pread(file, maximum, 0) for file in (out, error, report_fd))
     finally:
         for file in files:
             os.close(file)
@@ -215,7 +204,7 @@ def _run_as(uid: int | None, code: str, stdin: str, limits: Limits, check: str) 
     ended: Literal["exit", "time", "output"] = "exit"
     if code_of_exit is None:
         ended = "time"
-    elif len(printed) == most or len(complained) == most:
+    elif maximum in (len(printed), len(complained)):
         ended = "output"
     checked = report == _STARTED + token.encode()
     return Ran(_text(printed), _text(complained), code_of_exit, checked, ended, seconds)
@@ -243,6 +232,7 @@ _PYTHON = [str(Path(sys.executable).resolve()), "-I", "-S", "-B", "-X", "utf8", 
 
 def _bubblewrap(root: bool, limits: Limits, filter_fd: int) -> list[str]:
     """The command up to the program's own."""
+    devices = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
     rights = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
         shutil.which("bwrap") or "bwrap",
@@ -251,16 +241,12 @@ def _bubblewrap(root: bool, limits: Limits, filter_fd: int) -> list[str]:
         "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
         *_system_folders(),
         "--perms", "1777", "--size", str(limits.memory_mb * 2**20 // _SHARE_OF_FILES), "--tmpfs", "/tmp",
-        *(word for name in ("null", "zero", "random", "urandom") for word in _device(name)),
+        *(word for name in devices for word in ("--dev-bind", name, name)),
         "--remount-ro", "/",
         "--chdir", "/tmp",
         "--seccomp", str(filter_fd),
         "--",
     ]  # fmt: skip
-
-
-def _device(name: str) -> tuple[str, str, str]:
-    return "--dev-bind", f"/dev/{name}", f"/dev/{name}"
 
 
 @functools.cache
@@ -303,10 +289,6 @@ def _memory_file(content: bytes) -> int:
         data = data[os.write(file, data) :]
     os.lseek(file, 0, os.SEEK_SET)
     return file
-
-
-def _read(file: int, most: int) -> bytes:
-    return os.pread(file, most, 0)
 
 
 def _text(data: bytes) -> str:

@@ -40,13 +40,8 @@ clock_adjtime 305 266
 """
 """Names of calls with their numbers on x86_64 and aarch64; a dash where there is no such call."""
 
-_BY_ARGUMENTS = {
-    "clone": (56, 220),
-    "socket": (41, 198),
-    "socketpair": (53, 199),
-    "setsockopt": (54, 208),
-    "fcntl": (72, 25),
-}
+_CLONE, _SOCKET, _SOCKETPAIR = (56, 220), (41, 198), (53, 199)
+_SETSOCKOPT, _FCNTL = (54, 208), (72, 25)
 
 # Processor -> its place above, its audit architecture, and the first number that Linux 5.0 does not have.
 _PROCESSORS = {"x86_64": (0, 0xC000003E, 335), "aarch64": (1, 0xC00000B7, 295)}
@@ -68,7 +63,6 @@ def seccomp_filter() -> bytes | None:
     if platform.machine() not in _PROCESSORS:
         return None
     place, architecture, first_unknown = _PROCESSORS[platform.machine()]
-    number_of = {name: numbers[place] for name, numbers in _BY_ARGUMENTS.items()}
     program = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_EQUAL, architecture, yes=1),
@@ -80,24 +74,21 @@ def seccomp_filter() -> bytes | None:
     for _, *numbers in map(str.split, filter(None, calls)):
         if numbers[place] != "-":
             program += _fail(_EQUAL, int(numbers[place]), _EPERM)
-    program += _of_call(
-        number_of["clone"], _step(_LOAD, _ARGUMENTS[0]), *_fail(_ANY_BIT, _NEW_NAMESPACE, _EPERM)
-    )
-    for name in ("socket", "socketpair"):
+    namespaces = _fail(_ANY_BIT, _NEW_NAMESPACE, _EPERM)
+    program += _of_call(_CLONE[place], _step(_LOAD, _ARGUMENTS[0]), *namespaces)
+    for call in (_SOCKET, _SOCKETPAIR):
         families = [step for family in _FAMILIES for step in _answer(_EQUAL, family, _ALLOW)]
         other = _step(_RETURN, _FAIL | _EAFNOSUPPORT)
-        program += _of_call(number_of[name], _step(_LOAD, _ARGUMENTS[0]), *families, other)
+        program += _of_call(call[place], _step(_LOAD, _ARGUMENTS[0]), *families, other)
     larger = [step for option in _LARGER_BUFFERS for step in _fail(_EQUAL, option, _EPERM)]
     program += _of_call(
-        number_of["setsockopt"],
+        _SETSOCKOPT[place],
         _step(_LOAD, _ARGUMENTS[1]),
         _step(_EQUAL, _SOL_SOCKET, no=1 + len(larger)),
         _step(_LOAD, _ARGUMENTS[2]),
         *larger,
     )
-    program += _of_call(
-        number_of["fcntl"], _step(_LOAD, _ARGUMENTS[1]), *_fail(_EQUAL, _F_SETPIPE_SZ, _EPERM)
-    )
+    program += _of_call(_FCNTL[place], _step(_LOAD, _ARGUMENTS[1]), *_fail(_EQUAL, _F_SETPIPE_SZ, _EPERM))
     return b"".join([*program, _step(_RETURN, _ALLOW)])
 
 
