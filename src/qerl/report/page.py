@@ -46,10 +46,10 @@ def write_report(
     """Write one HTML page with the curves, final numbers, differing settings and completions of runs.
 
     Args:
-        runs: Run folders, each given once; their order is that of the legend.
+        runs: Run folders, each given once, in the order of the legend.
         out: File to write; its folder is made, an older report is replaced.
         scores: Folders of evaluations outside the run folders; those inside are found.
-        completions: Steps of each run of which completions are shown, if the run keeps them; 0 for none.
+        completions: Steps of each run whose completions are shown, if the run keeps them; 0 for none.
 
     Raises:
         QeRLError: A folder is no run, no run has logged a training step yet, or the file cannot be written.
@@ -110,13 +110,7 @@ def render(
 
 
 def document(title: str, intro: str, body: str) -> str:
-    """A whole page that needs nothing but itself.
-
-    Args:
-        title: Of the page, as text.
-        intro: What the reader is to know first, as text.
-        body: The content, as HTML.
-    """
+    """A whole page that needs no other file, from title and introduction as text and a body in HTML."""
     return _page("document.html", title=title, intro=intro, body=Markup(body), script="")
 
 

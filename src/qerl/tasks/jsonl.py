@@ -6,12 +6,11 @@ A line states the problem in exactly one of three columns, and the right answer 
     {"messages": [{"role": "user", "content": "What is 7 x 6?"}], "answer": "42"}
 
 ``question`` and ``prompt`` are text, or chat messages as in ``messages``. The task's instruction is put in
-front, unless the messages begin with a system message, which then has to ask for that format itself.
-Other columns reach the reward functions by name, as None for lines that lack them. A column whose name TRL
-already uses for an argument of reward functions is refused.
+front, unless the messages begin with a system message, which then has to ask for that format itself. Other
+columns reach the reward functions by name, as None for lines that lack them. A column whose name TRL already
+uses for an argument of reward functions is refused.
 
-A bad line stops the run before it starts, because dropping it would mean training on something other than the
-file.
+A bad line stops the run before it starts: dropping it would train on something other than the file.
 """
 
 import json
@@ -42,8 +41,8 @@ class Jsonl(Task):
 
     Args:
         path: The file with the problems.
-        test_size: Number of problems of the file to hold out. Which ones depends on the problems alone, so
-            training and evaluation agree if they are given the same number.
+        test_size: Number of problems to hold out. The problems alone decide which ones, so training and
+            evaluation agree if they are given the same number.
         test_path: A second file with the held-out problems, in place of ``test_size``.
     """
 
@@ -58,7 +57,7 @@ class Jsonl(Task):
         self.test_path = None if test_path is None else Path(test_path).expanduser()
 
     def train(self) -> Dataset:
-        """The problems of the file without those that are held out; see :meth:`Task.train`."""
+        """The problems of the file without the held-out ones; see :meth:`Task.train`."""
         rows = self._read(self.path)
         held_out = self._held_out(rows)
         return as_dataset([row for row in rows if _key(row) not in held_out], f"The data file {self.path}")

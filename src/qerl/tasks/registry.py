@@ -47,17 +47,16 @@ _OF_EVERY_TASK = tuple(inspect.signature(Task.ask).parameters)[1:]
 
 
 def get_task(spec: str, **options: Any) -> Task:
-    """Make the task that a specification names.
+    """The task that a specification names.
 
     Args:
-        spec: A name from :data:`TASKS`, or a family of :data:`FAMILIES` and what it is to make, such as
-            ``jsonl:PATH`` for the user's own file, which a path in .jsonl means as well; or ``PATH.py:Class``
-            for the user's own class.
-        options: The task's options, which its class documents, and those of :meth:`Task.ask`.
+        spec: A name from :data:`TASKS`; FAMILY:NAME with one of :data:`FAMILIES`, such as ``jsonl:PATH``,
+            which a path in .jsonl means as well; or ``PATH.py:Class`` for the user's own class.
+        options: The options documented by the task's class, and those of :meth:`Task.ask`.
 
     Raises:
         QeRLError: The task or an option is unknown (the nearest name is given), or an option's value is
-        wrong.
+            wrong.
     """
     make = _maker(spec)
     asked = {name: options.pop(name) for name in _OF_EVERY_TASK if name in options}
