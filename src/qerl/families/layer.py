@@ -1,11 +1,11 @@
-"""Decoder layers as descriptions: what mixes tokens, what follows it, and the linears that both consist of.
+"""Decoder layers as descriptions: a mixer of tokens, an MLP behind it, and the linears of both.
 
 A layer adds ``mixer(norm(x))`` to its input and then ``mlp(norm(x))`` to that. `Attention` and `SwiGLU` are
-the kinds of the described families; each says which products it has. Four-bit scales, LoRA, memory plan and
-paged engine read linears and products from here, so a further kind is a class here and a function in each
-of them: a delta net is a mixer beside `Attention`, routed experts stand beside `SwiGLU`. What layers of one
-model differ in, such as a window, sinks, the size of heads or no rotary embedding, is a field of their kind;
-a layer that is a mixer or an MLP alone leaves out the other.
+the kinds of the described families; each lists its products. Four-bit scales, LoRA, memory plan and paged
+engine read linears and products from here, so a further kind is a class here and a function in each of them:
+a delta net is a mixer beside `Attention`, routed experts stand beside `SwiGLU`. A difference between layers
+of one model, such as a window, sinks, the size of heads or no rotary embedding, is a field of their kind; a
+layer that is a mixer or an MLP alone leaves out the other.
 
 Nothing here needs torch.
 """

@@ -150,7 +150,7 @@ class Sizes:
         return tuple(dict.fromkeys(linear.name for run in self.runs for linear in run.spec.linears))
 
     def with_layers(self, layers: int) -> "Sizes":
-        """Sizes of a decoder of so many layers of the kind that all have."""
+        """Sizes of a decoder with ``layers`` layers of the kind that all have."""
         return replace(self, runs=(Run(layers, self.spec),))
 
     @property
@@ -193,10 +193,8 @@ SIZES = {
 
 
 def check_counts(config: Any) -> None:
-    """Raise for a config with less than one of what every model has, layers and heads among them.
-
-    Args:
-        config: The config of the text model, a ``transformers.PreTrainedConfig``.
+    """Raise for a text model's config with less than one of what every model has, layers and heads among
+    them.
 
     Raises:
         QeRLError: A size, or the number of layers or heads, is below 1.
@@ -209,13 +207,10 @@ def check_counts(config: Any) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """Positions that a model has; None where its config sets no limit.
+    """Positions of a text model by its config; None where that sets no limit.
 
     Where the rotary embedding is stretched from an original length, as YaRN's is, they are that length times
     the factor: Qwen2.5's configs keep the original one as max_position_embeddings.
-
-    Args:
-        config: The config of the text model, a ``transformers.PreTrainedConfig``.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -49,7 +49,7 @@ def quantize(
     rounding: Rounding,
     amax: float | torch.Tensor | None = None,
 ) -> PackedRows:
-    """Round a matrix to a four-bit format.
+    """The matrix rounded to a four-bit format.
 
     Args:
         weight_NK: [N, K], floating point, finite; K a multiple of the format's block size.
@@ -57,8 +57,8 @@ def quantize(
         rounding: ``rtn`` maps each block's maximum to 6 and rounds to nearest, ties to the even code. ``mse``
             starts there and keeps, per block, the scale with the smallest squared error
             (:func:`_search_scales`); it takes about eight times as long.
-        amax: Largest magnitude of all matrices that share this one's global scale (``groups.py`` says which
-            do); by default the matrix's own. MXFP4 has no global scale and takes nothing from it.
+        amax: Largest magnitude of all matrices that share this one's global scale (`qerl.fp4.groups`); by
+            default the matrix's own. MXFP4 has no global scale and takes nothing from it.
 
     Raises:
         QeRLError: Not a floating-point matrix, NaN or Inf in it, a width that the block size does not divide,

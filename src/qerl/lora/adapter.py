@@ -55,7 +55,7 @@ def add_lora(
     target_modules: Sequence[str] | None = None,
     seed: int = 0,
 ) -> PeftModel:
-    """Freeze a model and put fresh adapters on its linear layers; ``B = 0``, so it computes what it did.
+    """The model, frozen, with fresh adapters on its linear layers; ``B = 0``, so it computes what it did.
 
     Args:
         model: Any causal LM, packed or dense; changed in place.
@@ -80,13 +80,13 @@ def add_lora(
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftModel:
-    """Freeze a model and put the fresh adapter on it that a `LoraConfig` of PEFT describes.
+    """The model, frozen, with the fresh adapter that a `LoraConfig` of PEFT describes.
 
     Args:
         model: Any causal LM, packed or dense; changed in place.
-        config: As for `peft.get_peft_model`, which leaves layers that are not named to the family's default
-            (query and value projections for most) and takes "all-linear" as every linear layer of the
-            decoder. The object is not changed.
+        config: As for `peft.get_peft_model`, which leaves unnamed layers to the family's default (query and
+            value projections for most) and takes "all-linear" as every linear layer of the decoder. The
+            object is not changed.
         seed: Decides A; the same for every process of a run.
 
     Raises:
@@ -110,14 +110,14 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
 
 
 def add_adapter(model: PeftModel, name: str, config: LoraConfig, seed: int = 0, empty: bool = False) -> None:
-    """Put one more adapter beside those that a model has, which stay active.
+    """Put one more adapter beside those of a model, which stay active.
 
     Args:
         model: With an adapter from `adapt` on every layer that the new one adapts; changed in place.
         name: Of the new adapter.
         config: As for `adapt`.
         seed: Decides A, as in `adapt`.
-        empty: Whether its matrices are left without memory, on the meta device.
+        empty: True if its matrices are left without memory, on the meta device.
 
     Raises:
         QeRLError: PEFT refuses it.
@@ -135,10 +135,7 @@ def _check_head(model: PeftModel) -> None:
 
 
 def check_lora(config: Any) -> None:
-    """Refuse what no model can be trained with here.
-
-    Args:
-        config: What a user handed over as ``peft_config``.
+    """Refuse a ``peft_config`` that no model can be trained with here.
 
     Raises:
         QeRLError: It is not a `LoraConfig`, or one of another task, with activation tokens, or that learns
@@ -159,12 +156,8 @@ def check_lora(config: Any) -> None:
 
 
 def _check_packed(config: LoraConfig, packed: list[str]) -> None:
-    """Refuse what reads, changes or trains the dense weight of a layer, which packed layers do not have.
-
-    Args:
-        config: The adapter's.
-        packed: Qualified names of the packed layers.
-    """
+    """Refuse what reads, changes or trains the dense weight of a layer; ``packed`` names the layers
+    without one."""
     advice = "load the model with weights: bf16"
     for saved in config.modules_to_save or ():
         if name := next((name for name in packed if f"{saved}." in f"{name}."), None):
@@ -183,12 +176,12 @@ def _check_packed(config: LoraConfig, packed: list[str]) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = False) -> PeftModel:
-    """Put a saved LoRA adapter on a model, whose own weights stay frozen.
+    """The model with a saved LoRA adapter; its own weights stay frozen.
 
     Args:
         model: The model that the adapter was trained on, packed or dense; changed in place.
-        folder: What `PeftModel.save_pretrained` wrote, here or elsewhere.
-        trainable: Whether the adapter goes on training, in FP32; else it is frozen too.
+        folder: Written by `PeftModel.save_pretrained`, here or elsewhere.
+        trainable: True if the adapter goes on training, in FP32; else it is frozen too.
 
     Raises:
         QeRLError: Files are missing or damaged, it is no LoRA adapter, or it belongs to another model.
@@ -224,11 +217,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
 
 
 def exchange_adapter(model: PeftModel, folder: Path) -> None:
-    """Put another adapter's weights into the model's adapter, which has the same config.
-
-    Args:
-        model: With an adapter that was read by `load_adapter`; changed in place.
-        folder: Of the other adapter.
+    """Replace the weights of a model's adapter, read by `load_adapter`, by those of another one of the same
+    config.
 
     Raises:
         QeRLError: The files are damaged or do not fit.

@@ -23,14 +23,11 @@ from qerl.settings.recipe import load_config
 
 
 def model_and_recipes(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The words of `qerl plan`, which are those of `qerl train` and, among them, a model.
+    """The model of `qerl plan`, None where no word names one, and the other words.
 
     Args:
         words: Recipes as for training, and at most one model: a Hub id, a local folder, or a name of
             `qerl.families.sizes.SIZES`, which goes before a recipe of the same name.
-
-    Returns:
-        The model, None where no word names one, and the other words.
     """
     known = packaged()
     models = [word for word in words if word.lower() in SIZES]
@@ -52,7 +49,7 @@ def plan_command(
     max_context: bool = False,
     adapters: Any = None,
 ) -> MemoryPlan:
-    """Print what fits, and return the plan of the settings as they are.
+    """The plan of the settings as they are, which is printed, too.
 
     Args:
         name: Local folder, Hub id, or a name of `qerl.families.sizes.SIZES` such as ``32b``; None for the one
@@ -60,9 +57,9 @@ def plan_command(
         recipes: As for training; none are needed.
         fields: Settings over those of the recipes.
         gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB, or its name.
-        console: Where the plan is printed.
+        console: Shows the plan.
         processes: GPUs of a data-parallel run, each with a whole model.
-        max_context: Say the longest completion that fits as well.
+        max_context: Print the longest completion that fits, too.
         adapters: Adapters that `qerl serve` keeps on the GPU; None for a run, which has one.
 
     Raises:
