@@ -43,13 +43,13 @@ console = Console(quiet=not is_first_process(), emoji=False)  # a path may have 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0 done, 1 what was planned does not fit, 2 a mistake the user can
+    """Entry point; returns the exit status: 0 done, 1 a plan that does not fit, 2 a mistake the user can
     mend, 130 interrupted."""
     return status_of(lambda: _run(with_underscores(sys.argv[1:] if argv is None else argv)))
 
 
 def status_of(command: Callable[[], int | None]) -> int:
-    """Exit status of a command; what the user can mend, and Ctrl-C, are told in a sentence on stderr."""
+    """Exit status of a command; mistakes the user can mend, and Ctrl-C, become a sentence on stderr."""
     _quiet_libraries()
     try:
         status = command() or 0
@@ -117,7 +117,7 @@ def _shortened(name: Any) -> str:
 
 
 def _forget_output() -> None:
-    """What could not be printed is not tried again when Python ends, which would be a second error."""
+    """Drop the output that could not be printed, which would be a second error when Python ends."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         return
@@ -126,7 +126,7 @@ def _forget_output() -> None:
 
 
 def _quiet_libraries() -> None:
-    """Leave out what libraries say that nobody can act on."""
+    """Silence messages of libraries that no user can act on."""
     if not console.is_terminal:
         os.environ.setdefault("TQDM_DISABLE", "1")
     # A warning about a CPU kernel for NF4, which needs a GPU here.
@@ -141,7 +141,7 @@ def _quiet_libraries() -> None:
 
 
 def _print(text: str) -> None:
-    """Text as it stands, for a reader that may stop early, as `head` does: rich takes a closed pipe."""
+    """Print text as it stands, for a reader that may stop early, as `head` does: rich takes a closed pipe."""
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, end="")
 
 
@@ -162,7 +162,7 @@ class Command(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Says of missing words where they may have gone."""
+        """Add to an error of missing words where they may have gone."""
         if self._greedy and message.startswith("the following arguments are required"):
             options = " and ".join(self._greedy)
             take = "takes" if len(self._greedy) == 1 else "take"
@@ -288,8 +288,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def eval_command(model: str, run: Path, tuning: str, trusts: bool = False, again: Sequence[str] = ()) -> str:
-    """The shell command that scores a finished run; the run itself says how it is to be scored, but for code
-    that is not QeRL's (``trusts``, ``again``), which is named in the command."""
+    """The shell command that scores a finished run. It names the run, which has the settings of its
+    scoring, and code that is not QeRL's (``trusts``, ``again``)."""
     policy = [str(run)] if tuning == "full" else [model, "--adapter", str(run)]
     trusted = ["--trust_remote_code", "true"] if trusts else []
     return shlex.join(["qerl", "eval", *policy, *trusted, *again, "--out", str(run / "eval")])

@@ -1,4 +1,4 @@
-"""The commands that measure and show: bench a GPU; eval, generate, report and watch what a run has trained.
+"""The commands that measure and show: bench a GPU; eval, generate, report and watch a run's results.
 
 As in `qerl.cli`, each command is a function that describes its words beside one that runs it, which finds the
 console in its arguments.

@@ -2,8 +2,8 @@
 
 The scores come from the same harness as `qerl eval`, on held-out problems, decoded greedily. The trained
 model is loaded afresh from the run folder, so the second score is that of the adapter on disk. With an
-environment the first conversations are printed, before training and after it, because what the model has
-learned is seen there and not in a number.
+environment the first conversations are printed, before training and after it, because they show what the
+model has learned and a number does not.
 """
 
 import time
@@ -45,14 +45,12 @@ _OF_REQUEST = (
 
 
 def run_demo(config: QeRLConfig, console: Console) -> int:
-    """Train as the settings say, and print the accuracy on `eval_samples` held-out problems before and after.
+    """The exit status of a demo, which prints the accuracy on `eval_samples` held-out problems before and
+    after training.
 
     Args:
         config: Settings of the run. Model, output folder and, on a GPU, microbatches are replaced.
-        console: Where progress and results are shown.
-
-    Returns:
-        The exit status.
+        console: Shows progress and results.
     """
     start = time.perf_counter()
     config = changed(config, {
@@ -109,12 +107,12 @@ def _free(folder: Path) -> Path:
 
 
 def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalResult:
-    """The score on `eval_samples` held-out problems; of conversations the first ones are printed.
+    """The score on `eval_samples` held-out problems; the first conversations, if any, are printed.
 
     Args:
         config: Settings of the run.
-        adapter: The adapter that was trained; None for the untrained model.
-        console: Where progress, conversations and the result go.
+        adapter: The trained adapter; None for the untrained model.
+        console: Shows progress, conversations and the result.
     """
     assert config.model is not None and config.task is not None
     own = {name: getattr(config, name) for name in _OF_SOURCE}
@@ -131,7 +129,7 @@ def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> Ev
 
 
 def conversation(question: str, messages: Sequence[Message]) -> str:
-    """A conversation as lines, each with who speaks."""
+    """A conversation as lines, each with its speaker."""
     said = [("problem", question)]
     said += [("model" if m["role"] == "assistant" else "environment", m["content"]) for m in messages]
     return "\n".join(f"{who:>12}  {' / '.join(text.split(chr(10)))}" for who, text in said) + "\n"

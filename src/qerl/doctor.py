@@ -1,9 +1,9 @@
-"""What this machine can run, what is fast there, and how to get what is missing.
+"""Capabilities and speed of this machine, and how to get what is missing.
 
 The doctor looks and does not try: it loads no model and compiles no kernel, so it answers in seconds and on a
-machine where something is broken; for the same reason what it needs of other modules is imported late. Each
-finding is a row with a state and, where something can be done, the command that does it. What it cannot know
-is said by the code that meets it: whether a model's shapes suit the GPU kernels, for example.
+machine where something is broken; for the same reason it imports other modules late. Each finding is a row
+with a state and, where something can be done, the command that does it. Whatever it cannot know, such as
+whether a model's shapes suit the GPU kernels, is an error of the code that meets it.
 """
 
 import os
@@ -38,11 +38,11 @@ class Row:
     """One finding.
 
     Attributes:
-        section: Heading it belongs to.
-        name: What was looked at.
+        section: Its heading.
+        name: The thing that was looked at.
         state: See `State`.
-        finding: What was found, in words.
-        remedy: What to do about it, empty where nothing is wanted or possible.
+        finding: In words.
+        remedy: A command or advice, empty where nothing is wanted or possible.
     """
 
     section: str
@@ -123,7 +123,7 @@ def _gpus() -> Iterator[Row]:
 
 
 def _required() -> Iterator[Row]:
-    """What this project requires, against what is installed."""
+    """Required packages against the installed ones."""
     section = "required packages"
     if _version("qerl") is None:
         finding = "runs from its sources without being installed"
@@ -150,7 +150,7 @@ def _required() -> Iterator[Row]:
 
 
 def _is_for(wanted: Requirement, extra: str) -> bool:
-    """Whether the extra asks for the package on this machine; an empty one is what every install takes."""
+    """True if the extra asks for the package on this machine; an empty one stands for every install."""
     return not extra if wanted.marker is None else wanted.marker.evaluate({"extra": extra})
 
 
@@ -237,7 +237,7 @@ def _rollout() -> Iterator[Row]:
 
 
 def _sandbox() -> Row:
-    """Where programs run that a reward judges."""
+    """The sandbox for programs that a reward judges."""
     if shutil.which("bwrap") is None:
         finding = "bubblewrap is not installed, and rewards run programs nowhere else"
         return Row("rewards", "programs", "missing", finding, sandbox.INSTALL)
@@ -248,7 +248,7 @@ def _sandbox() -> Row:
 
 
 def _demo_model() -> Row:
-    """Where `qerl demo` would take its model from, in the order in which `qerl.models.hub` looks."""
+    """The origin of the model of `qerl demo`, in the order in which `qerl.models.hub` looks."""
     section = "demo"
     try:
         from huggingface_hub import try_to_load_from_cache

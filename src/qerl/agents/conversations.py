@@ -189,7 +189,7 @@ class Conversations:
         return made[number]
 
     def _world(self, environment: Any) -> World:
-        if self._template is None or not self._others.take_turns:  # a call that nobody answers is text
+        if self._template is None or not self._others.take_turns:  # a call without an answer is text
             return SilentWorld(self._tokenizer)
         return world_of(self._template, self._others.tools, environment)
 

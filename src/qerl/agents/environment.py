@@ -80,7 +80,7 @@ def is_text(environment: Any) -> bool:
 
 
 def tool_names(environment: Any) -> list[str]:
-    """Names of an environment's tools: its class's public methods besides those that the loop calls."""
+    """Names of an environment's tools: its class's public methods that the loop does not call itself."""
     if is_text(environment):
         return []
     methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)

@@ -17,7 +17,7 @@ OPENS, CLOSES = "<think>", "</think>"
 """Of the families that think: Qwen3, DeepSeek-R1, SmolLM3 and what was made of them."""
 
 CLOSING = "\n</think>\n\n"
-"""What is written if nobody says otherwise: what Qwen3's template puts behind thoughts."""
+"""The default closing text: that of Qwen3's template."""
 
 _BLANK = 4
 """Tokens of white space between the one that opens a block and the turn, at most."""

@@ -69,7 +69,7 @@ class Beside:
     """
 
     def __init__(self, at_once: int = AT_ONCE, stuck: int = STUCK) -> None:
-        self._at_once, self._most_stuck = at_once, stuck
+        self._at_once, self._max_stuck = at_once, stuck
         self.slots = asyncio.Semaphore(at_once)
         self._turning: _LoopThread | None = None
         self._open: set[Future[Any]] = set()
@@ -185,8 +185,8 @@ class Beside:
 
     def _start_thread(self, function: Callable[[], Any]) -> "_CallThread":
         self._left = [thread for thread in self._left if thread.is_alive()]
-        if len(self._left) >= self._most_stuck:
-            raise RuntimeError(f"{self._most_stuck} calls hang, so no further one is made")
+        if len(self._left) >= self._max_stuck:
+            raise RuntimeError(f"{self._max_stuck} calls hang, so no further one is made")
         thread = _CallThread(function)
         thread.start()
         return thread

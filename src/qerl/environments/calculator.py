@@ -30,7 +30,7 @@ from qerl.errors import QeRLError
 LONGEST = 200
 """Characters that an expression may have."""
 
-_MOST_BITS = 256
+_MAX_BITS = 256
 """Size of numerators and denominators, in bits; about 77 digits."""
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
@@ -116,13 +116,13 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise QeRLError("The expression divides by zero; write another one.")
     bits = max(abs(base.numerator).bit_length(), base.denominator.bit_length()) - 1
-    if bits * abs(exponent) > _MOST_BITS or abs(exponent) > 2**16:  # a base of 1 has no bits to multiply
+    if bits * abs(exponent) > _MAX_BITS or abs(exponent) > 2**16:  # a base of 1 has no bits to multiply
         raise QeRLError("A power in the expression is too large; use a smaller exponent.")
     return _bounded(Fraction(base**exponent.numerator))
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if max(abs(value.numerator).bit_length(), value.denominator.bit_length()) > _MOST_BITS:
+    if max(abs(value.numerator).bit_length(), value.denominator.bit_length()) > _MAX_BITS:
         raise QeRLError("A number in the expression is too large; use smaller ones.")
     return value
 

@@ -142,7 +142,7 @@ def _scored(task: Task, rows: list[dict[str, Any]], found: list[Said]) -> list[R
 
 
 def _judge(accuracy: GuardedReward, row: dict[str, Any], text: str | list[Message]) -> tuple[bool, bool]:
-    """Whether a completion is right, and whether that could be judged within the time limit."""
+    """True if a completion is right, and True if it could be judged within the time limit."""
     columns = {name: [value] for name, value in row.items() if name != "prompt"}
     scores = accuracy([row["prompt"]], [text], **columns)
     return scores == [1.0], accuracy.last.failed == 0

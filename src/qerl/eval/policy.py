@@ -76,7 +76,7 @@ def _read_run(folder: Path, whole: bool) -> tuple[dict[str, Any], Path | None]:
         if settings is None:
             continue
         if whole and settings.get("tuning") != "full":
-            break  # not a run's: the file is somebody else's
+            break  # the file is not a run's
         path = place / CONFIG_FILE
         said = {name: FIELDS[name].default for name in _LEFT_OUT} | settings | read_policy(folder)
         try:

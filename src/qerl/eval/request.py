@@ -84,8 +84,7 @@ class Request:
 
     @property
     def ends(self) -> dict[str, Any]:
-        """The settings that end or interrupt completions beside stop tokens; without those that are not
-        set."""
+        """The settings that end or interrupt completions beside stop tokens, as far as they are set."""
         thinking = () if self.thinking_budget is None else ("thinking_budget", "thinking_end")
         return {name: value for name in ("stop_strings", *thinking) if (value := getattr(self, name))}
 

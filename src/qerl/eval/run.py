@@ -114,7 +114,7 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
     choices = choices_of(source)
     asked, params = _sampled(request, choices)
     spec, options = _task(request, choices)
-    get_task(spec, **options)  # a wrong name is said before a model is looked for
+    get_task(spec, **options)  # a wrong name is an error before a model is looked for
     loading = decide(source, choices)
     turns = _turns(request, choices, spec)
     _say(choices, params, loading, console)

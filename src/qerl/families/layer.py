@@ -64,7 +64,7 @@ class Attention:
 
     Attributes:
         qkv_bias, o_bias: Which projections have a bias.
-        qk_norm: Whether heads of queries and keys are normalised.
+        qk_norm: True if heads of queries and keys are normalised.
     """
 
     heads: int

@@ -26,7 +26,7 @@ class Sizes:
     Attributes:
         runs: Its layers, in order.
         positions: Longest sequence.
-        tied: Whether the output head is the embedding.
+        tied: True if the output head is the embedding.
     """
 
     vocabulary: int

@@ -149,9 +149,9 @@ def _rtn_scales(blocks: torch.Tensor, global_scale: torch.Tensor | None, format:
     if global_scale is None:
         return _e8m0_scales(block_amax)
     # A tensor, because CUDA divides by a Python number as a product with its reciprocal: one bit off.
-    most = block_amax.new_tensor(E2M1_MAX)
+    largest = block_amax.new_tensor(E2M1_MAX)
     # No block exceeds amax, so this is at most 448 and a rounding error, which E4M3 rounds to 448.
-    scales = (global_scale * (block_amax / most)).to(format.scale_dtype)
+    scales = (global_scale * (block_amax / largest)).to(format.scale_dtype)
     # Zero is tested after rounding: a block 2^-20 times smaller than the matrix's maximum rounds away too.
     return torch.where(scales.float() == 0, _ZERO_BLOCK_SCALE, scales.float()).to(format.scale_dtype)
 

@@ -119,7 +119,7 @@ class Work:
         """Tokens of all passes of an optimizer step, at least: prompts in each pass that computes them."""
         if self.tokens_per_forward is None:
             return self.microbatches * self.tokens_of(self.microbatch)
-        divided = max(0, self.passes - -(-self._samples // self.group))  # at least so many groups
+        divided = max(0, self.passes - -(-self._samples // self.group))  # at least this many groups
         return self.tokens_of(self._samples) + divided * (self.prompt_tokens - 1)
 
     @property

@@ -34,7 +34,7 @@ UNCOMPARED = ("output_dir", "run_name", "logging_dir")
 """Settings that say where a run is kept and not what it does."""
 
 COMPLETIONS = 6
-"""Steps of a run of which completions are shown, where nobody says how many."""
+"""Default number of steps of a run whose completions are shown."""
 
 Curves = dict[Metric, list[Curve]]
 """For each metric that occurs the curves of the runs that have it."""

@@ -48,10 +48,10 @@ Reply:
 How good is the reply, from 0 (wrong or useless) to 10 (right and clear)? Give your reasons in a few
 sentences and end with a line of the form "Score: 7".
 """
-"""What the judge is asked where nobody says otherwise."""
+"""The default request to the judge."""
 
 SCORE = r"[Ss]core:[^\w.+\u2212-]*([+\u2212-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)"
-"""Where its score is looked for: a number with its sign and exponent, behind nothing but signs of markup."""
+"""The default pattern of its score: a signed number with exponent, behind nothing but signs of markup."""
 
 _PLACES = re.compile(r"\{(prompt|completion|answer)\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

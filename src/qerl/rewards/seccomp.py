@@ -10,8 +10,8 @@ pipes are part of no address space, and the buffers of sockets and pipes can be 
 processes, or open parts of the kernel that programs seldom touch: namespaces, mounts, tracing, keys, BPF,
 performance counters, modules, clocks.
 
-Sockets are those of this machine and of the Internet protocols; the sandbox has a network of its own, with
-nobody in it. Other families, such as that of virtual machines and their hosts (AF_VSOCK), know no network
+Sockets are those of this machine and of the Internet protocols; the sandbox has a network of its own, without
+any other host. Other families, such as that of virtual machines and their hosts (AF_VSOCK), know no network
 namespaces, and do not exist.
 """
 

@@ -44,7 +44,7 @@ _RIGHT = 1 - 1e-6
 """Scores above this are the full one; some are sums of parts."""
 
 _DRAWS_PER_PROBLEM = 20
-"""So many problems are asked for at most, for each that is wanted; generators repeat themselves."""
+"""Largest number of drawn problems for each wanted one; generators repeat themselves."""
 
 
 class ReasoningGym(DrawnTask):
@@ -69,10 +69,10 @@ class ReasoningGym(DrawnTask):
     ) -> None:
         super().__init__(f"reasoning_gym:{generator}", get_format("tags"), seed, train_size, test_size)
         self.generator = generator
-        most = _DRAWS_PER_PROBLEM * (train_size + test_size)
+        maximum = _DRAWS_PER_PROBLEM * (train_size + test_size)
         # Generators add a problem's number to their seed, so near seeds would draw the same problems.
         apart = derive_seed("reasoning gym", seed) % 2**32
-        self._problems = _make(generator, {"size": most, "seed": apart, **difficulty})
+        self._problems = _make(generator, {"size": maximum, "seed": apart, **difficulty})
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
