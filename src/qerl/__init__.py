@@ -45,7 +45,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module when it is first asked for."""
+    """A public name, imported from its module when it is first asked for."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
@@ -54,5 +54,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Names of the module, those that are not loaded yet among them."""
+    """Names of the module, including those that are not loaded yet."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Files and folders that are there as a whole or not at all, and what the disk refuses as one sentence.
+"""Files and folders that appear as a whole or not at all, and refusals of the disk as one sentence.
 
 They are written aside, then renamed. Given up: flushing to the disk. A process that is killed loses nothing
 by that; a power failure may.
@@ -16,11 +16,11 @@ from qerl.errors import QeRLError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file or replace it; whoever reads it finds the old content or the new one.
+    """Write a file or replace it; a reader finds the old content or the new one.
 
     Args:
         path: The file; its folder exists.
-        content: What it is to hold, text as UTF-8.
+        content: Text (as UTF-8) or bytes.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -32,11 +32,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def writing(what: str, advice: str = "choose another --out") -> Iterator[None]:
-    """A block in which what the disk refuses becomes one sentence.
+    """A block in which a refusal of the disk becomes one sentence.
 
     Args:
-        what: The beginning of the sentence, which says what cannot be written where.
-        advice: What the user can do.
+        what: The beginning of the sentence: which file cannot be written, and where.
+        advice: The end of the sentence.
 
     Raises:
         QeRLError: The disk refused.
@@ -56,7 +56,7 @@ def new_folder(target: Path, locked: bool = False) -> Iterator[Path]:
 
     Args:
         target: Does not exist.
-        locked: Whether nobody else can be writing it, so that what was left behind is deleted.
+        locked: True if no other process can be writing it, so that an old sibling is deleted.
 
     Raises:
         FileExistsError: The sibling exists: ``target`` is being written, or was when a process was killed.

@@ -3,8 +3,8 @@
 A checkpoint is written into a folder aside and renamed once every process has written its part, so whatever
 ends a run in the middle of saving, each `checkpoint-N` is whole and none was given up for one that is not.
 Its last file lists all others with their sizes: one that a copy, a full disk or a power failure has cut short
-is found before anything is loaded, and the one before it is named. The settings lie beside it, because a
-resume is checked against them.
+is found before anything is loaded, and the error names the checkpoint before it. The settings lie beside it,
+because a resume is checked against them.
 
 Given up: flushing to the disk. A process that is killed loses nothing by that; after a power failure the
 sizes tell.
@@ -21,13 +21,13 @@ from qerl.run_folder import CONFIG_FILE, MANIFEST_FILE, checkpoint_step, checkpo
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint, as it states them itself.
+    """A checkpoint's own list of its contents.
 
     Attributes:
         step: Optimizer steps done.
         processes: Processes of the run that saved it.
         files: Sizes in bytes by path within the folder.
-        device: What its first process computed on (`qerl.kernels.device.device_words`); None: not known.
+        device: Of its first process (`qerl.kernels.device.device_words`); None: not known.
     """
 
     step: int
@@ -37,7 +37,7 @@ class Manifest:
 
 
 def clear(folder: Path) -> None:
-    """Make an empty folder, whatever an earlier attempt has left there."""
+    """Make an empty folder, without the remains of an earlier attempt."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
@@ -49,11 +49,11 @@ def publish(
 
     Args:
         part: Folder in `UNFINISHED`, which every process has finished writing.
-        checkpoint: Its name from then on; a damaged checkpoint of that name is replaced.
+        checkpoint: Its new name; a damaged checkpoint of that name is replaced.
         step: Optimizer steps done.
         processes: Processes of the run.
         settings: The run's settings as a recipe.
-        device: What this process computes on.
+        device: Of this process.
     """
     (part / CONFIG_FILE).write_text(settings, encoding="utf-8")
     files = {

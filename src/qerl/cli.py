@@ -17,20 +17,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from qerl import __version__
-from qerl.cli_results import add_bench, add_eval, add_generate, add_report, add_watch
+from qerl.cli_results import add_bench, add_eval, add_generate, add_report, add_watch, option
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
 from qerl.settings.words import add_command, positionals_first, split_fields, with_underscores
 from qerl.user_code import named_again
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS, ROUNDINGS
-
-if TYPE_CHECKING:
-    from qerl.settings.config import QeRLConfig
 
 # Commands in which `--field value` sets a field of QeRLConfig, and the flags and options there that are none.
 TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -46,13 +43,13 @@ console = Console(quiet=not is_first_process(), emoji=False)  # a path may have 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0 done, 1 what was planned does not fit, 2 a mistake the user can
+    """Entry point; returns the exit status: 0 done, 1 a plan that does not fit, 2 a mistake the user can
     mend, 130 interrupted."""
     return status_of(lambda: _run(with_underscores(sys.argv[1:] if argv is None else argv)))
 
 
 def status_of(command: Callable[[], int | None]) -> int:
-    """Exit status of a command; what the user can mend, and Ctrl-C, are told in a sentence on stderr."""
+    """Exit status of a command; mistakes the user can mend, and Ctrl-C, become a sentence on stderr."""
     _quiet_libraries()
     try:
         status = command() or 0
@@ -72,7 +69,8 @@ def status_of(command: Callable[[], int | None]) -> int:
 
 
 def _run(words: list[str]) -> int | None:
-    _refuse_nul(words)
+    if nul := next((word for word in words if "\0" in word), None):
+        raise QeRLError(f"{_shortened(repr(nul))} holds a NUL character, which no name or path has; mend it.")
     if words[:1] == ["study"]:
         raise QeRLError(
             "Studies lie in QeRL's repository and not in the package; in a clone, type `python -m lab study`."
@@ -107,14 +105,9 @@ _REMEDIES = {
 }
 
 
-def _refuse_nul(words: Sequence[str]) -> None:
-    bad = next((word for word in words if "\0" in word), None)
-    if bad is not None:
-        raise QeRLError(f"{_shortened(repr(bad))} holds a NUL character, which no name or path has; mend it.")
-
-
 def _say(message: str) -> int:
-    Console(stderr=True).print(f"[red]error:[/red] {_escape(message)}", highlight=False, soft_wrap=True)
+    escaped = message.replace("[", r"\[")
+    Console(stderr=True).print(f"[red]error:[/red] {escaped}", highlight=False, soft_wrap=True)
     return 2
 
 
@@ -124,7 +117,7 @@ def _shortened(name: Any) -> str:
 
 
 def _forget_output() -> None:
-    """What could not be printed is not tried again when Python ends, which would be a second error."""
+    """Drop the output that could not be printed, which would be a second error when Python ends."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         return
@@ -133,7 +126,7 @@ def _forget_output() -> None:
 
 
 def _quiet_libraries() -> None:
-    """Leave out what libraries say that nobody can act on."""
+    """Silence messages of libraries that no user can act on."""
     if not console.is_terminal:
         os.environ.setdefault("TQDM_DISABLE", "1")
     # A warning about a CPU kernel for NF4, which needs a GPU here.
@@ -148,12 +141,8 @@ def _quiet_libraries() -> None:
 
 
 def _print(text: str) -> None:
-    """Text as it stands, for a reader that may stop early, as `head` does: rich takes a closed pipe."""
+    """Print text as it stands, for a reader that may stop early, as `head` does: rich takes a closed pipe."""
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, end="")
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 class Command(argparse.ArgumentParser):
@@ -173,7 +162,7 @@ class Command(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Says of missing words where they may have gone."""
+        """Add to an error of missing words where they may have gone."""
         if self._greedy and message.startswith("the following arguments are required"):
             options = " and ".join(self._greedy)
             take = "takes" if len(self._greedy) == 1 else "take"
@@ -215,17 +204,10 @@ def _parser(word: str = "") -> argparse.ArgumentParser:
 def _add_train(commands: Any) -> None:
     text = "Train as recipes say; any field can be given as --FIELD VALUE."
     sub = add_command(commands, "train", _train, text)
-    sub.add_argument(
-        "recipes",
-        nargs="*",
-        metavar="RECIPE",
-        help="names (see `qerl recipes`) or paths of .yaml files, merged from left to right",
-    )
-    sub.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="check what can be checked without the model, and print the settings",
-    )
+    text = "names (see `qerl recipes`) or paths of .yaml files, merged from left to right"
+    sub.add_argument("recipes", nargs="*", metavar="RECIPE", help=text)
+    text = "check what can be checked without the model, and print the settings"
+    sub.add_argument("--dry_run", action="store_true", help=text)
 
 
 def _add_plan(commands: Any) -> None:
@@ -234,19 +216,15 @@ def _add_plan(commands: Any) -> None:
         "--FIELD VALUE."
     )
     sub = add_command(commands, "plan", _plan, text)
-    sub.add_argument(
-        "words", nargs="*", metavar="[MODEL] RECIPE",
-        help="recipes as for train; and the model where neither they nor --model name it, as a Hub id, a "
-        "local folder, or a shape such as 32b",
-    )  # fmt: skip
-    sub.add_argument("--gpu", default="80", metavar="GPU", help="GB, or a name such as rtx4090; default: 80")
-    sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default: 1")
-    sub.add_argument(
-        "--max_context", action="store_true", help="say the longest completion that fits as well"
+    text = (
+        "recipes as for train; and the model where neither they nor --model name it, as a Hub id, a local "
+        "folder, or a shape such as 32b"
     )
-    sub.add_argument(
-        "--adapters", metavar="N", help="plan for `qerl serve`, which keeps N adapters on the GPU"
-    )
+    sub.add_argument("words", nargs="*", metavar="[MODEL] RECIPE", help=text)
+    option(sub, "--gpu", "GPU", "GB, or a name such as rtx4090; default: 80", default="80")
+    option(sub, "--processes", "N", "GPUs, each with its process; default: 1", default="1")
+    sub.add_argument("--max_context", action="store_true", help="print the longest completion that fits, too")
+    option(sub, "--adapters", "N", "plan for `qerl serve`, which keeps N adapters on the GPU")
 
 
 def _add_demo(commands: Any) -> None:
@@ -269,9 +247,8 @@ def _add_quantize(commands: Any) -> None:
     sub.add_argument("model", metavar="MODEL", help="Hub id or local folder")
     sub.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
     sub.add_argument("--format", choices=PACKED_FORMATS, default=DEFAULT_FORMAT, help="default: %(default)s")
-    sub.add_argument(
-        "--rounding", choices=ROUNDINGS, default=DEFAULT_ROUNDING, help="default: %(default)s, least error"
-    )
+    text = "default: %(default)s, least error"
+    sub.add_argument("--rounding", choices=ROUNDINGS, default=DEFAULT_ROUNDING, help=text)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -284,16 +261,11 @@ def _values(fields: dict[str, str]) -> dict[str, Any]:
     return {name: parse_field(name, text) for name, text in fields.items()}
 
 
-def _load_config(recipes: list[str], fields: dict[str, str]) -> "QeRLConfig":
-    from qerl.settings.recipe import load_config
-
-    return load_config(recipes, _values(fields))
-
-
 def _train(args: argparse.Namespace) -> int:
-    config = _load_config(args.recipes, args.fields)
+    from qerl.settings.recipe import dump, load_config
+
+    config = load_config(args.recipes, _values(args.fields))
     if args.dry_run:
-        from qerl.settings.recipe import dump
         from qerl.trainer.preflight import preflight
         from qerl.trainer.resume.changes import resume_point
 
@@ -316,8 +288,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def eval_command(model: str, run: Path, tuning: str, trusts: bool = False, again: Sequence[str] = ()) -> str:
-    """The shell command that scores a finished run; the run itself says how it is to be scored, but for code
-    that is not QeRL's (``trusts``, ``again``), which is named in the command."""
+    """The shell command that scores a finished run. It names the run, which has the settings of its
+    scoring, and code that is not QeRL's (``trusts``, ``again``)."""
     policy = [str(run)] if tuning == "full" else [model, "--adapter", str(run)]
     trusted = ["--trust_remote_code", "true"] if trusts else []
     return shlex.join(["qerl", "eval", *policy, *trusted, *again, "--out", str(run / "eval")])
@@ -330,15 +302,8 @@ def _plan(args: argparse.Namespace) -> int:
 
     gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
     adapters = None if args.adapters is None else parse_value(args.adapters, "--adapters")
-    plan = plan_command(
-        *model_and_recipes(args.words),
-        _values(args.fields),
-        gpu,
-        console,
-        processes,
-        args.max_context,
-        adapters,
-    )
+    asked = *model_and_recipes(args.words), _values(args.fields)
+    plan = plan_command(*asked, gpu, console, processes, args.max_context, adapters)
     return 0 if fits(plan) else 1
 
 

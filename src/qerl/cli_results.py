@@ -1,4 +1,4 @@
-"""The commands that measure and show: bench a GPU; eval, generate, report and watch what a run has trained.
+"""The commands that measure and show: bench a GPU; eval, generate, report and watch a run's results.
 
 As in `qerl.cli`, each command is a function that describes its words beside one that runs it, which finds the
 console in its arguments.
@@ -6,6 +6,7 @@ console in its arguments.
 
 import argparse
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,142 +31,78 @@ def _bench(args: argparse.Namespace) -> None:
     measure_card(args.out, args.console, args.shape)
 
 
+def option(sub: Any, flag: str, metavar: str, text: str, kind: Any = str, **more: Any) -> None:
+    """Add an option with a value of this kind to a command; ``text`` is its help."""
+    sub.add_argument(flag, metavar=metavar, help=text, type=kind, **more)
+
+
 def add_eval(commands: Any) -> None:
     sub = add_command(commands, "eval", _eval, "Score a model, with or without an adapter.")
+    add, count, own = partial(option, sub), number_from(1), "default: the run's, for its own task"
     _add_model(sub)
-    sub.add_argument(
-        "--adapter", nargs="+", type=Path, metavar="DIR",
-        help="folder of a PEFT adapter; of several, each is scored and the best one named",
-    )  # fmt: skip
-    sub.add_argument(
-        "--suite", metavar="SUITE", help="several tasks with their average: math, arithmetic, or a .yaml file"
-    )
-    sub.add_argument("--task", help="gsm8k, math500, arithmetic, jsonl:PATH, ...; default: the run's")
-    sub.add_argument(
-        "--task_options",
-        metavar="YAML",
-        help="mapping, for example '{level: wp1}'; default: the run's, for its own task",
-    )
-    sub.add_argument(
-        "--environment",
-        metavar="NAME",
-        help="who answers the model: a name or PATH.py:Class; default: the run's, for its own task",
-    )
-    sub.add_argument(
-        "--max_tool_calling_iterations", type=number_from(1), metavar="N",
-        help="turns of the model that are answered; default: the run's, else as many as its tokens allow",
-    )  # fmt: skip
-    sub.add_argument(
-        "--environment_options", metavar="YAML", help="mapping; default: the run's, for its own task"
-    )
-    sub.add_argument(
-        "--tools", nargs="+", metavar="TOOL",
-        help="functions that the model may call; default: the run's, for its own task",
-    )  # fmt: skip
-    sub.add_argument(
-        "--samples",
-        type=number_from(1),
-        metavar="N",
-        help="samples per problem; default: 1, which decodes greedily",
-    )
-    sub.add_argument(
-        "--temperature", type=number_from(0, float), metavar="T", help="default: 0 for one sample, else 0.6"
-    )
-    sub.add_argument("--top_p", type=number_from(1e-6, float, 1), metavar="P", help="default: 0.95")
-    sub.add_argument(
-        "--max_tokens",
-        type=number_from(1),
-        metavar="N",
-        help="default: the run's max_completion_length, else 4096",
-    )
+    text = "folder of a PEFT adapter; of several, each is scored and the best one named"
+    add("--adapter", "DIR", text, Path, nargs="+")
+    add("--suite", "SUITE", "several tasks with their average: math, arithmetic, or a .yaml file")
+    add("--task", "TASK", "gsm8k, math500, arithmetic, jsonl:PATH, ...; default: the run's")
+    add("--task_options", "YAML", f"mapping, for example '{{level: wp1}}'; {own}")
+    add("--environment", "NAME", f"who answers the model: a name or PATH.py:Class; {own}")
+    text = "turns of the model that are answered; default: the run's, else as many as its tokens allow"
+    add("--max_tool_calling_iterations", "N", text, count)
+    add("--environment_options", "YAML", f"mapping; {own}")
+    add("--tools", "TOOL", f"functions that the model may call; {own}", nargs="+")
+    add("--samples", "N", "samples per problem; default: 1, which decodes greedily", count)
+    add("--temperature", "T", "default: 0 for one sample, else 0.6", number_from(0, float))
+    add("--top_p", "P", "default: 0.95", number_from(1e-6, float, 1))
+    add("--max_tokens", "N", "default: the run's max_completion_length, else 4096", count)
     _add_stops(sub)
-    sub.add_argument("--limit", type=number_from(1), metavar="N", help="problems to score; default: all")
-    sub.add_argument("--seed", type=number_from(0), metavar="N", help="default: 0")
-    sub.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for the result and the completions; one that was cut off goes on",
-    )
+    add("--limit", "N", "problems to score; default: all", count)
+    add("--seed", "N", "default: 0", number_from(0))
+    add("--out", "DIR", "folder for the result and the completions; one that was cut off goes on", Path)
 
 
 def add_generate(commands: Any) -> None:
     sub = add_command(commands, "generate", _generate, "Answer one prompt.")
+    add = partial(option, sub)
     _add_model(sub)
-    sub.add_argument("--adapter", type=Path, metavar="DIR", help="folder of a PEFT adapter")
+    add("--adapter", "DIR", "folder of a PEFT adapter", Path)
     sub.add_argument("prompt", metavar="PROMPT", help="the user's message")
-    sub.add_argument(
-        "--system", help='system message; default: the one of the run\'s task, else none; "" for none'
-    )
-    sub.add_argument(
-        "--max_tokens",
-        type=number_from(1),
-        metavar="N",
-        help="default: the run's max_completion_length, else 256",
-    )
+    add("--system", "TEXT", 'system message; default: that of the run\'s task, else none; "" for none')
+    add("--max_tokens", "N", "default: the run's max_completion_length, else 256", number_from(1))
     _add_stops(sub)
-    sub.add_argument(
-        "--temperature", type=number_from(0, float), default=0.0, metavar="T", help="default: 0, greedy"
-    )
-    sub.add_argument("--seed", type=number_from(0), default=0, metavar="N", help="default: %(default)s")
+    add("--temperature", "T", "default: 0, greedy", number_from(0, float), default=0.0)
+    add("--seed", "N", "default: %(default)s", number_from(0), default=0)
 
 
 def add_report(commands: Any) -> None:
-    sub = add_command(
-        commands, "report", _report, "One HTML page with curves and completions of several runs."
-    )
+    text = "One HTML page with curves and completions of several runs."
+    sub = add_command(commands, "report", _report, text)
     sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
-    sub.add_argument(
-        "--scores",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="DIR",
-        help="folders of evaluations (their --out) that lie outside the runs",
-    )
-    sub.add_argument(
-        "--completions", type=number_from(0), metavar="N",
-        help="steps of which completions are shown, of runs with log_completions; default: 6, 0 for none",
-    )  # fmt: skip
-    sub.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="page; default: %(default)s"
-    )
+    text = "folders of evaluations (their --out) that lie outside the runs"
+    option(sub, "--scores", "DIR", text, Path, nargs="+", default=[])
+    text = "steps of which completions are shown, of runs with log_completions; default: 6, 0 for none"
+    option(sub, "--completions", "N", text, number_from(0))
+    option(sub, "--out", "FILE", "page; default: %(default)s", Path, default=Path("report.html"))
 
 
 def _add_stops(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--stop_strings", nargs="+", metavar="TEXT",
-        help="texts that end a completion, which keeps them; default: the run's",
-    )  # fmt: skip
-    sub.add_argument(
-        "--thinking_budget", type=number_from(1), metavar="N",
-        help="tokens after which thoughts are closed; default: the run's, else none",
-    )  # fmt: skip
-    sub.add_argument("--thinking_end", metavar="TEXT", help="what closes them; default: the run's")
+    text = "texts that end a completion, which keeps them; default: the run's"
+    option(sub, "--stop_strings", "TEXT", text, nargs="+")
+    text = "tokens after which thoughts are closed; default: the run's, else none"
+    option(sub, "--thinking_budget", "N", text, number_from(1))
+    option(sub, "--thinking_end", "TEXT", "text that closes them; default: the run's")
 
 
 def _add_model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder or .gguf file")
-    sub.add_argument(
-        "--weights", choices=FORMATS, help=f"default: what the run trained on, else {DEFAULT_FORMAT}"
-    )
+    text = f"default: the format that the run trained on, else {DEFAULT_FORMAT}"
+    sub.add_argument("--weights", choices=FORMATS, help=text)
     sub.add_argument("--rounding", choices=ROUNDINGS, help=f"default: the run's, else {DEFAULT_ROUNDING}")
-    sub.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="of what is not quantised; default: the run's, else bfloat16 on a GPU and float32 on a CPU",
-    )
-    sub.add_argument(
-        "--chat_template_kwargs",
-        metavar="YAML",
-        help="mapping, for example '{enable_thinking: false}'; default: the run's",
-    )
-    sub.add_argument(
-        "--trust_remote_code",
-        choices=("true", "false"),
-        default="false",
-        help="whether Python code that comes with the model may run; never taken from a run",
-    )
+    text = "of what is not quantised; default: the run's, else bfloat16 on a GPU and float32 on a CPU"
+    sub.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help=text)
+    text = "mapping, for example '{enable_thinking: false}'; default: the run's"
+    option(sub, "--chat_template_kwargs", "YAML", text)
+    text = "whether Python code that comes with the model may run; never taken from a run"
+    sub.add_argument("--trust_remote_code", choices=("true", "false"), default="false", help=text)
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -194,15 +131,8 @@ def _generate(args: argparse.Namespace) -> None:
     from qerl.eval.request import Request
     from qerl.eval.run import answer
 
-    request = Request(
-        temperature=args.temperature,
-        top_p=1.0,
-        max_tokens=args.max_tokens,
-        stop_strings=args.stop_strings,
-        thinking_budget=args.thinking_budget,
-        thinking_end=args.thinking_end,
-        seed=args.seed,
-    )
+    names = ("temperature", "max_tokens", "stop_strings", "thinking_budget", "thinking_end", "seed")
+    request = Request(top_p=1.0, **{name: getattr(args, name) for name in names})
     print(answer(_source(args, args.adapter), args.prompt, request, args.console, args.system))
 
 

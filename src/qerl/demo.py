@@ -2,8 +2,8 @@
 
 The scores come from the same harness as `qerl eval`, on held-out problems, decoded greedily. The trained
 model is loaded afresh from the run folder, so the second score is that of the adapter on disk. With an
-environment the first conversations are printed, before training and after it, because what the model has
-learned is seen there and not in a number.
+environment the first conversations are printed, before training and after it, because they show what the
+model has learned and a number does not.
 """
 
 import time
@@ -36,16 +36,21 @@ from qerl.weight_formats import FORMATS
 _SHOWN = 3
 """Conversations that are printed."""
 
+_OF_SOURCE = ("weights", "rounding", "dtype", "chat_template_kwargs", "trust_remote_code")
+_OF_REQUEST = (
+    "task", "task_options", "environment", "environment_options", "max_tool_calling_iterations",
+    "stop_strings", "thinking_budget", "thinking_end",
+)  # fmt: skip
+"""Fields that mean the same in a run's settings and in an evaluation."""
+
 
 def run_demo(config: QeRLConfig, console: Console) -> int:
-    """Train as the settings say, and print the accuracy on `eval_samples` held-out problems before and after.
+    """The exit status of a demo, which prints the accuracy on `eval_samples` held-out problems before and
+    after training.
 
     Args:
         config: Settings of the run. Model, output folder and, on a GPU, microbatches are replaced.
-        console: Where progress and results are shown.
-
-    Returns:
-        The exit status.
+        console: Shows progress and results.
     """
     start = time.perf_counter()
     config = changed(config, {
@@ -102,36 +107,18 @@ def _free(folder: Path) -> Path:
 
 
 def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalResult:
-    """The score on `eval_samples` held-out problems; of conversations the first ones are printed.
+    """The score on `eval_samples` held-out problems; the first conversations, if any, are printed.
 
     Args:
         config: Settings of the run.
-        adapter: The adapter that was trained; None for the untrained model.
-        console: Where progress, conversations and the result go.
+        adapter: The trained adapter; None for the untrained model.
+        console: Shows progress, conversations and the result.
     """
     assert config.model is not None and config.task is not None
-    source = Source(
-        config.model,
-        adapter,
-        weights=config.weights,
-        rounding=config.rounding,
-        dtype=config.dtype,
-        chat_template_kwargs=config.chat_template_kwargs,
-        trust_remote_code=config.trust_remote_code,
-    )
-    request = Request(
-        task=config.task,
-        task_options=config.task_options,
-        environment=config.environment,
-        environment_options=config.environment_options,
-        max_tool_calling_iterations=config.max_tool_calling_iterations,
-        max_tokens=config.max_completion_length,
-        stop_strings=config.stop_strings,
-        thinking_budget=config.thinking_budget,
-        thinking_end=config.thinking_end,
-        limit=config.eval_samples,
-    )
-    job = prepare(source, request, Problems(), console)
+    own = {name: getattr(config, name) for name in _OF_SOURCE}
+    asked = {name: getattr(config, name) for name in _OF_REQUEST}
+    request = Request(max_tokens=config.max_completion_length, limit=config.eval_samples, **asked)
+    job = prepare(Source(config.model, adapter, **own), request, Problems(), console)
     record = Record(adapter / "eval" if adapter else None, job.settings)
     result = score(job, load(job.loading, console), record, console)
     if job.turns:
@@ -142,7 +129,7 @@ def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> Ev
 
 
 def conversation(question: str, messages: Sequence[Message]) -> str:
-    """A conversation as lines, each with who speaks."""
+    """A conversation as lines, each with its speaker."""
     said = [("problem", question)]
     said += [("model" if m["role"] == "assistant" else "environment", m["content"]) for m in messages]
     return "\n".join(f"{who:>12}  {' / '.join(text.split(chr(10)))}" for who, text in said) + "\n"

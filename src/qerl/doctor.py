@@ -1,9 +1,9 @@
-"""What this machine can run, what is fast there, and how to get what is missing.
+"""Capabilities and speed of this machine, and how to get what is missing.
 
 The doctor looks and does not try: it loads no model and compiles no kernel, so it answers in seconds and on a
-machine where something is broken; for the same reason what it needs of other modules is imported late. Each
-finding is a row with a state and, where something can be done, the command that does it. What it cannot know
-is said by the code that meets it: whether a model's shapes suit the GPU kernels, for example.
+machine where something is broken; for the same reason it imports other modules late. Each finding is a row
+with a state and, where something can be done, the command that does it. Whatever it cannot know, such as
+whether a model's shapes suit the GPU kernels, is an error of the code that meets it.
 """
 
 import os
@@ -30,13 +30,7 @@ from qerl.weight_formats import DEFAULT_FORMAT, FORMATS
 State = Literal["ok", "slow", "untested", "missing", "n/a"]
 """Works; works, but slower than elsewhere; may work; is wanted and not there; is of no use here."""
 
-_COLOURS: dict[State, str] = {
-    "ok": "green",
-    "slow": "yellow",
-    "untested": "yellow",
-    "missing": "red",
-    "n/a": "dim",
-}
+_COLOURS = {"ok": "green", "slow": "yellow", "untested": "yellow", "missing": "red", "n/a": "dim"}
 
 
 @dataclass(frozen=True)
@@ -44,11 +38,11 @@ class Row:
     """One finding.
 
     Attributes:
-        section: Heading it belongs to.
-        name: What was looked at.
+        section: Its heading.
+        name: The thing that was looked at.
         state: See `State`.
-        finding: What was found, in words.
-        remedy: What to do about it, empty where nothing is wanted or possible.
+        finding: In words.
+        remedy: A command or advice, empty where nothing is wanted or possible.
     """
 
     section: str
@@ -80,30 +74,19 @@ def print_doctor() -> None:
 
 def diagnose() -> list[Row]:
     """All findings, in the order in which they are shown."""
-    return [
-        *_machine(),
-        *_gpus(),
-        *_required(),
-        *_optional(),
-        *_weights(),
-        *_rollout(),
-        _sandbox(),
-        _demo_model(),
-    ]
+    several = (_machine, _gpus, _required, _optional, _weights, _rollout)
+    return [*(row for look in several for row in look()), _sandbox(), _demo_model()]
 
 
 def _machine() -> Iterator[Row]:
-    section = "machine"
-    yield Row(
-        section, "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    )
+    section, system = "machine", f"{platform.system()} {platform.machine()}"
+    yield Row(section, "python", "ok", f"{platform.python_version()} on {system}")
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     if torch.version.hip:
         build = f"ROCm {torch.version.hip}"
     yield Row(section, "torch", "ok", f"{torch.__version__}, built for {build}")
-    yield Row(
-        section, "cpu", "ok", f"{_cores()} cores for this process, {torch.get_num_threads()} torch threads"
-    )
+    threads = torch.get_num_threads()
+    yield Row(section, "cpu", "ok", f"{_cores()} cores for this process, {threads} torch threads")
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = group_limit()
     note = f", of which this container may use {limit / 2**30:.1f} GiB" if limit and limit < total else ""
@@ -123,41 +106,28 @@ def _gpus() -> Iterator[Row]:
             gpu = torch.cuda.get_device_properties(i)
             run = total_bytes(torch.device("cuda", i))
             less = f", of which a run takes {run / 2**30:.1f}" if run < gpu.total_memory else ""
-            yield Row(
-                section,
-                f"cuda:{i}",
-                "ok",
-                f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB{less}, "
-                f"compute capability {gpu.major}.{gpu.minor}, "
-                f"{gpu.multi_processor_count} multiprocessors",
+            finding = (
+                f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB{less}, compute capability "
+                f"{gpu.major}.{gpu.minor}, {gpu.multi_processor_count} multiprocessors"
             )
+            yield Row(section, f"cuda:{i}", "ok", finding)
     elif shutil.which("nvidia-smi") is None:
         yield Row(section, "cuda", "n/a", "no NVIDIA GPU; everything runs on the CPU")
     elif torch.version.cuda is None:
-        yield Row(
-            section,
-            "cuda",
-            "missing",
-            "there is a driver, but torch is a CPU build",
-            "pip install --force-reinstall torch",
-        )
+        finding = "there is a driver, but torch is a CPU build"
+        yield Row(section, "cuda", "missing", finding, "pip install --force-reinstall torch")
     else:
-        yield Row(
-            section,
-            "cuda",
-            "missing",
-            f"there is a driver, but torch finds no device for CUDA {torch.version.cuda}",
-            "see nvidia-smi for the driver's CUDA version; CUDA_VISIBLE_DEVICES may hide the devices",
-        )
+        finding = f"there is a driver, but torch finds no device for CUDA {torch.version.cuda}"
+        remedy = "see nvidia-smi for the driver's CUDA version; CUDA_VISIBLE_DEVICES may hide the devices"
+        yield Row(section, "cuda", "missing", finding, remedy)
 
 
 def _required() -> Iterator[Row]:
-    """What this project requires, against what is installed."""
+    """Required packages against the installed ones."""
     section = "required packages"
     if _version("qerl") is None:
-        yield Row(
-            section, "qerl", "missing", "runs from its sources without being installed", "pip install -e ."
-        )
+        finding = "runs from its sources without being installed"
+        yield Row(section, "qerl", "missing", finding, "pip install -e .")
         return
     asked = [Requirement(text) for text in metadata.requires("qerl") or []]
     newest = {wanted.name: wanted.specifier for wanted in asked if _is_for(wanted, TESTED)}
@@ -180,10 +150,8 @@ def _required() -> Iterator[Row]:
 
 
 def _is_for(wanted: Requirement, extra: str) -> bool:
-    """Whether the extra asks for the package on this machine; an empty one is what every install takes."""
-    if wanted.marker is None:
-        return not extra
-    return wanted.marker.evaluate({"extra": extra})
+    """True if the extra asks for the package on this machine; an empty one stands for every install."""
+    return not extra if wanted.marker is None else wanted.marker.evaluate({"extra": extra})
 
 
 def _without_ceiling(versions: SpecifierSet) -> SpecifierSet:
@@ -226,9 +194,8 @@ def _weights() -> Iterator[Row]:
             finding = f"needs a CUDA device; use {DEFAULT_FORMAT}, which runs anywhere"
             yield Row(section, name, "n/a", finding)
         elif format.package is not None and not needs.has_module(format.package):
-            yield Row(
-                section, name, "missing", f"needs {format.package}", needs.how_to_install(format.package)
-            )
+            remedy = needs.how_to_install(format.package)
+            yield Row(section, name, "missing", f"needs {format.package}", remedy)
         elif format.package is not None:
             yield Row(section, name, "ok", f"runs on the GPU through {format.package}")
         elif format.packed:
@@ -242,9 +209,8 @@ def _weights() -> Iterator[Row]:
 def _rollout() -> Iterator[Row]:
     section = "rollout"
     device = "GPU" if torch.cuda.is_available() else "CPU"
-    yield Row(
-        section, "portable engine", "slow", f"any causal language model of transformers, on the {device}"
-    )
+    finding = f"any causal language model of transformers, on the {device}"
+    yield Row(section, "portable engine", "slow", finding)
     if not torch.cuda.is_available():
         yield Row(section, "paged engine", "n/a", "it needs a CUDA device")
         return
@@ -271,7 +237,7 @@ def _rollout() -> Iterator[Row]:
 
 
 def _sandbox() -> Row:
-    """Where programs run that a reward judges."""
+    """The sandbox for programs that a reward judges."""
     if shutil.which("bwrap") is None:
         finding = "bubblewrap is not installed, and rewards run programs nowhere else"
         return Row("rewards", "programs", "missing", finding, sandbox.INSTALL)
@@ -282,7 +248,7 @@ def _sandbox() -> Row:
 
 
 def _demo_model() -> Row:
-    """Where `qerl demo` would take its model from, in the order in which `qerl.models.hub` looks."""
+    """The origin of the model of `qerl demo`, in the order in which `qerl.models.hub` looks."""
     section = "demo"
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -290,9 +256,8 @@ def _demo_model() -> Row:
         from qerl.models.hub import hub_answers
         from qerl.models.smollm2 import HUB_ID, PACKAGE
     except ImportError as error:
-        return Row(
-            section, "model", "missing", f"cannot be loaded: {error}", "see the required packages above"
-        )
+        finding = f"cannot be loaded: {error}"
+        return Row(section, "model", "missing", finding, "see the required packages above")
     name = HUB_ID.partition("/")[2]
     if hub_answers():
         return Row(section, name, "ok", "from the Hub, which answers")

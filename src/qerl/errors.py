@@ -1,18 +1,27 @@
 """The error a user can act on, and how the causes of errors are quoted."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class QeRLError(Exception):
     """One sentence for the user: what is wrong, where, and what to do.
 
-    The command line prints it without a traceback and exits with status 2. Anything else that is raised is a
-    defect and keeps its traceback.
+    The command line prints it without a traceback and exits with status 2. Any other exception is a defect
+    and keeps its traceback.
     """
 
 
 def first_line(error: BaseException) -> str:
     """The line of another library's message that a sentence of ours quotes, without its full stop.
 
-    That is the first line, or the one that torch writes about a tensor of another size below a heading.
+    That is the first line, or torch's line about a tensor of another size below a heading.
     """
     lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The known names nearest to an unknown one: `` (did you mean 'a' or 'b'?)``; empty if none is near."""
+    near = difflib.get_close_matches(name, [*known], n=2)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""

@@ -1,16 +1,16 @@
-"""How much of a GPU's memory a run takes for all that there is.
+"""The part of a GPU's memory that a run takes for all that there is.
 
 Everything that plans or reserves asks here and not the driver: the memory plan, the engine's keys and values,
 and, through a limit of torch's allocator, the update. Two things make it less than the driver says.
 
 `QERL_MEMORY_GB` treats a GPU as one with less memory: `QERL_MEMORY_GB=24` is a card that is sold with 24 GB,
-the one that `qerl plan --gpu 24` plans for. What other programs hold counts as on such a card.
+the one that `qerl plan --gpu 24` plans for. Memory of other programs counts as on such a card.
 
 Where CPU and GPU share their memory (DGX Spark, Jetson), the driver calls all of it the GPU's. There a
 program that takes it is not refused: the system begins to swap, kills processes or stands still. So a run
 takes three quarters, and the rest stays with the system, the page cache of checkpoints and Python's
-processes. The driver also calls memory used that files are only cached in; the system says how much it would
-give up.
+processes. The driver also calls memory used that only caches files; the system says how much it would give
+up.
 """
 
 from typing import Any
@@ -36,12 +36,12 @@ UNIFIED_SHARE = 0.75
 
 
 def usable_bytes(gigabytes: float) -> int:
-    """Bytes that a program can use of a GPU that is sold with so many GB."""
+    """Bytes that a program can use of a GPU sold with this many GB."""
     return max(0, round(gigabytes * 2**30 * USABLE) - DRIVER_BYTES)
 
 
 def limit_gb() -> float | None:
-    """What `QERL_MEMORY_GB` says; None where it is not set.
+    """The value of `QERL_MEMORY_GB`; None where it is not set.
 
     Raises:
         QeRLError: It is no amount of memory.
@@ -50,7 +50,7 @@ def limit_gb() -> float | None:
 
 
 def is_unified(device: torch.device) -> bool:
-    """Whether a device's memory is that of the CPU: of the CPU itself, and of a GPU that shares it."""
+    """True if a device's memory is that of the CPU: for the CPU itself, and for a GPU that shares it."""
     if device.type != "cuda":
         return True
     gpu: Any = torch.cuda.get_device_properties(device)
@@ -72,14 +72,14 @@ def total_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, freed: int = 0) -> int:
-    """Bytes of :func:`total_bytes` that nothing holds at the moment, or once so many more are freed."""
+    """Free bytes of :func:`total_bytes`, at the moment or once ``freed`` more are freed."""
     gpu: Any = torch.cuda.get_device_properties(device)
     free = available_bytes() if gpu.is_integrated else torch.cuda.mem_get_info(device)[0]
     return max(0, free + freed - (gpu.total_memory - total_bytes(device)))
 
 
 def keep_within_limit(device: torch.device) -> None:
-    """Let torch's allocator have what :func:`total_bytes` leaves beside all that does not pass through it.
+    """Let torch's allocator have the rest of :func:`total_bytes` beside all that does not pass through it.
 
     That is the context, captured graphs and the engine's keys and values, so this is called again whenever
     their memory has come or gone. Without a limit torch is left as it is.

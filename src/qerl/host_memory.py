@@ -1,4 +1,4 @@
-"""How much of the CPU's memory a run may take, for inputs of layers that wait there.
+"""The part of the CPU's memory that a run may take, for inputs of layers that wait there.
 
 Linux says how much it could give without swapping, and a container or a job of a cluster may have a limit of
 its own, which that figure does not show: the control groups of this process say it. Neither shows what a
@@ -28,11 +28,8 @@ _FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_byte
 
 
 def gigabytes(variable: str, wanted: str) -> float | None:
-    """What an environment variable says; None where it is not set.
-
-    Args:
-        variable: Its name.
-        wanted: What it should say, with an example.
+    """The value of an environment variable; None where it is not set. ``wanted`` describes it, with an
+    example.
 
     Raises:
         QeRLError: It is no amount of memory.
@@ -50,7 +47,7 @@ def gigabytes(variable: str, wanted: str) -> float | None:
 
 
 def host_gb() -> float | None:
-    """What `QERL_HOST_GB` says; None where it is not set.
+    """The value of `QERL_HOST_GB`; None where it is not set.
 
     Raises:
         QeRLError: It is no amount of memory.
@@ -62,7 +59,7 @@ def asked_bytes(processes: int) -> int | None:
     """Bytes that `QERL_HOST_GB` gives each process of a run; None where it is not set.
 
     Args:
-        processes: Processes of the run, all on this machine unless torchrun says how many are.
+        processes: Of the run, all on this machine unless torchrun says how many are.
 
     Raises:
         QeRLError: `QERL_HOST_GB` is no amount of memory.
@@ -73,9 +70,6 @@ def asked_bytes(processes: int) -> int | None:
 
 def host_bytes(processes: int) -> int | None:
     """Bytes of the CPU's memory that each process of a run may take; None where nothing says how many.
-
-    Args:
-        processes: As of :func:`asked_bytes`.
 
     Raises:
         QeRLError: `QERL_HOST_GB` is no amount of memory.
@@ -104,10 +98,10 @@ def _share(total: int, processes: int) -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes of each control group that this process is in and that has a limit.
+    """Limit and use in bytes of each limited control group of this process.
 
-    What files are cached in counts as unused as far as it is the first to go, because a group that needs
-    memory drops that.
+    Cached files count as unused as far as they are the first to go, because a group that needs memory drops
+    them.
     """
     for folder, (limit, usage) in _own_groups():
         try:

@@ -1,12 +1,12 @@
-"""Which of a run's processes speaks.
+"""The process of a run that logs.
 
-What all processes of a run find alike is said once, by the first. torchrun tells each its number before any
-of them has joined the others, so it is known from the first line on and without torch.
+Messages that all processes of a run would log are logged once, by the first. torchrun tells each its number
+before any of them has joined the others, so it is known from the first line on and without torch.
 """
 
 import os
 
 
 def is_first_process() -> bool:
-    """Whether this process says what all of them find: the only one, or that of rank 0."""
+    """True in the only process, or that of rank 0."""
     return os.environ.get("RANK", "0") == "0"

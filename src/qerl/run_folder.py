@@ -60,7 +60,7 @@ _TABLE = re.compile(r"(?:(.+)_)?completions_(\d+)\.parquet")
 
 
 def checkpoint_step(folder: Path) -> int | None:
-    """Steps that a checkpoint's name states, None for a folder of another name."""
+    """Steps in a checkpoint's name, None for a folder of another name."""
     match = _CHECKPOINT.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -78,13 +78,13 @@ def last_checkpoint(run: Path) -> Path | None:
 
 
 def policy_folders(run: Path) -> tuple[Path, ...]:
-    """Folders in which the settings of the run that saved a policy may lie: beside it, or for a checkpoint
-    one folder up."""
+    """Folders that may hold the settings of the run that saved a policy: its own, and for a checkpoint the
+    one above."""
     return (run,) if checkpoint_step(run) is None else (run, run.absolute().parent)
 
 
 def path_labels(folders: Sequence[Path], what: str) -> list[str]:
-    """The shortest ends of the folders' paths that tell them apart; ``what`` they are called in an error.
+    """The shortest ends of the folders' paths that tell them apart; ``what`` names them in an error.
 
     Raises:
         QeRLError: A folder is given twice.
@@ -101,7 +101,7 @@ def path_labels(folders: Sequence[Path], what: str) -> list[str]:
 
 
 def table_path(run: Path, step: int, evaluation: str = "") -> Path:
-    """Where the table of completions of a step lies, as TRL names it; an evaluation's has its prefix."""
+    """The table of completions of a step, as TRL names it; an evaluation's has its prefix."""
     name = f"completions_{step:05d}.parquet"
     return run / COMPLETIONS_FOLDER / (f"{evaluation}_{name}" if evaluation else name)
 
@@ -120,9 +120,6 @@ def table_paths(run: Path) -> dict[str, dict[int, Path]]:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Metrics of a run, in the order in which they were logged.
-
-    Args:
-        run: Run folder.
 
     Returns:
         One dict per log call with "step" and the keys that were logged; empty before the first one.
@@ -215,11 +212,7 @@ Result = TypeVar("Result")
 
 
 def read_result(folder: Path, kind: type[Result]) -> Result:
-    """The result of the evaluation in a folder.
-
-    Args:
-        folder: Where its result.json lies.
-        kind: A dataclass with those of its fields that are wanted.
+    """The result of the evaluation in a folder, as a dataclass ``kind`` with some of its fields.
 
     Raises:
         QeRLError: The file cannot be read, or lacks one of the fields.
@@ -236,7 +229,7 @@ def read_result(folder: Path, kind: type[Result]) -> Result:
 
 
 def read_policy(folder: Path) -> dict[str, Any]:
-    """What policy.json beside saved weights says, nothing where there is none.
+    """The content of policy.json beside saved weights, empty where there is none.
 
     Raises:
         QeRLError: The file cannot be read.

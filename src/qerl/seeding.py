@@ -2,7 +2,7 @@
 
 Every draw in this project (noise, sampling, replacement prompts) is keyed by its coordinates: (seed, step,
 layer) or (seed, step, prompt, sample). No stream is consumed, so evaluation, another number of processes, or
-a resume from a checkpoint cannot shift what follows.
+a resume from a checkpoint cannot shift later draws.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ def derive_seed(*coordinates: int | str) -> int:
     """63-bit seed for a generator, a hash of the coordinates.
 
     Args:
-        coordinates: What the draw is for, outermost first, for example ``("noise", seed, step, layer)``.
+        coordinates: Outermost first, for example ``("noise", seed, step, layer)``.
     """
     text = "\x1f".join(f"{type(c).__name__}:{c}" for c in coordinates)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -30,7 +30,7 @@ def generator(*coordinates: int | str) -> torch.Generator:
 
 
 def problem_key(row: Mapping[str, Any]) -> str:
-    """What tells a problem from others, wherever it stands: a digest of all its columns."""
+    """Stable key of a data set's row: a hash of all its columns."""
     text = json.dumps(row, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -51,12 +51,8 @@ class ProblemSeeds:
         self._met: Counter[str] = Counter()
 
     def of(self, problems: Sequence[str], samples: int) -> list[int]:
-        """The seeds of further problems, the samples of a problem next to each other.
-
-        Args:
-            problems: Their keys (`problem_key`).
-            samples: Completions of each.
-        """
+        """The seeds of further problems, given by their keys (`problem_key`), the samples of a problem
+        next to each other."""
         seeds = []
         for problem in problems:
             copy = self._met[problem]

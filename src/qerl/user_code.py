@@ -3,8 +3,8 @@
 The name may be left out where the file has one such thing that is public.
 
 The file is run as a module with all the rights of this process. It is the user's own code, named in the
-user's own recipe or command. What the folder of a run names is neither, because a folder may be anybody's:
-there `foreign_code` finds such names, and they have to be named again.
+user's own recipe or command. Code named in the folder of a run is neither, because a folder may come from
+anywhere: there `foreign_code` finds such names, and the user has to name them again.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from qerl.errors import QeRLError, first_line
 
 
 def names_a_file(spec: str) -> bool:
-    """Whether a name is of the form ``PATH.py:NAME``."""
+    """True for a name of the form ``PATH.py:NAME``."""
     path, separator, _ = spec.rpartition(":")
     return bool(separator) and path.endswith(".py")
 
@@ -42,7 +42,7 @@ def foreign_code(value: Any) -> str | None:
 
 
 def named_again(settings: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that name what `qerl eval` does not take from the folder of a run."""
+    """The words of a command line for the names that `qerl eval` does not take from the folder of a run."""
     words: list[str] = []
     for name in _NAMING:
         value = settings.get(name)
@@ -60,13 +60,12 @@ def load_object(spec: str, what: str, kind: str = "function") -> Any:
     """The function or class that ``PATH.py:NAME`` names, or the only public one that ``PATH.py`` defines.
 
     Args:
-        spec: Where it is.
-        what: What it is for, such as ``reward``.
+        spec: Its name.
+        what: Its use, such as ``reward``.
         kind: ``function`` or ``class``.
 
     Raises:
-        QeRLError: The specification is malformed, the file is missing or fails to run, or it holds no such
-            thing.
+        QeRLError: The name is malformed, the file is missing or fails to run, or it holds no such thing.
     """
     if not names_a_file(spec) and not spec.endswith(".py"):
         form = "Class" if kind == "class" else "function"

@@ -21,13 +21,13 @@ def visible(text: str) -> str:
 
 
 def seen(text: str, characters: int) -> str:
-    """Text of a model as it is shown, at most so many characters of it."""
+    """Text of a model as it is shown, cut to a number of characters."""
     few = shortened(text, characters)  # first, as signs are looked for in what is shown alone
     return shortened(visible(few), characters)
 
 
 def shortened(text: str, characters: int) -> str:
-    """The first and the last part of a text that is longer, with a note of what is left out between them."""
+    """The first and the last part of a longer text, with a note of the characters left out between them."""
     if len(text) <= characters:
         return text
     head, tail = characters - characters // 2, characters // 2

@@ -24,22 +24,22 @@ DEFAULT_ROUNDING: Rounding = "mse"
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """What distinguishes one format of the linear layers from another.
+    """One format of the linear layers.
 
     Attributes:
         name: As written in recipes and on the command line.
-        summary: What it is, for help texts and for `qerl doctor`.
+        summary: For help texts and `qerl doctor`.
         element_bits: Bits per element, scales not counted.
         block_size: Consecutive elements along K that share a scale; None where there are no scales.
         scale_bytes: Bytes per block scale as the GPU holds it.
         matrix_scale_bytes: Bytes of the scale per matrix on top of the block scales.
         engine_format: Name of the format in which the paged engine holds it.
-        packed: Whether this package packs it itself (`qerl.fp4`): `qerl quantize` writes it and a rounding
+        packed: True if this package packs it itself (`qerl.fp4`): `qerl quantize` writes it and a rounding
             applies to it.
-        fused_update: Whether the update computes these layers and their adapters with its own fused products
+        fused_update: True if the update computes these layers and their adapters with its own fused products
             (`qerl.lora.product`) and not one by one with PEFT.
-        trains_in_full: Whether the weights themselves can be trained, and not only an adapter on top.
-        needs_cuda: Whether a CUDA device is needed to load it.
+        trains_in_full: True if the weights themselves can be trained, and not only an adapter on top.
+        needs_cuda: True if a CUDA device is needed to load it.
         package: Python package that it needs besides the required ones.
     """
 
@@ -68,7 +68,7 @@ class WeightFormat:
         return FORMATS[self.engine_format or self.name]
 
     def matrix_bytes(self, elements: int) -> int:
-        """Bytes of one matrix with so many elements."""
+        """Bytes of one matrix with this many elements."""
         return round(elements * self.bytes_per_element) + self.matrix_scale_bytes
 
 

@@ -1,6 +1,7 @@
 """Tools and environments of the user's own: how they are found, and what is refused in a sentence."""
 
 import functools
+from functools import partial
 
 import pytest
 
@@ -9,12 +10,12 @@ from qerl.agents.environment import (
     TextEnvironment,
     check_environment,
     is_text,
-    load_environment,
-    make_factory,
     tool_names,
 )
-from qerl.agents.tools import check_tool, load_tool
+from qerl.agents.tools import check_tool
+from qerl.environments.registry import get_environment, get_tool
 from qerl.errors import QeRLError
+from qerl.user_code import load_object
 
 FILE = '''
 def add(a: int, b: int) -> int:
@@ -70,8 +71,8 @@ class Echo:
 
 
 def test_tools_and_environments_are_loaded_from_a_file(file):
-    assert load_tool(f"{file}:add")(2, 3) == 5
-    factory = make_factory(load_environment(f"{file}:Counter"), {"start": 4})
+    assert get_tool(f"{file}:add")(2, 3) == 5
+    factory = get_environment(f"{file}:Counter", {"start": 4})
     environment = check_environment(factory)
     assert environment.reset() == "Count." and environment.up(2) == 6
     assert tool_names(environment) == ["up"]
@@ -154,18 +155,30 @@ def test_an_environment_without_an_other_side_is_refused(factory, said):
 
 def test_options_that_a_class_does_not_take_are_refused(file):
     with pytest.raises(QeRLError, match=r"environment_options do not fit Counter: .*'end'"):
-        make_factory(load_environment(f"{file}:Counter"), {"end": 4})
+        get_environment(f"{file}:Counter", {"end": 4})
+
+
+environment = partial(get_environment, options={})
+class_of = partial(load_object, what="environment", kind="class")
 
 
 @pytest.mark.parametrize(
     ("load", "name", "said"),
     [
-        (load_tool, "add", "Tool 'add' is not of the form PATH.py:function"),
-        (load_tool, "mine.py:ad", r"mine\.py has no function 'ad'; it has: add, untold"),
-        (load_tool, "mine.py:untold", "The tool untold cannot be shown"),
-        (load_tool, "none.py:ad", r"The tool file .*none\.py does not exist"),
-        (load_environment, "mine.py:add", r"mine\.py has no class 'add'; it has: Counter"),
-        (load_environment, "calc", "Environment 'calc' is not of the form PATH.py:Class"),
+        (partial(load_object, what="tool"), "add", "Tool 'add' is not of the form PATH.py:function"),
+        (get_tool, "mine.py:ad", r"mine\.py has no function 'ad'; it has: add, untold"),
+        (get_tool, "mine.py:untold", "The tool untold cannot be shown"),
+        (get_tool, "none.py:ad", r"The tool file .*none\.py does not exist"),
+        (
+            environment,
+            "mine.py:add",
+            r"mine\.py has no class 'add'; it has: Counter",
+        ),
+        (
+            class_of,
+            "calc",
+            "Environment 'calc' is not of the form PATH.py:Class",
+        ),
     ],
 )
 def test_what_a_file_does_not_hold_is_said(file, load, name, said):

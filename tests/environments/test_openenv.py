@@ -137,9 +137,9 @@ def server(game: str) -> Iterator[str]:
     import uvicorn
     from openenv.core.env_server import create_fastapi_app
 
-    from qerl.agents.environment import load_environment
+    from qerl.user_code import load_object
 
-    cls = load_environment(game.removeprefix("openenv:"))
+    cls = load_object(game.removeprefix("openenv:"), "environment", "class")
     module = __import__("sys").modules.get(cls.__module__)
     names = vars(module) if module else cls.step.__globals__
     app = create_fastapi_app(cls, names["Guess"], names["Seen"], max_concurrent_envs=2)

@@ -9,7 +9,7 @@ from rich.console import Console
 from qerl.errors import QeRLError
 from qerl.eval.evaluate import evaluate, held_out
 from qerl.eval.record import Record
-from qerl.eval.sampling import Conversations
+from qerl.eval.sampling import conversations_of
 from qerl.rollout.engine import SamplingParams
 from qerl.tasks import get_task
 from tests.support.agents import SayingEngine, call, tool_tokenizer
@@ -29,7 +29,7 @@ def task():
 def score(task, tokenizer, say, record=None, samples=1, max_tokens=200, **settings):
     engine = SayingEngine(tokenizer, say)
     params = SamplingParams(max_tokens=max_tokens, temperature=0, stop_token_ids=(tokenizer.eos_token_id,))
-    with Conversations(engine, tokenizer, {}, **(DEFAULTS | settings)) as conversations:
+    with conversations_of(tokenizer, {}, **(DEFAULTS | settings)) as conversations:
         return evaluate(
             engine, tokenizer, task, held_out(task), samples=samples, params=params, console=QUIET,
             record=record, conversations=conversations,

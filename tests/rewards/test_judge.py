@@ -189,7 +189,7 @@ def test_a_key_that_http_cannot_send_is_refused_when_the_judge_is_made(key, monk
 
 
 def test_a_reply_is_read_as_far_as_one_may_be_long(monkeypatch, caplog):
-    monkeypatch.setattr(module, "_MOST_BYTES", 2**20)
+    monkeypatch.setattr(module, "_MAX_BYTES", 2**20)
     with chat_server(lambda body: (200, b" " * 2**21)) as served:
         assert judged(Judge(served.url, "m"), "a") == [None]
         assert f"the judge at {served.url} answers more than 1 MiB" in caplog.text

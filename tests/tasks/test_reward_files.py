@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from qerl.errors import QeRLError
-from qerl.tasks.custom import load_reward
+from qerl.user_code import load_object
 
 REWARDS = """
 from math import isclose
@@ -23,7 +23,7 @@ limit = 3
 @pytest.mark.parametrize("name", [":brief", ""])
 def test_custom_reward_is_loaded_from_a_file(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
-    reward = load_reward(f"{tmp_path / 'mine.py'}{name}")
+    reward = load_object(f"{tmp_path / 'mine.py'}{name}", "reward")
     assert reward.__name__ == "brief"
     assert reward(prompts=["p"] * 2, completions=["ab", "abcd"], answer=["", ""]) == [0.5, 0.25]
 
@@ -49,4 +49,4 @@ def test_custom_reward_errors_say_what_to_mend(tmp_path: Path, spec: str, said: 
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "syntax.py").write_text("def brief(:\n")
     with pytest.raises(QeRLError, match=said):
-        load_reward(f"{tmp_path}/{spec}")
+        load_object(f"{tmp_path}/{spec}", "reward")

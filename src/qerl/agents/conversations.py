@@ -1,8 +1,8 @@
 """Conversations of the policy with tools and environments: who answers each row, and what comes of it.
 
-Training and evaluation both sample through here, so that a problem's environment is told its row, and what it
-answers becomes tokens, in one way. Environments are made when a call needs more of them at a time than there
-are, reset for each conversation, and kept for the next call; one in which a call still runs is given up.
+Training and evaluation both sample through here, so that a problem's environment is told its row, and its
+answers become tokens, in one way. Environments are made when a call needs more of them at a time than there
+are, reset for each conversation, and kept for the next call; one in which a call still runs is replaced.
 
 Legend: B rows of a call, the samples of a group side by side.
 """
@@ -42,12 +42,12 @@ NO_PROMPT: list[Message] = [{"role": "user", "content": ""}]
 
 @dataclass(frozen=True)
 class Others:
-    """Who answers the policy, checked; nobody by default.
+    """The tools and environments that answer the policy, checked; none by default.
 
     Attributes:
         tools: Functions that the model may call.
         factories: Of environments.
-        first: An environment of each, made for trial.
+        first: An environment of each factory, made for trial.
     """
 
     tools: list[Tool] = field(default_factory=list)
@@ -55,22 +55,22 @@ class Others:
     first: dict[str | None, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether there is anybody."""
+        """True if there are any."""
         return bool(self.tools or self.factories)
 
     @property
     def several(self) -> bool:
-        """Whether a column `environment` chooses among environments."""
+        """True if a column `environment` chooses among environments."""
         return bool(self.factories) and None not in self.factories
 
     @property
     def texts(self) -> bool:
-        """Whether environments answer texts; otherwise their methods are tools."""
+        """True if environments answer texts; otherwise their methods are tools."""
         return any(map(is_text, self.first.values()))
 
     @property
     def take_turns(self) -> bool:
-        """Whether anybody answers; an environment without tools only adds to the prompt."""
+        """True if the policy is answered; an environment without tools only adds to the prompt."""
         return bool(self.tools) or any(map(takes_turns, self.first.values()))
 
     @property
@@ -80,7 +80,7 @@ class Others:
 
 
 def check_others(tools: Any, environment_factory: Any) -> Others:
-    """Tools and environments as a user hands them in, checked; of each environment one is made for trial.
+    """The tools and environments of a user, checked; of each environment one is made for trial.
 
     Args:
         tools: A function, or several; None for none.
@@ -107,18 +107,17 @@ def check_others(tools: Any, environment_factory: Any) -> Others:
 
 
 class Conversations:
-    """The conversations of one policy; a context, at whose end calls and environments are let go of.
+    """The conversations of one policy; a context, at whose end calls and environments are closed.
 
     Args:
         tokenizer: Of the policy; with a chat template where there are others.
         template_kwargs: The template's own arguments.
-        others: Who answers; nobody, where there is only a budget of thinking.
+        others: Tools and environments; none, where there is only a budget of thinking.
         pool: Makes the calls.
         limits: Bounds of a conversation beside its tokens.
 
     Attributes:
-        has_others: Whether there is anybody.
-        take_turns: Whether anybody answers; an environment without tools only adds to the prompt.
+        has_others, take_turns: As `others`.
         environments: Those of the rows that were opened last; None where there are none.
 
     Raises:
@@ -150,10 +149,7 @@ class Conversations:
                     close()
 
     def open(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Message]]:
-        """Begin an episode for each row, and give its prompt with what its environment shows.
-
-        Args:
-            rows: Of the data set, one for each conversation.
+        """The prompt of each row with what its environment shows; each environment begins an episode.
 
         Raises:
             QeRLError: An environment cannot begin, or there is neither a prompt nor anything shown.
@@ -193,7 +189,7 @@ class Conversations:
         return made[number]
 
     def _world(self, environment: Any) -> World:
-        if self._template is None or not self._others.take_turns:  # a call that nobody answers is text
+        if self._template is None or not self._others.take_turns:  # a call without an answer is text
             return SilentWorld(self._tokenizer)
         return world_of(self._template, self._others.tools, environment)
 
@@ -207,19 +203,19 @@ class Conversations:
         self,
         engine: RolloutEngine,
         params: SamplingParams,
-        norm_offsets: NormOffsets,
+        norm_offsets: NormOffsets | None,
         prompt_ids: Sequence[Sequence[int]],
         samples: int,
         seeds: Sequence[int] | None = None,
     ) -> list[Trajectory]:
-        """What comes of the conversations, the samples of a prompt next to each other.
+        """One trajectory for each conversation, the samples of a prompt next to each other.
 
         Args:
             engine: Samples from the policy.
             params, norm_offsets: Of the session; a budget of thinking is among the stops.
             prompt_ids: Token ids of each prompt.
             samples: Conversations of each.
-            seeds: By which each is drawn; None draws them by ``params`` and their places.
+            seeds: One for each conversation; None derives them from ``params`` and the places.
         """
         if not self._others:
             self._worlds = [SilentWorld(self._tokenizer) for _ in range(len(prompt_ids) * samples)]
@@ -239,14 +235,14 @@ def rows_for(others: Others, dataset: Any, rows: int, max_steps: int) -> Any:
     """The data set; where an environment has the data, rows with empty prompts for it to fill.
 
     Args:
-        others: Who answers.
+        others: Tools and environments.
         dataset: What the user handed in, or None.
-        rows: How many rows one rollout takes.
+        rows: Number of rows in one rollout.
         max_steps: Length of the run, where it is set.
 
     Raises:
-        QeRLError: There is none and no single environment to have the data, the length of the run is not
-            known without one, its prompts are no messages, or a row names no environment that there is.
+        QeRLError: There is no data set and no single environment that has the data, the length of the run is
+            not known without one, its prompts are no messages, or a row names an unknown environment.
     """
     if dataset is None and others.factories:
         if others.several:

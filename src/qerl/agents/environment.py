@@ -1,4 +1,4 @@
-"""What an environment is: the other side of a trajectory, with a state of its own.
+"""Environments: the other side of a trajectory, with a state of its own.
 
 There are two kinds, told apart by one method.
 
@@ -7,15 +7,14 @@ There are two kinds, told apart by one method.
 - **A text environment** has ``respond``: it is given what the model wrote in a turn and answers in a user's
   turn, which works with any chat template. It has no tools.
 
-One that has neither is TRL's too: all it does is to add to the prompt, which is answered in one turn.
+One that has neither is TRL's too: it only adds to the prompt, which is answered in one turn.
 
-Both are made once for each sample of a rollout and reset before each episode. ``reset`` is given the columns
-of the row as keywords; a text that it returns is added to the row's prompt. ``get_reward``, where there is
-one, scores the episode, so that no reward function is needed.
+Environments are made once for each sample of a rollout and reset before each episode. ``reset`` is given the
+columns of the row as keywords; a text that it returns is added to the row's prompt. ``get_reward``, if there
+is one, scores the episode, so that no reward function is needed.
 
 The samples of a group are compared with each other, so ``reset`` and all answers have to follow from the row
-and from what the model wrote. An environment that draws a problem of its own at random gives each sample
-another one.
+and from what the model wrote. An environment that draws a problem at random gives each sample another one.
 """
 
 import functools
@@ -26,7 +25,6 @@ from typing import Any, Protocol, runtime_checkable
 from qerl.agents.text import whole
 from qerl.agents.tools import Tool, check_tool, tool_name
 from qerl.errors import QeRLError, first_line
-from qerl.user_code import load_object
 
 _NO_TOOLS = frozenset({"reset", "get_reward", "respond"})
 
@@ -42,7 +40,7 @@ class Environment(Protocol):
             row: The columns of the data set's row, the prompt among them.
 
         Returns:
-            What is added to the last message of the prompt; None for nothing.
+            A text for the end of the prompt's last message; None for nothing.
         """
 
 
@@ -51,10 +49,7 @@ class TextEnvironment(Environment, Protocol):
     """An environment that answers what the model wrote."""
 
     def respond(self, text: str) -> str | None:
-        """Answer a turn of the model.
-
-        Args:
-            text: What the model wrote in this turn, without special tokens.
+        """Answer a turn of the model, given as text without special tokens.
 
         Returns:
             The answer, which the model reads as a user's message; None ends the episode.
@@ -63,16 +58,6 @@ class TextEnvironment(Environment, Protocol):
 
 EnvironmentFactory = Callable[[], Any]
 """Makes an environment that has not been reset."""
-
-
-def load_environment(spec: str) -> type:
-    """The class that ``PATH.py:Class`` names.
-
-    Raises:
-        QeRLError: The specification is malformed, the file is missing or fails to run, or it has no such
-            class.
-    """
-    return load_object(spec, "environment", "class")
 
 
 def make_factory(environment: Callable[..., Any], options: Mapping[str, Any]) -> EnvironmentFactory:
@@ -90,12 +75,12 @@ def make_factory(environment: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def is_text(environment: Any) -> bool:
-    """Whether an environment, or its class, answers texts instead of having tools."""
+    """True if an environment, or its class, answers texts instead of having tools."""
     return callable(getattr(environment, "respond", None))
 
 
 def tool_names(environment: Any) -> list[str]:
-    """Names of an environment's tools: its class's public methods besides those that the loop calls."""
+    """Names of an environment's tools: its class's public methods that the loop does not call itself."""
     if is_text(environment):
         return []
     methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
@@ -103,10 +88,7 @@ def tool_names(environment: Any) -> list[str]:
 
 
 def check_environment(factory: EnvironmentFactory) -> Any:
-    """An environment made for trial, checked as far as can be seen without an episode.
-
-    Returns:
-        The environment.
+    """An environment made for trial, checked as far as possible without an episode.
 
     Raises:
         QeRLError: It cannot be made, has no `reset`, or a tool lacks its docstring or types.
@@ -137,7 +119,7 @@ def check_environment(factory: EnvironmentFactory) -> Any:
 
 
 def takes_turns(environment: Any) -> bool:
-    """Whether an environment has tools or answers texts; one that has neither can only add to the prompt."""
+    """True if an environment has tools or answers texts; otherwise it can only add to the prompt."""
     return is_text(environment) or bool(tool_names(environment))
 
 
@@ -146,7 +128,7 @@ def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:
 
     Args:
         tools: Functions, each checked.
-        environments: Whose methods are tools beside them; those of different environments never meet.
+        environments: Their methods are tools, too; those of different environments never meet.
 
     Raises:
         QeRLError: Two tools have one name.
@@ -163,7 +145,7 @@ def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:
 
 
 def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) -> str | None:
-    """What an environment shows at the beginning of an episode, as text that a tokenizer takes.
+    """The observation at the beginning of an episode, as text that a tokenizer takes.
 
     Args:
         name: Of the environment's class.
@@ -171,7 +153,7 @@ def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) 
         row: The columns of the data set's row.
 
     Raises:
-        QeRLError: `reset` raises something, ends the process, or returns something else than a text or None.
+        QeRLError: `reset` raises, ends the process, or returns something else than a text or None.
     """
     try:
         observation = reset(**row)

@@ -1,11 +1,11 @@
-"""Many trajectories at once, without a barrier: who is answered goes on while others still wait.
+"""Many trajectories at once, without a barrier: one that is answered goes on while others still wait.
 
 The engine decodes in this thread. As soon as a turn has ended, its calls are made in the pool, beside the
 decoding of the others; between two ends the answers that have come are written into their trajectories, which
 go on at once. Only when nothing is left to decode does the loop wait for answers.
 
-Nothing here raises for what a policy writes or a tool does: a row that has no room or no turns left, or whose
-call failed (where that ends it), ends with its reason.
+Nothing here raises for what a policy writes or a tool does: a trajectory that has no room or no turns left,
+or whose call failed (with ``tool_errors: end``), ends with its reason.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,14 @@ ToolErrors = Literal["text", "end"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a trajectory beside its tokens.
+    """Bounds of a trajectory beside its tokens.
 
     Attributes:
-        iterations: How often its calls are made at most; None for as often as its tokens allow.
-        tool_errors: Whether the policy reads the error of a call that failed (``text``), or its trajectory
-            ends (``end``).
-        thinking: What interrupts turns whose thoughts are too long, one of the session's stops; None for
-            nothing.
-        texts_end_turns: Whether a turn may have been ended without the template's stop token, which others
-            write then.
+        iterations: Largest number of turns whose calls are made; None for as many as its tokens allow.
+        tool_errors: The policy reads the error of a failed call (``text``), or its trajectory ends (``end``).
+        thinking: Interrupts turns whose thoughts are too long; one of the session's stops, or None.
+        texts_end_turns: True if a turn may have ended without the template's stop token, which is written
+            then.
     """
 
     iterations: int | None = None
@@ -50,7 +48,7 @@ def run_trajectories(
     limits: Limits,
     seeds: Sequence[int] | None = None,
 ) -> list[Trajectory]:
-    """Sample trajectories to their ends.
+    """The trajectories of some prompts, sampled to their ends, in the order of the worlds.
 
     Args:
         session: Of the engine; nothing else is started in it.
@@ -60,9 +58,6 @@ def run_trajectories(
         pool: Makes the calls.
         limits: Bounds.
         seeds: As in `Session.start`.
-
-    Returns:
-        The trajectories in the order of the worlds.
     """
     loop = _Loop(session, pool, limits)
     try:
@@ -122,7 +117,7 @@ class _Loop:
             self._pool.submit(ended.index, calls)
 
     def _see_thoughts(self, trajectory: Trajectory, before: Sequence[int]) -> None:
-        """Note whether the policy has closed thoughts of its own in the turn that has ended."""
+        """Note if the policy has closed its thoughts itself in the turn that has ended."""
         thinking = self._limits.thinking
         if thinking is None or trajectory.thoughts is not None:
             return

@@ -1,14 +1,14 @@
 """Calls of tools beside the decoding, each with a time limit, none of which can hold up a run.
 
 The calls of one turn run one after the other, since they act on the same environment; those of different
-trajectories at the same time (:mod:`qerl.calls.beside`). A tool that several trajectories share has to bear
-being called from several threads. A row whose call runs out of time gets an error at once, and what it called
-behind it in the same turn is not tried while that call may still run.
+trajectories at the same time (:mod:`qerl.calls.beside`), so a tool that several trajectories share must be
+safe to call from several threads. A call that runs out of time gives an error at once, and the calls behind
+it in the same turn are not tried while it may still run.
 
 Which rows decode together decides the last bits of their logits, so a run that is repeated or resumed has to
-answer the same turns at the same time. For tools that answer at once this is made so: whoever collects waits
-a moment for the turns that have just ended, and gets answers in the order in which they were asked for. A
-tool that was late once is not waited for again.
+answer the same turns at the same time. For tools that answer at once this is ensured: `collect` waits a
+moment for the turns that have just ended, and returns answers in the order of the calls. A tool that was late
+once is not waited for again.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ class Call:
     """A call to make.
 
     Attributes:
-        name: By which the model called it.
-        function: What to call; None where there is no such tool.
+        name: The name by which the model called it.
+        function: None where there is no such tool.
         arguments: By name.
-        error: Why there is nothing to call.
+        error: The reason why there is nothing to call.
     """
 
     name: str
@@ -46,13 +46,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a call.
+    """The result of a call.
 
     Attributes:
-        name: Of the call.
-        text: What it returned as text, cut to the limit, or the error; None where it returned None.
-        failed: Whether it raised, was unknown or ran out of time.
-        hangs: Whether it may still run.
+        text: The returned value as text, cut to the limit, or the error; None where it returned None.
+        failed: True if it raised, was unknown or ran out of time.
+        hangs: True if it may still run.
     """
 
     name: str
@@ -80,8 +79,8 @@ class ToolPool:
 
     Args:
         timeout: Seconds that a call may take.
-        output_limit: Characters of an answer; what is longer is cut.
-        beside: Where calls are made; None makes one.
+        output_limit: Characters of an answer; the rest is cut.
+        beside: Makes the calls; None makes one.
         patience: See `PATIENCE`.
     """
 
@@ -103,7 +102,7 @@ class ToolPool:
 
     @property
     def pending(self) -> int:
-        """Turns that have not been answered."""
+        """Number of turns that have not been answered."""
         return len(self._turns)
 
     def submit(self, key: int, calls: Sequence[Call]) -> None:
@@ -159,7 +158,7 @@ class ToolPool:
                     return
 
     async def _answer(self, call: Call) -> Answer:
-        """What comes of a call, and of making a text of what it returns."""
+        """The answer to a call, and to the attempt to make a text of its result."""
         function = call.function
         if function is None:
             return Answer(call.name, self._cut(_error(call.error)), failed=True)
@@ -201,5 +200,5 @@ class ToolPool:
 
 
 def _error(text: str) -> str:
-    """What the model reads of a failure."""
+    """The text that the model reads of a failure."""
     return str({"error": text})

@@ -1,14 +1,14 @@
-"""Turns as a chat template renders them: what the policy wrote as a message, what others say as tokens.
+"""Turns as a chat template renders them: the policy's text as a message, the others' messages as tokens.
 
-Tokens of the policy are never rendered again. What stands between one of its turns and the next, other
-people's messages with the template's own marks around them, is what the template writes of a short made-up
+Tokens of the policy are never rendered again. The tokens between one of its turns and the next, others'
+messages with the template's own marks around them, are what the template writes of a short made-up
 conversation with those messages at its end, less what it writes of the conversation without them. That needs
 a template that writes a message the same whatever follows; where a model's own does not, the version of it
 that TRL ships for training takes its place.
 
-Finding calls of tools in what the policy wrote is transformers' work, by a description of the template that
-the tokenizer has or TRL knows. TRL's functions for both are used as they are, so that a model trained here
-speaks as one trained there.
+transformers finds calls of tools in the policy's text, by a description of the template that the tokenizer
+has or TRL knows. TRL's functions for both are used as they are, so that a model trained here speaks as one
+trained there.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model that cannot be told of tools.
 
     Raises:
-        QeRLError: Its chat template does not write tools and calls, or how it writes calls is not known.
+        QeRLError: Its chat template writes no tools and calls, or the form of its calls is unknown.
     """
     name = tokenizer.name_or_path or "the tokenizer"
     if tokenizer.chat_template is None or not supports_tool_calling(tokenizer):
@@ -55,7 +55,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _describe(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the tokenizer know how its template writes calls, if TRL knows and it does not."""
+    """Give the tokenizer TRL's description of its calls, if it has none."""
     if not any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
         add_response_schema(tokenizer)
 
@@ -66,10 +66,10 @@ class TurnTemplate:
     Args:
         tokenizer: With a chat template.
         template_kwargs: The template's own arguments.
-        tools: Whether there are any; then the template must have them.
+        tools: True if there are any; then the template must have them.
 
     Attributes:
-        chat_template: What takes the place of the tokenizer's own template; None keeps that.
+        chat_template: Replaces the tokenizer's own template; None keeps that.
 
     Raises:
         QeRLError: As `check_template`, with tools; or no template is known that writes a turn alike whatever
@@ -95,7 +95,7 @@ class TurnTemplate:
             self.suffix_ids(_ANSWER)
 
     def _goes_on(self) -> bool:
-        """Whether a turn stands as it is when a user answers it."""
+        """True if a turn stays as it is when a user answers it."""
         try:
             self.suffix_ids(_ANSWER)
         except QeRLError:
@@ -107,18 +107,18 @@ class TurnTemplate:
         return self._ids(messages, add_generation_prompt=True, tools=list(tools) or None)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, without special tokens."""
+        """The policy's text, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def parse(
         self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Callable]
     ) -> Message:
-        """What the policy wrote as a message, its calls of tools under `tool_calls`.
+        """The policy's text as a message, its calls of tools under `tool_calls`.
 
         Args:
             token_ids: The turn.
             prefix_ids: All tokens before it.
-            tools: Those that the prompt told of.
+            tools: Those in the prompt.
         """
         try:
             ids, prefix = list(token_ids), list(prefix_ids)
@@ -130,9 +130,9 @@ class TurnTemplate:
         """Tokens between the end of the policy's turn and its next one: these messages, and its turn opened.
 
         Args:
-            messages: What others say.
-            last: The turn's last token, where it may be another than the template's, which then is written
-                as well; None where the policy always draws that.
+            messages: Of the others.
+            last: The turn's last token, where it may be another than the template's, which then is written as
+                well; None where the policy always draws the template's.
 
         Raises:
             QeRLError: The template writes the turn before them otherwise if they follow.

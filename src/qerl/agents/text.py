@@ -1,4 +1,4 @@
-"""Text that a tokenizer takes, whatever it was made of.
+"""Text that any tokenizer takes.
 
 JSON can name half of a character (``"\\ud800"``), and Python's text can hold it, but it cannot be written in
 UTF-8: tokenizers and files refuse it. A policy that samples JSON writes such a half now and then.

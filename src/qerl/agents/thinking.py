@@ -1,9 +1,9 @@
-"""A budget of thinking: a block of thoughts that is not closed in time is closed by others.
+"""A budget of thinking: a block of thoughts that is not closed in time is closed for the policy.
 
 A model that thinks writes its thoughts between two tokens of its own, ``<think>`` and ``</think>``. A turn in
-which that block is still open after so many drawn tokens is interrupted, the text that closes it is written,
-and the policy goes on within its limits. What was written is masked, as any text of others is: the loss
-trains the thoughts that were cut short and the answer that followed, never the closing itself.
+which that block is still open when the budget is spent is interrupted, the closing text is written, and the
+policy goes on within its limits. The closing is masked, as any text of others is: the loss trains the
+thoughts that were cut short and the answer that followed.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ OPENS, CLOSES = "<think>", "</think>"
 """Of the families that think: Qwen3, DeepSeek-R1, SmolLM3 and what was made of them."""
 
 CLOSING = "\n</think>\n\n"
-"""What is written if nobody says otherwise: what Qwen3's template puts behind thoughts."""
+"""The default closing text: that of Qwen3's template."""
 
 _BLANK = 4
 """Tokens of white space between the one that opens a block and the turn, at most."""
 
 
 class ThinkingBudget(Stop):
-    """Interrupts a turn whose thoughts are open after so many drawn tokens.
+    """Interrupts a turn whose thoughts are still open after a number of drawn tokens.
 
     Args:
         tokenizer: With a token that opens a block of thoughts and one that closes it.
-        tokens: How many a turn may have before its thoughts are closed.
-        closing: What closes them.
+        tokens: Tokens of a turn before its thoughts are closed.
+        closing: The closing text.
 
     Attributes:
-        closing_ids: The tokens of it.
+        closing_ids: Its tokens.
 
     Raises:
         QeRLError: The tokenizer has no such tokens, or ``closing`` does not close thoughts.
@@ -69,7 +69,7 @@ class ThinkingBudget(Stop):
         return place if self._is_open(before[-_BLANK - 1 :]) else None
 
     def closed_by_policy(self, before: Sequence[int], turn: Sequence[int], written: Sequence[int]) -> bool:
-        """Whether the policy itself has closed thoughts in a turn.
+        """True if the policy itself has closed thoughts in a turn.
 
         Args:
             before: All tokens before it.
@@ -84,7 +84,7 @@ class ThinkingBudget(Stop):
         return False
 
     def _is_open(self, token_ids: Sequence[int]) -> bool:
-        """Whether what stands before a turn ends with the opening of a block."""
+        """True if the tokens before a turn end with the opening of a block."""
         if self._opens not in token_ids:
             return False
         behind = token_ids[len(token_ids) - list(reversed(token_ids)).index(self._opens) :]

@@ -1,8 +1,7 @@
-"""Tools: Python functions that a model may call, and what must be known of one before it can.
+"""Tools: Python functions that a model may call, and their checks.
 
 The chat template shows a tool to the model by its JSON schema, which is read from the signature and the
-docstring in Google's style. A function that lacks either is refused here in a sentence, before a model is
-loaded.
+docstring in Google's style. A function that lacks either is refused before a model is loaded.
 """
 
 import functools
@@ -12,23 +11,13 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from qerl.errors import QeRLError, first_line
-from qerl.user_code import load_object
 
 Tool = Callable[..., Any]
 """A function or a coroutine function with types and a docstring that describes every argument."""
 
 
-def load_tool(spec: str) -> Tool:
-    """The tool that ``PATH.py:function`` names, checked.
-
-    Raises:
-        QeRLError: It cannot be loaded, or the model could not be told of it.
-    """
-    return check_tool(load_object(spec, "tool"))
-
-
 def check_tool(tool: Tool) -> Tool:
-    """The same tool, of which the model can be told.
+    """The same tool, which has all that the model is shown.
 
     Raises:
         QeRLError: It is not callable, or lacks a name, its docstring or the types of its arguments.

@@ -20,7 +20,7 @@ ThoughtsClosed = Literal["model", "budget"]
 
 @dataclass
 class Trajectory:
-    """What the policy wrote and what it was told, in order.
+    """The policy's turns and the others' answers, in order.
 
     Attributes:
         prompt_ids: Tokens before it.
@@ -28,13 +28,13 @@ class Trajectory:
         written: For each of them 1 if the policy drew it, 0 if others wrote it.
         logprobs: Natural log-probability of each token under the policy that drew it, 0.0 at those of others.
         entropies: Entropy in nats of the distribution that it was drawn from, 0.0 at those of others.
-        messages: Its turns and the answers to them.
-        turn_start: Tokens before the policy's turn at hand, or its last one.
-        turns: How often the policy wrote.
+        messages: The same as messages.
+        turn_start: Tokens before the policy's present or last turn.
+        turns: Number of the policy's turns.
         first: Tokens of its first turn.
         calls, failures: Calls of tools or of the environment, and how many of them failed.
         end: Why it ended; None while it goes on.
-        thoughts: Who closed thoughts in it, where there is a budget of thinking; None for nobody.
+        thoughts: Who closed its thoughts, where there is a budget of thinking; else None.
     """
 
     prompt_ids: Sequence[int]
@@ -53,7 +53,7 @@ class Trajectory:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended, as an engine says it of a completion."""
+        """The reason of its end, as an engine gives it for a completion."""
         return self.end if self.end in ("length", "error") else "stop"
 
     @property
@@ -76,13 +76,13 @@ class Trajectory:
             self.first = len(self.token_ids)
 
     def hear(self, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """Append what others wrote, as tokens and as messages; the policy's next turn begins."""
+        """Append the others' answer, as tokens and as messages; the policy's next turn begins."""
         self.insert(token_ids)
         self.messages += messages
         self.turn_start = len(self.token_ids)
 
     def insert(self, token_ids: Sequence[int]) -> None:
-        """Append what others wrote within a turn of the policy."""
+        """Append text of others within a turn of the policy."""
         self.token_ids += token_ids
         for column in (self.written, self.logprobs, self.entropies):
             column += [0] * len(token_ids)

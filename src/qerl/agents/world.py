@@ -1,8 +1,8 @@
-"""The other side of a trajectory: who answers the policy, and how what it wrote is understood.
+"""Environment adapters: who answers the policy in a trajectory, and how its text is understood.
 
-A world is that of one trajectory. The loop asks it three things, all in its own thread: what the policy's
-turn says and calls (`read`), what the answers say as messages (`reply`), and how they stand in tokens
-(`TurnTemplate`). The calls in between are made by the pool.
+A world belongs to one trajectory. The loop asks it for three things, all in its own thread: what the policy's
+turn says and calls (`read`), the answers as messages (`reply`), and their tokens (`TurnTemplate`). The calls
+in between are made by the pool.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from qerl.agents.trajectory import Message
 
 
 class World(ABC):
-    """Who answers the policy in one trajectory.
+    """Answers the policy in one trajectory.
 
     Args:
-        template: How turns are written.
-        environment: The environment of the trajectory, reset; None where there are tools alone.
+        template: Writes turns.
+        environment: Of the trajectory, reset; None where there are tools alone.
 
     Attributes:
-        hangs: A call is still running that will never be heard; its environment must not be used again.
-        hears_last_turn: Whether calls are made for the last turn that a limit of turns allows, though nothing
-            is answered: an environment of texts has to hear it, tools have no use without their answer.
+        hangs: True if a timed-out call still runs, so that its environment must not be used again.
+        hears_last_turn: True if calls are made for the last turn that a limit of turns allows, though nothing
+            is answered: a text environment must be given it, tools have no use without their answer.
     """
 
     hears_last_turn = False
@@ -41,7 +41,7 @@ class World(ABC):
 
     @abstractmethod
     def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> tuple[Message, list[Call]]:
-        """A turn of the policy as a message, and what it calls; nothing ends the trajectory.
+        """The policy's turn as a message, and its calls; none ends the trajectory.
 
         Args:
             token_ids: The turn.
@@ -50,11 +50,11 @@ class World(ABC):
 
     @abstractmethod
     def reply(self, answers: Sequence[Answer]) -> list[Message] | None:
-        """What the policy is told; None ends the trajectory."""
+        """The answers as messages to the policy; None ends the trajectory."""
 
 
 class ToolWorld(World):
-    """Tools, and the methods of an environment, called as the model's chat template says.
+    """Tools and the methods of an environment, called as the model's chat template says.
 
     Args:
         template, environment: As in `World`.
@@ -90,11 +90,7 @@ class ToolWorld(World):
 
 
 class SilentWorld(World):
-    """Nobody answers: a trajectory is one turn, in which thoughts may be closed.
-
-    Args:
-        tokenizer: Says what the policy wrote.
-    """
+    """No answers: a trajectory is one turn, in which thoughts may be closed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self.environment, self.hangs = tokenizer, None, False

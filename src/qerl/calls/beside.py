@@ -4,13 +4,13 @@ The loop runs in a thread of its own, so calls go on while this thread decodes. 
 its limit. A plain function runs in a thread of its own, which Python cannot end: the call fails at its limit,
 and :class:`TimeUp` is raised in the thread, which ends as soon as it is back in Python code.
 
-A coroutine that does not await holds up the loop and all calls on it. Whoever waits for calls therefore also
+A coroutine that does not await holds up the loop and all calls on it. Whatever waits for calls therefore also
 watches whether the loop turns (:meth:`Beside.watch`), and interrupts the step that holds it up.
 
-Given up: what hangs inside of C (a socket without a timeout, a long sleep) cannot be interrupted outside of
-the main thread, and is left behind until it returns. Threads that were left behind are counted, and where
-there are too many of them further calls fail at once. A loop that such a call holds up is left behind too:
-the calls on it are lost, and the next ones get a new loop, to which clients of the old one do not belong.
+Given up: a call that hangs inside of C (a socket without a timeout, a long sleep) cannot be interrupted
+outside of the main thread, and is left behind until it returns. Such threads are counted, and where there are
+too many of them further calls fail at once. A loop that such a call holds up is left behind too: the calls on
+it are lost, and the next ones get a new loop, to which clients of the old one do not belong.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ _HELD_GRACE_S = 1.0  # that a step of the loop has to end in, once it is interru
 
 
 class EndsProcess(BaseException):
-    """What a call raised to end the process (SystemExit, KeyboardInterrupt), which a loop would obey.
+    """Wraps SystemExit or KeyboardInterrupt raised by a call, which a loop would obey.
 
     Attributes:
-        cause: What was raised.
+        cause: The exception that was raised.
     """
 
     def __init__(self, cause: BaseException) -> None:
@@ -65,11 +65,11 @@ class Beside:
         at_once, stuck: See `AT_ONCE` and `STUCK`.
 
     Attributes:
-        slots: For callers that bound how many of their calls go on at once.
+        slots: Semaphore for callers that bound how many of their calls go on at once.
     """
 
     def __init__(self, at_once: int = AT_ONCE, stuck: int = STUCK) -> None:
-        self._at_once, self._most_stuck = at_once, stuck
+        self._at_once, self._max_stuck = at_once, stuck
         self.slots = asyncio.Semaphore(at_once)
         self._turning: _LoopThread | None = None
         self._open: set[Future[Any]] = set()
@@ -77,9 +77,9 @@ class Beside:
         self._turned, self._since, self._interrupted = threading.Event(), 0.0, False
 
     def start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
-        """Begin a coroutine, which may use :meth:`call`.
+        """The future of a coroutine, which begins now and may use :meth:`call`.
 
-        Its future is cancelled if its loop had to be left behind; to cancel it gives up its calls.
+        It is cancelled if its loop had to be left behind; cancelling it gives up its calls.
         """
         if self._turning is None:
             self._turning, self.slots = _LoopThread(), asyncio.Semaphore(self._at_once)
@@ -94,7 +94,7 @@ class Beside:
         return future
 
     def result(self, future: "Future[Result]", held_s: Callable[[], float]) -> Result:
-        """What came of a coroutine that was started, once it has ended.
+        """The result of a coroutine that was started, once it has ended.
 
         Args:
             future: Of :meth:`start`.
@@ -106,7 +106,7 @@ class Beside:
         return future.result()
 
     def watch(self, held_s: float) -> None:
-        """Interrupt a step of the loop that takes longer than so many seconds; called again and again.
+        """Interrupt a step of the loop that takes longer than ``held_s`` seconds; called again and again.
 
         If it does not end then, the loop is left behind.
         """
@@ -124,15 +124,15 @@ class Beside:
             self._leave_loop()
 
     async def call(self, function: Callable[[], Any], seconds: float | None) -> Any:
-        """What a function returns, or the coroutine that it makes; awaited in what :meth:`start` was given.
+        """The result of a function, or of the coroutine that it makes; awaited within :meth:`start`.
 
         Args:
             function: Plain, called in a thread, or a coroutine function (:func:`is_async`).
-            seconds: It may take; None for any.
+            seconds: Time limit; None for none.
 
         Raises:
             TimeoutError: Its time is up; StillRunsError if it has not ended yet, as plain functions have not.
-            EndsProcess: It raised what would end the process.
+            EndsProcess: It raised an exception that ends the process.
             RuntimeError: Too many calls hang for another thread.
         """
         try:
@@ -185,8 +185,8 @@ class Beside:
 
     def _start_thread(self, function: Callable[[], Any]) -> "_CallThread":
         self._left = [thread for thread in self._left if thread.is_alive()]
-        if len(self._left) >= self._most_stuck:
-            raise RuntimeError(f"{self._most_stuck} calls hang, so no further one is made")
+        if len(self._left) >= self._max_stuck:
+            raise RuntimeError(f"{self._max_stuck} calls hang, so no further one is made")
         thread = _CallThread(function)
         thread.start()
         return thread
@@ -200,11 +200,7 @@ class Beside:
 
 
 class _LoopThread(threading.Thread):
-    """The thread of an event loop, which turns until it is stopped, then cancels what is left.
-
-    Attributes:
-        loop: The loop.
-    """
+    """The thread of an event loop, which turns until it is stopped, then cancels what is left."""
 
     def __init__(self) -> None:
         super().__init__(name="qerl-calls", daemon=True)
@@ -237,7 +233,7 @@ class _CallThread(threading.Thread):
     """One call of a plain function, made on the loop that waits for it.
 
     Attributes:
-        outcome: What it returns or raises.
+        outcome: Future of its result.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -267,14 +263,14 @@ class _CallThread(threading.Thread):
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a function, what it is a partial of, or an object that is called, is a coroutine function."""
+    """True for a coroutine function, a partial of one, or an object whose ``__call__`` is one."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _harmless(error: BaseException) -> BaseException:
-    """What a call has raised, in a form that neither a future nor a loop takes for something of its own."""
+    """The exception of a call in a form that neither a future nor a loop takes for its own."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return EndsProcess(error)
     if isinstance(error, StopIteration | asyncio.CancelledError):

@@ -7,15 +7,15 @@ turn with its value. A turn that begins otherwise, such as with ``####`` and the
                     4828
     #### 4828
 
-What follows an equals sign is not read, so a model that states a result of its own is told the right one.
-That matters at the start of training: small models write ``71 * 68 = 4428`` more often than the expression
-alone, and a calculator that refused this would hardly ever be used, so nobody would learn to.
+Text behind an equals sign is not read, so a model that states a result of its own is told the right one. That
+matters at the start of training: small models write ``71 * 68 = 4428`` more often than the expression alone,
+and a calculator that refused this would hardly ever be used, so no model would learn to use it.
 
 Values are exact, and harmless whatever the text is: Python's own parser parses it, and the tree is walked
 here; nothing is executed. Numbers are fractions, so ``0.1 + 0.2`` is 0.3 and ``7 / 2 * 2`` is 7. Length of
 the text and size of every value in between are bounded, exponents before the power is computed, so no
-expression takes more than a fraction of a millisecond. Given up: functions, roots and irrational powers. A
-model that needs them needs a sandbox with a language in it.
+expression takes more than a fraction of a millisecond. Given up: functions, roots and irrational powers,
+which need a sandbox with a language in it.
 """
 
 import ast
@@ -30,7 +30,7 @@ from qerl.errors import QeRLError
 LONGEST = 200
 """Characters that an expression may have."""
 
-_MOST_BITS = 256
+_MAX_BITS = 256
 """Size of numerators and denominators, in bits; about 77 digits."""
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
@@ -116,13 +116,13 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise QeRLError("The expression divides by zero; write another one.")
     bits = max(abs(base.numerator).bit_length(), base.denominator.bit_length()) - 1
-    if bits * abs(exponent) > _MOST_BITS or abs(exponent) > 2**16:  # a base of 1 has no bits to multiply
+    if bits * abs(exponent) > _MAX_BITS or abs(exponent) > 2**16:  # a base of 1 has no bits to multiply
         raise QeRLError("A power in the expression is too large; use a smaller exponent.")
     return _bounded(Fraction(base**exponent.numerator))
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if max(abs(value.numerator).bit_length(), value.denominator.bit_length()) > _MOST_BITS:
+    if max(abs(value.numerator).bit_length(), value.denominator.bit_length()) > _MAX_BITS:
         raise QeRLError("A number in the expression is too large; use smaller ones.")
     return value
 
@@ -150,7 +150,7 @@ class Calculator:
         """Begin an episode, which adds nothing to the prompt."""
 
     def respond(self, text: str) -> str | None:
-        """The value of the expression in the first line, a sentence that says why it has none, or None where
+        """The value of the expression in the first line, an error sentence if it has none, or None where
         the line is no expression."""
         lines = text.strip().splitlines()
         expression = lines[0].split("=")[0] if lines else ""

@@ -2,7 +2,7 @@
 
 The number is the row's ``answer``, which the prompt does not show; the task ``guess_number`` has such rows. A
 policy that halves the range each time needs about log2(range) guesses, one that ignores the answers about
-half of the range, so what is learned is to use what the environment said some turns ago.
+half of the range, so the game teaches to use what the environment said some turns ago.
 """
 
 import re
@@ -17,7 +17,7 @@ class GuessNumber:
     """The game of one row; its reward is 1 divided by the number of guesses, 0 if the number is not found.
 
     Args:
-        guesses: Guesses that an episode has at most.
+        guesses: Largest number of guesses in an episode.
     """
 
     def __init__(self, guesses: int = 7) -> None:
@@ -44,12 +44,8 @@ class GuessNumber:
         self._found = False
 
     def respond(self, text: str) -> str | None:
-        """Compare the last whole number of the turn with the hidden one.
-
-        Returns:
-            Which way to go; None where the game is over, by a hit, by the last guess, or because the turn
-            states no number.
-        """
+        """The direction of the hidden number from the last whole number of the turn; None ends the game,
+        by a hit, by the last guess, or because the turn states no number."""
         stated = _INTEGER.findall(text)
         if not stated:
             return None

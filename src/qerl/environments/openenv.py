@@ -2,17 +2,17 @@
 
 WHERE is the URL of a running server, or a class that runs in this process: ``PATH.py:Class`` or
 ``module:Class``. Either way an episode is `reset` and `step` with actions and observations that have fields.
-What the model writes in a turn becomes an action: the text is the value of one field, or a JSON object with
-all of them. What it reads is one field of the observation, or a JSON object of those that are not about the
-episode itself.
+The model's text becomes an action: the value of one field, or a JSON object with all of them. The model reads
+one field of the observation, or a JSON object of those that are not about the episode itself.
 
 An action that the environment does not accept costs a turn and is answered with the reason, so the model can
-write a better one. The reward is the sum of what the steps gave. A server has one session per trajectory and
-has to allow as many at the same time as a rollout has samples (``max_concurrent_envs``).
+write a better one. The reward is the sum over the steps. A server has one session per trajectory and has to
+allow as many at the same time as a rollout has samples (``max_concurrent_envs``).
 
-What was given up: environments whose tools are called through MCP, and images in observations.
+Given up: environments whose tools are called through MCP, and images in observations.
 """
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -22,11 +22,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from qerl.agents.environment import load_environment
 from qerl.errors import QeRLError, first_line
 from qerl.kernels.needs import how_to_install
 from qerl.seeding import derive_seed
-from qerl.user_code import names_a_file
+from qerl.user_code import load_object, names_a_file
 
 _OF_THE_EPISODE = frozenset({"done", "reward", "metadata"})
 _SERVER = ("http://", "https://", "ws://", "wss://")
@@ -37,10 +36,10 @@ class OpenEnv:
 
     Args:
         where: URL of a server, or the class.
-        action_field: The field of an action that the model's text is. By default the only field that an
-            action needs, if the class is here to say so, and else a JSON object is expected.
-        observation_field: The field of an observation that the model reads. By default the only one, and
-            else all of them as JSON.
+        action_field: The field of an action that takes the model's text. By default the only required field,
+            if the class runs here, else a JSON object is expected.
+        observation_field: The field of an observation that the model reads. By default the only one, else all
+            of them as JSON.
         reset_columns: Columns of the row that `reset` is given, besides ``seed``. The seed is the row's
             column of that name, or follows from its prompt, so that all samples of a group meet the same
             episode.
@@ -88,7 +87,7 @@ class OpenEnv:
         return shown or None
 
     def respond(self, text: str) -> str | None:
-        """What the environment shows after the action that the text states; None if the episode is over."""
+        """The observation after the action that the text states; None if the episode is over."""
         if self._done:
             return None
         try:
@@ -108,16 +107,13 @@ class OpenEnv:
     def _action(self, text: str) -> dict[str, Any]:
         if self._action_field:
             return {self._action_field: text.strip()}
-        try:
-            action = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _Refused("it is no JSON object") from error
-        if not isinstance(action, dict):
-            raise _Refused("it is no JSON object")
-        return action
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(action := json.loads(text), dict):
+                return action
+        raise _Refused("it is no JSON object")
 
     def _take(self, result: "_Result") -> str:
-        """Count a result's reward, and return what the model reads of it."""
+        """Count a result's reward, and return the text for the model."""
         observation, reward, self._done = result
         self._reward += float(reward or 0.0)
         if self._observation_field:
@@ -145,7 +141,7 @@ class _Local:
     """An environment in this process."""
 
     def __init__(self, where: str, options: Mapping[str, Any]) -> None:
-        cls: Any = load_environment(where) if names_a_file(where) else _imported(where)
+        cls: Any = load_object(where, "environment", "class") if names_a_file(where) else _imported(where)
         try:
             self._environment = cls(**options)
         except TypeError as error:

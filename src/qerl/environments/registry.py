@@ -1,17 +1,16 @@
 """Environments by name, as recipes give them: built-in ones, adapters, and classes of the user's own."""
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qerl.agents.environment import EnvironmentFactory, load_environment, make_factory
-from qerl.agents.tools import Tool, load_tool
+from qerl.agents.environment import EnvironmentFactory, make_factory
+from qerl.agents.tools import Tool, check_tool
 from qerl.environments.calculator import Calculator, calculator
 from qerl.environments.guess_number import GuessNumber
 from qerl.environments.openenv import OpenEnv
-from qerl.errors import QeRLError
-from qerl.user_code import names_a_file
+from qerl.errors import QeRLError, did_you_mean
+from qerl.user_code import load_object, names_a_file
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"calculator": Calculator, "guess_number": GuessNumber}
 """The class of each built-in environment; its keyword arguments are ``environment_options``."""
@@ -24,10 +23,10 @@ TOOLS: dict[str, Tool] = {"calculator": calculator}
 
 
 def get_environment(spec: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    """A factory of the environments that a specification names.
+    """A factory of the named environments.
 
     Args:
-        spec: A name from :data:`ENVIRONMENTS`, a family of :data:`FAMILIES` and what it is to make, or
+        spec: A name from :data:`ENVIRONMENTS`, FAMILY:WHERE with one of :data:`FAMILIES`, or
             ``PATH.py:Class`` for a class of the user's own.
         options: Keyword arguments of the class.
 
@@ -38,25 +37,25 @@ def get_environment(spec: str, options: Mapping[str, Any]) -> EnvironmentFactory
     if family in FAMILIES and where:
         return make_factory(functools.partial(FAMILIES[family], where), options)
     if names_a_file(spec):
-        return make_factory(load_environment(spec), options)
+        return make_factory(load_object(spec, "environment", "class"), options)
     return make_factory(_known(spec, ENVIRONMENTS, "environment", "Class"), options)
 
 
 def get_tool(spec: str) -> Tool:
-    """The tool that a specification names: one of :data:`TOOLS`, or ``PATH.py:function``.
+    """The named tool: one of :data:`TOOLS`, or ``PATH.py:function``.
 
     Raises:
         QeRLError: The tool is unknown, cannot be loaded, or lacks types or docstring.
     """
-    return load_tool(spec) if names_a_file(spec) else _known(spec, TOOLS, "tool", "function")
+    if names_a_file(spec):
+        return check_tool(load_object(spec, "tool"))
+    return _known(spec, TOOLS, "tool", "function")
 
 
 def _known(name: str, known: Mapping[str, Any], what: str, kind: str) -> Any:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise QeRLError(
-            f"The {what} {name!r} is unknown{hint}; give PATH.py:{kind} for one of your own, or one of: "
-            f"{', '.join(known)}."
+            f"The {what} {name!r} is unknown{did_you_mean(name, known)}; give PATH.py:{kind} for one of your "
+            f"own, or one of: {', '.join(known)}."
         )
     return known[name]

@@ -1,18 +1,17 @@
 """Accuracy on a task, with an interval.
 
 One sample per problem, decoded greedily, is the usual accuracy. With K samples per problem, avg@K is the mean
-over problems of the share that is right; `qerl.eval.interval` gives their 95 % intervals. pass@k for
-k <= K is the unbiased estimator 1 - C(K - c, k) / C(K, k) with c right samples (arXiv 2107.03374).
+over problems of the share that is right, and pass@k for k <= K is the unbiased estimator 1 - C(K - c, k) /
+C(K, k) with c right samples (arXiv 2107.03374); `qerl.eval.interval` gives 95 % intervals of both.
 
-The same function scores the base model and the trained one, from the prompts and with the accuracy reward
-that training uses. A completion without a final answer counts as wrong; the share that has one is reported,
-since a model can gain accuracy by answering better or merely by answering in the form asked for.
+Base model and trained model are scored by the same function, from the prompts and with the accuracy reward of
+training. A completion without a final answer counts as wrong; the share that has one is reported, since a
+model can gain accuracy by answering better or merely by answering in the form asked for.
 
 Problems are sampled a slice at a time, and each slice is judged and kept (`qerl.eval.record`) before the next
 begins. A slice is at least as many completions as the engine wants at once (the paged one 4096), so little
-time goes into waiting for the last long completion of a slice: slices of 1024 in 512 rows took 14 to 20 %
-longer (lognormal lengths, simulated with `bench.tail`). What was given up is up to one slice of work after an
-interruption.
+time goes into waiting for the last long completion: slices of 1024 in 512 rows took 14 to 20 % longer
+(lognormal lengths, simulated with `bench.tail`). Given up: up to one slice of work after an interruption.
 """
 
 from datetime import UTC, datetime
@@ -28,12 +27,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 from qerl import __version__
+from qerl.agents.conversations import Conversations
 from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at, pass_interval
 from qerl.eval.record import EvalResult, Record, Row, Stratum
-from qerl.eval.sampling import Conversations, Said, in_one_turn
+from qerl.eval.sampling import MAX_CONVERSATIONS, Said, in_conversations, in_one_turn
 from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.seeding import ProblemSeeds, problem_key
@@ -43,11 +43,7 @@ from qerl.tasks.together import guarded
 
 
 def held_out(task: Task, limit: int | None = None) -> Dataset:
-    """The problems of a task to score.
-
-    Args:
-        task: Gives them.
-        limit: First problems only; None for all.
+    """The held-out problems of a task: all of them, or the first ``limit``.
 
     Raises:
         QeRLError: There are none.
@@ -73,20 +69,20 @@ def evaluate(
     source: dict[str, Any] | None = None,
     conversations: Conversations | None = None,
 ) -> EvalResult:
-    """Sample completions for the problems and compare their answers.
+    """The score of a policy on some problems of a task; completions are sampled, judged and kept.
 
     Args:
         engine: Samples from the policy.
         tokenizer: With a chat template.
         task: Judges answers.
-        problems: Of the task, see `held_out`.
-        samples: Completions per problem (K), at least one.
-        params: How they are sampled.
-        console: Where progress is shown.
-        record: Keeps the completions, and may hold those of an evaluation that was cut off.
+        problems: From `held_out`.
+        samples: Completions per problem (K).
+        params: Sampling parameters.
+        console: Shows progress.
+        record: Keeps the completions, and may hold those of an interrupted evaluation.
         chat: Renders prompts; None renders them without arguments of the template.
-        source: What is scored, kept in the result.
-        conversations: Give the completions; None takes one turn of the engine for each.
+        source: Description of the policy, kept in the result.
+        conversations: With tools or an environment; None samples one turn for each completion.
 
     Raises:
         QeRLError: A prompt cannot be rendered, the engine refuses, or the record cannot be written.
@@ -96,7 +92,9 @@ def evaluate(
     record = record or Record(None, {})
     chat = chat or Chat(tokenizer)
     task.opening = chat.opening
-    at_once = (conversations or engine).rows_per_call
+    at_once = engine.rows_per_call
+    if conversations is not None:
+        at_once = min(at_once, MAX_CONVERSATIONS)
     size = record.problems_at_a_time(-(-at_once // samples), samples)
     columns = (TextColumn("scoring"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     done = len(record.rows) // samples
@@ -109,7 +107,7 @@ def evaluate(
             rows = every[part]
             own = seeds[start * samples :][: len(rows) * samples]
             if conversations is not None:
-                found = conversations.sample(rows, samples, params, own)
+                found = in_conversations(conversations, engine, rows, samples, params, own)
             else:
                 prompts = [chat.ids(row["prompt"]) for row in rows]
                 found = in_one_turn(engine, tokenizer, prompts, samples, params, own)
@@ -144,7 +142,7 @@ def _scored(task: Task, rows: list[dict[str, Any]], found: list[Said]) -> list[R
 
 
 def _judge(accuracy: GuardedReward, row: dict[str, Any], text: str | list[Message]) -> tuple[bool, bool]:
-    """Whether a completion is right, and whether that could be judged within the time limit."""
+    """True if a completion is right, and True if it could be judged within the time limit."""
     columns = {name: [value] for name, value in row.items() if name != "prompt"}
     scores = accuracy([row["prompt"]], [text], **columns)
     return scores == [1.0], accuracy.last.failed == 0
@@ -158,7 +156,7 @@ def _result(
     params: SamplingParams,
     source: dict[str, Any],
 ) -> EvalResult:
-    """Counts what was scored; `strata` has the stratum of each problem."""
+    """The score that follows from the rows; `strata` has the stratum of each problem."""
     right = [row["right"] for row in rows]
     counts = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
     return EvalResult(
@@ -206,5 +204,5 @@ def versions() -> dict[str, str]:
     return {"qerl": __version__} | {p.__name__: str(p.__version__) for p in libraries}
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length())]
+def _powers_of_two(maximum: int) -> list[int]:
+    return [2**i for i in range(maximum.bit_length())]

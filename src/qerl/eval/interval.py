@@ -1,7 +1,7 @@
-"""The 95 % interval of an accuracy that holds what it promises, also for few problems and few right answers.
+"""95 % intervals of an accuracy that keep their promise for few problems and few right answers, too.
 
 With one sample per problem the answers are n independent trials, and the interval is Wilson's with continuity
-correction (Newcombe 1998, method 4), a closed form that stays close to the exact one of Clopper and Pearson.
+correction (Newcombe 1998, method 4), a closed form close to the exact one of Clopper and Pearson.
 
 With K samples per problem the nK answers are not independent: a hard problem is hard for all of its samples.
 They are worth n / r independent trials, where r is the variance of the problems' shares s_1..s_n of right
@@ -9,17 +9,17 @@ answers as a part of the largest variance that shares with this mean p can have:
 
     r = var(s) / (p (1 - p))          1/K, no difference between problems, to 1, each all right or all wrong
 
-The sample gives r only as far as it has problems that say something about it: those with a right answer, or
-those with a wrong one, whichever are fewer. One more problem that is all right or all wrong is therefore
-added to these a problems, and the same closed form is taken for n / r' trials::
+The sample gives r only as far as it has problems with a right answer, or with a wrong one, whichever are
+fewer. One more problem that is all right or all wrong is therefore added to these a problems, and the same
+closed form is taken for n / r' trials::
 
     r' = (a r + 1) / (a + 1),  n <= n / r' <= nK
 
 So 30 problems that are all wrong are 30 trials for any K, and the interval has a width where all shares are
 the same. In simulations (`tests/eval/test_interval.py`) with 10 to 200 problems, K of 1, 4 and 16, accuracies
 from 2 to 98 % and difficulties from equal to all or nothing it covers in 94.5 % of the cases or more, where a
-normal interval over problems covers in 87 % and less. What was given up: it is up to a fifth wider than
-needed where few problems are right or wrong.
+normal interval over problems covers in 87 % and less. Given up: it is up to a fifth wider than needed where
+few problems are right or wrong.
 """
 
 import math
@@ -42,39 +42,40 @@ def accuracy_interval(counts: Sequence[int], samples: int) -> tuple[float, float
 def pass_interval(counts: Sequence[int], samples: int, k: int) -> tuple[float, float]:
     """95 % interval of pass@k over a population of problems.
 
-    A problem's share is then its own chance to be solved within k samples (`pass_at`), and K samples are
-    worth at most K / k trials: what the module says of shares holds with that in the place of K.
+    A problem's share is its chance to be solved within k samples (`pass_at`), and K samples are worth at most
+    K / k trials; the rest is as for the accuracy.
 
     Args:
         counts: Right samples of each problem, at least one problem.
         samples: Samples of each problem (K).
-        k: From 1, which gives the accuracy's interval, to K.
+        k: 1 (the accuracy's interval) to K.
     """
     shares = [pass_at(samples, count, k) for count in counts]
     return score_interval(fmean(shares), _trials(shares, samples / k))
 
 
 def effective_trials(counts: Sequence[int], samples: int) -> float:
-    """Independent trials that the samples are worth: n to n * K of them."""
+    """Number of independent trials that the samples are worth, from n to n * K."""
     return _trials([count / samples for count in counts], samples)
 
 
-def _trials(shares: Sequence[float], most: float) -> float:
-    """Independent trials that the problems' shares are worth; ``most`` is the largest number of each."""
+def _trials(shares: Sequence[float], max_each: float) -> float:
+    """Number of independent trials that the problems' shares are worth; each is worth ``max_each`` at
+    most."""
     problems, mean = len(shares), fmean(shares)
-    if most == 1 or problems == 1 or not 0 < mean < 1:
+    if max_each == 1 or problems == 1 or not 0 < mean < 1:
         return float(problems)
     part = variance(shares) / (mean * (1 - mean))
     telling = min(sum(share > 0 for share in shares), sum(share < 1 for share in shares))
     part = (telling * part + 1) / (telling + 1)
-    return min(max(problems / part, problems), problems * most)
+    return min(max(problems / part, problems), problems * max_each)
 
 
 def mean_interval(shares: Sequence[float], bounds: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """95 % interval of the mean of independent shares, from their own intervals.
 
     The distances of a share to its two bounds are added in squares, each side for itself (Zou and Donner
-    2008, of which Newcombe's interval of a difference is a case). So it is as lopsided as its parts are.
+    2008, of which Newcombe's interval of a difference is a case), so it is as lopsided as its parts.
 
     Args:
         shares: For example a policy's accuracy on each of several tasks.
@@ -89,8 +90,8 @@ def mean_interval(shares: Sequence[float], bounds: Sequence[tuple[float, float]]
 def score_interval(share: float, trials: float) -> tuple[float, float]:
     """Wilson's 95 % interval of a share with continuity correction; the trials need not be a whole number.
 
-    A share within half a trial of 0 or 1 is not told from it: the formula, which is for whole trials, would
-    end short of the bound there.
+    A share within half a trial of 0 or 1 counts as 0 or 1: the formula, made for whole trials, would end
+    short of the bound there.
     """
     spread = Z95**2
     centre, scale = 2 * trials * share + spread, 2 * (trials + spread)

@@ -1,12 +1,12 @@
 """From names to a policy that is ready to answer, as it was trained.
 
-Whoever saves a policy writes config.yaml and policy.json beside it (`qerl.trainer.resume.provenance`). From
-there evaluation takes what it is not told: the format and rounding of the weights, the dtype, the task with
-its options, the length of a completion, and the arguments of the chat template. What is told always wins.
+Training writes config.yaml and policy.json beside a saved policy (`qerl.trainer.resume.provenance`). From
+there evaluation takes what it is not told: format and rounding of the weights, dtype, task with its options,
+length of a completion, arguments of the chat template. What the user says wins.
 
-How the policy is loaded is settled first (`qerl.models.decide`); the model is loaded after that (`load`), and
-an adapter has to prove that it is in use. Policies that differ in the adapter alone, as the checkpoints of a
-run do, share one loaded base (`OneAtATime`).
+How the policy is loaded is decided first (`qerl.models.decide`); the model is loaded after that (`load`), and
+an adapter has to prove that it is in use. Policies that differ in the adapter alone, such as the checkpoints
+of a run, share one loaded base (`OneAtATime`).
 """
 
 import gc
@@ -42,26 +42,11 @@ from qerl.settings.checks import checked
 from qerl.settings.recipe import FIELDS, type_of
 
 _READ = (
-    "weights",
-    "rounding",
-    "dtype",
-    "tuning",
-    "task",
-    "task_options",
-    "chat_template_kwargs",
-    "tools",
-    "environment",
-    "environment_options",
-    "tool_timeout",
-    "tool_errors",
-    "tool_output_limit",
-    "max_tool_calling_iterations",
-    "max_completion_length",
-    "stop_strings",
-    "thinking_budget",
-    "thinking_end",
+    "weights", "rounding", "dtype", "tuning", "task", "task_options", "chat_template_kwargs", "tools",
+    "environment", "environment_options", "tool_timeout", "tool_errors", "tool_output_limit",
+    "max_tool_calling_iterations", "max_completion_length", "stop_strings", "thinking_budget", "thinking_end",
     "temperature",
-)
+)  # fmt: skip
 """Settings of a run that evaluation reads."""
 
 _LEFT_OUT = ("max_completion_length", "temperature")
@@ -69,14 +54,13 @@ _LEFT_OUT = ("max_completion_length", "temperature")
 
 
 def choices_of(source: Source) -> Choices:
-    """What the run says that made an adapter, or without one the run that tuned a whole model.
+    """Settings of the run that made an adapter, or of the run that tuned a whole model.
 
-    The file lies beside an adapter, or beside the weights of a fully tuned model. An older checkpoint-N
-    folder has none; its run's lies one folder up.
+    They lie beside the adapter or the weights; for an older checkpoint-N folder, in the run folder above it.
 
     Raises:
-        QeRLError: A config.yaml cannot be read or has a value of a wrong kind, or the adapter's folder holds
-            none.
+        QeRLError: A config.yaml cannot be read or has a value of a wrong kind, or the folder holds no
+            adapter.
     """
     folder = Path(source.model).expanduser() if source.adapter is None else source.adapter
     of_run, where = _read_run(folder, whole=source.adapter is None)
@@ -92,22 +76,20 @@ def _read_run(folder: Path, whole: bool) -> tuple[dict[str, Any], Path | None]:
         if settings is None:
             continue
         if whole and settings.get("tuning") != "full":
-            break  # not a run's: the file is somebody else's
+            break  # the file is not a run's
         path = place / CONFIG_FILE
         said = {name: FIELDS[name].default for name in _LEFT_OUT} | settings | read_policy(folder)
         try:
-            known = {
-                name: checked(name, said[name], type_of(name)) for name in _READ if said.get(name) is not None
-            }
+            given = {name: said[name] for name in _READ if said.get(name) is not None}
+            return {name: checked(name, value, type_of(name)) for name, value in given.items()}, path
         except QeRLError as error:
             raise QeRLError(f"{path} is not as a run wrote it: {error} Restore the file.") from error
-        return known, path
     return {}, None
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A model that is ready to answer, and how it was loaded."""
+    """A loaded policy with its engine, and how it was loaded."""
 
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
@@ -116,7 +98,7 @@ class Policy:
     loading: Loading
 
     def stopping(self, params: SamplingParams, asked: Request) -> SamplingParams:
-        """These parameters, with what ends and interrupts completions.
+        """The sampling parameters with stop tokens, stop strings and the budget of thinking.
 
         Raises:
             QeRLError: There is a budget of thinking and the model does not think.
@@ -147,14 +129,15 @@ def load(loading: Loading, console: Console) -> Policy:
 
 
 class OneAtATime:
-    """Policies one after the other, of which one is loaded; the next one takes its model where it can."""
+    """Loads policies one after the other; the next one takes over the base model of the former where it
+    can."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._policy: Policy | None = None
 
     def get(self, loading: Loading) -> Policy:
-        """The policy that is loaded so; the one before is of no use afterwards.
+        """The policy loaded in this way; the former one must not be used afterwards.
 
         Raises:
             QeRLError: As :func:`load`.
@@ -189,12 +172,11 @@ def prove_adapter(model: PeftModel, prompt_ids: list[int]) -> float:
     code did that. So no difference is an error.
 
     Args:
-        model: Model with an active adapter.
-        prompt_ids: Any prompt, at least one token.
+        model: With an active adapter.
+        prompt_ids: Any prompt of at least one token.
 
     Raises:
-        QeRLError: The logits are the same, so an evaluation would score the base model, or they are not
-            finite.
+        QeRLError: The logits are equal, or not finite.
     """
     ids_1T = torch.tensor([prompt_ids], device=model.device)
     with torch.no_grad(), eval_mode(model):

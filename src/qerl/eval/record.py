@@ -1,11 +1,11 @@
-"""The score of a policy on a task, and an evaluation on disk, where one that was cut off goes on.
+"""The score of a policy on a task, and an evaluation on disk, which an interrupted call continues.
 
 A folder holds settings.json (everything that decides the completions) and completions.jsonl, to which each
 slice of problems is added when it is scored. When all are there result.json is written and settings.json,
-whose content is in it, goes. Calling the evaluation again with the same settings goes on behind the last
-whole slice. A slice is one call of the engine, so the completions are those of an evaluation that was never
-cut off, to the bit on the same machine. Other settings are refused, and so is a
-folder that holds a finished evaluation: nothing is ever overwritten.
+whose content is in it, is removed. The same call with the same settings goes on behind the last whole slice.
+A slice is one call of the engine, so the completions are those of an uninterrupted evaluation, to the bit on
+the same machine. Other settings are refused, and so is a folder with a finished evaluation: nothing is
+overwritten.
 """
 
 import json
@@ -29,7 +29,7 @@ _RESULT_KEYS = {"right", "judged", "answer", "finish_reason", "tokens", "thought
 
 @dataclass(frozen=True)
 class Stratum:
-    """Score on the problems in which the task's column of strata has one value; units as in `EvalResult`."""
+    """Score on the problems of one stratum; units as in `EvalResult`."""
 
     problems: int
     accuracy: float
@@ -41,20 +41,18 @@ class EvalResult:
     """Score of a policy on a task.
 
     Attributes:
-        task: Name of the task.
-        problems: Problems scored.
-        samples: Completions per problem.
+        samples: Completions per problem (K).
         accuracy: Share of right completions, averaged over problems (avg@K).
         interval: 95 % interval of the accuracy.
         pass_at: pass@k by k, for powers of two up to K.
         pass_intervals: 95 % interval of each.
         answered: Share of completions that state a final answer.
-        failed: Completions whose answer could not be judged, by error or time limit; they count as wrong.
+        failed: Completions that could not be judged, by error or time limit; they count as wrong.
         errors: Completions that ended because logits were not finite; they count by what they say so far.
         truncated: Share of completions that reached max_tokens.
         mean_tokens: Mean length of a completion.
-        settings: How completions were sampled.
-        source: What was scored.
+        settings: Sampling parameters.
+        source: Description of the policy.
         versions: Of the libraries that matter.
         date: UTC, ISO 8601.
         strata: Scores by stratum, such as ``steps_2``; empty where the task has none.
@@ -109,10 +107,10 @@ class EvalResult:
 
 
 class Record:
-    """The completions that are scored, in memory and, where there is a folder, on disk.
+    """The scored completions, in memory and, where there is a folder, on disk.
 
     Args:
-        folder: Where they are kept; None keeps them in memory alone.
+        folder: None keeps them in memory alone.
         settings: Everything that decides the completions, as plain JSON values.
 
     Attributes:
@@ -131,7 +129,7 @@ class Record:
                 self._open(folder)
 
     def problems_at_a_time(self, wanted: int, samples: int) -> int:
-        """Problems of a slice: as many as wanted, or as the evaluation that goes on here had."""
+        """Problems in a slice: the wanted number, or that of the evaluation which goes on here."""
         size = self._settings.setdefault("problems_at_a_time", wanted)
         whole = len(self.rows) // (size * samples) * (size * samples)
         self.rows = self.rows[:whole]

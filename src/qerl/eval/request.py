@@ -1,4 +1,4 @@
-"""What is asked of a policy: a task and how it is sampled, or a suite of several tasks.
+"""A request for an evaluation: a task with its sampling settings, or a suite of several tasks.
 
 A suite is a YAML file, of this package (by its name) or the user's own (by its path)::
 
@@ -8,8 +8,8 @@ A suite is a YAML file, of this package (by its name) or the user's own (by its 
       aime24: {samples: 16}
       mine: {task: "jsonl:my/test.jsonl", limit: 100}
 
-Each entry has the fields of `Request`; its name is its task unless it says another one. What the command line
-says holds for all tasks and wins.
+Each entry has the fields of `Request`; its name is its task unless it names another one. What the command
+line says holds for all tasks and wins.
 """
 
 from dataclasses import dataclass, fields
@@ -32,22 +32,21 @@ from qerl.settings.library import named_file, nearest, read_mapping
 
 SUITES = Path(__file__).parent / "suites"
 
-MOST_SAMPLES = 2**16
+MAX_SAMPLES = 2**16
 """Completions of a problem at most, which one call of the engine samples before any of them is kept."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a policy; None takes what the run says, else the default.
+    """A task and its sampling settings; None takes the run's value, else the default.
 
     Attributes:
-        task: As in a recipe; required where no run says one.
+        task: As in a recipe; required where no run has one.
         task_options: As in a recipe; those of the run count for its own task alone.
-        tools: As in a recipe; those of the run count for its own task alone, as its environment.
-        environment: As in a recipe.
-        environment_options: Its keyword arguments.
+        tools, environment, environment_options: As in a recipe; those of the run count for its own task
+            alone.
         max_tool_calling_iterations: Turns of the policy that are answered; else as many as its tokens allow.
-        samples: Completions for each problem, at most `MOST_SAMPLES`.
+        samples: Completions for each problem, at most `MAX_SAMPLES`.
         temperature: Else 0 for one sample and 0.6 for several.
         top_p: Without effect at temperature 0.
         max_tokens: Longest completion.
@@ -78,14 +77,14 @@ class Request:
     def __post_init__(self) -> None:
         for spec in fields(self):
             object.__setattr__(self, spec.name, checked(spec.name, getattr(self, spec.name), spec.type))
-        if self.samples > MOST_SAMPLES:
+        if self.samples > MAX_SAMPLES:
             raise QeRLError(
-                f"samples is {self.samples}; at most {MOST_SAMPLES} completions of a problem are sampled."
+                f"samples is {self.samples}; at most {MAX_SAMPLES} completions of a problem are sampled."
             )
 
     @property
     def ends(self) -> dict[str, Any]:
-        """What ends and interrupts completions beside stop tokens; nothing where nothing is set."""
+        """The settings that end or interrupt completions beside stop tokens, as far as they are set."""
         thinking = () if self.thinking_budget is None else ("thinking_budget", "thinking_end")
         return {name: value for name in ("stop_strings", *thinking) if (value := getattr(self, name))}
 
@@ -95,9 +94,8 @@ class Suite:
     """Tasks that are scored together.
 
     Attributes:
-        name: What it is called.
-        about: What it is, in a sentence.
-        requests: What is asked for each task, by the task's name in the suite.
+        about: A description in a sentence.
+        requests: By the task's name in the suite.
     """
 
     name: str
@@ -111,7 +109,7 @@ def packaged() -> dict[str, Path]:
 
 
 def load_suite(word: str, given: dict[str, Any] | None = None) -> Suite:
-    """The suite that a word on the command line means.
+    """The suite named on the command line.
 
     Args:
         word: A suite of the package, or the path of a file in .yaml.
@@ -133,8 +131,7 @@ def load_suite(word: str, given: dict[str, Any] | None = None) -> Suite:
 
 
 def _request(path: Path, name: str, entry: Any, given: dict[str, Any]) -> Request:
-    if entry is None:
-        entry = {}
+    entry = {} if entry is None else entry
     if not isinstance(entry, dict):
         raise QeRLError(f"{name} in {path} is {entry!r}; it must be a mapping, for example {{samples: 4}}.")
     if Path(name).name != name or name == "..":

@@ -1,13 +1,14 @@
 """Evaluation and single answers, from names to numbers: what `qerl eval` and `qerl generate` do.
 
 A policy is scored as it was trained: what the user does not say is taken from config.yaml of the run
-(`qerl.eval.policy`), and one line names every value and where it came from. All that can be refused without
-the model is refused before it is loaded: settings, the task and its data, the output folder, an adapter that
-is damaged or belongs to another model.
+(`qerl.eval.policy`), and one line names every value and its origin. Whatever can be refused without the model
+is refused before it is loaded: settings, task and data, output folder, an adapter that is damaged or belongs
+to another model.
 """
 
 import contextlib
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from qerl.eval.evaluate import evaluate, held_out, versions
 from qerl.eval.policy import Policy, choices_of, load
 from qerl.eval.record import EvalResult, Record
 from qerl.eval.request import Request
-from qerl.eval.sampling import Conversations, in_one_turn
+from qerl.eval.sampling import conversations_of, in_one_turn
 from qerl.models.chat import Chat
 from qerl.models.decide import Choices, Loading, Source, decide, digest
 from qerl.models.fingerprint import check_base
@@ -38,15 +39,13 @@ EVAL_TOKENS, ANSWER_TOKENS = 4096, 256
 
 @dataclass(frozen=True)
 class Job:
-    """A policy and the problems that it is scored on, with nothing left open; no model is loaded yet.
+    """An evaluation with nothing left open; no model is loaded yet.
 
     Attributes:
-        asked: The task, and how it is sampled.
+        asked: The task and its sampling settings.
         params: The same for an engine, without what only the loaded policy knows.
-        task: The task.
-        problems: Those of its problems that are scored.
-        turns: Tools and environment, as `Conversations` takes them; empty where one turn is all.
-        loading: How the policy is loaded.
+        problems: The problems to score.
+        turns: Tools and environment, as `conversations_of` takes them; empty for completions of one turn.
         source: What decides the policy and the problems, as it stands in the result.
     """
 
@@ -90,13 +89,13 @@ class Problems:
 
 
 def evaluate_model(source: Source, request: Request, out: Path | None, console: Console) -> EvalResult:
-    """Score a policy on the held-out problems of a task and print the result.
+    """The score of a policy on the held-out problems of a task, which is printed, too.
 
     Args:
         source: The policy.
-        request: The task, and how it is sampled.
-        out: Folder for result and completions, None for none; an evaluation that was cut off there goes on.
-        console: Where progress and result go.
+        request: The task and its sampling settings.
+        out: Folder for result and completions; an interrupted evaluation there goes on. None keeps nothing.
+        console: Shows progress and result.
 
     Raises:
         QeRLError: Anything the user can mend.
@@ -107,7 +106,7 @@ def evaluate_model(source: Source, request: Request, out: Path | None, console: 
 
 
 def prepare(source: Source, request: Request, problems: Problems, console: Console) -> Job:
-    """What is asked for with nothing left open; the values and where they came from are said.
+    """The evaluation asked for, with nothing left open; its values and their origins are printed.
 
     Raises:
         QeRLError: Anything that can be refused without the model.
@@ -115,7 +114,7 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
     choices = choices_of(source)
     asked, params = _sampled(request, choices)
     spec, options = _task(request, choices)
-    get_task(spec, **options)  # a wrong name is said before a model is looked for
+    get_task(spec, **options)  # a wrong name is an error before a model is looked for
     loading = decide(source, choices)
     turns = _turns(request, choices, spec)
     _say(choices, params, loading, console)
@@ -129,7 +128,7 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
 
 
 def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalResult:
-    """Do a job with the policy that it is of, and print its result.
+    """The result of a job with its policy, which is printed, too.
 
     Raises:
         QeRLError: As :func:`qerl.eval.evaluate.evaluate`.
@@ -137,7 +136,7 @@ def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalRes
     engine, tokenizer, kwargs = policy.engine, policy.tokenizer, job.loading.chat_template_kwargs
     talk: Any = contextlib.nullcontext()
     if job.turns:
-        talk = Conversations(engine, tokenizer, kwargs, **job.turns)
+        talk = conversations_of(tokenizer, kwargs, **job.turns)
     try:
         with talk as conversations:
             result = evaluate(
@@ -172,16 +171,15 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
     Args:
         source: The policy.
         prompt: The message.
-        request: How it is sampled; its task gives the system message that asks for the answer's form.
-        console: Where it is said what answers.
+        request: Sampling settings; its task gives the system message that asks for the answer's form.
+        console: Shows what answers.
         system: The system message; None takes that of the task, if there is one, and "" has none.
 
     Raises:
         QeRLError: Anything the user can mend.
     """
-    for text in (prompt, system or ""):
-        if not _is_text(text):
-            raise QeRLError("The prompt is not valid text: it has bytes that are not UTF-8; encode it anew.")
+    if re.search("[\ud800-\udfff]", prompt + (system or "")):
+        raise QeRLError("The prompt is not valid text: it has bytes that are not UTF-8; encode it anew.")
     choices = choices_of(source)
     of_run = choices.of_run
     if request.max_tokens is None and "max_completion_length" not in of_run:
@@ -205,7 +203,7 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
 
 
 def _sampled(request: Request, choices: Choices) -> tuple[Request, SamplingParams]:
-    """The request with nothing left open of how it is sampled; a budget out of reach is refused."""
+    """The request and its parameters with nothing left open; a budget out of reach is refused."""
     tokens = choices.take("max_tokens", request.max_tokens, EVAL_TOKENS, key="max_completion_length")
     default = 0.0 if request.samples == 1 else 0.6
     temperature = choices.take("temperature", request.temperature, default, key="")
@@ -218,14 +216,8 @@ def _sampled(request: Request, choices: Choices) -> tuple[Request, SamplingParam
                 "it smaller, or raise --max_tokens."
             )
         end = choices.take("thinking_end", end, CLOSING)
-    asked = replace(
-        request,
-        max_tokens=tokens,
-        temperature=temperature,
-        stop_strings=strings,
-        thinking_budget=budget,
-        thinking_end=end,
-    )
+    asked = replace(request, max_tokens=tokens, temperature=temperature, stop_strings=strings)
+    asked = replace(asked, thinking_budget=budget, thinking_end=end)
     return asked, SamplingParams(tokens, temperature, request.top_p, seed=request.seed)
 
 
@@ -240,7 +232,7 @@ def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
 
 
 def _turns(request: Request, choices: Choices, spec: str) -> dict[str, Any]:
-    """Tools and environment, as `Conversations` takes them; those of the run belong to its own task."""
+    """Tools and environment, as `conversations_of` takes them; those of the run belong to its own task."""
     same = spec == choices.of_run.get("task")
 
     def take(name: str, given: Any, default: Any) -> Any:
@@ -250,30 +242,21 @@ def _turns(request: Request, choices: Choices, spec: str) -> dict[str, Any]:
     environment = take("environment", request.environment, None)
     if not tools and environment is None:
         return {}
+    iterations = "max_tool_calling_iterations"
     return {
         "tools": list(tools),
         "environment": environment,
         "environment_options": take("environment_options", request.environment_options, {}),
         **{name: take(name, None, FIELDS[name].default) for name in _OF_TURNS},
-        "max_tool_calling_iterations": take(
-            "max_tool_calling_iterations", request.max_tool_calling_iterations, None
-        ),
+        iterations: take(iterations, request.max_tool_calling_iterations, None),
     }
 
 
 def _say(choices: Choices, params: SamplingParams, loading: Loading, console: Console) -> None:
-    """One line with the values and where they came from; a doubt about the adapter's base."""
+    """Print one line with the values and their origins, and a doubt about the adapter's base."""
     trained_at = choices.of_run.get("temperature", params.temperature)
     of_run = "" if trained_at == params.temperature else f" The run sampled at temperature {trained_at}."
     console.print(f"Settings: {choices}.{of_run}", markup=False, highlight=False, soft_wrap=True)
     doubt = check_base(loading.adapter, loading.model) if loading.adapter is not None else ""
     if doubt:
         console.print(doubt, markup=False, highlight=False, soft_wrap=True)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

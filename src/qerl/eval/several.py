@@ -1,16 +1,15 @@
 """Several evaluations in one call: the tasks of a suite, for one or more policies.
 
-All that can be refused is refused before a model is loaded: every task's problems are at hand, every adapter
+Whatever can be refused is refused before a model is loaded: every task's problems are at hand, every adapter
 is checked, every folder is opened. An average over the tasks that happened to load would be another number
-under the same name, so a task that cannot be loaded ends the call. Evaluations are kept each in a folder of
-its own, OUT/POLICY/TASK, and the table in OUT/suite.json; a call that was cut off goes on where it stopped
-and takes what is finished as it is.
+under the same name, so a task that cannot be loaded ends the call. Each evaluation has a folder of its own,
+OUT/POLICY/TASK, and the table is in OUT/suite.json; an interrupted call goes on where it stopped.
 
 The average of a policy gives each task the same weight, however many problems it has, and its interval takes
-the problems of the tasks as independent (`qerl.eval.interval.mean_interval`). The best policy is the one with
-the highest average. Of many policies that are equally good one is the best by chance, so it is said where the
-next one lies within the best one's interval; and its score is flattered by the choice, so a last score wants
-other problems.
+the problems of the tasks as independent (`qerl.eval.interval.mean_interval`). The best policy has the highest
+average. Of many equally good policies one is the best by chance, so the verdict says where the next one lies
+within the best one's interval; and the best score is flattered by the choice, so a last score wants other
+problems.
 """
 
 import json
@@ -34,14 +33,15 @@ from qerl.models.decide import Source
 from qerl.run_folder import RESULT_FILE, path_labels, read_result
 
 SUITE_FILE = "suite.json"
+_KEPT = ("accuracy", "interval", "pass_at", "problems", "samples")
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One policy on all tasks.
+    """The results of one policy on all tasks.
 
     Attributes:
-        label: What the policy is called; no two have the same.
+        label: The policy's name; no two have the same.
         results: By the task's name.
     """
 
@@ -55,25 +55,18 @@ class Standing:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of it."""
+        """95 % interval of the average."""
         scored = list(self.results.values())
         return mean_interval([one.accuracy for one in scored], [one.interval for one in scored])
 
     def as_json(self) -> dict[str, Any]:
-        """What the policy has scored, as plain JSON values."""
+        """Scores of the policy, as plain JSON values."""
         return {
             "policy": self.label,
             "average": self.average,
             "interval": list(self.interval),
             "tasks": {
-                name: {
-                    "accuracy": result.accuracy,
-                    "interval": list(result.interval),
-                    "pass_at": result.pass_at,
-                    "problems": result.problems,
-                    "samples": result.samples,
-                }
-                for name, result in self.results.items()
+                name: {key: getattr(result, key) for key in _KEPT} for name, result in self.results.items()
             },
         }
 
@@ -102,7 +95,7 @@ def table(standings: Sequence[Standing]) -> Table:
 
 
 def verdict(standings: Sequence[Standing]) -> str:
-    """Which of several policies is the best, and whether that may be chance, in a sentence."""
+    """A sentence that names the best of several policies and says whether that may be chance."""
     best, second, *_ = best_first(standings)
     text = f"Best: {best.label}, {_percent(best.average, best.interval)} %"
     if second.average == best.average:
@@ -121,16 +114,13 @@ def _percent(share: float, interval: tuple[float, float]) -> str:
 def evaluate_all(
     sources: Sequence[Source], suite: Suite, out: Path | None, console: Console
 ) -> list[Standing]:
-    """Score policies on the tasks of a suite and print how they compare.
+    """The standings of policies on the tasks of a suite, in the order given; their comparison is printed.
 
     Args:
         sources: The policies, which differ in the adapter.
         suite: The tasks.
         out: Folder for results and completions, None for none.
-        console: Where progress and results go.
-
-    Returns:
-        What each policy has scored, in the order given.
+        console: Shows progress and results.
 
     Raises:
         QeRLError: Anything the user can mend.
@@ -166,7 +156,7 @@ def evaluate_all(
 
 
 def _say(label: str, name: str, console: Console) -> None:
-    """Whose evaluation on what the next lines are about."""
+    """Print the policy and the task of the next lines."""
     words = " on ".join(word for word in (label, name) if word)
     console.print(words, style="bold", markup=False, highlight=False, soft_wrap=True)
 
@@ -193,7 +183,7 @@ def _load(suite: Suite) -> Problems:
 
 
 def _refuse_different_tasks(jobs: dict[tuple[str, str], Job]) -> None:
-    """Refuse policies whose runs had different tasks, where the task is theirs to say."""
+    """Refuse policies whose runs had different tasks, where the task is taken from the runs."""
     by_name: dict[str, Job] = {}
     for (_, name), job in jobs.items():
         first = by_name.setdefault(name, job)
@@ -212,10 +202,10 @@ def _place(key: tuple[str, str], labels: Sequence[str], suite: Suite) -> list[st
 
 
 def _finished(folder: Path | None, job: Job) -> EvalResult | None:
-    """The result in a folder, if it has one; it must be that of the job.
+    """The finished result in a folder, None if there is none.
 
     Raises:
-        QeRLError: It is another evaluation's.
+        QeRLError: It belongs to another evaluation.
     """
     if folder is None or not (folder / RESULT_FILE).is_file():
         return None
@@ -232,7 +222,7 @@ def _finished(folder: Path | None, job: Job) -> EvalResult | None:
 
 
 def _conclude(standings: Sequence[Standing], suite: Suite, out: Path | None, console: Console) -> None:
-    """Print how the policies compare, and keep it."""
+    """Print and keep the comparison of the policies."""
     several = len(standings) > 1
     if several or len(suite.requests) > 1:
         console.print(table(standings))

@@ -1,11 +1,11 @@
-"""Decoder layers as descriptions: what mixes tokens, what follows it, and the linears that both consist of.
+"""Decoder layers as descriptions: a mixer of tokens, an MLP behind it, and the linears of both.
 
 A layer adds ``mixer(norm(x))`` to its input and then ``mlp(norm(x))`` to that. `Attention` and `SwiGLU` are
-the kinds of the described families; each says which products it has. Four-bit scales, LoRA, memory plan and
-paged engine read linears and products from here, so a further kind is a class here and a function in each
-of them: a delta net is a mixer beside `Attention`, routed experts stand beside `SwiGLU`. What layers of one
-model differ in, such as a window, sinks, the size of heads or no rotary embedding, is a field of their kind;
-a layer that is a mixer or an MLP alone leaves out the other.
+the kinds of the described families; each lists its products. Four-bit scales, LoRA, memory plan and paged
+engine read linears and products from here, so a further kind is a class here and a function in each of them:
+a delta net is a mixer beside `Attention`, routed experts stand beside `SwiGLU`. A difference between layers
+of one model, such as a window, sinks, the size of heads or no rotary embedding, is a field of their kind; a
+layer that is a mixer or an MLP alone leaves out the other.
 
 Nothing here needs torch.
 """
@@ -64,7 +64,7 @@ class Attention:
 
     Attributes:
         qkv_bias, o_bias: Which projections have a bias.
-        qk_norm: Whether heads of queries and keys are normalised.
+        qk_norm: True if heads of queries and keys are normalised.
     """
 
     heads: int
@@ -115,10 +115,7 @@ class SwiGLU:
     intermediate: int
     bias: bool = False
 
-    PLACES: ClassVar[Places] = {
-        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "down": ("mlp.down_proj",),
-    }
+    PLACES: ClassVar[Places] = {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 
     def products(self, hidden: int) -> tuple[Product, ...]:
         """Its products in the order in which they are computed, for inputs of this width."""

@@ -30,7 +30,7 @@ def train_mode(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """``model.train()`` would not do in the end: it also wakes modules that somebody had set to eval."""
+    """``model.train()`` would not do in the end: it also wakes modules that the caller had set to eval."""
     others = [module for module in model.modules() if module.training != training]
     model.train(training)
     try:

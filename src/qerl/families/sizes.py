@@ -26,7 +26,7 @@ class Sizes:
     Attributes:
         runs: Its layers, in order.
         positions: Longest sequence.
-        tied: Whether the output head is the embedding.
+        tied: True if the output head is the embedding.
     """
 
     vocabulary: int
@@ -150,7 +150,7 @@ class Sizes:
         return tuple(dict.fromkeys(linear.name for run in self.runs for linear in run.spec.linears))
 
     def with_layers(self, layers: int) -> "Sizes":
-        """Sizes of a decoder of so many layers of the kind that all have."""
+        """Sizes of a decoder with ``layers`` layers of the kind that all have."""
         return replace(self, runs=(Run(layers, self.spec),))
 
     @property
@@ -171,39 +171,19 @@ class Sizes:
         return sum(run.layers * run.spec.norms for run in self.runs) + self.hidden
 
 
-def _qwen25(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    vocabulary: int,
-    tied: bool = False,
-) -> Sizes:
-    return Sizes.uniform(
-        hidden, intermediate, layers, heads, kv_heads, 128, vocabulary, 32768, qkv_bias=True, tied=tied
-    )
-
-
-def _qwen3(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool = False
-) -> Sizes:
-    return Sizes.uniform(
-        hidden, intermediate, layers, heads, kv_heads, 128, 151936, positions=40960, qk_norm=True, tied=tied
-    )
-
-
+_QWEN25: dict[str, Any] = {"qkv_bias": True, "positions": 32768}
+_QWEN3: dict[str, Any] = {"qk_norm": True, "positions": 40960}
 SIZES = {
-    "1.5b": _qwen25(1536, 8960, 28, 12, 2, 151936, tied=True),
-    "3b": _qwen25(2048, 11008, 36, 16, 2, 151936, tied=True),
-    "7b": _qwen25(3584, 18944, 28, 28, 4, 152064),
-    "14b": _qwen25(5120, 13824, 48, 40, 8, 152064),
-    "32b": _qwen25(5120, 27648, 64, 40, 8, 152064),
-    "72b": _qwen25(8192, 29568, 80, 64, 8, 152064),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
-    "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
-    "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
+    "1.5b": Sizes.uniform(1536, 8960, 28, 12, 2, 128, 151936, **_QWEN25, tied=True),
+    "3b": Sizes.uniform(2048, 11008, 36, 16, 2, 128, 151936, **_QWEN25, tied=True),
+    "7b": Sizes.uniform(3584, 18944, 28, 28, 4, 128, 152064, **_QWEN25),
+    "14b": Sizes.uniform(5120, 13824, 48, 40, 8, 128, 152064, **_QWEN25),
+    "32b": Sizes.uniform(5120, 27648, 64, 40, 8, 128, 152064, **_QWEN25),
+    "72b": Sizes.uniform(8192, 29568, 80, 64, 8, 128, 152064, **_QWEN25),
+    "qwen3-4b": Sizes.uniform(2560, 9728, 36, 32, 8, 128, 151936, **_QWEN3, tied=True),
+    "qwen3-8b": Sizes.uniform(4096, 12288, 36, 32, 8, 128, 151936, **_QWEN3),
+    "qwen3-14b": Sizes.uniform(5120, 17408, 40, 40, 8, 128, 151936, **_QWEN3),
+    "qwen3-32b": Sizes.uniform(5120, 25600, 64, 64, 8, 128, 151936, **_QWEN3),
     "llama3-8b": Sizes.uniform(4096, 14336, 32, 32, 8, 128, 128256, positions=8192),
     "llama3-70b": Sizes.uniform(8192, 28672, 80, 64, 8, 128, 128256, positions=8192),
     "llama3.1-8b": Sizes.uniform(4096, 14336, 32, 32, 8, 128, 128256, positions=131072),
@@ -213,34 +193,24 @@ SIZES = {
 
 
 def check_counts(config: Any) -> None:
-    """Raise for a config with less than one of what every model has, layers and heads among them.
-
-    Args:
-        config: The config of the text model, a ``transformers.PreTrainedConfig``.
+    """Raise for a text model's config with less than one of what every model has, layers and heads among
+    them.
 
     Raises:
         QeRLError: A size, or the number of layers or heads, is below 1.
     """
-    for name in (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-    ):
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    for name in sizes:
         count = getattr(config, name, None)
         if isinstance(count, int) and count < 1:
             raise QeRLError(f"The config.json of this {config.model_type} model has {name} {count}; mend it.")
 
 
 def positions_of(config: Any) -> int | None:
-    """Positions that a model has; None where its config sets no limit.
+    """Positions of a text model by its config; None where that sets no limit.
 
     Where the rotary embedding is stretched from an original length, as YaRN's is, they are that length times
     the factor: Qwen2.5's configs keep the original one as max_position_embeddings.
-
-    Args:
-        config: The config of the text model, a ``transformers.PreTrainedConfig``.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}

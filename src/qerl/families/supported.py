@@ -1,6 +1,6 @@
-"""Which model families are taken, as far as a config and names of tensors tell: before weights are read.
+"""Supported model families, as far as a config and names of tensors tell: before weights are read.
 
-What they do not tell, the trainer measures before its first step (`qerl.update.row_check`).
+The trainer measures the rest before its first step (`qerl.update.row_check`).
 """
 
 import re
@@ -15,12 +15,8 @@ _BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
-    """Why no model of this class and config can be trained here, or None where nothing speaks against it.
-
-    Args:
-        config: The model's.
-        model_class: transformers' class of the causal LM.
-    """
+    """The reason why no model of this config and class (transformers' causal LM) can be trained here; else
+    None."""
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         return (
@@ -37,7 +33,7 @@ def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
 
 
 def wrapped(name: str) -> QeRLError:
-    """The refusal of a checkpoint in which the text model is one part of a model for images or sound."""
+    """The refusal of a checkpoint whose text model is one part of a model for images or sound."""
     return QeRLError(
         f"{name} has its text model inside a model for images or sound, from which it is not loaded by "
         "itself yet; use a checkpoint of the text model alone."
@@ -48,7 +44,7 @@ _EXPERT = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
 
 
 def check_dense(family: str, names: Iterable[str]) -> None:
-    """Raise for a mixture of experts, told by the names of its tensors.
+    """Raise for a mixture of experts, recognised by the names of its tensors.
 
     Raises:
         QeRLError: One of them belongs to an expert.
@@ -65,7 +61,7 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
     """Names of the layers to adapt, as PEFT takes them.
 
     Args:
-        model: The model, which may be without memory (on the meta device).
+        model: May be without memory (on the meta device).
         wanted: Names or last parts of names; None takes every linear layer of the decoder.
 
     Raises:
@@ -82,14 +78,14 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
                 f"{type(model).__name__} has no linear layers to adapt; use another model family."
             )
         return list(linears)
-    ends = {name[start:] for name, _ in model.named_modules() for start in _starts(name)}
+    ends = {
+        name[start:]
+        for name, _ in model.named_modules()
+        for start in (0, *(dot.end() for dot in re.finditer(r"\.", name)))
+    }
     if unknown := [name for name in wanted if name not in ends]:
         raise QeRLError(
             f"lora_target_modules names {', '.join(unknown)}, which {type(model).__name__} does not have; "
             f"its decoder's linear layers are {', '.join(linears)}."
         )
     return list(wanted)
-
-
-def _starts(name: str) -> list[int]:
-    return [0, *(match.end() for match in re.finditer(r"\.", name))]

@@ -17,13 +17,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """In what the decoder layers of one ``model_type`` differ from those of the others.
+    """The differences of one ``model_type``'s decoder layers from those of the others.
 
     Attributes:
         name: As people write it.
-        qkv_bias: Whether q, k and v have a bias whatever the config says; o and the MLP have one only where
+        qkv_bias: True if q, k and v have a bias whatever the config says; o and the MLP have one only where
             the config says so.
-        qk_norm: Whether each head of q and k is normalised before it is turned.
+        qk_norm: True if each head of q and k is normalised before it is turned.
         window_field: Field of the config that must be true for a sliding window; None where the width alone
             (``sliding_window``) says it.
     """
@@ -34,13 +34,13 @@ class Family:
     window_field: str | None = "use_sliding_window"
 
     def slides(self, config: Any) -> bool:
-        """Whether a model with this config attends to a sliding window in any layer."""
+        """True if a model with this config attends to a sliding window in any layer."""
         windowed = self.window_field is None or getattr(config, self.window_field, False)
         return bool(windowed and getattr(config, "sliding_window", None))
 
     @property
     def fused_qkv(self) -> bool:
-        """Whether the update computes q, k and v as one product and turns its heads as they come out."""
+        """True if the update computes q, k and v as one product and turns its heads as they come out."""
         return not self.qk_norm
 
 

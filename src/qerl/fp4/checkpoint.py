@@ -44,7 +44,7 @@ _ACTIVATION_TENSORS = ("input_scale", "input_global_scale", "k_scale", "v_scale"
 
 @dataclass(frozen=True)
 class Header:
-    """What a shard says of a tensor before any of its bytes are read.
+    """A shard's entry for a tensor, before any of its bytes are read.
 
     Attributes:
         shape: As stored.
@@ -60,9 +60,8 @@ class Checkpoint:
     """A model folder whose shards have been found complete.
 
     Attributes:
-        folder: Where it is.
         config: Its ``config.json``.
-        layout: How quantised layers are stored.
+        layout: Names and form of the tensors of quantised layers.
         format: Their format; None in a plain checkpoint.
         shards: File name -> tensor name as stored -> header, in the order of the index.
     """
@@ -76,7 +75,7 @@ class Checkpoint:
     def read(self, shard: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of one file, one at a time, under the names of compressed-tensors.
 
-        They are backed by the file mapped into memory: pages that nobody looks at cost nothing.
+        They are backed by the file mapped into memory: untouched pages cost nothing.
         """
         with _open_shard(self.folder / shard) as file:
             for name, header in self.shards[shard].items():
@@ -97,11 +96,11 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Look at a model folder and check what can be checked without reading weights.
+    """The checkpoint in a model folder, checked as far as possible without reading weights.
 
     Raises:
         QeRLError: No such folder or no config, no safetensors, a missing or truncated shard, a tensor that
-            its shard lacks, or a quantisation that is not read here.
+            its shard lacks, or an unsupported quantisation.
     """
     config, layout, format = read_config(folder)
     shards = {}
@@ -124,7 +123,7 @@ def check_held_format(name: str | Path, held: BlockFormat | None, wanted: str) -
     """Raise for a packed checkpoint that is to be loaded in another format than its own.
 
     Args:
-        name: What the user calls the model.
+        name: The user's name for the model.
         held: Format of its weights, None where they are not packed.
         wanted: Name of the format in which it is to be loaded.
 
@@ -142,14 +141,14 @@ def read_config(folder: Path) -> tuple[dict[str, Any], Layout, BlockFormat | Non
     """A model's ``config.json``, and the layout and format of its weights; no shard needs to be there.
 
     Raises:
-        QeRLError: No config, or a quantisation that is not read here.
+        QeRLError: No config, or an unsupported quantisation.
     """
     config = _read_json(folder / "config.json")
     return config, *_packing(folder, config)
 
 
 def packed_tensors(module: str, packed: PackedRows) -> dict[str, torch.Tensor]:
-    """What one quantised layer adds to a checkpoint, by name."""
+    """Tensors of one quantised layer in a checkpoint, by name."""
     return {f"{module}.{name}": tensor for name, tensor in packed.tensors().items()}
 
 
@@ -184,7 +183,7 @@ def quantization_config(format: BlockFormat, ignore: Iterable[str]) -> dict[str,
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """The way configs and indexes are written: indented, with a final newline."""
+    """Write a config or an index: indented, with a final newline."""
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -192,7 +191,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def new_checkpoint(target: Path) -> Iterator[Path]:
     """A folder that appears under its name complete or not at all (:func:`qerl.atomic.new_folder`).
 
-    What a killed run has left behind is said instead of guessing whether it is still being written.
+    Remains of a killed run are reported, because it may still be writing.
 
     Raises:
         QeRLError: ``target`` exists, another run is writing it, or the disk refuses (full, read-only).

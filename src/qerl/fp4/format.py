@@ -40,7 +40,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """What the bytes of one four-bit format mean.
+    """The meaning of the bytes of one four-bit format.
 
     Attributes:
         name: Its name in `qerl.weight_formats`.
@@ -66,7 +66,7 @@ class BlockFormat:
 
     @property
     def has_global_scale(self) -> bool:
-        """Whether one FP32 number per matrix scales the block scales."""
+        """True if one FP32 number per matrix scales the block scales."""
         return weight_formats.FORMATS[self.name].matrix_scale_bytes > 0
 
 
@@ -152,7 +152,7 @@ class PackedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K) of the matrix that this stands for."""
+        """(N, K) of the matrix."""
         return self.codes.shape[0], 2 * self.codes.shape[1]
 
     @property
@@ -181,7 +181,7 @@ class PackedRows:
 
     @torch.no_grad()
     def write_dense(self, out_NK: torch.Tensor) -> None:
-        """Writes the matrix that the codes stand for into ``out``, whose rows need not be next to each other.
+        """Writes the matrix into ``out``, whose rows need not be next to each other.
 
         FP32 throughout, one cast at the end: ``code * (scale / global_scale)``, the division first, which is
         the order of compressed-tensors and decides the last bit.
@@ -199,14 +199,14 @@ class PackedRows:
 
 
 def dequantize(packed: PackedRows, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The matrix [N, K] that the codes stand for, in new memory; see :meth:`PackedRows.write_dense`."""
+    """The matrix [N, K] in new memory; see :meth:`PackedRows.write_dense`."""
     out_NK = torch.empty(packed.shape, dtype=dtype, device=packed.codes.device)
     packed.write_dense(out_NK)
     return out_NK
 
 
 def block_steps(scales: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """fp32 [n, G, 1]: what the E2M1 value 1 stands for in each block."""
+    """fp32 [n, G, 1]: the value of the E2M1 number 1 in each block."""
     if global_scale is None:
         return scales.view(torch.float8_e8m0fnu).float().unsqueeze(-1)
     return (scales.float() / global_scale).unsqueeze(-1)

@@ -1,10 +1,10 @@
-"""Which weights are quantised, and which of them share a global scale.
+"""The layers that are quantised, and the groups that share a global scale.
 
-Both questions are answered from the name a layer has in the checkpoint, so that a file can be quantised
-without building the model. Quantised are the projections inside decoder layers. The LM head, embeddings and
-norms stay as they are: together they are small, and a language model's output is most sensitive there. A
-projection is told by a name that ends in ``_proj``; a family whose layers hold others as well is refused,
-since half of it would stay in 16 bits without a word.
+Both follow from the name of a layer in the checkpoint, so that a file can be quantised without building the
+model. Quantised are the projections inside decoder layers. The LM head, embeddings and norms stay as they
+are: together they are small, and a language model's output is most sensitive there. A projection has a name
+that ends in ``_proj``; a family whose layers hold others as well is refused, since half of it would stay in
+16 bits without a word.
 
 Inference engines run q/k/v, and gate/up, as one matrix with one global scale (vLLM takes the largest of the
 three and only warns), so the members of such a group are quantised with a common one.
@@ -20,12 +20,12 @@ _PROJECTION = re.compile(_DECODER_LAYER.pattern + r"(?:.+\.)?\w+_proj")
 
 
 def is_quantized(module: str) -> bool:
-    """Whether the layer of this qualified name (``model.layers.0.mlp.up_proj``) is stored in four bits."""
+    """True if the layer of this qualified name (``model.layers.0.mlp.up_proj``) is stored in four bits."""
     return _PROJECTION.fullmatch(module) is not None
 
 
 def left_out(module: str) -> bool:
-    """Whether a linear layer of this qualified name lies in a decoder layer without being quantised."""
+    """True if a linear layer of this qualified name lies in a decoder layer without being quantised."""
     return _DECODER_LAYER.match(module) is not None and not is_quantized(module)
 
 

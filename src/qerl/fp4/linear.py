@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
         in_features: K, a multiple of the format's block size.
         out_features: N.
         format: Format of the weight, in which the layer is saved.
-        bias: Whether there is a bias [N].
+        bias: True if there is a bias [N].
         device: Device of all tensors.
         dtype: Dtype of the bias.
     """

@@ -47,15 +47,14 @@ _NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".
 
 @dataclass
 class QuantizeReport:
-    """What a run did.
+    """Result of a quantisation.
 
     Attributes:
-        target: The folder written.
+        target: The written folder.
         format: Name of the format.
-        layers: Matrices quantised.
+        layers: Number of quantised matrices.
         parameters: Their elements.
-        bytes_before: Size of all shards read.
-        bytes_after: Size of all shards written.
+        bytes_before, bytes_after: Size of all shards read and of all shards written.
         relative_error: By rounding, ``||w - w_hat|| / ||w||`` over all quantised matrices together; after
             ``mse`` that of ``rtn`` stands beside it.
     """
@@ -79,7 +78,7 @@ class QuantizeReport:
 
 @dataclass
 class _Written:
-    """What the second pass gathers: the index of the new shards, and error sums by rounding."""
+    """Results of the second pass: the index of the new shards, and error sums by rounding."""
 
     weight_map: dict[str, str] = field(default_factory=dict)
     total_bytes: int = 0
@@ -245,7 +244,7 @@ def _write_rest(
     rounding: Rounding,
     written: _Written,
 ) -> None:
-    """Everything that is not a shard: config, index, and what the source has beside its weights."""
+    """Write everything that is not a shard: config, index, and copies of the source's other files."""
     ignore = ["lm_head", *_other_linears(checkpoint, layers)]
     config = {
         **checkpoint.config,

@@ -49,7 +49,7 @@ QUANT_METHOD = "qerl_nvfp4"
 
 @register_quantization_config(QUANT_METHOD)
 class QeRLQuantizationConfig(QuantizationConfigMixin):
-    """Which four-bit format, and how to round a plain checkpoint to it.
+    """The four-bit format, and the rounding of a plain checkpoint to it.
 
     Args:
         format: ``nvfp4`` or ``mxfp4``.
@@ -89,7 +89,7 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
         return {"quant_method": QUANT_METHOD, "format": checkpoint.format.name, "packed": packed}
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``config.json`` says: the description of compressed-tensors."""
+        """The entry of ``config.json``: the description of compressed-tensors."""
         return quantization_config(block_format(self.format), self.ignore)
 
 
@@ -115,7 +115,7 @@ class QeRLQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """What `save_pretrained` writes: packed weights as they lie on disk, whatever their order here."""
+        """The state for `save_pretrained`: packed weights as they lie on disk, whatever their order here."""
         state = dict(model.state_dict())
         for name, module in model.named_modules():
             if isinstance(module, PackedLinear):

@@ -49,7 +49,7 @@ def quantize(
     rounding: Rounding,
     amax: float | torch.Tensor | None = None,
 ) -> PackedRows:
-    """Round a matrix to a four-bit format.
+    """The matrix rounded to a four-bit format.
 
     Args:
         weight_NK: [N, K], floating point, finite; K a multiple of the format's block size.
@@ -57,8 +57,8 @@ def quantize(
         rounding: ``rtn`` maps each block's maximum to 6 and rounds to nearest, ties to the even code. ``mse``
             starts there and keeps, per block, the scale with the smallest squared error
             (:func:`_search_scales`); it takes about eight times as long.
-        amax: Largest magnitude of all matrices that share this one's global scale (``groups.py`` says which
-            do); by default the matrix's own. MXFP4 has no global scale and takes nothing from it.
+        amax: Largest magnitude of all matrices that share this one's global scale (`qerl.fp4.groups`); by
+            default the matrix's own. MXFP4 has no global scale and takes nothing from it.
 
     Raises:
         QeRLError: Not a floating-point matrix, NaN or Inf in it, a width that the block size does not divide,
@@ -149,9 +149,9 @@ def _rtn_scales(blocks: torch.Tensor, global_scale: torch.Tensor | None, format:
     if global_scale is None:
         return _e8m0_scales(block_amax)
     # A tensor, because CUDA divides by a Python number as a product with its reciprocal: one bit off.
-    most = block_amax.new_tensor(E2M1_MAX)
+    largest = block_amax.new_tensor(E2M1_MAX)
     # No block exceeds amax, so this is at most 448 and a rounding error, which E4M3 rounds to 448.
-    scales = (global_scale * (block_amax / most)).to(format.scale_dtype)
+    scales = (global_scale * (block_amax / largest)).to(format.scale_dtype)
     # Zero is tested after rounding: a block 2^-20 times smaller than the matrix's maximum rounds away too.
     return torch.where(scales.float() == 0, _ZERO_BLOCK_SCALE, scales.float()).to(format.scale_dtype)
 

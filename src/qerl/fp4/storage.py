@@ -32,7 +32,7 @@ class PackedWeight(Protocol):
     Attributes:
         format: The format of its rows, in which it is saved.
         shape: (N, K).
-        in_tiles: Whether tensor cores can read it as it lies.
+        in_tiles: True if tensor cores can read it as it lies.
     """
 
     @property
@@ -118,7 +118,7 @@ class PackedTiles:
 
 
 def why_no_tiles(weight: PackedWeight) -> str | None:
-    """Why a weight cannot be put into tiles, as the end of a sentence; None if it can."""
+    """The reason why a weight cannot be put into tiles, as the end of a sentence; None if it can."""
     rows, width = weight.shape
     if rows % TILE or width % TILE:
         return f"is {rows} x {width}, which {TILE} does not divide"
@@ -128,13 +128,10 @@ def why_no_tiles(weight: PackedWeight) -> str | None:
 
 
 def stack_tiles(weights: Sequence[PackedWeight]) -> tuple[Tiles, list[PackedTiles]]:
-    """Puts weights with the same K on top of each other, in tiles.
+    """Tiles of weights with the same K on top of each other, and each weight as a view of its part.
 
     Args:
         weights: Rows for which :func:`why_no_tiles` finds nothing.
-
-    Returns:
-        The tiles of all of them, and each weight as a view of its part.
 
     Raises:
         QeRLError: One of them lies in tiles already, so that it belongs to another stack.
@@ -161,7 +158,7 @@ _BIAS = 127
 
 
 def fits_nvfp4(packed: PackedRows) -> bool:
-    """Whether an MXFP4 matrix can be written as NVFP4."""
+    """True if an MXFP4 matrix can be written as NVFP4."""
     exponents = packed.scales[_used_blocks(packed)]
     return exponents.numel() == 0 or int(exponents.max()) - int(exponents.min()) <= _SPAN
 

@@ -55,7 +55,7 @@ def add_lora(
     target_modules: Sequence[str] | None = None,
     seed: int = 0,
 ) -> PeftModel:
-    """Freeze a model and put fresh adapters on its linear layers; ``B = 0``, so it computes what it did.
+    """The model, frozen, with fresh adapters on its linear layers; ``B = 0``, so it computes what it did.
 
     Args:
         model: Any causal LM, packed or dense; changed in place.
@@ -80,13 +80,13 @@ def add_lora(
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftModel:
-    """Freeze a model and put the fresh adapter on it that a `LoraConfig` of PEFT describes.
+    """The model, frozen, with the fresh adapter that a `LoraConfig` of PEFT describes.
 
     Args:
         model: Any causal LM, packed or dense; changed in place.
-        config: As for `peft.get_peft_model`, which leaves layers that are not named to the family's default
-            (query and value projections for most) and takes "all-linear" as every linear layer of the
-            decoder. The object is not changed.
+        config: As for `peft.get_peft_model`, which leaves unnamed layers to the family's default (query and
+            value projections for most) and takes "all-linear" as every linear layer of the decoder. The
+            object is not changed.
         seed: Decides A; the same for every process of a run.
 
     Raises:
@@ -103,39 +103,27 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
         config.target_modules = set(lora_targets(model, None))
     elif isinstance(config.target_modules, set):
         lora_targets(model, sorted(config.target_modules))
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _quiet():
-        torch.manual_seed(derive_seed("lora", seed))
-        try:
-            adapted = get_peft_model(model, _with_own_layers(config, model))
-        except (ValueError, TypeError, ImportError) as error:
-            raise QeRLError(
-                f"LoRA cannot be added ({first_line(error)}); change peft_config or the fields lora_*."
-            ) from error
+    with _making(model, seed):
+        adapted = get_peft_model(model, _with_own_layers(config, model))
     _check_head(adapted)
     return _skip_packed_buffers_in_ddp(adapted)
 
 
 def add_adapter(model: PeftModel, name: str, config: LoraConfig, seed: int = 0, empty: bool = False) -> None:
-    """Put one more adapter beside those that a model has, which stay active.
+    """Put one more adapter beside those of a model, which stay active.
 
     Args:
         model: With an adapter from `adapt` on every layer that the new one adapts; changed in place.
         name: Of the new adapter.
         config: As for `adapt`.
         seed: Decides A, as in `adapt`.
-        empty: Whether its matrices are left without memory, on the meta device.
+        empty: True if its matrices are left without memory, on the meta device.
 
     Raises:
         QeRLError: PEFT refuses it.
     """
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _quiet():
-        torch.manual_seed(derive_seed("lora", seed))
-        try:
-            model.add_adapter(name, copy.deepcopy(config), low_cpu_mem_usage=empty)
-        except (ValueError, TypeError) as error:
-            raise QeRLError(f"LoRA cannot be added: {error}") from error
+    with _making(model, seed):
+        model.add_adapter(name, copy.deepcopy(config), low_cpu_mem_usage=empty)
 
 
 def _check_head(model: PeftModel) -> None:
@@ -147,10 +135,7 @@ def _check_head(model: PeftModel) -> None:
 
 
 def check_lora(config: Any) -> None:
-    """Refuse what no model can be trained with here.
-
-    Args:
-        config: What a user handed over as ``peft_config``.
+    """Refuse a ``peft_config`` that no model can be trained with here.
 
     Raises:
         QeRLError: It is not a `LoraConfig`, or one of another task, with activation tokens, or that learns
@@ -171,12 +156,8 @@ def check_lora(config: Any) -> None:
 
 
 def _check_packed(config: LoraConfig, packed: list[str]) -> None:
-    """Refuse what reads, changes or trains the dense weight of a layer, which packed layers do not have.
-
-    Args:
-        config: The adapter's.
-        packed: Qualified names of the packed layers.
-    """
+    """Refuse what reads, changes or trains the dense weight of a layer; ``packed`` names the layers
+    without one."""
     advice = "load the model with weights: bf16"
     for saved in config.modules_to_save or ():
         if name := next((name for name in packed if f"{saved}." in f"{name}."), None):
@@ -195,19 +176,19 @@ def _check_packed(config: LoraConfig, packed: list[str]) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = False) -> PeftModel:
-    """Put a saved LoRA adapter on a model, whose own weights stay frozen.
+    """The model with a saved LoRA adapter; its own weights stay frozen.
 
     Args:
         model: The model that the adapter was trained on, packed or dense; changed in place.
-        folder: What `PeftModel.save_pretrained` wrote, here or elsewhere.
-        trainable: Whether the adapter goes on training, in FP32; else it is frozen too.
+        folder: Written by `PeftModel.save_pretrained`, here or elsewhere.
+        trainable: True if the adapter goes on training, in FP32; else it is frozen too.
 
     Raises:
         QeRLError: Files are missing or damaged, it is no LoRA adapter, or it belongs to another model.
     """
     folder = Path(folder)
     file = adapter_file(folder)
-    try:
+    with _reading(folder):
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
             raise QeRLError(f"{folder} is a {config.peft_type} adapter; only LoRA adapters are read.")
@@ -224,13 +205,6 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
             config = _with_own_layers(config, model)
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable, config=config)
         read = set(get_peft_model_state_dict(adapted))
-    except (SafetensorError, OSError) as error:
-        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
-    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        raise QeRLError(
-            f"The adapter {folder} does not fit this model ({first_line(error)}); give the model that it was "
-            "trained on."
-        ) from error
     unmatched = sorted(stored ^ read)
     if unmatched:
         raise QeRLError(
@@ -243,27 +217,17 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
 
 
 def exchange_adapter(model: PeftModel, folder: Path) -> None:
-    """Put another adapter's weights into the model's adapter, which has the same config.
-
-    Args:
-        model: With an adapter that was read by `load_adapter`; changed in place.
-        folder: Of the other adapter.
+    """Replace the weights of a model's adapter, read by `load_adapter`, by those of another one of the same
+    config.
 
     Raises:
         QeRLError: The files are damaged or do not fit.
     """
-    try:
+    with _reading(folder):
         weights = load_file(adapter_file(folder))
         unmatched = sorted(weights.keys() ^ get_peft_model_state_dict(model).keys())
         if not unmatched:
             set_peft_model_state_dict(model, weights)
-    except (SafetensorError, OSError) as error:
-        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
-    except (ValueError, RuntimeError) as error:
-        raise QeRLError(
-            f"The adapter {folder} does not fit this model ({first_line(error)}); give the model that it was "
-            "trained on."
-        ) from error
     if unmatched:
         raise QeRLError(f"The adapter {folder} does not fit its own config: {unmatched[0]}; copy it again.")
 
@@ -287,12 +251,8 @@ def check_adapter(folder: Path) -> None:
     Raises:
         QeRLError: A matrix has NaN or Inf, or the files are missing or damaged.
     """
-    file = adapter_file(folder)
-    try:
-        with safe_open(file, framework="pt") as weights:
-            bad = [name for name in weights.keys() if not weights.get_tensor(name).isfinite().all()]  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
+    with _reading(folder), safe_open(adapter_file(folder), framework="pt") as weights:
+        bad = [name for name in weights.keys() if not weights.get_tensor(name).isfinite().all()]  # noqa: SIM118
     if bad:
         raise QeRLError(
             f"The adapter {folder} diverged: {bad[0]} and {len(bad) - 1} more matrices hold NaN or Inf; take "
@@ -307,6 +267,34 @@ def _with_own_layers(config: LoraConfig, model: nn.Module) -> LoraConfig:
         layers[nn.Linear] = DenseLoraLinear
     config._register_custom_module(layers)
     return config
+
+
+@contextmanager
+def _making(model: PreTrainedModel | PeftModel, seed: int) -> Iterator[None]:
+    """A block in which an adapter's A depends on the seed alone, and PEFT's refusals are a sentence."""
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _quiet():
+        torch.manual_seed(derive_seed("lora", seed))
+        try:
+            yield
+        except (ValueError, TypeError, ImportError) as error:
+            raise QeRLError(
+                f"LoRA cannot be added ({first_line(error)}); change peft_config or the fields lora_*."
+            ) from error
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """A block in which files of an adapter that are damaged, or do not fit the model, are a sentence."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        raise QeRLError(
+            f"The adapter {folder} does not fit this model ({first_line(error)}); give the model that it was "
+            "trained on."
+        ) from error
 
 
 @contextmanager

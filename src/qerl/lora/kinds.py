@@ -1,4 +1,4 @@
-"""What a layer with an adapter computes: asked by everything that computes it in another way than PEFT.
+"""The formula of a layer with an adapter, checked before it is computed in another way than PEFT's.
 
 PEFT's layers can do much besides ``W x + s B A x``: other kinds of adapters, variants of LoRA, biases,
 several adapters at once. The paged engine and the update have kernels for that one formula, so they ask here
@@ -13,11 +13,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 def why_not(layer: BaseTunerLayer) -> str | None:
-    """Why the layer computes something else than ``W x``, or ``W x + s B A x`` of one adapter; else None.
-
-    Returns:
-        The end of a sentence that begins with the layer's name.
-    """
+    """The reason why the layer computes something else than ``W x``, or ``W x + s B A x`` of one adapter,
+    as the end of a sentence that begins with the layer's name; else None."""
     if layer.merged:
         # PEFT takes the sum apart in its next forward pass, which another kernel would not.
         return "has an adapter that is merged and disabled at once" if layer.disable_adapters else None

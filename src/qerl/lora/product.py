@@ -77,11 +77,12 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def why_not_fused(layer: nn.Module, training: bool) -> str | None:
-    """Why a layer must be called by itself even on 16-bit CUDA tensors; None where it is one product.
+    """The reason why a layer must be called by itself even on 16-bit CUDA tensors; None where it is one
+    product.
 
     Args:
         layer: A linear layer, with or without an adapter.
-        training: Whether dropout counts.
+        training: True if dropout counts.
     """
     if not isinstance(layer, LoraLinear):
         return OTHER_LAYER if isinstance(layer, BaseTunerLayer) else "a layer has no adapter"

@@ -62,11 +62,11 @@ REQUIRED: dict[str, type | tuple[type, ...]] = {
 
 
 def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
-    """Measure this GPU and write the file; what is measured is printed as it comes.
+    """Measure this GPU and write the file; rows are printed as they come.
 
     Args:
         out: File to write.
-        console: Where rows are printed.
+        console: Shows rows.
         shape: One of `SHAPES`; None takes the largest that fits.
 
     Raises:
@@ -122,7 +122,7 @@ def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
 
 
 def largest_shape(total: int) -> str:
-    """The largest of the standard shapes of which both decoding and a step fit in so many bytes.
+    """The largest of the standard shapes of which both decoding and a step fit in ``total`` bytes.
 
     Raises:
         QeRLError: None does.
@@ -139,11 +139,8 @@ def largest_shape(total: int) -> str:
 
 @torch.no_grad()
 def parity(engine_of: Callable[[nn.Module], RolloutEngine], device: str) -> dict[str, float]:
-    """Mean absolute differences of log-probabilities from FP32 on the same weights.
-
-    Returns:
-        ``engine`` and ``trainer``, of the tokens that the engine sampled.
-    """
+    """Mean absolute differences of log-probabilities from FP32 on the same weights, of the tokens that the
+    engine sampled: by ``engine`` and ``trainer``."""
     torch.manual_seed(0)
     model = as_if_trained(random_policy(SMALL, "nvfp4", 16, 256, device=device)).eval()
     engine = engine_of(model)
@@ -180,7 +177,7 @@ def whole_step(
         policy: Trained in place.
         engine: Samples from it.
         sizes: Its shape.
-        update: Settings of the update that the memory plan chose.
+        update: Settings of the update, chosen by the memory plan.
         completion: Tokens of every sample.
         fields: More settings.
     """
@@ -222,10 +219,10 @@ def _update(sizes: Sizes, total: int) -> dict[str, Any]:
 
 
 def check(result: Any) -> None:
-    """Refuse what is no file of `measure_card`.
+    """Refuse a file that is not one of `measure_card`.
 
     Raises:
-        QeRLError: What is missing or wrong, in a sentence.
+        QeRLError: The missing or wrong field, in a sentence.
     """
     if not isinstance(result, dict):
         raise QeRLError("A card's file is a JSON object.")

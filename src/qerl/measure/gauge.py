@@ -1,7 +1,7 @@
-"""What the GPU's clocks, power and temperature were while something was measured.
+"""The GPU's clocks, power and temperature during a measurement.
 
 A card at its power limit lowers its clocks, so the same kernels take longer on a warm day. Nothing is locked
-here, which users do not do either; what was seen while the GPU was busy stands beside each row.
+here, which users do not do either; the readings of the busy GPU stand beside each row.
 """
 
 import statistics
@@ -38,8 +38,8 @@ class Gauge:
         self._rest = ""
 
     def take(self) -> State | None:
-        """The least, the median and the largest of each quantity while the GPU was busy since it was last
-        asked; None where it was not, there is none, or nvidia-smi says nothing."""
+        """Minimum, median and maximum of each quantity while the GPU was busy since the last call; None
+        where it was not, there is none, or nvidia-smi says nothing."""
         if self._readings is None:
             return None
         *lines, self._rest = (self._rest + self._readings.read()).split("\n")

@@ -8,12 +8,12 @@ from qerl.fp4.format import NVFP4
 
 
 def model_config(sizes: Sizes, weights: str, positions: int) -> PreTrainedConfig:
-    """What `config.json` of a shape says.
+    """The `config.json` of a shape.
 
     Args:
         sizes: The shape. Biases on q, k and v make it a Qwen2, norms of q and k a Qwen3, neither a Llama.
         weights: ``bf16`` or ``nvfp4``, the latter as compressed-tensors declares it.
-        positions: Positions the model has.
+        positions: Positions of the model.
     """
     mixer = sizes.spec.mixer
     kind = Qwen2Config if mixer.qkv_bias else Qwen3Config if mixer.qk_norm else LlamaConfig

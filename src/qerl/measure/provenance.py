@@ -1,4 +1,4 @@
-"""The fields that say what produced a result, and what is asked of the driver.
+"""The fields of a result that say what produced it, and queries of the driver.
 
 nvidia-smi counts all GPUs of the machine. CUDA counts those that CUDA_VISIBLE_DEVICES leaves, in an order of
 its own, so a number of the one means nothing to the other. Both know a GPU's place on the PCI bus, which is
@@ -32,11 +32,8 @@ def nvidia_smi(fields: str) -> list[str]:
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """The fields that say what produced a result on this machine's GPU, or on its CPU if it has none.
-
-    Args:
-        command: What was run.
-    """
+    """The fields that say what produced a result of this command on this machine's GPU, or else on its
+    CPU."""
     if torch.cuda.is_available():
         measured = {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "clocks_mhz": _clocks()}
     else:
@@ -54,7 +51,7 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def _clocks() -> dict[str, int] | None:
-    """The present clocks of the GPU in use, None where nvidia-smi does not say them."""
+    """The present clocks of the GPU in use; None where nvidia-smi fails."""
     try:
         sm, memory = map(int, _query("clocks.sm,clocks.mem").split(","))
     except (OSError, subprocess.CalledProcessError, ValueError):
@@ -63,7 +60,7 @@ def _clocks() -> dict[str, int] | None:
 
 
 def _driver() -> str | None:
-    """The driver's version, None where nvidia-smi does not say it."""
+    """The driver's version; None where nvidia-smi fails."""
     try:
         return _query("driver_version")
     except (OSError, subprocess.CalledProcessError):

@@ -32,8 +32,8 @@ def random_policy(
         sizes: Biases on q, k and v make it a Qwen2, norms of q and k a Qwen3, neither a Llama.
         weights: Format of the linear layers, a name of `qerl.weight_formats.FORMATS`.
         rank: LoRA rank on all linears; 0 for no adapter.
-        positions: Positions the model has.
-        device: Where it is made.
+        positions: Positions of the model.
+        device: Of the whole model.
     """
     config = model_config(sizes, "bf16", positions)
     with torch.device("meta"):
@@ -79,7 +79,7 @@ def as_if_trained(model: nn.Module) -> nn.Module:
 
 
 def random_decoder(sizes: Sizes, weights: str, rank: int, positions: int, device: str = "cuda") -> Decoder:
-    """What the paged engine reads of a random policy: see :func:`random_policy` for the arguments."""
+    """The paged engine's view of a random policy; arguments as :func:`random_policy`."""
     binding = Binding(as_if_trained(random_policy(sizes, weights, rank, positions, device)), positions)
     binding.refresh({})
     return binding.decoder

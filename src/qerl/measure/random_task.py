@@ -18,7 +18,7 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def random_prompts(count: int, tokens: int) -> list[str]:
-    """Different prompts of so many tokens each, the same in every run."""
+    """Different prompts of ``tokens`` tokens each, the same in every run."""
     draw = torch.Generator().manual_seed(0)
     return [
         " ".join(f"w{i}" for i in torch.randint(1, _WORDS, (tokens,), generator=draw).tolist())

@@ -1,4 +1,4 @@
-"""Where converted and quantised models are kept, and how each is made there once."""
+"""The cache of converted and quantised models, each made there once."""
 
 import os
 from collections.abc import Callable
@@ -15,14 +15,14 @@ def cache_folder() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Folder of the cache with what ``make`` wrote into it.
+    """Folder of the cache with what ``make`` wrote into it, made on the first call and found on the next.
 
-    It is made on the first call and found on the next. Processes that ask at the same time wait for the one
-    that makes it; the folder appears under its name only when it is complete.
+    Processes that ask at the same time wait for the one that makes it; the folder appears under its name only
+    when it is complete.
 
     Args:
         name: Of the folder; another content needs another name.
-        make: Writes the content into the folder that it is given, which is empty.
+        make: Writes the content into an empty folder.
     """
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)

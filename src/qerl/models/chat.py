@@ -1,11 +1,11 @@
 """Prompts as a model's chat template renders them: one place for training, evaluation and single answers.
 
-A task states what it asks for in a system message, and templates differ in what they do with one. Most write
-it, Gemma's first templates and Mistral's older ones raise an error, and some drop it without a word, so that
-the model is rewarded for a form that nobody asked it for. Here the template is tried with a mark in every
-message. A system message that does not come out is folded: it is put in front of the next user message, which
-is what templates that know no system role do themselves. Any other message that does not come out, and a
-template that cannot be rendered, is an error before the run starts.
+A task asks for its form in a system message, and templates differ in what they do with one. Most write it,
+Gemma's first templates and Mistral's older ones raise an error, and some drop it without a word, so that the
+model is rewarded for a form that its prompt never mentions. Here the template is tried with a mark in every
+message. A system message that does not come out is folded: it is put in front of the next user message, as
+templates without a system role do themselves. Any other message that does not come out, and a template that
+cannot be rendered, is an error before the run starts.
 
 Folding happens in the data set, because TRL renders the prompts of a training run itself: from messages that
 the template takes as they are, both get the same tokens.
@@ -13,8 +13,8 @@ the template takes as they are, both get the same tokens.
 Templates of reasoning models write ``<think>`` at the end of the prompt, so a completion begins within the
 thinking. :attr:`Chat.opening` says so; a task that knows it judges the whole turn of the assistant.
 
-What was given up: the template is tried once for each sequence of roles. One that looks at the content of the
-system message, and drops some of them, is not found out.
+Given up: the template is tried once for each sequence of roles, so one that drops a system message because of
+its content is not found out.
 """
 
 import inspect
@@ -87,7 +87,8 @@ class Chat:
 
     @cached_property
     def opening(self) -> str:
-        """What a prompt's end holds of the assistant's turn: ``<think>`` where it opens one, else nothing."""
+        """The end of a prompt that belongs to the assistant's turn: ``<think>`` where it opens one, else
+        nothing."""
         mark = _MARK.format(0)
         turn = self._render([{"role": "user", "content": mark}]).rpartition(mark)[2]
         return THINK if turn.rfind(THINK) > turn.rfind("</think>") else ""
@@ -157,7 +158,7 @@ class Chat:
             return False
 
     def _lost(self, marked: list[Message], sent: list[Message]) -> list[int]:
-        """Numbers of the marked messages that are not in what the template writes of those sent."""
+        """Numbers of the marked messages that are missing in the template's text of the sent ones."""
         rendered = self._render(sent)
         return [i for i, message in enumerate(marked) if message["content"] not in rendered]
 

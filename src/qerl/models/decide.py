@@ -1,8 +1,8 @@
-"""How a policy is loaded: what the user says, then what the run says that made it, then a default.
+"""How a policy is loaded: by the user's values, else those of the run that made it, else defaults.
 
-All of it is settled (`decide`) before a model is loaded (`Loading.load`), and where each value came from is
-kept (`Choices`), to be said once. Names of code that is not QeRL's have to be told, because whoever made the
-folder wrote them.
+All of it is decided (`decide`) before a model is loaded (`Loading.load`), and the origin of each value is
+kept (`Choices`) and printed once. Names of code that is not QeRL's must come from the user, because a folder
+may be anybody's.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a policy comes from; None takes what the run that made it says, else the default.
+    """A policy's origin; None takes the value of the run that made it, else the default.
 
     Attributes:
         model: Hub id, local folder or .gguf file.
@@ -38,8 +38,8 @@ class Source:
         rounding: For checkpoints that are not packed yet; else mse.
         dtype: Of everything that is not quantised; else auto: bfloat16 on a GPU, float32 on a CPU.
         chat_template_kwargs: Arguments of the chat template; else none.
-        trust_remote_code: Whether Python code that comes with the checkpoint may run; what the run says of it
-            does not count, since an adapter's files may be anybody's.
+        trust_remote_code: True if Python code that comes with the checkpoint may run; never taken from a run,
+            since an adapter's files may be anybody's.
     """
 
     model: str
@@ -52,11 +52,11 @@ class Source:
 
 
 class Choices:
-    """Values, each from the first of a flag, the run and a default, with where it came from.
+    """Values, each from the first of a flag, the run and a default, with their origins.
 
     Args:
-        of_run: What the run says that made the policy; nothing where none is known.
-        where: The config.yaml that says it.
+        of_run: Settings of the run that made the policy; none where it is unknown.
+        where: The config.yaml with them.
     """
 
     def __init__(self, of_run: Mapping[str, Any] | None = None, where: Path | None = None) -> None:
@@ -65,16 +65,16 @@ class Choices:
         self._said: dict[str, tuple[Any, str]] = {}
 
     def take(self, name: str, given: Any, default: Any, key: str | None = None) -> Any:
-        """A value; ``given`` and what the run says count unless they are None.
+        """A value; ``given`` and the run's value count unless they are None.
 
         Args:
             name: The flag's name.
-            given: What the user said.
-            default: Where neither says anything.
-            key: The run's name for it, if it is another one; empty where the run has no say.
+            given: The user's value.
+            default: Where there is neither.
+            key: The run's name for it, if it is another one; empty where the run does not count.
 
         Raises:
-            QeRLError: What the run says names code that is not QeRL's.
+            QeRLError: The run's value names code that is not QeRL's.
         """
         of_run = self.of_run.get(name if key is None else key)
         if given is not None:
@@ -86,17 +86,13 @@ class Choices:
         return self.note(name, default, "default")
 
     def note(self, name: str, value: Any, origin: str) -> Any:
-        """Keep where a value came from, in the place of an earlier one of this name, and give the value."""
+        """The value; its origin is kept, in the place of an earlier one of this name."""
         if value not in (None, {}, []):
             self._said[name] = value, origin
         return value
 
     def refuse_foreign(self, of_run: Any, instead: str) -> None:
-        """Refuse a value of the run that names code which is not QeRL's.
-
-        Args:
-            of_run: The value.
-            instead: What the user can do.
+        """Refuse a value of the run that names code which is not QeRL's; ``instead`` is the advice.
 
         Raises:
             QeRLError: It does.
@@ -118,7 +114,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Loading:
-    """How a policy is loaded, with nothing left open; no rounding where none is done or known."""
+    """A decided way to load a policy; no rounding where none is done or known."""
 
     model: LocalModel
     adapter: Path | None
@@ -129,7 +125,7 @@ class Loading:
     trust_remote_code: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """What decides the policy and its prompts, the contents of the files included."""
+        """Everything that decides the policy and its prompts, hashes of the files included."""
         return {
             "model": self.model.name,
             "fingerprint": checkpoint_fingerprint(self.model.folder),
@@ -159,7 +155,7 @@ class Loading:
 
 
 def decide(source: Source, choices: Choices) -> Loading:
-    """How the policy is loaded; a model and an adapter that do not belong together are refused here.
+    """The way to load the policy; a model and an adapter that do not belong together are refused here.
 
     Raises:
         QeRLError: The model is not found, the adapter is damaged, or it was trained on another rounding.
@@ -189,8 +185,7 @@ def decide(source: Source, choices: Choices) -> Loading:
 
 
 def _check_rounding(model: str, packed: str | None, trained: str | None) -> None:
-    """Refuse a packed model that was rounded otherwise than the one an adapter was trained on, if both are
-    known."""
+    """Refuse a packed model of another rounding than the adapter's, if both are known."""
     if packed is not None and trained is not None and packed != trained:
         raise QeRLError(
             f"{model} was packed with {packed} rounding, but the adapter was trained on {trained}; name the "
@@ -200,5 +195,5 @@ def _check_rounding(model: str, packed: str | None, trained: str | None) -> None
 
 
 def digest(content: bytes) -> str:
-    """What tells contents apart, in 32 characters."""
+    """A hash of the content in 32 characters."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

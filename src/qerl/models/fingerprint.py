@@ -1,20 +1,19 @@
-"""Whether two copies of a model are the same base, whatever they are called and however they are stored.
+"""Identity of a base model, whatever its name and storage.
 
 An adapter that is put on another base than its own still runs and is still scored, on noise. Names cannot
 tell: folders are moved, a Hub id becomes a snapshot folder, and a packed copy has a name of its own. So a
 base is known by what every copy of it keeps in 16 bits: the weights of its norms and a part of its token
-embeddings. These are rounded to bfloat16 first, so that a model loaded in FP32 equals the file that it was
-loaded from. Quantising leaves them alone; fine-tuning of all weights does not, and neither do methods that
-move scales from weights into norms, on whose result the adapter of the original would be wrong too.
+embeddings. These are rounded to bfloat16 first, so that a model loaded in FP32 equals its file. Quantising
+leaves them alone; fine-tuning of all weights does not, and neither do methods that move scales from weights
+into norms, on whose result the adapter of the original would be wrong too.
 
 A copy into whose linear layers an adapter was merged has the norms and embeddings of the original. Where both
 are in 16 bits, a row of each linear layer tells them apart (`linears_fingerprint`); packed weights do not.
 
-Whoever saves an adapter writes both into its policy.json, so `check_base` can say, before a model is loaded,
-whether the adapter belongs to it. An adapter that was made elsewhere has no such file; then the base that its
-adapter_config.json names is looked at, if it is on this machine. Where it is not, names are all there is:
-other names may be the same model, so that is said and no error. So is a base whose linear layers alone are
-other ones.
+Training writes both into an adapter's policy.json, so `check_base` can tell, before a model is loaded, if the
+adapter belongs to it. For an adapter without that file the base named in its adapter_config.json is looked
+at, if it is on this machine. Where it is not, other names may be the same model, so the result is a warning
+and no error; so it is for a base whose linear layers alone differ.
 """
 
 import hashlib
@@ -35,10 +34,10 @@ _EMBEDDING_ROWS = 512
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Hash of a base model, None where it has neither embeddings nor norms of a known name.
+    """Hash of a base model; None where it has neither embeddings nor norms of a known name.
 
     Args:
-        tensors: Names and weights, in any order; others than embeddings and norms are not looked at.
+        tensors: Names and weights, in any order; only embeddings and norms are read.
     """
     chosen = {name: tensor for name, tensor in tensors if _is_looked_at(name)}
     if not chosen:
@@ -85,7 +84,7 @@ def linears_fingerprint(folder: Path) -> str | None:
 
 
 def folder_here(name: str) -> Path | None:
-    """Folder of the model of this name, None where it is not on this machine, or not whole."""
+    """Folder of the model of this name; None where it is not on this machine, or not whole."""
     path = Path(name).expanduser()
     try:
         if path.is_dir() or path.is_file():
@@ -97,17 +96,14 @@ def folder_here(name: str) -> Path | None:
 
 
 def check_base(adapter: Path, model: str | LocalModel) -> str:
-    """Raise for an adapter of another base model.
+    """A warning where an adapter may not belong to a base model; empty where it does.
 
     Args:
         adapter: Folder of a PEFT adapter.
-        model: The model that it is to be put on.
-
-    Returns:
-        A sentence for the user where it cannot be told or is in doubt, else nothing.
+        model: The base model.
 
     Raises:
-        QeRLError: The adapter belongs to another model, or a file that says so cannot be read.
+        QeRLError: The adapter belongs to another model, or a file of it cannot be read.
     """
     folder = local_checkpoint(model)
     found = checkpoint_fingerprint(folder)
@@ -139,13 +135,11 @@ def check_base(adapter: Path, model: str | LocalModel) -> str:
 
 
 def _same_name(named: str, model: str) -> bool:
-    if named == model:
-        return True
-    return Path(named).expanduser().resolve() == Path(model).expanduser().resolve()
+    return named == model or Path(named).expanduser().resolve() == Path(model).expanduser().resolve()
 
 
 def _fingerprint_here(named: str) -> str | None:
-    """Fingerprint of a model that is on this machine, None where it is not, or not whole."""
+    """Fingerprint of a model on this machine; None where it is not here, or not whole."""
     folder = folder_here(named)
     try:
         return None if folder is None else checkpoint_fingerprint(folder)

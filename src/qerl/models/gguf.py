@@ -1,9 +1,9 @@
 """GGUF checkpoints, turned once into the safetensors folder that everything else reads.
 
-transformers can load a GGUF file, but what comes out is not a checkpoint one can go on with: it refuses to
-be saved, its tokenizer has BOS and EOS exchanged and no padding token, and some pre-tokenizers lose a step.
-The conversion mends these from the file's own metadata and keeps the result in a cache folder, because it
-takes some 20 seconds even for 135 million parameters.
+transformers can load a GGUF file, but the result is not a checkpoint to go on with: it refuses to be saved,
+its tokenizer has BOS and EOS exchanged and no padding token, and some pre-tokenizers lose a step. The
+conversion mends these from the file's own metadata and keeps the result in a cache folder, because it takes
+some 20 seconds even for 135 million parameters.
 
 Weights are stored in bfloat16, the type of the checkpoints that GGUF files are made from. The rounding error
 of the GGUF's own format stays: the converted model is the dequantised one, not the original.
@@ -33,12 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def gguf_to_folder(gguf: Path) -> Path:
-    """Folder with the same model as safetensors in bfloat16, its config and its tokenizer.
-
-    Converts on the first call and finds the result on the next.
+    """Folder with the same model as safetensors in bfloat16, its config and its tokenizer, converted once.
 
     Args:
-        gguf: The file. Any quantisation that transformers can dequantise.
+        gguf: The file, in any quantisation that transformers can dequantise.
 
     Raises:
         QeRLError: The file is missing, is no GGUF, transformers cannot read its architecture, or the cache

@@ -1,9 +1,8 @@
 """From the name of a model to a folder on disk.
 
-Everything past this point (loading, quantising, prescanning shards) reads a local folder of safetensors, so
-a name is resolved once, here: a folder is itself, a GGUF file is converted, and a Hub id is downloaded into
-the Hub's own cache. Without network the Hub's cache is used as it is, after one attempt that fails within
-seconds.
+Everything past this point (loading, quantising, prescanning shards) reads a local folder of safetensors, so a
+name is resolved once, here: a folder is itself, a GGUF file is converted, and a Hub id is downloaded into the
+Hub's own cache. Without network that cache is used, after one attempt that fails within seconds.
 """
 
 from dataclasses import dataclass
@@ -38,10 +37,10 @@ SKIP = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model whose name has been resolved; whatever takes a name takes this, and asks the Hub no more.
+    """A model whose name has been resolved; it may stand for the name, and the Hub is asked no more.
 
     Attributes:
-        name: What the user called it; its text, and what is written beside weights.
+        name: The user's name for it, which is also written beside weights.
         folder: Local folder of its safetensors, config and tokenizer.
     """
 
@@ -53,7 +52,7 @@ class LocalModel:
 
 
 def find_model(name: str | Path) -> LocalModel:
-    """Resolve a model's name, downloading the model where that is needed; arguments as `local_checkpoint`."""
+    """The model of a name, downloaded where needed; arguments and errors as `local_checkpoint`."""
     return LocalModel(str(name), local_checkpoint(name))
 
 
@@ -79,9 +78,6 @@ def local_checkpoint(name: str | Path | LocalModel) -> Path:
 
 def local_config(name: str | Path | LocalModel) -> Path:
     """Local folder of the model's config; of a model on the Hub nothing else is downloaded.
-
-    Args:
-        name: Local folder, Hub id (``owner/model``), or a model that has been found.
 
     Raises:
         QeRLError: As `local_checkpoint`, or it is a ``.gguf`` file, which has no config.json.
@@ -112,9 +108,9 @@ def download(
 
     Args:
         name: Id on the Hub, ``owner/name``.
-        patterns: Files wanted, as `fnmatch` patterns.
-        kind: What the repository holds.
-        skip: Patterns of files that are left out although they are wanted.
+        patterns: Wanted files, as `fnmatch` patterns.
+        kind: Kind of the repository.
+        skip: Patterns of wanted files that are left out.
 
     Raises:
         QeRLError: The id is none, the repository does not exist, or it is gated.
@@ -152,7 +148,7 @@ def download(
 
 
 def hub_answers() -> bool:
-    """Whether the Hub can be reached; False within seconds where it cannot."""
+    """True if the Hub can be reached; False within seconds where it cannot."""
     try:
         return not get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT).is_error
     except (OSError, httpx.HTTPError):

@@ -1,8 +1,8 @@
 """From a model's name and a weight format to a model on a device, and its tokenizer.
 
-The weight format is an argument, never guessed from the name. A checkpoint that is packed already is loaded
-as it is, in any layout that `qerl.fp4.checkpoint` reads; a plain one is quantised while it loads. In both
-cases the dense model never exists as a whole.
+The weight format is an argument, never guessed from the name. A packed checkpoint is loaded as it is, in any
+layout that `qerl.fp4.checkpoint` reads; a plain one is quantised while it loads. In both cases the dense
+model never exists as a whole.
 
 transformers warns when a checkpoint lacks tensors, and makes them up. Here that is an error.
 """
@@ -59,14 +59,14 @@ def load_model(
         name_or_path: Local folder, Hub id, ``.gguf`` file, or a model that has been found.
         weights: Format of the projections in decoder layers. Head, embeddings and norms are never quantised.
         dtype: Of everything that is not quantised, and of activations.
-        device: Where it goes, as a whole.
+        device: Of the whole model.
         rounding: Rounding of a plain checkpoint to ``nvfp4`` or ``mxfp4``.
-        trust_remote_code: Whether Python code that comes with the checkpoint may run.
+        trust_remote_code: True if Python code that comes with the checkpoint may run.
         lora_targets: Layers that will be adapted, which the model must have.
 
     Raises:
-        QeRLError: The model is not found, damaged, of a family that is not taken or not to be had in this
-            format, or has no such layers; before weights are read wherever config and names tell.
+        QeRLError: The model is not found, damaged, of an unsupported family or not to be had in this format,
+            or has no such layers; before weights are read wherever config and names tell.
     """
     device = torch.device(device)
     checkpoint, config, skeleton = _checked(name_or_path, weights, trust_remote_code, lora_targets)
@@ -113,7 +113,7 @@ def _checked(
     trust_remote_code: bool,
     lora_targets: Sequence[str] | None,
 ) -> tuple[Checkpoint, PreTrainedConfig, PreTrainedModel]:
-    """The checkpoint, its config, and the model without memory; its family and format are taken."""
+    """The checkpoint, its config, and the model without memory, of a supported family and format."""
     if weights not in FORMATS:
         raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
     checkpoint = open_checkpoint(local_checkpoint(name_or_path))
@@ -130,13 +130,12 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Tokenizer with a padding token, and with a chat template unless prompts are plain text.
 
-    A tokenizer without padding token gets one that its vocabulary has; if none but EOS is left it is EOS,
-    which is said in the log.
+    A tokenizer without padding token gets one of its vocabulary; EOS, with a warning, if there is no other.
 
     Args:
         name_or_path: As for `load_model`.
-        chat: Whether prompts are messages, which need a chat template.
-        trust_remote_code: Whether Python code that comes with the tokenizer may run.
+        chat: True if prompts are messages, which need a chat template.
+        trust_remote_code: True if Python code that comes with the tokenizer may run.
 
     Raises:
         QeRLError: There is no tokenizer, or it has no EOS or no chat template that is needed.
@@ -145,9 +144,8 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # given files alone; the tokenizers' parser raises Exception itself
-        advice = "the model's folder needs its tokenizer files"
-        if not trust_remote_code and "trust_remote_code" in str(error):
-            advice = _OWN_CODE
+        own_code = not trust_remote_code and "trust_remote_code" in str(error)
+        advice = _OWN_CODE if own_code else "the model's folder needs its tokenizer files"
         raise QeRLError(
             f"The tokenizer of {name_or_path} cannot be loaded ({first_line(error)}); {advice}."
         ) from error
@@ -174,11 +172,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def model_positions(model: LocalModel, trust_remote_code: bool = False) -> int | None:
-    """Positions that a model has; None where its config sets no limit. No weights are read.
-
-    Args:
-        model: The model.
-        trust_remote_code: Whether Python code that comes with it may run.
+    """Number of positions of a model; None where its config sets no limit. No weights are read.
 
     Raises:
         QeRLError: It is damaged, or of a family that transformers does not know.
@@ -225,10 +219,8 @@ def _attention(skeleton: PreTrainedModel) -> str:
 
 def _unsupported(checkpoint: Checkpoint, error: Exception) -> QeRLError:
     family = checkpoint.config.get("model_type", "unnamed")
-    if "auto_map" in checkpoint.config:
-        advice = _OWN_CODE
-    else:
-        advice = "use a causal language model that transformers knows"
+    own, known = "auto_map" in checkpoint.config, "use a causal language model that transformers knows"
+    advice = _OWN_CODE if own else known
     return QeRLError(
         f"{checkpoint.folder} is of the model family {family}, which cannot be loaded "
         f"({first_line(error)}); {advice}."
@@ -239,7 +231,7 @@ def check_format(weights: WeightFormatName, device: torch.device) -> None:
     """Refuse a format that this machine cannot load.
 
     Raises:
-        QeRLError: The format needs a CUDA device or a package that is not there.
+        QeRLError: The format needs a CUDA device or a package that is missing.
     """
     format = FORMATS[weights]
     if format.needs_cuda and device.type != "cuda":
@@ -253,7 +245,7 @@ def check_format(weights: WeightFormatName, device: torch.device) -> None:
 def _quantization_config(
     weights: WeightFormatName, rounding: Rounding, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """What makes transformers quantise a plain checkpoint; None leaves it as it is."""
+    """transformers' settings to quantise a plain checkpoint; None leaves it as it is."""
     format = FORMATS[weights]
     if format.packed:
         return QeRLQuantizationConfig(weights, rounding)

@@ -74,13 +74,11 @@ class AdaptiveNoise:
         self._norms = [base.get_submodule(name) for name in self.norm_names]
 
     def offsets(self, step: int) -> dict[str, torch.Tensor]:
-        """Z of one optimizer step.
+        """Z of one optimizer step by norm name, each fp32 on the CPU, of the norm's width; empty where sigma
+        is 0.
 
         Args:
             step: 0-based global step; the same step gives the same noise in every process.
-
-        Returns:
-            Z by norm name, each fp32 on the CPU, of the norm's width. Empty where sigma is 0.
         """
         sigma = self.schedule.sigma(step)
         if sigma == 0:

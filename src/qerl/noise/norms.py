@@ -1,17 +1,17 @@
-"""The norms that get noise: which they are, and how they hold it.
+"""Selection of the norms that get noise, and their weights w + Z.
 
 Three decisions, each against a way in which this went wrong elsewhere:
 
-- Norms are found by data flow, not by class: a norm is perturbed if what it returns enters a linear layer. A
-  list of class names goes stale with each new family and then silently perturbs nothing; finding nothing is
-  an error here.
+- Norms are found by data flow, not by class: a norm is perturbed if its output enters a linear layer. A list
+  of class names goes stale with each new family and then silently perturbs nothing; finding nothing is an
+  error here.
 - Noisy norms are FP32, weight and product. In bf16 the spacing just above 1 is 2^-7: w + Z is w for Z of
   5e-4, and x_hat * (w + Z) is x_hat * w if x_hat was rounded to bf16 before.
-- Clean weights are never written. The norm gets another Parameter for as long as noise is asked for; nothing
-  can accumulate, and the clean tensor is the same object with the same bits afterwards.
+- Clean weights are never written. The norm gets another Parameter for as long as there is noise; nothing can
+  accumulate, and the clean tensor is the same object with the same bits afterwards.
 
-What is given up: a router or fused expert tensor that is no linear module (mixture-of-experts models) is not
-seen, so there only the norms before attention are perturbed.
+Given up: a router or fused expert tensor that is no linear module (mixture-of-experts models) is not seen, so
+there only the norms before attention are perturbed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -97,7 +97,7 @@ def _norms_feeding(
 
 
 def takes_float32_weight(norm: nn.Module) -> None:
-    """Say of a norm that, given an FP32 weight, it computes in FP32 by itself and rounds once at its end."""
+    """Mark a norm that, given an FP32 weight, computes in FP32 by itself and rounds once at its end."""
     object.__setattr__(norm, _TAKES_FLOAT32, True)
 
 

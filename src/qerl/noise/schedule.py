@@ -25,8 +25,7 @@ class NoiseSchedule:
         logarithmic   sigma_start + (sigma_end - sigma_start) * ln(k) / ln(K - 1)
         constant      sigma_start
 
-    so sigma_start is used at the first noisy stage and sigma_end at the last. With K = 2 there is one noisy
-    stage and it has sigma_start.
+    so sigma_start is used at the first noisy stage, the only one if K = 2, and sigma_end at the last.
 
     Paper and released code differ. The paper's exponent is (k - 1) / (K - 1), which never reaches sigma_end
     (with K = 10 and 1e-2 -> 1e-4 the last stage has 1.7e-4); the released code's is (k - 1) / (K - 2), as

@@ -23,14 +23,11 @@ from qerl.settings.recipe import load_config
 
 
 def model_and_recipes(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The words of `qerl plan`, which are those of `qerl train` and, among them, a model.
+    """The model of `qerl plan`, None where no word names one, and the other words.
 
     Args:
         words: Recipes as for training, and at most one model: a Hub id, a local folder, or a name of
             `qerl.families.sizes.SIZES`, which goes before a recipe of the same name.
-
-    Returns:
-        The model, None where no word names one, and the other words.
     """
     known = packaged()
     models = [word for word in words if word.lower() in SIZES]
@@ -52,7 +49,7 @@ def plan_command(
     max_context: bool = False,
     adapters: Any = None,
 ) -> MemoryPlan:
-    """Print what fits, and return the plan of the settings as they are.
+    """The plan of the settings as they are, which is printed, too.
 
     Args:
         name: Local folder, Hub id, or a name of `qerl.families.sizes.SIZES` such as ``32b``; None for the one
@@ -60,9 +57,9 @@ def plan_command(
         recipes: As for training; none are needed.
         fields: Settings over those of the recipes.
         gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB, or its name.
-        console: Where the plan is printed.
+        console: Shows the plan.
         processes: GPUs of a data-parallel run, each with a whole model.
-        max_context: Say the longest completion that fits as well.
+        max_context: Print the longest completion that fits, too.
         adapters: Adapters that `qerl serve` keeps on the GPU; None for a run, which has one.
 
     Raises:
@@ -74,23 +71,18 @@ def plan_command(
     _check_number("processes", processes, "GPUs")
     _check_number("adapters", adapters, "adapters")
     if name is not None:
-        _check_one_model(name, fields)
+        if fields.get("model", name) != name:
+            raise QeRLError(
+                f"The model to plan for is given twice, as {name} and with --model {fields['model']}; give "
+                "it once."
+            )
         fields = fields | {"model": name}
     config = load_config(recipes, fields, required=("model",))
     if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
-    unified = planned.card is not None and planned.card.unified
-    may = not serves and not unified
-    host = asked_bytes(processes)
-    plan = plan_settings(
-        config,
-        planned.capacity,
-        processes,
-        adapters=adapters,
-        serves=serves,
-        may_offload=may,
-        host_bytes=host,
-    )
+    may, host = not serves and not (planned.card and planned.card.unified), asked_bytes(processes)
+    engine: dict[str, Any] = {"adapters": adapters, "serves": serves}
+    plan = plan_settings(config, planned.capacity, processes, may_offload=may, host_bytes=host, **engine)
     proposed = propose_settings(config, plan)
     console.print(render(plan, proposed, str(config.model)), soft_wrap=True)  # settings are copied
     beyond = plan_beyond_host(config, plan)
@@ -106,14 +98,6 @@ def plan_command(
     if max_context:
         console.print(in_words(longest_completion(plan)), markup=False, highlight=False, soft_wrap=True)
     return plan
-
-
-def _check_one_model(name: str, fields: dict[str, Any]) -> None:
-    if fields.get("model", name) != name:
-        raise QeRLError(
-            f"The model to plan for is given twice, as {name} and with --model {fields['model']}; give it "
-            "once."
-        )
 
 
 def _check_number(flag: str, value: Any, what: str) -> None:

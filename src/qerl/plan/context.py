@@ -18,9 +18,8 @@ def longest_completion(plan: MemoryPlan, offload: bool = True) -> MemoryPlan | N
     update; None if none does.
 
     Args:
-        plan: Model, GPU and everything else that a step does. How many positions the model has is not looked
-            at.
-        offload: Whether inputs of layers may be put into the CPU's memory.
+        plan: Model, GPU and everything else of a step. The model's number of positions is not looked at.
+        offload: True if inputs of layers may be put into the CPU's memory.
     """
 
     def settings(length: int) -> Work | None:
@@ -35,7 +34,7 @@ def longest_completion(plan: MemoryPlan, offload: bool = True) -> MemoryPlan | N
 
 
 def in_words(longest: MemoryPlan | None) -> str:
-    """What the longest completion is, with the settings with which it fits, and what the model takes."""
+    """A sentence on the longest completion, its settings, and the model's positions."""
     if longest is None:
         return f"No completion fits, not even one of {LENGTH_STEP} tokens."
     work, positions = longest.work, longest.sizes.positions

@@ -15,7 +15,7 @@ MEMORIES = (16, 24, 32, 40, 48, 80, 96, 141, 180)
 
 @dataclass(frozen=True)
 class PlannedGpu:
-    """What a plan knows of a GPU.
+    """The GPU of a plan.
 
     Attributes:
         capacity: Bytes that a run may take.

@@ -1,8 +1,8 @@
-"""What would fit where nothing does: changes of which each suffices alone.
+"""Advice where nothing fits: changes of which each suffices alone.
 
-The plan chooses how a step is computed (`qerl.plan.propose`). Where no such choice fits, what is trained has
-to change, or the GPU, and only the user can say which. So each change is carried as far as it must go, and
-those that do not suffice alone are left out.
+The plan chooses how a step is computed (`qerl.plan.propose`). Where no such choice fits, model, settings or
+GPU have to change, and only the user can say which. So each change is carried as far as it must go, and those
+that do not suffice alone are left out.
 """
 
 import dataclasses
@@ -25,11 +25,8 @@ LEAST_RANK = 8
 
 
 def changes(plan: MemoryPlan) -> list[str]:
-    """Changes that each make the plan fit, in words; empty if none does alone.
-
-    Args:
-        plan: One for which no settings of the update fit.
-    """
+    """Changes that each make a plan fit for which no settings of the update do, in words; empty if none
+    does alone."""
     return [*_of_settings(plan), *_of_model(plan), *_of_gpu(plan)]
 
 

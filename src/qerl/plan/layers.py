@@ -20,7 +20,7 @@ class LayerActivations:
 
     @property
     def kept(self) -> int:
-        """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: what is kept up to attention, and behind it."""
+        """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: activations kept up to attention, and behind it."""
         return self._up_to_attention + self._behind_attention
 
     @property
@@ -51,7 +51,8 @@ class LayerActivations:
         return self._kept(wide + 4 * self.work.rank, 1, inputs)
 
     def _kept(self, wide: int, single: int, inputs: int) -> int:
-        """Bytes of so many numbers per token in bf16 and in fp32, and of the inputs that PEFT keeps."""
+        """Bytes of ``wide`` numbers per token in bf16, ``single`` in fp32, and of the inputs that PEFT
+        keeps."""
         work = self.work
         if work.why_not_fused:
             single += inputs

@@ -1,11 +1,11 @@
 """Bytes on the GPU in a GRPO step with LoRA, as arithmetic on the sizes of a decoder.
 
 A step has two phases that want the same memory at different times: the rollout, with keys and values, and the
-update, with activations. Weights, adapter and optimizer are there in both. Each class below is one part and
-says by which formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations
-are those of this project's update on CUDA (`qerl.lora.product`, `qerl.update.attention`,
-`qerl.kernels.update`) at the moment at which most of them are alive. What one layer keeps and computes
-depends on its kind (`qerl.plan.layers`); here layers are summed.
+update, with activations. Weights, adapter and optimizer are there in both. Each class below is one part with
+its formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations are those
+of this project's update on CUDA (`qerl.lora.product`, `qerl.update.attention`, `qerl.kernels.update`) at the
+moment at which most of them are alive. `qerl.plan.layers` has the bytes of one layer by its kind; here layers
+are summed.
 
 Bytes everywhere. T tokens in the packed row of a forward pass, S of them predict something, D hidden size, R
 LoRA rank, V vocabulary.
@@ -42,7 +42,7 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of linears and dense parameters."""
         return self.linears + self.dense
 
 
@@ -104,24 +104,24 @@ class Cache:
 
     @property
     def demand(self) -> BlockDemand:
-        """Blocks that the sequences of the work fill at their full length."""
+        """Blocks of the work's sequences at their full length."""
         return BlockDemand(self.work.prompt_tokens, self.work.completion_tokens, self.work.group)
 
     def bytes(self, budget: int) -> int:
-        """Bytes that the engine reserves if keys and values may take the budget."""
+        """Bytes that the engine reserves with this budget for keys and values."""
         block, (demand, rows) = self.geometry.block_bytes, self._taken
         return block * min(demand.blocks(rows), budget // block)
 
     @property
     def state(self) -> int:
-        """``16 rows tokens`` for each number of rows that a rollout goes through: what sequences have drawn,
-        and the numbers they draw by. All run side by side as long as they are short."""
+        """``16 rows tokens`` for each number of rows that a rollout goes through: drawn tokens, and the
+        numbers that decide the draws. All run side by side as long as they are short."""
         demand, rows = self._taken
         return state_bytes(rows, demand.completion_tokens)
 
     @property
     def _taken(self) -> tuple[BlockDemand, int]:
-        """What the engine takes room for, and for how many rows."""
+        """The engine's demand, and its number of rows."""
         demand, rows = self.demand, self.work.sequences
         if not self.work.serves:
             return demand, rows
@@ -129,13 +129,13 @@ class Cache:
         return demand.ahead(self.sizes.positions), rows
 
     def sequences(self, budget: int) -> int:
-        """Sequences of full length that the budget holds, up to those of the work."""
+        """Number of sequences of full length in the budget, up to those of the work."""
         return self.demand.rows(budget // self.geometry.block_bytes, self.work.sequences)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of what the update keeps and computes, bf16 unless said otherwise."""
+    """Bytes of activations that the update keeps and computes, bf16 unless said otherwise."""
 
     sizes: Sizes
     work: Work
@@ -184,9 +184,9 @@ class Activations:
     @property
     def head(self) -> int:
         """``2 T D + max(8 S D + tile, 10 S D)``: hidden states, and the larger of two moments
-        (`qerl.update.head`). Beside a tile, whole rows of logits in fp32, stand what predicts something, its
-        gradient in fp32 and, where the loss has a term of entropies, that in bf16. Without a tile stand the
-        gradient in fp32, its product with the loss's and that in bf16."""
+        (`qerl.update.head`). Beside a tile, whole rows of logits in fp32, stand the S hidden states, their
+        gradient in fp32 and, where the loss has a term of entropies, that in bf16. Without a tile stand
+        the gradient in fp32, its product with the loss's and that in bf16."""
         s, d, vocabulary = self.work.scored_tokens, self.sizes.hidden, self.sizes.vocabulary
         tile = FULL * head_positions(s, vocabulary) * vocabulary
         return HALF * self.work.tokens * d + max(8 * s * d + tile, 10 * s * d)
@@ -206,5 +206,5 @@ class Activations:
 
     @property
     def _kinds(self) -> list[LayerActivations]:
-        """What one layer of each run keeps and computes."""
+        """The activations of one layer of each run."""
         return [LayerActivations(run.spec, self.work) for run in self.sizes.runs]

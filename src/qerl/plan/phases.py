@@ -1,4 +1,4 @@
-"""The two phases of a step on one GPU: which part is there when, and what is left for keys and values."""
+"""The two phases of a step on one GPU: their parts of memory, and the rest for keys and values."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class MemoryPlan:
     """Bytes that a step takes on a GPU.
 
     Attributes:
-        sizes, work: What was planned.
+        sizes, work: The planned model and step.
         capacity: Bytes of the GPU.
         lines: Parts of the memory, in the order of the table.
         sequences: Sequences of full length that decode side by side.
@@ -68,9 +68,9 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
     """The plan of both phases of a step.
 
     Args:
-        sizes: Sizes of the model.
-        work: What the step does.
-        capacity: Bytes of the GPU; keys and values take at most their share of what is free, and sequences
+        sizes: Of the model.
+        work: The step.
+        capacity: Bytes of the GPU; keys and values take at most their share of the free ones, and sequences
             that do not fit wait their turn.
     """
     adapter, cache = Adapter(sizes, work.rank, work.targets), Cache(sizes, work)

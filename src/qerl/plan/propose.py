@@ -1,11 +1,11 @@
 """The fastest settings with which a step fits: tokens in a forward pass of the update, and layers that keep
 their activations.
 
-How many samples a step has is the user's choice and stays as it is. How they are computed changes memory and
-speed, but nothing that is learned (`qerl.update.chunks`), so it follows from the plan. The two
-settings compete for the same memory. A layer that keeps its activations saves its second forward pass, a
-third of its products. Fewer tokens at once make room for more such layers; but every forward pass writes
-every weight densely anew, and a group that is divided has its prompt computed in each chunk.
+The user chooses how many samples a step has. How they are computed changes memory and speed, but no result
+(`qerl.update.chunks`), so the plan chooses it. The two settings compete for the same memory. A layer that
+keeps its activations saves its second forward pass, a third of its products. Fewer tokens at once make room
+for more such layers; but every forward pass writes every weight densely anew, and a group that is divided has
+its prompt computed in each chunk.
 
 Where no such settings fit, every layer is recomputed and its input waits in the CPU's memory. There and back
 takes a fifth of an update's time or so where samples are short, and little of it where attention is most of
@@ -46,13 +46,13 @@ _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
 def fits(plan: MemoryPlan) -> bool:
-    """Whether both phases fit with the margin, inputs of layers that wait in the CPU's memory fit there, and
-    at least one sequence of full length can be decoded."""
+    """True if both phases fit with the margin, inputs of layers in the CPU's memory fit there, and at
+    least one sequence of full length can be decoded."""
     return plan.sequences > 0 and plan.peak * MARGIN <= plan.capacity and fits_host(plan)
 
 
 def fits_host(plan: MemoryPlan) -> bool:
-    """Whether inputs of layers that wait in the CPU's memory fit there; true where its size is not known."""
+    """True if inputs of layers in the CPU's memory fit there, or if its size is not known."""
     room = plan.work.host_bytes
     return room is None or plan.on_host * MARGIN <= room
 
@@ -74,13 +74,13 @@ def fastest(
     """The work with the fastest settings that fit, None if no settings do.
 
     Args:
-        sizes: Sizes of the model.
-        work: What is wanted; its own settings of the update are not looked at.
+        sizes: Of the model.
+        work: The step; its own settings of the update are not looked at.
         capacity: Bytes of the GPU.
         limits: Values of `tokens_per_forward` to choose from.
         every: Values of `every_n_layers` to choose from. None: any, and 1 where inputs of layers wait in the
             CPU's memory.
-        offload: Whether they wait there. None: where nothing else fits and the work may.
+        offload: True if they wait there. None: where nothing else fits and the work may.
     """
     any_number = [*(n for n in _EVERY if n < sizes.layers), sizes.layers, sizes.layers + 1]
     choices = ([False, True] if work.may_offload else [False]) if offload is None else [offload]
@@ -101,10 +101,7 @@ def beyond_host(
     offload: bool | None = None,
 ) -> MemoryPlan | None:
     """The plan that would fit if the CPU's memory had room for inputs of layers; None where none would.
-
-    Args:
-        sizes, work, capacity, limits, every, offload: As of :func:`fastest`, which found nothing.
-    """
+    Arguments as of :func:`fastest`, which found nothing."""
     anywhere = dataclasses.replace(work, host_bytes=None)
     found = fastest(sizes, anywhere, capacity, limits, every, offload)
     if work.host_bytes is None or found is None:
@@ -151,40 +148,24 @@ def _shared_limits(work: Work) -> Iterator[int]:
 
 
 def tokens_that_fit(sizes: Sizes, work: Work, capacity: int) -> int | None:
-    """Tokens of a forward pass: as many as fit and make it faster, None if one sample is too much.
-
-    Args:
-        sizes: Sizes of the model.
-        work: What is wanted; its own limit is not looked at.
-        capacity: Bytes of the GPU.
-    """
+    """The largest useful number of tokens of a forward pass that fits, whatever the work's own limit; None
+    if one sample is too much."""
     sample, whole = work.tokens_of(1), work.tokens_of(work.microbatch)
-    most = min(whole, max(ENOUGH_TOKENS, sample))
-    limits = [sample, *range(sample - sample % STEP + STEP, most, STEP)]
+    maximum = min(whole, max(ENOUGH_TOKENS, sample))
+    limits = [sample, *range(sample - sample % STEP + STEP, maximum, STEP)]
 
     def exceeds(limit: int) -> bool:
         return not fits(make_plan(sizes, dataclasses.replace(work, tokens_per_forward=limit), capacity))
 
-    if not exceeds(most):  # an undivided update fits sooner than one a little shorter: see `Work.passes`
-        return most
+    if not exceeds(maximum):  # an undivided update fits sooner than one a little shorter: see `Work.passes`
+        return maximum
     fitting = bisect_right(limits, False, key=exceeds)
     return limits[fitting - 1] if fitting else None
 
 
 def propose(sizes: Sizes, work: Work, capacity: int, samples: int) -> MemoryPlan | None:
-    """The fastest settings that fit, for the samples of an update and of a rollout as they are.
-
-    Args:
-        sizes: Sizes of the model.
-        work: What is wanted.
-        capacity: Bytes of the GPU.
-        samples: Samples of one rollout.
-
-    Returns:
-        The plan of these settings, None where nothing fits.
-    """
-    wanted = dataclasses.replace(work, sequences=min(samples, MAX_ROWS))
-    found = fastest(sizes, wanted, capacity)
+    """The plan of the fastest settings that fit a rollout of this many samples; None where nothing fits."""
+    found = fastest(sizes, dataclasses.replace(work, sequences=min(samples, MAX_ROWS)), capacity)
     if found is None:
         return None
     side_by_side = make_plan(sizes, found, capacity).sequences

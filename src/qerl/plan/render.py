@@ -32,13 +32,8 @@ _COLORS = {
 
 
 def render(plan: MemoryPlan, proposal: MemoryPlan | None, name: str) -> Group:
-    """Everything `qerl plan` shows.
-
-    Args:
-        plan: Of the settings as they are.
-        proposal: Of settings that fit, if there are any.
-        name: The model's name, for the title.
-    """
+    """The whole output of `qerl plan`: of the settings as they are, and of settings that fit, if there are
+    any."""
     bars = [_bar(plan, phase) for phase in ("rollout", "update")]
     texts = _title(plan, name), verdict(plan), advice(plan, proposal)
     title, said, advised = (Text(text) for text in texts)
@@ -46,7 +41,7 @@ def render(plan: MemoryPlan, proposal: MemoryPlan | None, name: str) -> Group:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Whether it fits, in a sentence or two."""
+    """A sentence or two that say if the plan fits."""
     peak, capacity = _gb(plan.peak), _gb(plan.capacity)
     phase = "update" if plan.update >= plan.rollout else "rollout"
     if fits(plan):
@@ -77,7 +72,7 @@ def verdict(plan: MemoryPlan) -> str:
 
 
 def on_host(plan: MemoryPlan) -> str:
-    """What inputs of layers pin of the CPU's memory, in each process, and what there is if that is known."""
+    """The CPU memory pinned for inputs of layers, in each process, and what there is if that is known."""
     said = f"{_gb(plan.on_host)} GB are pinned there"
     if plan.work.processes > 1:
         said += " by each process"
@@ -91,11 +86,7 @@ def on_host(plan: MemoryPlan) -> str:
 
 
 def would_fit(plan: MemoryPlan) -> str:
-    """That inputs of layers in the CPU's memory would make it fit, and what keeps them from it.
-
-    Args:
-        plan: With them there, where they have no room (`qerl.plan.propose.beyond_host`).
-    """
+    """A sentence for a plan that needs more CPU memory than there is (`qerl.plan.propose.beyond_host`)."""
     return f"It would fit with inputs of layers in the CPU's memory, but {on_host(plan)}."
 
 

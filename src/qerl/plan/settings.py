@@ -1,7 +1,7 @@
-"""From the settings of a run to its memory plan: what the settings leave open, the plan chooses.
+"""From the settings of a run to its memory plan, which chooses what they leave open.
 
-`qerl plan` and a run on a GPU plan by the same functions, so what the command says is what the run does.
-Nothing is printed here.
+`qerl plan` and a run on a GPU plan by the same functions, so the run does what the command says. Nothing is
+printed here.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ def plan_settings(
         processes: GPUs of a data-parallel run, each with a whole model.
         found: The model of the settings, where it has been found already.
         adapters: Adapters that a server keeps on the GPU; a run has one.
-        serves: Whether it is a server, whose engine takes room for requests that are to come.
-        may_offload: Whether inputs of layers may be put into the CPU's memory where the settings leave it
+        serves: True for a server, whose engine takes room for further requests.
+        may_offload: True if inputs of layers may be put into the CPU's memory where the settings leave it
             open.
         host_bytes: Bytes of that memory for each process; None: not known.
 
@@ -51,8 +51,8 @@ def plan_settings(
         It may not fit, see `qerl.plan.propose.fits`.
 
     Raises:
-        QeRLError: The model is not found or its family is not planned, full tuning, FP8 keys of a model
-            whose keys have a bias, or samples beyond the model's positions.
+        QeRLError: The model is not found or its family is not planned, full tuning, FP8 keys of a model whose
+            keys have a bias, or samples beyond the model's positions.
     """
     sizes = _sizes(found or str(config.model), config)
     check_keys(config.kv_cache_dtype, sizes)
@@ -73,25 +73,15 @@ def plan_settings(
 
 
 def plan_beyond_host(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
-    """The plan that would fit if the CPU's memory had room for inputs of layers; None where a plan fits, or
-    where that is not what keeps it from it.
-
-    Args:
-        config: Settings of the run.
-        plan: Their plan.
-    """
+    """The plan of these settings that would fit if the CPU's memory had room for inputs of layers; None
+    where ``plan`` fits, or where that would not help."""
     if fits(plan) or plan.on_host:
         return None
     return beyond_host(plan.sizes, plan.work, plan.capacity, *_choices(config))
 
 
 def propose_settings(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
-    """The plan of the fastest settings that fit, whatever is set now; None where nothing fits.
-
-    Args:
-        config: Settings of the run.
-        plan: Their plan.
-    """
+    """The plan of the fastest settings that fit, whatever is set now; None where nothing fits."""
     return propose(plan.sizes, plan.work, plan.capacity, _samples(config))
 
 
@@ -99,11 +89,6 @@ def refuse_full_tuning_that_cannot_fit(
     config: QeRLConfig, capacity: int, found: LocalModel | None = None
 ) -> None:
     """Refuse full tuning whose weights, gradients and optimizer alone exceed the GPU.
-
-    Args:
-        config: Settings of the run, with ``tuning: full``.
-        capacity: Bytes of the GPU.
-        found: The model of the settings, where it has been found already.
 
     Raises:
         QeRLError: They exceed it.

@@ -1,4 +1,4 @@
-"""What one GRPO step does, as far as its memory depends on it."""
+"""One GRPO step, as far as its memory depends on it."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -13,35 +13,35 @@ HALF, FULL = 2, 4
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does, at its longest: every sample reaches the limit.
+    """A step at its longest: every sample reaches the limit.
 
     Attributes:
         weights: Name of the linears' format.
         rank: LoRA rank R.
         targets: Names of the adapted linears.
-        prompt_tokens, completion_tokens: Tokens of the longest prompt and of the longest completion.
+        prompt_tokens, completion_tokens: Of the longest prompt and of the longest completion.
         group: Samples per prompt.
         sequences: Samples that decode side by side.
-        max_sequences: Samples that the engine decodes side by side at most.
+        max_sequences: Largest number of samples that the engine decodes side by side.
         microbatch: Samples per loss.
         microbatches: Losses per optimizer step.
         tokens_per_forward: Tokens per forward and backward pass, of samples of any of a step's microbatches
             (`qerl.update.chunks`). None for one pass per microbatch.
-        every_n_layers: Every n-th layer is computed again for backward, the others keep their activations;
-            0, or more than there are layers: all keep them.
-        offload: Whether inputs of the layers that are computed again wait in the CPU's memory.
+        every_n_layers: Every n-th layer is computed again for backward, the others keep their activations; 0,
+            or more than there are layers: all keep them.
+        offload: True if inputs of the recomputed layers wait in the CPU's memory.
         optimizer_bytes: Bytes per adapter parameter: 8 for AdamW in fp32, 2 in 8 bits.
         cache_bytes: Bytes per number in keys and values: 2 for bf16, 1 for fp8.
         processes: GPUs that train together, each with a whole model.
         lora_dropout: Probability of dropout in front of the adapters.
-        copies_adapter: Whether the KL penalty keeps a frozen copy of the adapter as its reference; without an
+        copies_adapter: True if the KL penalty keeps a frozen copy of the adapter as its reference; without an
             adapter that was trained before, the model without one serves.
-        may_offload: Whether the plan may choose that. Not for a server, which does not do it, nor where GPU
-            and CPU share their memory, so that nothing is won by it.
+        may_offload: True if the plan may choose `offload`. Not for a server, which does not do it, nor where
+            GPU and CPU share their memory, so that it wins nothing.
         host_bytes: Bytes of the CPU's memory that each process may take for it; None: not known.
         adapters: Adapters that a server keeps on the GPU, each with gradients and optimizer; one at a time is
             sampled from or trained.
-        serves: Whether it is the work of a server, whose engine takes room for requests that are to come.
+        serves: True for a server, whose engine takes room for further requests.
     """
 
     weights: WeightFormatName
@@ -74,7 +74,8 @@ class Work:
 
     @property
     def why_not_fused(self) -> str | None:
-        """Why layers with an adapter run through PEFT; None where each is one product with its adapter."""
+        """The reason why layers with an adapter run through PEFT; None where each is one product with its
+        adapter."""
         return why_not_fused(self.weights, self.lora_dropout)
 
     @property
@@ -118,7 +119,7 @@ class Work:
         """Tokens of all passes of an optimizer step, at least: prompts in each pass that computes them."""
         if self.tokens_per_forward is None:
             return self.microbatches * self.tokens_of(self.microbatch)
-        divided = max(0, self.passes - -(-self._samples // self.group))  # at least so many groups
+        divided = max(0, self.passes - -(-self._samples // self.group))  # at least this many groups
         return self.tokens_of(self._samples) + divided * (self.prompt_tokens - 1)
 
     @property

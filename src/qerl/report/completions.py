@@ -2,15 +2,15 @@
 
 With `log_completions` a run writes a table for each logged step (`qerl.run_folder.table_paths`): prompt and
 completion, as text or as messages, a column for each reward function, columns of `log_extra`, the advantage.
-Which columns are rewards is known from the metrics. A group is what `num_generations` in config.yaml cuts; a
-run without that file has the samples grouped that follow each other and have the same prompt.
+The metrics tell which columns are rewards. `num_generations` in config.yaml cuts groups; without that file,
+neighbouring samples of the same prompt are a group.
 
-A table that a killed run has left half written is left out, which is said.
+A table that a killed run has left half written is left out, with a warning.
 
 A long run stays a small page: the chosen steps, the best and the worst group of each, at most `SAMPLES`
 samples of a group, the best and the worst of them, and at most `CHARACTERS` characters of all models
-together, of which each text has its share. What was given up is looking at any completion of any step; those
-are in the tables of the run.
+together, of which each text has its share. Given up: looking at any completion of any step; those are in the
+tables of the run.
 """
 
 import itertools
@@ -44,9 +44,8 @@ class Message:
     """One turn of a conversation.
 
     Attributes:
-        role: Who speaks; empty where the run has no roles.
-        text: What is said.
-        calls: Names and arguments of the tools that are called.
+        role: The speaker; empty where the run has no roles.
+        calls: Names and arguments of the called tools.
     """
 
     role: str
@@ -56,7 +55,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion and what it earned.
+    """A completion and its reward.
 
     Attributes:
         messages: Its turns.
@@ -106,10 +105,9 @@ class Shown:
 
     Attributes:
         run: Index of its run.
-        step: The step that it is of, in words.
+        step: Its step in words.
         rank: ``best``, ``worst`` or, where a step has one group, ``only``.
         which: The rank in words.
-        group: Itself.
     """
 
     run: int
@@ -120,17 +118,13 @@ class Shown:
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """Those that are shown: the first and the last, if there are too many."""
+        """The samples to show: the first and the last, if there are too many."""
         own = self.group.samples
         return own if len(own) <= SAMPLES else own[: SAMPLES // 2] + own[-(SAMPLES // 2) :]
 
 
 def shown_groups(tables: Sequence[Sequence[Table]]) -> list[Shown]:
-    """The best and the worst group of each table.
-
-    Args:
-        tables: For each run, the steps of which completions are shown.
-    """
+    """The best and the worst group of each table; ``tables`` has those of each run."""
     shown = []
     for run, found in enumerate(tables):
         for table in found:
@@ -145,24 +139,15 @@ def shown_groups(tables: Sequence[Sequence[Table]]) -> list[Shown]:
 
 
 def longest_text(shown: Sequence[Shown]) -> int:
-    """Characters that each text of the page may have."""
-    turns = [
-        turn
-        for one in shown
-        for turn in (*one.group.prompt, *(turn for sample in one.samples for turn in sample.messages))
-    ]
-    texts = sum(1 + len(turn.calls) for turn in turns)
+    """Largest number of characters of each text on the page."""
+    said = ((one.group.prompt, *(sample.messages for sample in one.samples)) for one in shown)
+    texts = sum(1 + len(turn.calls) for parts in said for part in parts for turn in part)
     return max(min(LONGEST, CHARACTERS // max(texts, 1)), 1)
 
 
 def read_tables(run: Run, count: int) -> list[Table]:
-    """Tables of a run: of steps of training at even distances, the last one among them, and then the last
-    table of each evaluation.
-
-    Args:
-        run: The run.
-        count: Largest number of steps; none are read for 0.
-    """
+    """Tables of a run: up to ``count`` evenly spaced steps of training, including the last one, and then
+    the last table of each evaluation; none for a count of 0."""
     if count == 0:
         return []
     found = table_paths(run.folder)
@@ -173,7 +158,7 @@ def read_tables(run: Run, count: int) -> list[Table]:
 
 
 def read_table(run: Run, path: Path, step: int, evaluation: str = "") -> Table | None:
-    """One table, None for one without rows or one that cannot be read, which is said."""
+    """One table; None without rows, and, with a warning, if it cannot be read."""
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
         if not rows:
@@ -186,8 +171,7 @@ def read_table(run: Run, path: Path, step: int, evaluation: str = "") -> Table |
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
-    """At most ``count`` of the steps at even distances, the last one and, of several, the first among
-    them."""
+    """Up to ``count`` evenly spaced steps, including the last (and the first if count > 1)."""
     if len(steps) <= count or count < 2:
         return list(steps[-count:])
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
@@ -225,23 +209,19 @@ def _rank(reward: float | None) -> float:
 
 def _sample(row: dict[str, Any], names: list[str], weights: list[float]) -> Sample:
     parts = {name: _finite(row[name]) for name in names}
-    known = [
-        weight * value for value, weight in zip(parts.values(), weights, strict=True) if value is not None
-    ]
+    pairs = zip(parts.values(), weights, strict=True)
+    known = [weight * value for value, weight in pairs if value is not None]
     own = {"step", "prompt", "completion", *names}
-    extra = {name: _shown(value) for name, value in row.items() if name not in own and value is not None}
+    others = {name: value for name, value in row.items() if name not in own and value is not None}
+    extra = {
+        name: number(value) if isinstance(value, float) else str(value) for name, value in others.items()
+    }
     return Sample(_messages(row["completion"], "completion"), sum(known) if known else None, parts, extra)
 
 
 def _finite(value: Any) -> float | None:
     """A number; None for what is none, NaN of a sample that a function does not score included."""
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    return None
-
-
-def _shown(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _messages(conversation: Any, name: str) -> tuple[Message, ...]:

@@ -47,11 +47,8 @@ def terminal_curve(
     labels = {middle: number(centre), height - 1: number(low), 0: number(high)}
     margin = max(len(label) for label in labels.values())
     axis = dict.fromkeys(labels, TICK)
-    lines = [
-        f"{labels.get(line, ''):>{margin}} {axis.get(line, BAR)}"
-        + "".join(chr(BRAILLE + cell) for cell in row)
-        for line, row in enumerate(cells)
-    ]
+    rows = ["".join(chr(BRAILLE + cell) for cell in row) for row in cells]
+    lines = [f"{labels.get(i, ''):>{margin}} {axis.get(i, BAR)}{row}" for i, row in enumerate(rows)]
     first, last = map(str, steps or (1, len(values)))
     lines.append(" " * (margin + 2) + first + last.rjust(width - len(first)))
     return "\n".join(lines)

@@ -34,7 +34,7 @@ UNCOMPARED = ("output_dir", "run_name", "logging_dir")
 """Settings that say where a run is kept and not what it does."""
 
 COMPLETIONS = 6
-"""Steps of a run of which completions are shown, where nobody says how many."""
+"""Default number of steps of a run whose completions are shown."""
 
 Curves = dict[Metric, list[Curve]]
 """For each metric that occurs the curves of the runs that have it."""
@@ -46,10 +46,10 @@ def write_report(
     """Write one HTML page with the curves, final numbers, differing settings and completions of runs.
 
     Args:
-        runs: Run folders, each given once; their order is that of the legend.
+        runs: Run folders, each given once, in the order of the legend.
         out: File to write; its folder is made, an older report is replaced.
         scores: Folders of evaluations outside the run folders; those inside are found.
-        completions: Steps of each run of which completions are shown, if the run keeps them; 0 for none.
+        completions: Steps of each run whose completions are shown, if the run keeps them; 0 for none.
 
     Raises:
         QeRLError: A folder is no run, no run has logged a training step yet, or the file cannot be written.
@@ -77,10 +77,7 @@ def _curves(runs: Sequence[Run]) -> Curves:
 
 
 def render(
-    runs: Sequence[Run],
-    curves: Curves,
-    scores: Sequence[Score] = (),
-    tables: Sequence[Sequence[Table]] = (),
+    runs: Sequence[Run], curves: Curves, scores: Sequence[Score] = (), tables: Sequence[Sequence[Table]] = ()
 ) -> str:
     """The page as text."""
     steps = [step for found in curves.values() for curve in found for step in curve.data.steps]
@@ -113,13 +110,7 @@ def render(
 
 
 def document(title: str, intro: str, body: str) -> str:
-    """A whole page that needs nothing but itself.
-
-    Args:
-        title: Of the page, as text.
-        intro: What the reader is to know first, as text.
-        body: The content, as HTML.
-    """
+    """A whole page that needs no other file, from title and introduction as text and a body in HTML."""
     return _page("document.html", title=title, intro=intro, body=Markup(body), script="")
 
 
@@ -129,12 +120,9 @@ def _page(template: str, script: str, **values: Any) -> str:
     if script:
         digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
         policy += f"; script-src 'sha256-{digest}'"
+    loader, strict = jinja2.PackageLoader("qerl.report"), jinja2.StrictUndefined
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("qerl.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "seen": seen}
     environment.globals |= {
@@ -142,13 +130,8 @@ def _page(template: str, script: str, **values: Any) -> str:
         "chart": lambda *drawn: Markup(chart(*drawn)),
         "swatch": lambda run: Markup(swatch(run)),
     }
-    return environment.get_template(template).render(
-        values,
-        policy=policy,
-        style=Markup(style_sheet()),
-        script=Markup(script),
-        version=__version__,
-    )
+    values |= {"policy": policy, "style": Markup(style_sheet()), "script": Markup(script)}
+    return environment.get_template(template).render(values, version=__version__)
 
 
 def style_sheet() -> str:

@@ -1,8 +1,8 @@
-"""Runs as the report sees them: labels, settings, which metrics it shows, and the curves made of them.
+"""Runs as the report sees them: labels, settings, metrics to show, and their curves.
 
 Smoothing is a centred mean over a window of about a tenth of the run. Unlike an exponential average it does
-not lag, so curves of different runs can be compared step by step; what was given up is that the last points
-still move a little while the run goes on.
+not lag, so curves of different runs can be compared step by step. Given up: the last points still move a
+little while the run goes on.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ class Metric:
 
     Attributes:
         key: As logged.
-        title: What readers call it.
-        unit: Unit on the axis, empty for a pure number.
-        better: Which end is the better one, None where neither is.
-        share: Logged as a share of one, shown in per cent.
-        smooth: Whether it is noisy; a schedule is drawn as the steps it consists of.
+        title: For readers.
+        unit: On the axis, empty for a pure number.
+        better: The better end, None where neither is.
+        share: True if logged as a share of one and shown in per cent.
+        smooth: True if it is noisy; a schedule is drawn as its steps.
     """
 
     key: str
@@ -70,7 +70,7 @@ class Run:
     """One run folder.
 
     Attributes:
-        label: What the run is called on the page; no two runs share it.
+        label: Its name on the page; no two runs share it.
         folder: The run folder.
         rows: Its metrics, see `read_metrics`.
         settings: Its config.yaml with nested keys joined by dots, None where there is no such file.
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Steps that it has done, as far as they are logged."""
+        """Last logged step; 0 before the first."""
         return max((row["step"] for row in self.rows), default=0)
 
 
@@ -114,7 +114,7 @@ class Series:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Run folders with labels that tell them apart.
+    """Run folders with distinct labels.
 
     Raises:
         QeRLError: A folder is given twice or is not a run.
@@ -148,17 +148,13 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> Series | None:
 
 
 def window(count: int) -> int:
-    """Odd number of neighbouring points that a smoothed point is the mean of: about a tenth of all."""
+    """Width of the smoothing window in points, odd: about a tenth of all."""
     return 2 * (count // 20) + 1
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Centred moving mean; at the ends, the mean over that part of the window which exists.
-
-    Args:
-        values: Finite numbers.
-        width: Odd width of the window in points.
-    """
+    """Centred moving mean over a window of an odd width in points; at the ends, over the part of it that
+    exists."""
     half = width // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]

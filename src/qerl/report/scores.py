@@ -34,9 +34,9 @@ class Score:
     """One evaluation.
 
     Attributes:
-        run: Index of the run that it scored, None for a policy of no run that is shown.
-        folder: Where its result.json lies.
-        result: What that says.
+        run: Index of the scored run, None for a policy of no run that is shown.
+        folder: The folder of its result.json.
+        result: The content of that file.
     """
 
     run: int | None
@@ -68,7 +68,7 @@ def read_scores(runs: Sequence[Run], more: Sequence[Path] = ()) -> list[Score]:
         more: Further folders with a result.json.
 
     Raises:
-        QeRLError: A result cannot be read, or a folder that was named has none.
+        QeRLError: A result cannot be read, or a named folder has none.
     """
     found: dict[Path, int | None] = {}
     for index, run in enumerate(runs):

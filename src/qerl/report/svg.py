@@ -31,12 +31,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """Where values lie in the drawing.
-
-    Attributes:
-        x_range: First and last step.
-        y_range: Values at the lower and upper edge.
-    """
+    """The scale of a drawing: the first and last step, and the values at its lower and upper edge."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
@@ -67,7 +62,7 @@ def chart(metric: Metric, curves: Sequence[Curve], steps: tuple[int, int]) -> st
     """SVG element with a curve for each run.
 
     Args:
-        metric: What is drawn.
+        metric: The metric to draw.
         curves: Of each run that has the metric.
         steps: First and last step of the axis, the same for all charts of a page.
     """
@@ -77,20 +72,16 @@ def chart(metric: Metric, curves: Sequence[Curve], steps: tuple[int, int]) -> st
     frame = Frame((first, max(last, first + 1)), (y_ticks[0], y_ticks[-1]))
     body = [axes(frame, y_ticks, step_ticks(frame), metric.unit, "step")]
     body += [_curve(metric, frame, curve) for curve in curves]
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(metric.title)} by step">'
-        + "".join(body)
-        + "</svg>"
-    )
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+    return f'<svg {box} aria-label="{escape(metric.title)} by step">{"".join(body)}</svg>'
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
     """Round numbers at equal distances, the first at or below ``low`` and the last at or above ``high``.
 
     Args:
-        low: Least value.
-        high: Greatest value; a range of (nearly) zero is widened to one.
-        about: How many intervals are wanted.
+        low, high: The range; one of (nearly) zero is widened to one.
+        about: Wanted number of intervals.
     """
     if high - low < 1e-100:
         high = low + 1.0
@@ -102,7 +93,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def step_ticks(frame: Frame) -> list[tuple[float, str]]:
-    """Where the axis of steps has marks, and what stands there."""
+    """Places and words of the marks on the axis of steps."""
     low, high = frame.x_range
     return [(at, tick(at)) for at in ticks(low, high, 6) if low <= at <= high and at == int(at)]
 
@@ -113,11 +104,11 @@ def axes(
     """Grid, marks and names of both axes.
 
     Args:
-        frame: Where values lie.
+        frame: The scale.
         y_ticks: Values with a line and a number.
-        x_ticks: Places of marks along the lower edge, and the words there.
+        x_ticks: Places of marks along the lower edge, and their words.
         unit: Of the values, empty for pure numbers.
-        x_name: What the horizontal axis is.
+        x_name: Name of the horizontal axis.
     """
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     out = []
@@ -172,9 +163,8 @@ def _curve(metric: Metric, frame: Frame, curve: Curve) -> str:
 
 def _path(frame: Frame, steps: Sequence[int], values: Sequence[float], corners: bool = False) -> str:
     """Path through the points: straight lines, or level to the next step and then up or down."""
-    points = [
-        (f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in zip(steps, values, strict=True)
-    ]
+    pairs = zip(steps, values, strict=True)
+    points = [(f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in pairs]
     if len(points) == 1:  # a line of no length shows as a dot, thanks to round caps
         points *= 2
     (x, y), *rest = points

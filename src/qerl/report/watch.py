@@ -1,8 +1,7 @@
-"""A running run in the terminal: how far it is, its last metrics, its reward so far, its latest completions.
+"""A running run in the terminal: its progress, last metrics, reward so far and latest completions.
 
-Everything is read from the run folder, again and again, so the run need not know that it is watched, may be
-on another machine with the same disk, and is not disturbed. What was given up is news between two logged
-steps.
+Everything is read from the run folder, again and again, so the run is not disturbed and may be on another
+machine with the same disk. Given up: news between two logged steps.
 """
 
 import itertools
@@ -41,11 +40,11 @@ PROMPT, COMPLETION = 300, 600
 
 @dataclass(frozen=True)
 class View:
-    """What a look at a run has found.
+    """The state of a run at one look.
 
     Attributes:
         run: Its metrics and settings.
-        logged: When its metrics were last written, as a time since the epoch; None before that.
+        logged: Time when its metrics were last written, in seconds since the epoch; None before that.
         table: Its latest completions.
     """
 
@@ -55,16 +54,13 @@ class View:
 
     @property
     def ended(self) -> bool:
-        """Whether the training has ended, be it before its last step."""
+        """True if the training has ended, be it before its last step."""
         return bool(self.run.rows) and "train_runtime" in self.run.rows[-1]
 
 
 def watch(folder: Path, console: Console) -> None:
-    """Show a run until it ends or the user presses Ctrl-C, and its last state after that.
-
-    Args:
-        folder: The run folder.
-        console: Where; one that is no terminal shows the present state once.
+    """Show a run until it ends or the user presses Ctrl-C, and its last state after that; without a terminal,
+    show its present state once.
 
     Raises:
         QeRLError: The folder holds no run, or its metrics are damaged.
@@ -87,7 +83,7 @@ def look(folder: Path, former: View | None = None) -> View:
 
     Args:
         folder: The run folder.
-        former: What an earlier look has found; files that have not changed since are not read again.
+        former: The state at an earlier look; files that have not changed since are not read again.
 
     Raises:
         QeRLError: The folder holds no run, or its metrics are damaged.
@@ -106,7 +102,7 @@ def look(folder: Path, former: View | None = None) -> View:
 
 
 def _latest(run: Run, former: Table | None) -> Table | None:
-    """The last table of training that nobody is writing any more; the former one if it is still that."""
+    """The last complete table of training; ``former`` if it is still that one."""
     for step, path in reversed(table_paths(run.folder).get("", {}).items()):
         if former and former.step == step:
             return former
@@ -116,11 +112,11 @@ def _latest(run: Run, former: Table | None) -> Table | None:
 
 
 def render(view: View, now: float, width: int) -> RenderableType:
-    """What is shown of a run.
+    """The view of a run for a terminal.
 
     Args:
         view: The run.
-        now: The present time, as seconds since the epoch.
+        now: The present time, in seconds since the epoch.
         width: Characters of a line.
     """
     parts: list[RenderableType] = [Rule(Text(visible(view.run.label)), align="left"), _progress(view, now)]

@@ -1,4 +1,4 @@
-"""Whether a program does what its tests say.
+"""Tests of a program.
 
 A test is an input with the output that belongs to it, or Python statements that run after the program::
 
@@ -23,7 +23,7 @@ class CodeTest:
 
     Attributes:
         stdin: Input of the program.
-        stdout: The output that it is to have; None where there is a check.
+        stdout: The expected output; None where there is a check.
         check: Statements that run after the program and raise nothing if it is right; empty for none.
     """
 
@@ -33,7 +33,7 @@ class CodeTest:
 
 
 def read_tests(value: Any) -> list[CodeTest]:
-    """The tests that a column holds.
+    """The tests of a column.
 
     Args:
         value: A list of texts (statements) and of mappings with ``stdin`` and ``stdout`` or with ``check``.
@@ -64,7 +64,7 @@ def share_passed(program: str, tests: Sequence[CodeTest], limits: Limits, only_a
         program: The program; it runs in the sandbox.
         tests: At least one.
         limits: For each test.
-        only_all: Whether nothing but all of them counts, so that the first one that fails settles it with 0.
+        only_all: True if the first failed test makes the share 0.
 
     Raises:
         QeRLError: This machine has no sandbox.

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: it bounds itself, gives up its rights, and then is the program.
+"""The program inside the sandbox: it bounds itself, gives up its rights, and then runs the model's program.
 
 :mod:`qerl.rewards.sandbox` passes the text of this file to a Python that has the standard library alone, so
 nothing of this package can be imported here.

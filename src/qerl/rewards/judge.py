@@ -1,17 +1,17 @@
 """A reward from another model: a judge behind any endpoint that speaks OpenAI's chat completions.
 
 The judge reads the problem, the completion and the right answer, in the words of a template, and ends with a
-score that a regular expression takes from its reply. Requests go out at the same time, a few at once; what a
-server refuses for the moment (429, 5xx, a connection that breaks, a reply that is no JSON) is asked again,
-each time after twice the pause, and all of it has one time limit per completion. Replies can be kept on disk,
-so that a run that is resumed, or an evaluation that is repeated, pays for none twice.
+score that a regular expression takes from its reply. A few requests go out at the same time; after a
+temporary failure (429, 5xx, a connection that breaks, a reply that is no JSON) the request is sent again,
+each time after twice the pause, within one time limit per completion. Replies can be kept on disk, so that a
+run that is resumed, or an evaluation that is repeated, pays for none twice.
 
-A completion for which there is no score has no reward, which is not a reward of 0: the completion is not to
-blame. It counts in ``rewards/judge/failed``, and a step in which there is no score at all ends the run unless
-``reward_errors: tolerate`` says otherwise (:mod:`qerl.trainer.rewards`).
+A completion without a score has no reward, which is not a reward of 0: the completion is not to blame. It
+counts in ``rewards/judge/failed``, and a step in which there is no score at all ends the run unless
+``reward_errors: tolerate`` is set (:mod:`qerl.trainer.rewards`).
 
 The HTTP client is that of huggingface_hub, which is required anyway. Given up: a policy is trained against
-whatever the judge likes, flattery and orders included; read some of what it pays for.
+whatever the judge likes, flattery and orders included; read some of the completions that it pays for.
 """
 
 import asyncio
@@ -48,16 +48,16 @@ Reply:
 How good is the reply, from 0 (wrong or useless) to 10 (right and clear)? Give your reasons in a few
 sentences and end with a line of the form "Score: 7".
 """
-"""What the judge is asked where nobody says otherwise."""
+"""The default request to the judge."""
 
 SCORE = r"[Ss]core:[^\w.+\u2212-]*([+\u2212-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)"
-"""Where its score is looked for: a number with its sign and exponent, behind nothing but signs of markup."""
+"""The default pattern of its score: a signed number with exponent, behind nothing but signs of markup."""
 
 _PLACES = re.compile(r"\{(prompt|completion|answer)\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
-_MOST_BYTES = 16 * 2**20  # of a reply; what a server sends beyond it is not read
+_MAX_BYTES = 16 * 2**20  # of a reply; what a server sends beyond it is not read
 
 
 class Judge:
@@ -67,17 +67,17 @@ class Judge:
         url: Of the endpoint, up to and with its version: ``http://127.0.0.1:8000/v1``. A user and a password
             in it are sent, and stand in no message and in no kept reply.
         model: Name of the judge there.
-        prompt: What it is asked, with the places {prompt}, {completion} and {answer} (the column; empty
-            without one).
-        score: Regular expression whose only group is the score; the last place where it holds counts.
+        prompt: The request, with the places {prompt}, {completion} and {answer} (the column; empty without
+            one).
+        score: Regular expression whose only group is the score; its last match counts.
         scores: Lowest and highest score, which become rewards of 0 and 1; one beyond them is none.
         api_key_env: Name of the environment variable with the key; None sends no key.
         request: Further fields of a request, such as ``max_tokens``; `temperature` is 0 unless it is here.
-        at_once: Requests that wait at the same time.
-        tries: Requests for a completion until it has no score.
+        at_once: Number of concurrent requests.
+        tries: Largest number of requests for a completion.
         timeout: Seconds for a completion, from its first request on, pauses and further requests included.
-        cache: Folder of replies that are kept; None keeps none.
-        name: By which rewards are logged.
+        cache: Folder of kept replies; None keeps none.
+        name: The name in logs.
 
     Raises:
         QeRLError: An argument is wrong, or the environment has no such variable.
@@ -100,13 +100,8 @@ class Judge:
         cache: str | Path | None = None,
         name: str = "judge",
     ) -> None:
-        for what, text in {
-            "url": url,
-            "model": model,
-            "prompt": prompt,
-            "score": score,
-            "name": name,
-        }.items():
+        texts = {"url": url, "model": model, "prompt": prompt, "score": score, "name": name}
+        for what, text in texts.items():
             if not isinstance(text, str) or not text.strip():
                 raise QeRLError(f"{what} of the judge is {text!r}; it must be text.")
         if not url.startswith(("http://", "https://")):
@@ -135,7 +130,7 @@ class Judge:
     async def __call__(
         self, prompts: list, completions: list[Completion], answer: list | None = None, **_: Any
     ) -> list[float]:
-        """One reward for each completion, 0 to 1; the arguments are those that TRL passes.
+        """One reward for each completion, 0 to 1; the arguments are TRL's.
 
         Raises:
             ConnectionError: The judge could not be reached, or did not answer as such endpoints do.
@@ -176,7 +171,7 @@ class Judge:
         return reward
 
     async def _ask(self, body: dict[str, Any]) -> str:
-        """The judge's reply; what may pass is asked again."""
+        """The judge's reply; after a temporary failure the request is sent again."""
         pause = 0.0
         for attempt in range(self._tries):
             await asyncio.sleep(pause)
@@ -201,13 +196,13 @@ class Judge:
         raise ConnectionError(f"the judge at {self._place}, asked {times}, {failure}")
 
     async def _post(self, body: dict[str, Any]) -> "_Answer":
-        """What the server answers to one request, which is read as far as a reply may be long."""
+        """The server's answer to one request, which is read up to a maximum length."""
         content = b""
         async with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as response:
             async for part in response.aiter_raw():
                 content += part
-                if len(content) > _MOST_BYTES:
-                    raise ValueError(f"the judge at {self._place} answers more than {_MOST_BYTES >> 20} MiB")
+                if len(content) > _MAX_BYTES:
+                    raise ValueError(f"the judge at {self._place} answers more than {_MAX_BYTES >> 20} MiB")
             return _Answer(response.status_code, content, response.headers.get("retry-after", ""))
 
     def _masked(self, text: str) -> str:
@@ -216,7 +211,7 @@ class Judge:
         return text
 
     def _start(self, text: str) -> str:
-        """The beginning of what a server says, without what it must not say again."""
+        """The beginning of a server's text, without secrets."""
         line = " ".join(self._masked(text).split())
         return repr(line if len(line) <= 100 else f"{line[:100]}...")
 
@@ -234,10 +229,7 @@ class Judge:
 
 
 def make_judge(options: Mapping[str, Any]) -> Judge:
-    """The judge that a recipe describes.
-
-    Args:
-        options: Arguments of :class:`Judge` by name.
+    """The judge with the arguments of a recipe.
 
     Raises:
         QeRLError: There is no such argument, one is missing, or one is wrong.
@@ -324,7 +316,7 @@ def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_user(url: str) -> tuple[str, list[str]]:
-    """A URL without user and password, and the forms of the password in which others may say it."""
+    """A URL without user and password, and the forms of the password in which others may repeat it."""
     try:
         parts = urlsplit(url)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")

@@ -15,10 +15,7 @@ from qerl.errors import QeRLError
 
 
 class Replies:
-    """Replies in a folder.
-
-    Args:
-        folder: Made if it is missing.
+    """Replies in a folder, which is made if it is missing.
 
     Raises:
         QeRLError: It cannot be made.

@@ -4,20 +4,20 @@ A program gets a Python with the standard library, its input, and a folder ``/tm
 network, no file of this machine but the system's libraries (read-only), no environment variable, and sees no
 process but its own. Limits are set from the inside before its first line runs: address space, processor time
 and number of processes by the kernel's resource limits, output and files by the limit of a file's length,
-because output goes to a file in memory and not to a pipe that somebody would have to empty. System calls that
-would get around them are refused (:mod:`qerl.rewards.seccomp`). When the program
-ends, or its time is up, all that it started is killed with its process namespace.
+because output goes to a file in memory and not to a pipe, which would have to be emptied. System calls that
+would get around them are refused (:mod:`qerl.rewards.seccomp`). When the program ends, or its time is up, all
+that it started is killed with its process namespace.
 
 Where this process is root, the program runs under a user id that no other program has at that time, because
 the kernel counts processes by user, and none of root's. Elsewhere it runs in a user namespace of its own.
 
 Given up:
 
-* Memory is bounded for each process of a program, not in sum, and what the kernel keeps for a process is no
+* Memory is bounded for each process of a program, not in sum, and the kernel's memory for a process is no
   part of its address space: buffers of sockets (about 15 MB for each TCP connection within the sandbox, and a
-  process has descriptors for 15 at most), and names of files, which a process makes at about 100 MB a
-  second. :attr:`Limits.most_mb` is the worst case of all but the names. A control group around the whole
-  training process bounds those too.
+  process has descriptors for 15 at most), and names of files, which a process makes at about 100 MB a second.
+  :attr:`Limits.most_mb` is the worst case of all but the names. A control group around the whole training
+  process bounds those too.
 * Processor time is bounded for each process, too: in the worst case it is ``seconds`` times ``processes``.
 * The kernel is the wall. Programs that attack the kernel itself need a virtual machine around all of this.
 * A check runs in the process of the program (:func:`run_python`). A program that searches that process for
@@ -61,7 +61,7 @@ _SHARE_OF_FILES = 5  # files in /tmp take at most this part of `memory_mb`
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
+    """Limits of a program.
 
     Attributes:
         seconds: Wall time, and processor time of each process.
@@ -90,11 +90,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program ended.
+    """The end of a program.
 
     Attributes:
-        stdout: What it printed, cut at the limit.
-        stderr: What it wrote to its error output, cut at the limit.
+        stdout, stderr: Its outputs, cut at the limit.
         exit_code: 0 if all went well, 128 and the signal if one ended it; None if its time was up.
         checked: True if there was a check and it ran to its end.
         ended: By itself (exit), or for the limit of time or of output.
@@ -113,12 +112,12 @@ _DEFAULTS = Limits()
 
 
 def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULTS, check: str = "") -> Ran:
-    """Run a program in the sandbox and say how it ended; it blocks for at most the time limit and a moment.
+    """The end of a program that ran in the sandbox; it blocks for at most the time limit and a moment.
 
     Args:
         code: The program.
         stdin: Its whole input.
-        limits: What it may use.
+        limits: Of the program.
         check: Statements that run after the program with its names, such as an assert.
 
     Raises:
@@ -132,7 +131,7 @@ def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULTS, check: st
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why programs cannot run on this machine, in a sentence that says what helps; None if they can."""
+    """A sentence with a remedy, why programs cannot run on this machine; None if they can."""
     if shutil.which("bwrap") is None:
         return (
             "A program that a model wrote runs only inside bubblewrap, which is not installed here; get it "
@@ -180,29 +179,18 @@ def _free_uid() -> Iterator[int]:
 
 def _run_as(uid: int | None, code: str, stdin: str, limits: Limits, check: str) -> Ran:
     token = secrets.token_hex(16)
-    job = {
-        "program": code,
-        "check": check,
-        "token": token,
-        "uid": uid,
-        "limits": _resource_limits(limits),
-    }
+    job = {"program": code, "check": check, "token": token, "uid": uid, "limits": _resource_limits(limits)}
     texts = (stdin.encode("utf-8", "surrogatepass"), b"", b"", json.dumps(job).encode(), b"", _FILTER or b"")
     files = [_memory_file(text) for text in texts]
     try:
         source, out, error, job_fd, report_fd, filter_fd = files
-        command = [
-            *_bubblewrap(uid is not None, limits, filter_fd),
-            *_PYTHON,
-            _INSIDE,
-            str(job_fd),
-            str(report_fd),
-        ]
+        sandbox = _bubblewrap(uid is not None, limits, filter_fd)
+        command = [*sandbox, *_PYTHON, _INSIDE, str(job_fd), str(report_fd)]
         started = time.monotonic()
         code_of_exit = _wait(command, (source, out, error), (job_fd, report_fd, filter_fd), limits.seconds)
         seconds = time.monotonic() - started
-        most = limits.output_kb * 1024
-        printed, complained, report = (_read(file, most) for file in (out, error, report_fd))
+        maximum = limits.output_kb * 1024
+        printed, complained, report = (os.pread(file, maximum, 0) for file in (out, error, report_fd))
     finally:
         for file in files:
             os.close(file)
@@ -215,7 +203,7 @@ def _run_as(uid: int | None, code: str, stdin: str, limits: Limits, check: str) 
     ended: Literal["exit", "time", "output"] = "exit"
     if code_of_exit is None:
         ended = "time"
-    elif len(printed) == most or len(complained) == most:
+    elif maximum in (len(printed), len(complained)):
         ended = "output"
     checked = report == _STARTED + token.encode()
     return Ran(_text(printed), _text(complained), code_of_exit, checked, ended, seconds)
@@ -243,6 +231,7 @@ _PYTHON = [str(Path(sys.executable).resolve()), "-I", "-S", "-B", "-X", "utf8", 
 
 def _bubblewrap(root: bool, limits: Limits, filter_fd: int) -> list[str]:
     """The command up to the program's own."""
+    devices = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
     rights = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
         shutil.which("bwrap") or "bwrap",
@@ -251,16 +240,12 @@ def _bubblewrap(root: bool, limits: Limits, filter_fd: int) -> list[str]:
         "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
         *_system_folders(),
         "--perms", "1777", "--size", str(limits.memory_mb * 2**20 // _SHARE_OF_FILES), "--tmpfs", "/tmp",
-        *(word for name in ("null", "zero", "random", "urandom") for word in _device(name)),
+        *(word for name in devices for word in ("--dev-bind", name, name)),
         "--remount-ro", "/",
         "--chdir", "/tmp",
         "--seccomp", str(filter_fd),
         "--",
     ]  # fmt: skip
-
-
-def _device(name: str) -> tuple[str, str, str]:
-    return "--dev-bind", f"/dev/{name}", f"/dev/{name}"
 
 
 @functools.cache
@@ -303,10 +288,6 @@ def _memory_file(content: bytes) -> int:
         data = data[os.write(file, data) :]
     os.lseek(file, 0, os.SEEK_SET)
     return file
-
-
-def _read(file: int, most: int) -> bytes:
-    return os.pread(file, most, 0)
 
 
 def _text(data: bytes) -> str:

@@ -10,88 +10,38 @@ pipes are part of no address space, and the buffers of sockets and pipes can be 
 processes, or open parts of the kernel that programs seldom touch: namespaces, mounts, tracing, keys, BPF,
 performance counters, modules, clocks.
 
-Sockets are those of this machine and of the Internet protocols; the sandbox has a network of its own, with
-nobody in it. Other families, such as that of virtual machines and their hosts (AF_VSOCK), know no network
+Sockets are those of this machine and of the Internet protocols; the sandbox has a network of its own, without
+any other host. Other families, such as that of virtual machines and their hosts (AF_VSOCK), know no network
 namespaces, and do not exist.
 """
 
 import platform
 import struct
 
-# Name -> its numbers on x86_64 and aarch64; None where there is no such call.
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # Memory that is in no address space.
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "memfd_create": (319, 279),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "vmsplice": (278, 75),
-    "io_setup": (206, 0),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "fanotify_init": (300, 262),
-    # Other processes, and where memory lies.
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
-    # Namespaces and file systems.
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "quotactl": (179, 60),
-    "acct": (163, 89),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "lookup_dcookie": (212, 18),
-    "nfsservctl": (180, 42),
-    # Parts of the kernel.
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "reboot": (169, 142),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
-    "personality": (135, 92),
-    "uselib": (134, None),
-    "modify_ldt": (154, None),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "adjtimex": (159, 171),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-}
-_BY_ARGUMENTS = {
-    "clone": (56, 220),
-    "socket": (41, 198),
-    "socketpair": (53, 199),
-    "setsockopt": (54, 208),
-    "fcntl": (72, 25),
-}
+_REFUSED = """\
+# Memory that is in no address space.
+shmget 29 194, shmat 30 196, msgget 68 186, semget 64 190, mq_open 240 180, memfd_create 319 279,
+splice 275 76, tee 276 77, vmsplice 278 75, io_setup 206 0, inotify_init 253 -, inotify_init1 294 26,
+fanotify_init 300 262
+# Other processes, and where memory lies.
+ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, migrate_pages 256 238,
+move_pages 279 239, mbind 237 235, set_mempolicy 238 237
+# Namespaces and file systems.
+unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51,
+quotactl 179 60, acct 163 89, swapon 167 224, swapoff 168 225, name_to_handle_at 303 264,
+open_by_handle_at 304 265, lookup_dcookie 212 18, nfsservctl 180 42
+# Parts of the kernel.
+add_key 248 217, request_key 249 218, keyctl 250 219, bpf 321 280, perf_event_open 298 241,
+userfaultfd 323 282, init_module 175 105, finit_module 313 273, delete_module 176 106,
+kexec_load 246 104, kexec_file_load 320 294, reboot 169 142, syslog 103 116, vhangup 153 58,
+personality 135 92, uselib 134 -, modify_ldt 154 -, iopl 172 -, ioperm 173 -, sethostname 170 161,
+setdomainname 171 162, adjtimex 159 171, settimeofday 164 170, clock_settime 227 112,
+clock_adjtime 305 266
+"""
+"""Names of calls with their numbers on x86_64 and aarch64; a dash where there is no such call."""
+
+_CLONE, _SOCKET, _SOCKETPAIR = (56, 220), (41, 198), (53, 199)
+_SETSOCKOPT, _FCNTL = (54, 208), (72, 25)
 
 # Processor -> its place above, its audit architecture, and the first number that Linux 5.0 does not have.
 _PROCESSORS = {"x86_64": (0, 0xC000003E, 335), "aarch64": (1, 0xC00000B7, 295)}
@@ -113,7 +63,6 @@ def seccomp_filter() -> bytes | None:
     if platform.machine() not in _PROCESSORS:
         return None
     place, architecture, first_unknown = _PROCESSORS[platform.machine()]
-    number_of = {name: numbers[place] for name, numbers in _BY_ARGUMENTS.items()}
     program = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_EQUAL, architecture, yes=1),
@@ -121,28 +70,25 @@ def seccomp_filter() -> bytes | None:
         _step(_LOAD, _NUMBER),
         *_fail(_AT_LEAST, first_unknown, _ENOSYS),
     ]
-    for numbers in _REFUSED.values():
-        number = numbers[place]
-        if number is not None:
-            program += _fail(_EQUAL, number, _EPERM)
-    program += _of_call(
-        number_of["clone"], _step(_LOAD, _ARGUMENTS[0]), *_fail(_ANY_BIT, _NEW_NAMESPACE, _EPERM)
-    )
-    for name in ("socket", "socketpair"):
+    calls = ",".join(line for line in _REFUSED.splitlines() if not line.startswith("#")).split(",")
+    for _, *numbers in map(str.split, filter(None, calls)):
+        if numbers[place] != "-":
+            program += _fail(_EQUAL, int(numbers[place]), _EPERM)
+    namespaces = _fail(_ANY_BIT, _NEW_NAMESPACE, _EPERM)
+    program += _of_call(_CLONE[place], _step(_LOAD, _ARGUMENTS[0]), *namespaces)
+    for call in (_SOCKET, _SOCKETPAIR):
         families = [step for family in _FAMILIES for step in _answer(_EQUAL, family, _ALLOW)]
         other = _step(_RETURN, _FAIL | _EAFNOSUPPORT)
-        program += _of_call(number_of[name], _step(_LOAD, _ARGUMENTS[0]), *families, other)
+        program += _of_call(call[place], _step(_LOAD, _ARGUMENTS[0]), *families, other)
     larger = [step for option in _LARGER_BUFFERS for step in _fail(_EQUAL, option, _EPERM)]
     program += _of_call(
-        number_of["setsockopt"],
+        _SETSOCKOPT[place],
         _step(_LOAD, _ARGUMENTS[1]),
         _step(_EQUAL, _SOL_SOCKET, no=1 + len(larger)),
         _step(_LOAD, _ARGUMENTS[2]),
         *larger,
     )
-    program += _of_call(
-        number_of["fcntl"], _step(_LOAD, _ARGUMENTS[1]), *_fail(_EQUAL, _F_SETPIPE_SZ, _EPERM)
-    )
+    program += _of_call(_FCNTL[place], _step(_LOAD, _ARGUMENTS[1]), *_fail(_EQUAL, _F_SETPIPE_SZ, _EPERM))
     return b"".join([*program, _step(_RETURN, _ALLOW)])
 
 

@@ -1,4 +1,4 @@
-"""What a policy wrote, as the text that a reward reads."""
+"""The policy's messages as the text that a reward reads."""
 
 import re
 
@@ -7,7 +7,7 @@ Completion = str | list[Message]
 
 
 def completion_text(completion: Completion) -> str:
-    """The text that the policy wrote: a completion that is text already, or its turns, one below the other.
+    """The policy's text: a completion that is text already, or its turns, one below the other.
 
     Messages of others (a tool's result, an environment's answer) are left out. Where a tokenizer brings a
     template for parsing responses, TRL moves the thinking out of the text into a field of its own; here it

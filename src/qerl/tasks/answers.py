@@ -12,8 +12,8 @@ Equality is decided by the first of three rules that applies:
 3. Anything else is parsed and compared by math-verify, as LaTeX, unless it contains what math-verify's parser
    skips (arrows, dashes, foreign characters), behind which a second answer could hide.
 
-An equation counts as its right-hand side, as in math-verify: "x = 12" and "x + y = 12" are 12, and
-"5x - 7y + 11z + 4 = 0" is 0. An equation that states two different numbers, "11 = 12", equals nothing.
+An equation counts as its right-hand side, as in math-verify: "x = 12" and "x + y = 12" are 12, and "5x - 7y +
+11z + 4 = 0" is 0. An equation that states two different numbers, "11 = 12", equals nothing.
 
 Given up: units are not judged (18 km is 18), except that cents are not dollars.
 """
@@ -123,12 +123,7 @@ def final_answer(text: str) -> str | None:
 
 @lru_cache(maxsize=65536)  # a few answers are most of what is asked, and math-verify takes milliseconds
 def equal(answer: str, reference: str) -> bool:
-    """True if an answer equals the right one, by the rules above.
-
-    Args:
-        answer: The answer as it was extracted from a completion.
-        reference: The right answer.
-    """
+    """True if the extracted answer equals the right one (``reference``), by the rules above."""
     if max(len(answer), len(reference)) > MAX_ANSWER_CHARS or not answer.strip():
         return False
     answer, reference = plain(answer), plain(reference)
@@ -160,8 +155,8 @@ def _as_words(answer: str) -> str:
 def _hides(answer: str) -> bool:
     """True if another number may stand behind the one that math-verify's parser would read.
 
-    Of what it cannot parse, such as an expression nested deeper than Python's stack, it reads the first
-    number.
+    Of a text that it cannot parse, such as an expression nested deeper than Python's stack, it reads the
+    first number.
     """
     return (
         len(answer) > _LONGEST_EXPRESSION

@@ -31,7 +31,7 @@ _OPERATIONS: tuple[Operation, ...] = ("+", "-", "*")
 
 @dataclass(frozen=True)
 class Level:
-    """How hard problems are.
+    """Difficulty of problems.
 
     Attributes:
         steps: Numbers of operations.
@@ -105,9 +105,9 @@ class Problem:
         """The turns with the environment ``calculator``, as pairs of a user's and an assistant's message.
 
         Args:
-            whole: Up to the answer; else only the first calculation. Of several examples in one prompt one is
-                whole: shown more often, the answer's ``####`` is what a small model begins its first turn
-                with, in place of a calculation.
+            whole: All turns up to the answer; else the first calculation alone. One of several examples in a
+                prompt is whole: shown more often, a small model begins its first turn with the answer's
+                ``####``, in place of a calculation.
         """
         calculations = [line.split(" = ") for line in self.lines]
         said = [self.question, *(result for _, result in calculations)]
@@ -116,7 +116,7 @@ class Problem:
 
 
 def split_of(key: str) -> Split:
-    """The set to which the problem with this key belongs: 1/32 examples, 7/32 held out, the rest training."""
+    """The set of the problem with this key: 1/32 examples, 7/32 held out, the rest training."""
     bucket = hashlib.blake2b(key.encode(), digest_size=1).digest()[0] % 32
     if bucket == 0:
         return "examples"
@@ -124,10 +124,10 @@ def split_of(key: str) -> Split:
 
 
 def make_problem(rng: random.Random, level: Level, operation: Operation | None = None) -> Problem:
-    """Draw a problem.
+    """A problem drawn with ``rng``, which is advanced.
 
     Args:
-        rng: The source of random numbers, which is advanced.
+        rng: The source of random numbers.
         level: The number of operations and the range of numbers.
         operation: The first operation; None draws it too.
     """
@@ -165,7 +165,7 @@ def _operand(rng: random.Random, op: Operation, value: int, level: Level) -> int
 def draw_problems(
     split: Split, level: Level, count: int, seed: int, operations: Sequence[Operation] = ()
 ) -> list[Problem]:
-    """Draw problems of one set, without repeating a question.
+    """Problems of one set, without a question twice.
 
     Args:
         split: The set to draw from.
@@ -175,7 +175,7 @@ def draw_problems(
         operations: First operations of the problems, taken in turn; if empty, they are drawn.
 
     Raises:
-        QeRLError: The level does not have that many problems.
+        QeRLError: The level does not have this number of problems.
     """
     rng = random.Random(f"arithmetic {split} {level} {seed}")
     drawn: dict[str, Problem] = {}
@@ -197,13 +197,11 @@ class Arithmetic(DrawnTask):
     Args:
         level: One of :data:`LEVELS`: ``wp1`` one operation, ``wp12`` one or two, ``wp2`` two, with numbers up
             to 9, or up to 99 with ``-99`` appended. Factors are at most 12, in ``wp1-99x99`` at most 99.
-        examples: Number of worked examples before each question, at least 0. They are the same for all seeds,
-            so that runs can be compared.
-        calculator: Whether the problems are posed for the environment ``calculator``: the instruction asks
-            for the calculation, and worked examples leave the result to the environment.
-        seed: Seed from which the problems of both sets are drawn.
-        train_size: Number of training problems.
-        test_size: Number of held-out problems.
+        examples: Number of worked examples before each question, the same for all seeds, so that runs can be
+            compared.
+        calculator: True for problems with the environment ``calculator``: the instruction asks for the
+            calculation, and worked examples leave the result to the environment.
+        seed, train_size, test_size: As in :class:`DrawnTask`.
     """
 
     strata = "steps"
@@ -229,7 +227,7 @@ class Arithmetic(DrawnTask):
         self.examples = draw_problems("examples", self.level, examples, 0, operations=_OPERATIONS)
 
     def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
-        """As :meth:`Task.ask`; a form for the calculator is the task's own.
+        """As :meth:`Task.ask`, but there is no other answer format with ``calculator``.
 
         Raises:
             QeRLError: Also for an answer format beside ``calculator``.
@@ -241,7 +239,7 @@ class Arithmetic(DrawnTask):
         super().ask(system_prompt, answer_format)
 
     def solution(self, problem: Problem) -> str:
-        """The full answer to a problem in the form asked for, as worked examples show it."""
+        """The full answer to a problem in the required form, as worked examples show it."""
         return self.format.write("\n".join(problem.lines), str(problem.answer))
 
     @property

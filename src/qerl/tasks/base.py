@@ -1,11 +1,11 @@
-"""What a task is: problems, the prompt around them, and rewards for completions.
+"""Tasks: problems, the prompt around them, and rewards for completions.
 
-A task knows nothing of models or trainers. Its rows are what TRL takes: ``prompt``, a list of chat messages,
-and ``answer``, a string; further columns reach the reward functions by name. Training and evaluation build
-the prompt in the same place, from the same answer format that the rewards check.
+A task knows nothing of models or trainers. Its rows have TRL's form: ``prompt``, a list of chat messages, and
+``answer``, a string; further columns reach the reward functions by name. Training and evaluation build the
+prompt in the same place, from the same answer format that the rewards check.
 
-A task whose problems differ in a way that hides in the mean (one or two steps) names the column that says so,
-its strata. Accuracy is then reported by its values too, in training and in evaluation.
+A task whose problems differ in a way that a mean hides (one or two steps) names the column with the
+difference, its strata. Accuracy is then reported by its values too, in training and in evaluation.
 """
 
 from abc import ABC, abstractmethod
@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
+import pyarrow
 from datasets import Dataset
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.rewards.text import Completion, Message, completion_text
 from qerl.seeding import derive_seed
 from qerl.tasks.answers import equal
@@ -34,11 +35,11 @@ class Task(ABC):
         format: The form in which an answer is to be stated.
         system_prompt: The system message; None for the format's instruction, empty for none.
         opening: The beginning of the assistant's turn that the chat template itself writes
-            (:attr:`qerl.models.chat.Chat.opening`). It is judged together with the completion: where the
-            template opens a thinking section, a completion that is cut off inside that section has no
-            answer, and a completion that closes it has the form asked for.
+            (:attr:`qerl.models.chat.Chat.opening`), which is judged together with the completion: where the
+            template opens a thinking section, a completion that is cut off inside it has no answer, and one
+            that closes it has the required form.
         strata: The column of the rows by whose values accuracy is reported too; None for none.
-        on_hub: Whether its problems have to be fetched from the Hub, so that a dry run does not look at them.
+        on_hub: True if its problems are fetched from the Hub, so that a dry run does not look at them.
     """
 
     system_prompt: str | None = None
@@ -54,11 +55,9 @@ class Task(ABC):
         """Pose the problems in another way than the task's own: the options that every task has.
 
         Args:
-            system_prompt: The system message in place of the answer format's instruction; it then has to ask
-                for the form itself. Empty for none, None for no change. Problems that are chat messages with
-                a system message of their own keep it.
-            answer_format: Name of the form in which an answer is to be stated, from
-                :data:`qerl.tasks.formats.FORMATS`; None for no change.
+            system_prompt: Replaces the answer format's instruction; it then has to ask for the form itself.
+                Empty for none, None for no change. Problems with a system message of their own keep it.
+            answer_format: Name of a format of :data:`qerl.tasks.formats.FORMATS`; None for no change.
 
         Raises:
             QeRLError: A value is wrong, or the task cannot be posed otherwise.
@@ -92,10 +91,10 @@ class Task(ABC):
         """
 
     def epoch(self, rows: Dataset) -> Dataset:
-        """The training rows as an epoch has them: each once, unless a task knows better.
+        """The training rows of an epoch: each once, unless a task overrides this.
 
         Args:
-            rows: Those of :meth:`train` that are trained on; too long ones may be left out.
+            rows: The rows of :meth:`train` in use; too long ones may be missing.
 
         Raises:
             QeRLError: They make no epoch.
@@ -111,7 +110,7 @@ class Task(ABC):
         return self.format.extract(self._turn(completion))
 
     def same(self, answer: str, reference: str) -> bool:
-        """Whether an answer is the right one; as mathematics, unless a task knows better."""
+        """True if an answer is the right one; as mathematics, unless a task overrides this."""
         return equal(answer, reference)
 
     @cached_property
@@ -150,7 +149,7 @@ class Task(ABC):
         return text if text.startswith(self.opening) else self.opening + text
 
     def prompt(self, question: str, worked: Iterable[tuple[str, str]] = ()) -> list[Message]:
-        """The chat messages that pose a question: the instruction (if any), worked examples, it.
+        """The chat messages that pose a question: the instruction (if any), worked examples, the question.
 
         Args:
             question: The text of the problem.
@@ -167,26 +166,33 @@ class Task(ABC):
 
 
 def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:
-    """A data set of the rows.
+    """A data set of the rows; a column that a row lacks is None there.
 
     Args:
-        rows: The rows, all with the same columns.
-        what: What the rows are, as the subject of an error's sentence.
+        rows: The rows.
+        what: The subject of an error's sentence.
 
     Raises:
-        QeRLError: There are no rows.
+        QeRLError: There are no rows, or a column has values of different types.
     """
-    data = [dict(row) for row in rows]
-    if not data:
+    rows = list(rows)
+    if not rows:
         raise QeRLError(f"{what} has no problems; check the file, the split and the filters.")
-    return Dataset.from_list(data)
+    columns = dict.fromkeys(column for row in rows for column in row)
+    try:
+        return Dataset.from_list([{**columns, **row} for row in rows])
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise QeRLError(
+            f"{what} has a column of values of different types, or with too large a number "
+            f"({first_line(error)}); use one type for each column, and text for numbers beyond 64 bits."
+        ) from error
 
 
 def holdout_rank(problem: str) -> float:
     """The place of a problem in the held-out order, for data without a test split: uniform in [0, 1).
 
-    The first problems in that order are held out. It is a hash of their text, the same on every machine, so
-    neither the order of the rows nor the seed of a run moves a problem into the other set, and two copies of
-    one problem are always in the same set.
+    The first problems in that order are held out. It is a hash of their text, so neither machine, order of
+    the rows nor seed of a run moves a problem into the other set, and copies of a problem are in the same
+    set.
     """
     return derive_seed("held out", problem) / 2**63

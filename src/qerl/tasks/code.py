@@ -8,8 +8,8 @@ A line states a problem as in :mod:`qerl.tasks.jsonl`, and in place of the answe
 The program is the last block of the completion between three backticks. It runs in the sandbox
 (:mod:`qerl.rewards.sandbox`) or not at all: a machine without one cannot have this task.
 
-``accuracy`` is 1 for a program that passes all its tests. With ``share_of_tests`` the reward is the share
-that it passes, and is called ``tests_passed``, because a program that passes some is not right.
+``accuracy`` is 1 for a program that passes all its tests. With ``share_of_tests`` the reward is the share of
+passed tests, and is called ``tests_passed``, because a program that passes some is not right.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ class Code(Jsonl):
 
     Args:
         path, test_size, test_path: As in :class:`qerl.tasks.jsonl.Jsonl`.
-        share_of_tests: Whether a program earns the share of tests that it passes, or all or nothing.
-        seconds, memory_mb: What a program may use in one test.
+        share_of_tests: True if the reward is the share of passed tests; else all or nothing.
+        seconds, memory_mb: Limits of a program in one test.
 
     Raises:
         QeRLError: An option is wrong, or this machine has no sandbox.
@@ -78,12 +78,12 @@ def passes_tests(
 ) -> RewardFunction:
     """A reward function that runs the program of each completion on the tests in the column ``tests``.
 
-    As many programs run at a time as this process has cores, and no more than the memory that is left holds.
+    As many programs run at a time as this process has cores, and as fit into the free memory.
 
     Args:
-        share: Whether a program earns the share of the tests that it passes (then the function is called
-            ``tests_passed``), or 1 for all of them and 0 otherwise (``accuracy``).
-        limits: What a program may use in one test.
+        share: True if the reward is the share of passed tests (``tests_passed``); else 1 for all of them and
+            0 otherwise (``accuracy``).
+        limits: Of a program in one test.
         extract: Takes the program out of a completion; None takes the last block between three backticks.
 
     Raises:
@@ -111,6 +111,6 @@ def passes_tests(
 
 
 def _at_once(limits: Limits) -> int:
-    """How many programs may run at a time, at least one."""
+    """Number of programs that may run at a time, at least one."""
     cores, left = len(os.sched_getaffinity(0)), host_bytes(1)
     return cores if left is None else max(1, min(cores, int(left / 2**20 / limits.most_mb)))

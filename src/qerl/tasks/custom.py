@@ -1,9 +1,9 @@
-"""The user's own reward functions and tasks, from a Python file.
+"""The user's own tasks, from a Python file.
 
-A task is a class, named as ``PATH.py:Class``, that inherits from :class:`qerl.tasks.Task`. What it lacks,
-what its code raises, and rows that are none are said in one sentence each, before a model is loaded where
-possible: the loaded class is a subclass of the user's, whose constructor, ``train`` and ``test`` look at what
-comes out.
+A task is a class, named as ``PATH.py:Class``, that inherits from :class:`qerl.tasks.Task`. Missing methods,
+exceptions of its code and malformed rows are reported in one sentence each, before a model is loaded where
+possible: the loaded class is a subclass of the user's, whose constructor, ``train`` and ``test`` check their
+results.
 """
 
 import functools
@@ -15,18 +15,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError, first_line
 from qerl.tasks.base import Task
 from qerl.tasks.formats import AnswerFormat
-from qerl.tasks.guard import RewardFunction
 from qerl.user_code import load_object
-
-
-def load_reward(spec: str) -> RewardFunction:
-    """Load the reward function that ``PATH.py:function`` names.
-
-    Raises:
-        QeRLError: The specification is malformed, the file is missing or fails to run, or it has no such
-            function.
-    """
-    return load_object(spec, "reward")
 
 
 def load_task(spec: str) -> type[Task]:
@@ -54,7 +43,7 @@ def load_task(spec: str) -> type[Task]:
 
 
 def _watched(spec: str, method: Callable[..., Any], wrong: Callable[[Any, Any], str]) -> Callable[..., Any]:
-    """The method, which says in a sentence what it raises, and what is wrong with what it gives."""
+    """The method, whose exceptions and wrong results are reported in a sentence."""
 
     @functools.wraps(method)
     def call(task: Any, *args: Any, **kwargs: Any) -> Any:

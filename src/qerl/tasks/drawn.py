@@ -1,4 +1,4 @@
-"""Tasks that draw their own problems: so many to train on, and others that are held out."""
+"""Tasks that draw their own problems: some to train on, and others that are held out."""
 
 import itertools
 from abc import abstractmethod
@@ -19,14 +19,13 @@ _WORDS = {"train": "training", "test": "held-out"}
 
 
 class DrawnTask(Task):
-    """A task whose seed and sizes say which problems it has; a subclass draws them.
+    """A task with problems drawn by a subclass, as many as its sizes say.
 
     Args:
         name: The name by which recipes know the task.
         answer_format: The form in which an answer is to be stated.
-        seed: Seed from which the problems of both sets are drawn.
-        train_size: Number of training problems.
-        test_size: Number of held-out problems.
+        seed: Seed of the problems of both sets.
+        train_size, test_size: Numbers of training and of held-out problems.
     """
 
     def __init__(
@@ -39,10 +38,10 @@ class DrawnTask(Task):
 
     @abstractmethod
     def draw(self, split: Set, count: int) -> Iterable[Mapping[str, Any]]:
-        """So many rows of one set, none of whose problems is in the other.
+        """Rows of one set, none of whose problems is in the other.
 
         Raises:
-            QeRLError: There are fewer.
+            QeRLError: There are fewer than ``count``.
         """
 
     def train(self) -> Dataset:
@@ -60,15 +59,14 @@ class DrawnTask(Task):
 def first_of_split(
     problems: Iterable[Problem], text: Callable[[Problem], str], split: Set, count: int, of: str, remedy: str
 ) -> list[Problem]:
-    """The first so many problems of the training set or of the held-out one, which has a quarter of all.
+    """The first ``count`` problems of the training set or of the held-out one, which has a quarter of all.
 
     Args:
         problems: All problems in the order in which they are drawn, each once.
-        text: Gives the text that says where a problem belongs.
+        text: Gives the text by which a problem is assigned to a set.
         split: The set.
-        count: Problems that are wanted.
-        of: What they are problems of.
-        remedy: What to do where there are fewer.
+        count: Number of problems.
+        of, remedy: For the error: the source of the problems, and advice.
 
     Raises:
         QeRLError: There are fewer.

@@ -1,12 +1,11 @@
-"""Which answers may be handed to a scorer that evaluates them as Python.
+"""Checks of answers before they reach a scorer that evaluates them as Python.
 
-Some scorers of other packages call ``eval`` or sympy's ``parse_expr`` on the answer. What a policy writes
-would then run in the training process, with all its rights, and a policy that is rewarded for the result has
-every reason to find that out: ``entry['answer']`` is right in any of them. So an answer reaches such a scorer
-only if it is a literal or a formula, by its syntax tree, and not one that takes long to compute.
+Some scorers of other packages call ``eval`` or sympy's ``parse_expr`` on the answer. A policy's text would
+then run in the training process, with all its rights, and a policy that is rewarded for the result has every
+reason to find that out: ``entry['answer']`` is right in any of them. So an answer reaches such a scorer only
+if it is a literal or a formula, by its syntax tree, and not one that takes long to compute.
 
-What was given up: formulas in notation that Python does not parse, such as ``2x`` or ``5!``, earn nothing
-there.
+Given up: formulas in notation that Python does not parse, such as ``2x`` or ``5!``, earn nothing there.
 """
 
 import ast
@@ -24,13 +23,13 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub, ast.UAdd)
 
 
 def may_be_evaluated(answer: str, kind: Kind) -> bool:
-    """Whether evaluating an answer runs nothing and ends soon.
+    """True if evaluating an answer runs nothing and ends soon.
 
     Args:
-        answer: What the model wrote.
-        kind: What it has to be: a ``literal`` (numbers, strings, lists of them, or text that is no Python),
-            or a ``formula`` (numbers, variables of one letter, arithmetic, powers with small whole exponents,
-            elementary functions).
+        answer: The model's text.
+        kind: ``literal`` (numbers, strings, lists of them, or text that is no Python), or ``formula``
+            (numbers, variables of one letter, arithmetic, powers with small whole exponents, elementary
+            functions).
     """
     if len(answer) > _LONGEST:
         return False

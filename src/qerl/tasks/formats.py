@@ -1,4 +1,4 @@
-r"""Answer formats: what the prompt asks for and what the format reward checks, in one place.
+r"""Answer formats: the instruction in the prompt and its check by the format reward, in one place.
 
 The two belong together: a reward that expects tags which the prompt never mentions pays for luck, and a model
 that is evaluated with another prompt than it was trained with is measured on something else.
@@ -20,10 +20,9 @@ class AnswerFormat:
     Attributes:
         name: The name by which a task's options know the format.
         instruction: The system prompt that asks for the format; empty for none.
-        extract: Takes a completion and returns its final answer, or None if it states none.
-        followed: Takes a completion and returns True if it has exactly the form asked for.
-        write: Takes a reasoning and an answer and returns a completion of this form, as worked examples show
-            it.
+        extract: Gives the final answer of a completion, or None if it states none.
+        followed: True for a completion of exactly this form.
+        write: Makes a completion of this form of a reasoning and an answer, for worked examples.
     """
 
     name: str

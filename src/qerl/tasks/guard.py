@@ -1,27 +1,26 @@
 """Reward functions that may raise or hang: a sample on which one fails is counted, and the run goes on.
 
-A guarded function is called with the whole batch, as TRL calls it. If that call raises, runs out of time or
-returns nonsense, and only then, the function is called again for each sample, each time within the time
-limit (:class:`Judging`, and :mod:`qerl.tasks.together` for coroutines). A sample that fails
-scores 0, the first failure is logged, and every batch reports the share of failed samples through TRL's
-``log_metric`` as ``rewards/<name>/failed``. Whether a function that fails on all samples ends the run is
-decided by the trainer (:mod:`qerl.trainer.rewards`), which sees the samples of all processes.
+A guarded function is called with the whole batch, as TRL calls it. Only if that call raises, runs out of time
+or returns nonsense is the function called again for each sample, each time within the time limit
+(:class:`Judging`, and :mod:`qerl.tasks.together` for coroutines). A sample that fails scores 0, the first
+failure is logged, and every batch reports the share of failed samples through TRL's ``log_metric`` as
+``rewards/<name>/failed``. The trainer, which sees the samples of all processes, decides if a function that
+fails on all of them ends the run (:mod:`qerl.trainer.rewards`).
 
 The rewards of a function that names a column (:func:`stratified`) are also logged by the values of that
 column, failed samples as the zeros that they score.
 
 Functions that judge each completion by itself (:func:`judges_alone`; the tasks' own do) are called sample by
 sample from the start: a completion that is slow to judge then costs its own time limit and no second call.
-Those that ask something outside of this process (:func:`judges_outside`: a server, a sandbox) set their own
-time limits, and a sample on which they fail has no reward, because the fault is not the sample's.
+Functions that ask something outside of this process (:func:`judges_outside`: a server, a sandbox) set their
+own time limits, and a sample on which they fail has no reward, because the fault is not the sample's.
 
-**Time limits.** The time limit that a user sets is for one sample, and a batch takes longer than a sample.
-The limit times the number of samples would let one hanging sample hold a batch of a thousand for hours. So a
-batch gets the limit itself plus 1 % of it per sample, which suffices for a function that takes up to a
-hundredth of its limit per sample. Once a batch had to be called sample by sample, the time that a sample
-really takes is known, and from then on a batch gets twice that per sample instead of the 1 %. If the first
-sixteen samples all run out of time or reach no server, the others would too; they count as failed without
-being tried.
+**Time limits.** The user's time limit is for one sample, and a batch takes longer than a sample. The limit
+times the number of samples would let one hanging sample hold a batch of a thousand for hours. So a batch gets
+the limit itself plus 1 % of it per sample, which suffices for a function that takes up to a hundredth of its
+limit per sample. Once a batch had to be called sample by sample, the time of a sample is known, and from then
+on a batch gets twice that per sample instead of the 1 %. If the first sixteen samples all run out of time or
+reach no server, the others would too; they count as failed without being tried.
 
 Given up: the second call repeats side effects, and a reward that compares the samples of a batch with each
 other sees only one sample there. :mod:`qerl.calls` says what a time limit cannot interrupt.
@@ -51,10 +50,10 @@ _LARGEST = 3.4028234e38  # the largest FP32 number; TRL keeps rewards in FP32
 
 
 def mark(function: RewardFunction, name: str) -> Any:
-    """What a reward function was marked with, or what the one that it wraps was; None where neither was.
+    """The mark of this name on a reward function, or on the one that it wraps; None without one.
 
     Args:
-        function: A function, a `functools.partial` of one, or what `qerl.tasks.guard.guarded` made of one.
+        function: A function, a `functools.partial` of one, or the result of `qerl.tasks.guard.guarded`.
         name: Of the mark.
     """
     while True:
@@ -65,7 +64,7 @@ def mark(function: RewardFunction, name: str) -> Any:
 
 
 def name_of(function: RewardFunction) -> str:
-    """The name of a reward function, or of what it is a partial of; of one without a name its type's."""
+    """Name of a reward function; partials give the wrapped name, callables without one their class name."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
@@ -73,11 +72,11 @@ def name_of(function: RewardFunction) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """What TRL calls a reward function with.
+    """The arguments of a reward function.
 
     Attributes:
         columns: Arguments by name: lists with one value per sample, prompts and completions among them, and
-            what belongs to the call. Who calls an environment's reward by hand may give environments alone.
+            arguments of the call. A direct call of an environment's reward may have environments alone.
     """
 
     columns: dict[str, Any]
@@ -106,16 +105,16 @@ class Batch:
 
 
 class SampleCall:
-    """A call for one sample: what it is given, what it logs, and what comes of it.
+    """A call for one sample: its arguments, logs and result.
 
     Args:
-        arguments: What TRL would call the function with for this sample alone.
+        arguments: TRL's arguments for this sample alone.
 
     Attributes:
         arguments: The same, with logs that are kept until the batch is judged.
-        rewards: The one that it gives; none unless it has succeeded.
-        error: What it failed with.
-        metrics, columns: What it has logged: names and values.
+        rewards: The one reward; none unless it has succeeded.
+        error: The failure, if any.
+        metrics, columns: Logged names and values.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -136,8 +135,8 @@ class SampleCall:
 
 
 class Tries:
-    """How the calls for the samples of a batch go: errors in their order, and how many gave rewards in which
-    time in all."""
+    """Statistics of the calls for the samples of a batch: errors in their order, number and total time of
+    successes."""
 
     def __init__(self) -> None:
         self.errors: list[Exception] = []
@@ -145,7 +144,7 @@ class Tries:
 
     @property
     def hopeless(self) -> bool:
-        """Whether those that are left need not be made."""
+        """True if the remaining calls need not be made."""
         first = self.errors[:HOPELESS]
         never = all(isinstance(error, TimeoutError | ConnectionError) for error in first)
         return len(first) == HOPELESS and not self.given and never
@@ -153,13 +152,12 @@ class Tries:
 
 @dataclass
 class Judged:
-    """What came of a batch.
+    """The rewards of a batch, one per completion, None where there is none.
 
     Attributes:
-        rewards: One per completion, None where there is none.
-        failed: Completions on which the function failed.
-        first: The first failure; None if there was none.
-        batch_error: Why the call with the whole batch failed and was made for each sample, if it was.
+        failed: Number of completions on which the function failed.
+        first: The first failure.
+        batch_error: The failure of the call with the whole batch, if it was then made for each sample.
     """
 
     rewards: list[float | None]
@@ -171,14 +169,14 @@ class Judged:
 class Judging:
     """A reward function with its limits, called in this thread, for one sample after the other.
 
-    Its methods are coroutines for those functions that are called elsewhere; here none of them waits.
+    Its methods are coroutines for functions that are called elsewhere; here none of them waits.
 
     Args:
         function: With TRL's signature.
         timeout_s: Seconds for a sample.
-        alone: Whether it judges each completion by itself, so that it is called for each sample at once.
-        outside: Whether what it judges by lies outside of this process: it has time limits of its own, and a
-            sample on which it fails has no reward, where otherwise it has 0.
+        alone: True if it judges each completion by itself, so that it is called for each sample at once.
+        outside: True if it asks something outside of this process: it has time limits of its own, and a
+            sample on which it fails has no reward, instead of 0.
     """
 
     at_once = 1
@@ -193,7 +191,7 @@ class Judging:
         self._sample_s = _BATCH_SHARE * timeout_s
 
     def judge(self, batch: Batch) -> Judged:
-        """Rewards for a batch; nothing that the function raises is raised, but for KeyboardInterrupt."""
+        """Rewards for a batch; no exception of the function is raised, but for KeyboardInterrupt."""
         try:
             self.judge_soon(batch).send(None)
         except StopIteration as ended:
@@ -225,7 +223,7 @@ class Judging:
         return calls, tries
 
     async def _try(self, call: SampleCall, tries: Tries) -> None:
-        """Call for one sample, unless that is hopeless."""
+        """Make the call for one sample, unless that is hopeless."""
         if tries.hopeless:
             return
         started = time.perf_counter()
@@ -238,7 +236,7 @@ class Judging:
             tries.errors.append(error)
 
     async def _call(self, seconds: float, arguments: dict[str, Any]) -> list[Any]:
-        """What the function returns within a limit, which it has where it does not ask outside."""
+        """The function's rewards within a limit, unless it asks outside."""
 
         # A generator computes while it is read, so it is read within the limit too.
         def call() -> list[Any]:
@@ -251,7 +249,7 @@ class Judging:
 
 
 def _hand_on(batch: Batch, calls: Sequence[SampleCall]) -> None:
-    """Log what calls for the samples of a batch have logged, in the order of the samples.
+    """Log the logs of the calls for single samples, in the order of the samples.
 
     TRL wants a value of an extra column for each sample: None where a call has not logged it.
     """
@@ -266,7 +264,7 @@ def _hand_on(batch: Batch, calls: Sequence[SampleCall]) -> None:
 
 
 def left(error: SystemExit) -> Exception:
-    """What a reward function has failed with that would have ended the run without a word."""
+    """The failure of a reward function that would have ended the run without a word."""
     return RuntimeError(f"SystemExit ({error}), which would end the process")
 
 
@@ -311,13 +309,13 @@ def judges_outside(function: Function) -> Function:
 
 
 def stratified(function: RewardFunction, column: str) -> RewardFunction:
-    """Mark a function whose rewards are to be logged by the values of a column of the rows too; return it."""
+    """Mark a function whose rewards are logged by the values of a column of the rows, too; return it."""
     function.__dict__["strata"] = column
     return function
 
 
 def stratum(column: str, value: Any) -> str:
-    """What the part of a task's problems is called in which a column has a value: ``steps_2``."""
+    """The name of a stratum, such as ``steps_2``."""
     return f"{column}_{value}"
 
 
@@ -325,13 +323,12 @@ class GuardedReward:
     """A reward function whose failures are counted; :func:`qerl.tasks.together.guarded` makes it.
 
     Args:
-        function: What is guarded.
+        function: The guarded function.
         judging: Calls it.
-        waits: Whether it is called beside this thread.
+        waits: True if it is called beside this thread.
 
     Attributes:
-        function: What is guarded.
-        last: What came of the last call.
+        last: The result of the last call.
         judges_alone, judges_outside, computes_too: The function's marks.
     """
 
@@ -348,8 +345,8 @@ class GuardedReward:
     def __call__(
         self, /, prompts: list | None = None, completions: list | None = None, **columns: Any
     ) -> list[float | None]:
-        """Return one reward per sample; the arguments are those that TRL passes, of which any may be missing
-        that the function does not read."""
+        """One reward per sample; the arguments are TRL's, of which any may be missing that the function
+        does not read."""
         given = {"prompts": prompts, "completions": completions}
         batch = Batch({name: values for name, values in given.items() if values is not None} | columns)
         if not self._waits and not self.judges_outside and not can_interrupt():

@@ -27,10 +27,8 @@ class GuessNumber(DrawnTask):
     A problem is a range and a number. A quarter of the problems is held out, whatever the seed.
 
     Args:
-        largest: The largest number that a range may end with, at least 10; ranges end with 10 or more.
-        seed: Seed from which the problems of both sets are drawn.
-        train_size: Number of training problems.
-        test_size: Number of held-out problems.
+        largest: Largest end of a range, from 10 to 1000; ranges end with 10 or more.
+        seed, train_size, test_size: As in :class:`DrawnTask`.
     """
 
     def __init__(

@@ -5,9 +5,9 @@ section 4.1). Prompts ask for ``\boxed{}``, the form in which the paper's models
 GSM8K they ask for ``####``, the form of GSM8K's own solutions.
 
 Where a data set has a test split, that is the held-out set. Big-Math and DAPO-Math have none, so one problem
-in 32 is set aside (:mod:`qerl.tasks.base`). Which one depends on the problem alone, so a model trained on
-some levels of Big-Math is never tested on a problem that it saw in training, whatever levels the test takes.
-The remaining data sets are benchmarks without training problems.
+in 32 is set aside (:mod:`qerl.tasks.base`), by the problem alone, so a model trained on some levels of
+Big-Math is never tested on a problem of its training, whatever levels the test takes. The remaining data sets
+are benchmarks without training problems.
 
 Files are fetched with :func:`qerl.models.hub.download` and read from the Hub's cache, not by name with
 ``load_dataset``: without a network the first uses the cached copy or fails at once, and the second retries
@@ -39,18 +39,16 @@ BIGMATH_LEVELS = range(1, 6)
 
 @dataclass(frozen=True)
 class Source:
-    """Where the problems of a task lie on the Hub.
+    """The place of a task's problems on the Hub.
 
     Attributes:
-        dataset: Id of the data set on the Hub.
+        dataset: Id of the data set.
         train: The split to train on; None for a benchmark.
         test: The held-out split; None sets a share of the training split aside.
-        question: The column that holds the problem.
-        answer: The column that holds the answer.
-        answer_format: The form in which an answer is to be stated; a name from
-            :data:`qerl.tasks.formats.FORMATS`.
+        question, answer: Columns of the problem and of the answer.
+        answer_format: A name from :data:`qerl.tasks.formats.FORMATS`.
         configs: The parts of the data set to read, in this order; None for a data set without parts.
-        read_answer: Takes the text of the answer column and returns the answer, or None if it holds none.
+        read_answer: Gives the answer in the text of the answer column, or None if it holds none.
     """
 
     dataset: str
@@ -80,12 +78,7 @@ SOURCES = {
 
 
 class HubTask(Task):
-    """The problems of one data set of the Hub.
-
-    Args:
-        name: The name by which recipes know the task.
-        source: Where the problems lie.
-    """
+    """The problems of one data set of the Hub."""
 
     on_hub = True
 
@@ -94,7 +87,7 @@ class HubTask(Task):
         self.source = source
 
     def train(self) -> Dataset:
-        """The training problems without those that are held out; see :meth:`Task.train`."""
+        """The training problems without the held-out ones; see :meth:`Task.train`."""
         if self.source.train is None:
             raise QeRLError(
                 f"Task {self.name} is a benchmark without training problems; train on another task and use "
@@ -142,10 +135,8 @@ class HubTask(Task):
 
 
 def bigmath(levels: Sequence[int] = (3, 4, 5)) -> HubTask:
-    """Make the task Big-Math with the given levels of difficulty.
-
-    Args:
-        levels: Levels from 1 (easy) to 5 (hard); the paper trains on 3 to 5.
+    """The task Big-Math with the given levels of difficulty, from 1 (easy) to 5 (hard); the paper trains on 3
+    to 5.
 
     Raises:
         QeRLError: ``levels`` is empty or has an entry outside 1 to 5.

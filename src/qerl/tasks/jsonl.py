@@ -6,12 +6,11 @@ A line states the problem in exactly one of three columns, and the right answer 
     {"messages": [{"role": "user", "content": "What is 7 x 6?"}], "answer": "42"}
 
 ``question`` and ``prompt`` are text, or chat messages as in ``messages``. The task's instruction is put in
-front, unless the messages begin with a system message, which then has to ask for that format itself.
-Other columns reach the reward functions by name, as None for lines that lack them. A column whose name TRL
-already uses for an argument of reward functions is refused.
+front, unless the messages begin with a system message, which then has to ask for that format itself. Other
+columns reach the reward functions by name, as None for lines that lack them. A column whose name TRL already
+uses for an argument of reward functions is refused.
 
-A bad line stops the run before it starts, because dropping it would mean training on something other than the
-file.
+A bad line stops the run before it starts: dropping it would train on something other than the file.
 """
 
 import json
@@ -21,7 +20,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 from datasets import Dataset
 
 from qerl.errors import QeRLError
@@ -43,8 +41,8 @@ class Jsonl(Task):
 
     Args:
         path: The file with the problems.
-        test_size: Number of problems of the file to hold out. Which ones depends on the problems alone, so
-            training and evaluation agree if they are given the same number.
+        test_size: Number of problems to hold out. The problems alone decide which ones, so training and
+            evaluation agree if they are given the same number.
         test_path: A second file with the held-out problems, in place of ``test_size``.
     """
 
@@ -59,15 +57,15 @@ class Jsonl(Task):
         self.test_path = None if test_path is None else Path(test_path).expanduser()
 
     def train(self) -> Dataset:
-        """The problems of the file without those that are held out; see :meth:`Task.train`."""
+        """The problems of the file without the held-out ones; see :meth:`Task.train`."""
         rows = self._read(self.path)
         held_out = self._held_out(rows)
-        return _dataset([row for row in rows if _key(row) not in held_out], self.path)
+        return as_dataset([row for row in rows if _key(row) not in held_out], f"The data file {self.path}")
 
     def test(self) -> Dataset:
         """The problems of the second file, or those that ``test_size`` holds out; see :meth:`Task.test`."""
         if self.test_path is not None:
-            return _dataset(self._read(self.test_path), self.test_path)
+            return as_dataset(self._read(self.test_path), f"The data file {self.test_path}")
         if not self.test_size:
             raise QeRLError(
                 f"Task {self.name} has no held-out problems; set test_size in task_options, or name a "
@@ -75,7 +73,7 @@ class Jsonl(Task):
             )
         rows = self._read(self.path)
         held_out = self._held_out(rows)
-        return _dataset([row for row in rows if _key(row) in held_out], self.path)
+        return as_dataset([row for row in rows if _key(row) in held_out], f"The data file {self.path}")
 
     def _held_out(self, rows: list[dict[str, Any]]) -> set[str]:
         problems = {_key(row) for row in rows}
@@ -186,14 +184,3 @@ def _key(row: dict[str, Any]) -> str:
     """The problem itself: another instruction must not move it into the other set."""
     messages = row["prompt"]
     return json.dumps(messages[1:] if messages[0]["role"] == "system" else messages)
-
-
-def _dataset(rows: list[dict[str, Any]], path: Path) -> Dataset:
-    columns = dict.fromkeys(column for row in rows for column in row)
-    try:
-        return as_dataset(({**columns, **row} for row in rows), f"The data file {path}")
-    except (pyarrow.ArrowException, OverflowError) as error:
-        raise QeRLError(
-            f"A column of {path} has values of different types or too large a number ({error}); use one type "
-            "for each column, and text for numbers beyond 64 bits."
-        ) from error

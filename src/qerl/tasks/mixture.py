@@ -2,18 +2,18 @@
 
 A mixture is a task whose rows are those of its parts, so that training, evaluation, resuming and studies take
 it as any other. Each row names its part in the column ``task``, and its part judges it: a reward function of
-the mixture hands each row to the function of that name which the row's own task has, and gives None, which
-TRL counts as "does not apply", where the task has none. Accuracy is reported for each part, because ``task``
-is the column of strata (`qerl.tasks.base`).
+the mixture hands each row to the function of that name of the row's own task, and gives None, which TRL
+counts as "does not apply", where the task has none. Accuracy is reported for each part, because ``task`` is
+the column of strata (`qerl.tasks.base`).
 
 Weights are shares of the prompts that training samples. They are met by repetition: an epoch holds the rows
 of each part as often as its share asks for, and the part that is largest for its share once. So an epoch
-shows every problem, the order is that of any data set (seed and epoch alone), and prompts that dynamic
-sampling draws have the same shares. What was given up: shares hold on average, not in each step, and if the
-last repetition of a part is not whole, its first rows are those that come once more.
+shows every problem, the order is that of any data set (seed and epoch alone), and prompts of dynamic sampling
+have the same shares. Given up: shares hold on average, not in each step, and if the last repetition of a part
+is not whole, its first rows are those that come once more.
 
-The held-out problems stand each once, ordered so that every beginning of them has the parts in the
-proportion of their weights as long as each has problems left.
+The held-out problems stand each once, ordered so that every beginning of them has the parts in the proportion
+of their weights as long as each has problems left.
 """
 
 import inspect
@@ -24,10 +24,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow
 from datasets import Dataset
 
-from qerl.errors import QeRLError, first_line
+from qerl.errors import QeRLError
 from qerl.rewards.text import Completion, Message
 from qerl.tasks.base import Task, as_dataset
 from qerl.tasks.guard import NOT_COLUMNS, RewardFunction, judges_alone, judges_outside, stratified
@@ -35,18 +34,14 @@ from qerl.tasks.guard import NOT_COLUMNS, RewardFunction, judges_alone, judges_o
 PART = "task"
 """The column that names the part to which a row belongs."""
 
+_WHAT = "The mixture"
 _PART_KEYS = ("task", "weight", "task_options")
 _LONGEST_EPOCH = 2**21  # rows; the order of an epoch is a list of them
 
 
 @dataclass(frozen=True)
 class Part:
-    """A task of a mixture.
-
-    Attributes:
-        task: The task.
-        weight: Its weight, above 0; its share is the weight over the sum of all.
-    """
+    """A task of a mixture; its share is its weight, above 0, over the sum of all."""
 
     task: Task
     weight: float = 1.0
@@ -68,7 +63,7 @@ class Mixture(Task):
 
     @property
     def opening(self) -> str:  # a task's attribute, which every part needs
-        """What the chat template writes of the assistant's turn; see :class:`Task`."""
+        """The chat template's part of the assistant's turn; see :class:`Task`."""
         return next(iter(self.parts.values())).task.opening
 
     @opening.setter
@@ -81,22 +76,14 @@ class Mixture(Task):
         return self.parts[row[PART]].task
 
     def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
-        """Raises: each part poses its problems in its own way.
-
-        Raises:
-            QeRLError: Always.
-        """
+        """Raises a QeRLError: each part poses its problems in its own way."""
         raise QeRLError(
             "A mixture has no system_prompt or answer_format of its own; give them in the task_options of "
             f"its tasks ({', '.join(self.parts)})."
         )
 
     def prompt(self, question: str, worked: Any = ()) -> list[Message]:
-        """Raises: which task a question is to be posed as is not known.
-
-        Raises:
-            QeRLError: Always.
-        """
+        """Raises a QeRLError: a question belongs to none of the tasks."""
         raise QeRLError(
             f"A mixture poses each question as one of its tasks does ({', '.join(self.parts)}), and this one "
             "belongs to none; give the system message with --system."
@@ -104,14 +91,14 @@ class Mixture(Task):
 
     def train(self) -> Dataset:
         """The training problems of all parts, each once, part after part; see :meth:`epoch`."""
-        return _joined(
-            [row for name, part in self.parts.items() for row in _of_part(name, part.task.train())]
-        )
+        rows = [row for name, part in self.parts.items() for row in _of_part(name, part.task.train())]
+        return as_dataset(rows, _WHAT)
 
     def test(self) -> Dataset:
         """The held-out problems of all parts, each once, in the proportion of the weights."""
         rows = {name: _of_part(name, part.task.test()) for name, part in self.parts.items()}
-        return _joined(_in_proportion(rows, {name: part.weight for name, part in self.parts.items()}))
+        weights = {name: part.weight for name, part in self.parts.items()}
+        return as_dataset(_in_proportion(rows, weights), _WHAT)
 
     def epoch(self, rows: Dataset) -> Dataset:
         """The rows as often as their weights ask for; every row at least once.
@@ -141,11 +128,7 @@ class Mixture(Task):
         return rows.select(np.concatenate([np.resize(own[name], counts[name]) for name in self.parts]))
 
     def extract(self, completion: Completion) -> str | None:
-        """Raises: what a completion states depends on its row; ask the task that :meth:`of` gives.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Raises a TypeError: the answer of a completion depends on its row; ask the task of :meth:`of`."""
         raise TypeError("a mixture reads an answer as the task of its row does; ask of(row)")
 
     @cached_property
@@ -164,8 +147,8 @@ def make_mixture(make: Callable[..., Task], parts: Mapping[str, Any]) -> Mixture
 
     Args:
         make: Makes a task from its name and its options.
-        parts: Options by the name that each part is to have: `task` (else the name itself), `weight` (else 1)
-            and `task_options`.
+        parts: Options by the part's name: `task` (else the name itself), `weight` (else 1) and
+            `task_options`.
 
     Raises:
         QeRLError: There is none, or a part is malformed.
@@ -233,7 +216,7 @@ def _handing_on(name: str, of_part: Mapping[str, RewardFunction]) -> RewardFunct
 def _of_rows(arguments: Mapping[str, Any], own: list[int], extra: dict[str, list[Any]]) -> dict[str, Any]:
     """The arguments of a reward function for some of its rows.
 
-    What it logs for them goes into `extra`, whose columns have a value for every row, as TRL's table has.
+    Its logs for them go into `extra`, whose columns have a value for every row, as TRL's table has.
     """
     chosen = {
         name: value if name in NOT_COLUMNS else [value[index] for index in own]
@@ -276,15 +259,3 @@ def _in_proportion(
         for index, row in enumerate(own)
     ]
     return [row for *_, row in sorted(places, key=lambda place: place[:2])]
-
-
-def _joined(rows: list[dict[str, Any]]) -> Dataset:
-    """A data set of rows of several tasks; a column that a row's task does not have is None there."""
-    columns = dict.fromkeys(column for row in rows for column in row)
-    try:
-        return as_dataset(({**columns, **row} for row in rows), "The mixture")
-    except (pyarrow.ArrowException, OverflowError) as error:
-        raise QeRLError(
-            f"Tasks of the mixture have a column of the same name and of different types "
-            f"({first_line(error)}); rename it in one of them."
-        ) from error

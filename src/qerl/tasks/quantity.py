@@ -81,14 +81,13 @@ _NO_UNIT = _words(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number and what it counts.
+    """A number and its unit.
 
     Attributes:
         value: The number, exactly.
-        unit: Its unit in small letters, without the s of a plural; empty if no unit is stated.
-        exact: True if a different value is certainly a different answer. It is False for a fraction, which
-            may be compared with a rounded decimal, and for a percentage, which may be compared with a share
-            of 1.
+        unit: In small letters, without the s of a plural; empty if no unit is stated.
+        exact: True if a different value is certainly a different answer. False for a fraction, which may be
+            compared with a rounded decimal, and for a percentage, which may be compared with a share of 1.
     """
 
     value: Fraction
@@ -161,11 +160,8 @@ def without_text(text: str) -> str:
 
 @lru_cache(maxsize=4096)  # the samples of a group state the same few answers
 def quantity(text: str) -> Quantity | None:
-    """The quantity that a text states, or None if it is anything but one number with its unit.
-
-    Args:
-        text: A text from :func:`plain`.
-    """
+    """The quantity stated by a text from :func:`plain`, or None if it is anything but one number with its
+    unit."""
     text = _THOUSANDS.sub(",", without_text(text))
     text = _FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]}", _SPACE.sub(" ", text))
     match = _NUMBER.fullmatch(text.strip())

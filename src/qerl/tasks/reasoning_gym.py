@@ -6,11 +6,11 @@ the rest again. Difficulty is set by options, which are the fields of the genera
     task: reasoning_gym:chain_sum
     task_options: {min_terms: 2, max_terms: 3, min_digits: 2, max_digits: 2}
 
-The reward ``accuracy`` is 1 where the generator's own score is 1; the score itself, which gives credit for a
-part, is the reward ``score``. A quarter of the problems is held out, by their text, so training and held-out
-problems are disjoint whatever the seed.
+The reward ``accuracy`` is 1 where the generator's own score is 1; the score itself, which gives partial
+credit, is the reward ``score``. A quarter of the problems is held out, by their text, so training and
+held-out problems are disjoint whatever the seed.
 
-Nine scorers evaluate the answer as Python; they are given only what `qerl.tasks.evaluated` lets through.
+Nine scorers evaluate the answer as Python; they are given only answers that pass `qerl.tasks.evaluated`.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ _RIGHT = 1 - 1e-6
 """Scores above this are the full one; some are sums of parts."""
 
 _DRAWS_PER_PROBLEM = 20
-"""So many problems are asked for at most, for each that is wanted; generators repeat themselves."""
+"""Largest number of drawn problems for each wanted one; generators repeat themselves."""
 
 
 class ReasoningGym(DrawnTask):
@@ -52,9 +52,7 @@ class ReasoningGym(DrawnTask):
 
     Args:
         generator: Its name in reasoning-gym, such as ``chain_sum``.
-        seed: Seed from which the problems of both sets are drawn.
-        train_size: Number of training problems.
-        test_size: Number of held-out problems.
+        seed, train_size, test_size: As in :class:`DrawnTask`.
         difficulty: Fields of the generator's configuration.
 
     Raises:
@@ -71,17 +69,17 @@ class ReasoningGym(DrawnTask):
     ) -> None:
         super().__init__(f"reasoning_gym:{generator}", get_format("tags"), seed, train_size, test_size)
         self.generator = generator
-        most = _DRAWS_PER_PROBLEM * (train_size + test_size)
+        maximum = _DRAWS_PER_PROBLEM * (train_size + test_size)
         # Generators add a problem's number to their seed, so near seeds would draw the same problems.
         apart = derive_seed("reasoning gym", seed) % 2**32
-        self._problems = _make(generator, {"size": most, "seed": apart, **difficulty})
+        self._problems = _make(generator, {"size": maximum, "seed": apart, **difficulty})
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
         """``accuracy`` (1 for the full score, else 0), ``format``, and ``score``, the generator's own.
 
-        They are apart because wrong answers get credit too, often 0.01: what counts right answers (groups
-        without signal, the curriculum, evaluation) would take them for right.
+        They are apart because wrong answers get credit too, often 0.01, and would be counted as right
+        (zero-advantage groups, the curriculum, evaluation).
         """
 
         @judges_alone
@@ -106,12 +104,8 @@ class ReasoningGym(DrawnTask):
         return [accuracy, *super().rewards[1:], score]
 
     def score(self, answer: str | None, index: int) -> float:
-        """The generator's score of an answer to the problem of this number; 0 without an answer.
-
-        Args:
-            answer: As it was extracted.
-            index: The row's column of that name.
-        """
+        """The generator's score of an extracted answer to the problem of this ``index``; 0 without an
+        answer."""
         kind = EVALUATED.get(self.generator)
         if answer is None or (kind is not None and not may_be_evaluated(answer, kind)):
             return 0.0
@@ -144,11 +138,7 @@ class ReasoningGym(DrawnTask):
 
 
 def _make(generator: str, options: dict[str, Any]) -> Any:
-    """The generator with its options.
-
-    Raises:
-        QeRLError: See :class:`ReasoningGym`.
-    """
+    """The generator with its options."""
     create, generators = _package()
     if generator not in generators:
         raise QeRLError(
@@ -171,11 +161,7 @@ def _make(generator: str, options: dict[str, Any]) -> Any:
 
 
 def _package() -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What makes a generator, and all generators with their configurations by name.
-
-    Raises:
-        QeRLError: The package is missing.
-    """
+    """The function that makes a generator, and all generators with their configurations by name."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:

@@ -8,13 +8,12 @@ Several tasks are one, ``mixture``, whose options are its parts by the names tha
       gsm8k: {}
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, did_you_mean
 from qerl.tasks.arithmetic import Arithmetic
 from qerl.tasks.base import Task
 from qerl.tasks.code import Code
@@ -48,17 +47,16 @@ _OF_EVERY_TASK = tuple(inspect.signature(Task.ask).parameters)[1:]
 
 
 def get_task(spec: str, **options: Any) -> Task:
-    """Make the task that a specification names.
+    """The task that a specification names.
 
     Args:
-        spec: A name from :data:`TASKS`, or a family of :data:`FAMILIES` and what it is to make, such as
-            ``jsonl:PATH`` for the user's own file, which a path in .jsonl means as well; or ``PATH.py:Class``
-            for the user's own class.
-        options: The task's options, which its class documents, and those of :meth:`Task.ask`.
+        spec: A name from :data:`TASKS`; FAMILY:NAME with one of :data:`FAMILIES`, such as ``jsonl:PATH``,
+            which a path in .jsonl means as well; or ``PATH.py:Class`` for the user's own class.
+        options: The options documented by the task's class, and those of :meth:`Task.ask`.
 
     Raises:
         QeRLError: The task or an option is unknown (the nearest name is given), or an option's value is
-        wrong.
+            wrong.
     """
     make = _maker(spec)
     asked = {name: options.pop(name) for name in _OF_EVERY_TASK if name in options}
@@ -69,7 +67,7 @@ def get_task(spec: str, **options: Any) -> Task:
         if option not in known and not open_ended:
             every = [*known, *_OF_EVERY_TASK]
             raise QeRLError(
-                f"Task {spec} has no option {option!r}{_nearest(option, every)}; its options are: "
+                f"Task {spec} has no option {option!r}{did_you_mean(option, every)}; its options are: "
                 f"{', '.join(every)}."
             )
     task = make(**options)
@@ -88,14 +86,9 @@ def _maker(spec: str) -> Callable[..., Task]:
         return partial(Jsonl, spec)
     if spec not in TASKS:
         on_hub = [task for task, source in SOURCES.items() if source.dataset == spec]
-        near = f" (did you mean {on_hub[0]!r}?)" if on_hub else _nearest(spec, [*TASKS])
+        near = f" (did you mean {on_hub[0]!r}?)" if on_hub else did_you_mean(spec, TASKS)
         raise QeRLError(
             f"Task {spec!r} is unknown{near}; the tasks are: {', '.join(TASKS)}, and "
             f"{', '.join(what for _, what in FAMILIES.values())}, PATH.py:Class for a class of your own."
         )
     return TASKS[spec]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=2)
-    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""

@@ -5,8 +5,8 @@ batch therefore starts all of them; the others are done when they are called. Wh
 each sample, its samples wait at the same time too.
 
 Functions that ask something outside of this process may also be called for each sample as soon as it is
-finished, while others are still decoded (:meth:`Together.begin`); whoever then asks for the rewards of the
-batch waits only for what is left. What they are called with, what they give and how they fail is the same.
+finished, while others are still decoded (:meth:`Together.begin`); the call for the whole batch then waits
+only for what is left. Their arguments, rewards and failures are the same.
 
 Given up:
 
@@ -53,7 +53,7 @@ _OF_A_SAMPLE = ("prompts", "completions", "completion_ids")
 
 
 def can_begin_early(function: Callable[..., Any]) -> bool:
-    """Whether all that a function judges by lies outside of this process (`guard.judges_outside`)."""
+    """True if everything that a function judges by lies outside of this process (`guard.judges_outside`)."""
     return bool(mark(function, "judges_outside")) and not mark(function, "computes_too")
 
 
@@ -61,11 +61,10 @@ class Together:
     """The functions of a run that wait at the same time; used from one thread.
 
     Args:
-        early: Whether those that can begin early do.
+        early: True if those that can begin early do.
 
     Attributes:
-        early: The same.
-        beside: Where they are called, on one event loop, to which a client that they keep belongs.
+        beside: Calls them, on one event loop, to which a client that they keep belongs.
     """
 
     def __init__(self, early: bool = False) -> None:
@@ -81,23 +80,23 @@ class Together:
         self._members.append(member)
 
     def begin(self, place: int, arguments: dict[str, Any]) -> None:
-        """Begin the calls for a finished sample of those functions that begin early.
+        """Begin the calls for a finished sample of the functions that begin early.
 
         Args:
-            place: Of the sample in the batch for whose rewards somebody will ask.
-            arguments: What the functions will be called with for the batch, for this sample alone.
+            place: Of the sample in its batch.
+            arguments: Of the functions for the batch, for this sample alone.
         """
         for member in self._members:
             if member.early:
                 member.begin(place, arguments)
 
     def abandon(self) -> None:
-        """Give up calls for whose rewards nobody has asked."""
+        """Give up calls whose rewards have not been asked for."""
         for member in self._members:
             member.abandon()
 
     def judge(self, member: "Waiting", batch: Batch) -> Judged:
-        """What a member gives for a batch; all of them are asked when the first is.
+        """A member's result for a batch; all members are called when the first is asked.
 
         A batch is known by its list of completions, which TRL hands to every function.
         """
@@ -115,7 +114,7 @@ class Together:
         return judged
 
     def take_seconds(self) -> float:
-        """Seconds in which a call for a sample was going on, since this was last asked."""
+        """Seconds in which a call for a sample was going on, since the last time this was asked."""
         with self._lock:
             self.count(0)
             seconds, self._seconds = self._seconds, 0.0
@@ -130,7 +129,8 @@ class Together:
             self._running, self._since = self._running + change, now
 
     def _ask_each(self, batch: Batch) -> dict["Waiting", Judged]:
-        """As :meth:`_ask`, one after the other, so that what holds up the loop loses its own calls alone."""
+        """As :meth:`_ask`, one after the other, so that a function that holds up the loop loses its own
+        calls alone."""
         done: dict[Waiting, Judged] = {}
         for each in self._members:
             self.abandon()
@@ -139,7 +139,7 @@ class Together:
         return done
 
     def _ask(self, members: Sequence["Waiting"], batch: Batch) -> dict["Waiting", Judged]:
-        """What these members give; nothing if one of them has held up the loop until it was left behind."""
+        """The members' results; nothing if one of them has held up the loop until it was left behind."""
         future = self.beside.start(_all(each.judge_soon(batch) for each in members))
         try:
             judged = self.beside.result(future, lambda: max(each.held_s for each in members))
@@ -158,11 +158,10 @@ class Waiting(Judging):
     Args:
         function, timeout_s, alone, outside: As in :class:`Judging`; plain functions only if they ask outside,
             and their calls follow each other.
-        together: Those of the run.
-        early: Whether its calls begin as samples are finished.
+        together: The functions of the run.
+        early: True if its calls begin as samples are finished.
 
     Attributes:
-        early: The same.
         held_s: Seconds after which a step of the event loop that this function holds up is interrupted.
     """
 
@@ -188,7 +187,7 @@ class Waiting(Judging):
         return self._together.judge(self, batch)
 
     def lost(self, batch: Batch) -> Judged:
-        """What comes of a batch for which the function has held up the loop until it was left behind."""
+        """The result for a batch on which the function has held up the loop until it was left behind."""
         error = TimeoutError(f"no result within {self._timeout_s:g} s, and nothing was awaited")
         return Judged([self._failed] * batch.samples, batch.samples, error)
 
@@ -198,7 +197,7 @@ class Waiting(Judging):
         self._begun[place] = call, self._together.beside.start(self._try(call, self._tries))
 
     def abandon(self) -> None:
-        """Give up calls that have begun, and forget what came of others."""
+        """Give up calls that have begun, and forget the results of others."""
         for _, future in self._begun.values():
             future.cancel()
         self._begun, self._tries = {}, Tries()
@@ -206,7 +205,7 @@ class Waiting(Judging):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def check_begun(self, batch: Batch) -> None:
-        """Refuse that a sample gets a reward that is another's.
+        """Refuse to give a sample the reward of another one.
 
         Raises:
             QeRLError: A sample has other arguments than its call has begun with.
@@ -288,12 +287,11 @@ def guarded(
     timeout_s: float = 10.0,
     together: Together | None = None,
 ) -> GuardedReward:
-    """Wrap a reward function so that its failures are counted instead of raised.
+    """The reward function, whose failures are counted instead of raised.
 
     Args:
-        function: A reward function with TRL's signature, plain or asynchronous; one that is guarded already
-            is returned as it is, or guarded anew if its calls are to begin early. The wrapper has its name,
-            by which TRL logs.
+        function: With TRL's signature, plain or asynchronous; one that is guarded already is returned as it
+            is, or guarded anew if its calls are to begin early. The wrapper has its name, by which TRL logs.
         timeout_s: Seconds per sample, above 0.
         together: The functions that wait at the same time as this one, if it is asynchronous or begins early;
             None for none.

@@ -1,13 +1,13 @@
 """Task sets of the package verifiers (``task: verifiers:NAME``): one answer per problem, their own rewards.
 
 NAME is that of an installed package that exports a ``Taskset`` of verifiers 0.4, and the options are the
-fields of its configuration. A problem's prompt is the task's. The reward ``accuracy`` is what the task's
-rewards give, weighted and added, as verifiers does offline: from the conversation alone. Evaluation counts 1
-as right.
+fields of its configuration. A problem's prompt is the task's. The reward ``accuracy`` is the weighted sum of
+the task's rewards, as verifiers computes it offline: from the conversation alone. Evaluation counts 1 as
+right.
 
-What was given up: tasks that need a container, tool servers or a user who talks back, and rewards that read
-the machine on which an agent ran. verifiers runs such episodes by a program of its own, an agent that calls
-the model over HTTP; the engine of a training run serves no such calls. They are refused.
+Given up: tasks that need a container, tool servers or a user who talks back, and rewards that read the
+machine on which an agent ran. verifiers runs such episodes by a program of its own, an agent that calls the
+model over HTTP; the engine of a training run serves no such calls. They are refused.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Verifiers(Task):
 
     Args:
         taskset: Its name, as verifiers imports it.
-        limit: Problems that are read at most, of a task set without end and of any other.
+        limit: Largest number of problems that are read; a task set may have no end.
         config: Fields of the task set's configuration.
 
     Raises:
@@ -127,11 +127,7 @@ def _texts(messages: Any) -> list[tuple[str, str]]:
 
 
 def _load(taskset: str, limit: int, config: dict[str, Any]) -> list[Any]:
-    """The tasks of a task set.
-
-    Raises:
-        QeRLError: See :class:`Verifiers`.
-    """
+    """The tasks of a task set."""
     try:
         from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
     except ImportError as error:
@@ -162,7 +158,7 @@ def _load(taskset: str, limit: int, config: dict[str, Any]) -> list[Any]:
 
 
 def _needs_more(task: Any) -> str:
-    """What a task needs besides an answer; empty for nothing."""
+    """A task's need besides an answer; empty for none."""
     if type(task).NEEDS_CONTAINER:
         return "needs a container"
     if type(task).toolsets(task.config):

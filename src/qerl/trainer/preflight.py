@@ -29,9 +29,9 @@ from qerl.rollout.select import no_paged_engine
 from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
-from qerl.tasks.custom import load_reward
 from qerl.trainer.data import check_enough
 from qerl.trainer.rewards import with_length_penalty
+from qerl.user_code import load_object
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def preflight(config: QeRLConfig) -> Parts:
     task = get_task(config.task, **config.task_options)
     if not task.on_hub:
         check_length(config, len(task.epoch(task.train())))
-    rewards = [*task.rewards, *(load_reward(spec) for spec in config.reward_files)]
+    rewards = [*task.rewards, *(load_object(spec, "reward") for spec in config.reward_files)]
     if config.judge:
         rewards.append(make_judge(config.judge))
     others = _others(config)
