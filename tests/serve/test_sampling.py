@@ -293,7 +293,7 @@ def test_what_is_refused_to_one_request_is_not_refused_to_its_group(tmp_path, mo
 
 
 def test_joiners_do_not_keep_the_others_waiting(tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl_serve.sampling.MOST_JOINERS", 4)
+    monkeypatch.setattr("qerl_serve.sampling.MAX_JOINERS", 4)
     backend = trained(tmp_path)
     base = backend.sampler("tiny")
     other = request(backend.save_for_sampler("a", None), max_tokens=1)
