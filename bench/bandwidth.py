@@ -21,7 +21,7 @@ import torch
 from bench.result import write_result
 from bench.rollout import read_bandwidth
 from qerl.families.sizes import Sizes
-from qerl.kernels.decode import leave_out, residual_norm, rope_kv, silu_mul
+from qerl.kernels.decode import filters, residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import LoraA, LoraB
 from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import head_positions
@@ -145,19 +145,19 @@ def gated_product(work: Work) -> Launch:
     )
 
 
-def tokens_left_out(work: Work) -> Launch:
-    """leave_out: top-p of a row, whose logits it reads once from memory and then from the cache.
+def token_filters(work: Work) -> Launch:
+    """filters: top-p of a row, whose logits it reads once from memory and then from the cache.
 
     Launched again it finds log-probabilities in the place of the logits, which take it as long.
     """
     logits_TV = 3 * work.single(work.tokens, work.sizes.vocabulary)
     squares = torch.ones(1, work.tokens, device=work.device)
     running = torch.zeros(work.tokens, dtype=torch.int32, device=work.device)
-    settings = leave_out.RowSettings.free(work.tokens, work.device)
-    settings.mode_R.fill_(leave_out.FILTERED.value)
+    settings = filters.RowSettings.free(work.tokens, work.device)
+    settings.mode_R.fill_(filters.FILTERED.value)
     settings.top_p_R.fill_(0.95)
     return Launch(
-        lambda: leave_out.leave_out(logits_TV, squares, running, settings, width=1, eps=0.0),
+        lambda: filters.apply_filters(logits_TV, squares, running, settings, width=1, eps=0.0),
         2 * _bytes(logits_TV),
     )
 
@@ -191,7 +191,7 @@ def rotation_of_update(work: Work) -> Launch:
 
 DECODE = {
     "residual_norm": norm_of_residual, "rope_kv": rotation_into_cache, "silu_mul": gated_product,
-    "leave_out": tokens_left_out,
+    "filters": token_filters,
 }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def test_train_eval_report(recipe, tmp_path, capsys, warned, monkeypatch):
     dequantised, write_dense = [], PackedRows.write_dense
     monkeypatch.setattr(PackedRows, "write_dense", lambda *args: dequantised.append(1) or write_dense(*args))
     assert main(["train", str(recipe), "--max_steps", "3", "--noise_stages=2"]) == 0
-    assert len(dequantised) == 2 * 14, "on a CPU once for the check of joined rows and once for all steps"
+    assert len(dequantised) == 2 * 14, "on a CPU once for the check of packed rows and once for all steps"
     assert {"config.yaml", "metrics.jsonl", "adapter_model.safetensors", "adapter_config.json"} <= {
         path.name for path in run.iterdir()
     }

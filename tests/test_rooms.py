@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from qerl import __version__
 from qerl.cli import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 CORE = ROOT / "src" / "qerl"
 SERVE = ROOT / "packages" / "serve"
 

@@ -36,7 +36,7 @@ class WeightFormat:
         engine_format: Name of the format in which the paged engine holds it.
         packed: True if this package packs it itself (`qerl.fp4`): `qerl quantize` writes it and a rounding
             applies to it.
-        joint_update: True if the update computes these layers and their adapters with its own joint products
+        fused_update: True if the update computes these layers and their adapters with its own fused products
             (`qerl.lora.product`) and not one by one with PEFT.
         trains_in_full: True if the weights themselves can be trained, and not only an adapter on top.
         needs_cuda: True if a CUDA device is needed to load it.
@@ -51,7 +51,7 @@ class WeightFormat:
     matrix_scale_bytes: int = 0
     engine_format: WeightFormatName | None = None
     packed: bool = False
-    joint_update: bool = True
+    fused_update: bool = True
     trains_in_full: bool = False
     needs_cuda: bool = False
     package: str | None = None
@@ -99,7 +99,7 @@ FORMATS: dict[WeightFormatName, WeightFormat] = {
             element_bits=4,
             block_size=64,
             scale_bytes=4,  # FP32, because the paged engine undoes bitsandbytes' double quantisation
-            joint_update=False,
+            fused_update=False,
             needs_cuda=True,
             package="bitsandbytes",
         ),

@@ -19,7 +19,7 @@ from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.update.head import score
-from qerl.update.row_check import check_joined_row
+from qerl.update.row_check import check_packed_row
 from tests.support.models import TINY, move_adapter
 from tests.update.test_row_check import ALTERNATING, build
 
@@ -76,7 +76,7 @@ def load(folder, weights="nvfp4", **settings):
 
 
 def works(folder, weights) -> tuple[list[str], torch.nn.Module]:
-    """Adapted layers, and the model; its sampler and its joined rows are right."""
+    """Adapted layers, and the model; its sampler and its packed rows are right."""
     model = add_lora(load(folder, weights), rank=4, alpha=8, dropout=0.0)
     move_adapter(model)
     prompt = [5, 6, 7]
@@ -85,7 +85,7 @@ def works(folder, weights) -> tuple[list[str], torch.nn.Module]:
     wanted = logits[2:-1].log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
     base = model.get_base_model().train()
-    check_joined_row(model, lambda row: score(model, base, row, False, 0.8)[0], 0.8)
+    check_packed_row(model, lambda row: score(model, base, row, False, 0.8)[0], 0.8)
     return sorted(model.peft_config["default"].target_modules), model
 
 

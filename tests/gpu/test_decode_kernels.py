@@ -14,8 +14,8 @@ from qerl.errors import QeRLError
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.draw import RowState, draw_token
+from qerl.kernels.decode.filters import RowSettings
 from qerl.kernels.decode.launch import NO_B, LoraA, LoraB
-from qerl.kernels.decode.leave_out import RowSettings
 from qerl.kernels.weights.product import LoraSum
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.rows import write_settings

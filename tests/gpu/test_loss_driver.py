@@ -35,13 +35,13 @@ def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
 def test_packed_weights_on_kernels_equal_the_portable_path(nvfp4_llama, loss, checkpointing):
     exact_model = nvfp4_llama(tiles=False, **SIZES).float()
     exact = LossDriver(exact_model)
-    assert not exact.update_path.by_stretch
+    assert not exact.update_path.by_segment
     wanted, truth = run(exact, exact_model, loss)
     model = nvfp4_llama(**SIZES)
     if checkpointing:
         model.gradient_checkpointing_enable()
     driver = LossDriver(model)
-    assert driver.update_path.by_stretch and not driver.update_path.is_slow, driver.update_path.sentence()
+    assert driver.update_path.by_segment and not driver.update_path.is_slow, driver.update_path.sentence()
     output, found = run(driver, model, loss)
     gaps = {name: distance(found[name], truth[name]) for name in truth}
     worst = max(gaps, key=gaps.get)

@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from qerl.update.chunks import MemoryRetry
-from qerl.update.joined_row import Lengths
+from qerl.update.packed_row import Lengths
 
 ROWS, DEPTH, SIZE = 8, 16, 2**22
 LENGTHS = Lengths(own_B=[100] * ROWS, shared_B=[0] * ROWS, group_B=[0] * ROWS)

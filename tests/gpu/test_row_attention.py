@@ -1,4 +1,4 @@
-"""Attention of the update along the stretches of a joined row, against float64."""
+"""Attention of the update along the segments of a packed row, against float64."""
 
 from itertools import pairwise
 
@@ -10,15 +10,15 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from qerl.update.attention import branch_attention
-from qerl.update.joined_row import Branches, RowBuilder
+from qerl.update.packed_row import Branches, RowBuilder
 
 GPU = torch.device("cuda", 0)
 HEADS = [(28, 4), (8, 8), (8, 2)]
 """Heads of queries and of keys: of 7B, one for one, and four for one."""
 
 
-def stretches_of(groups: list[tuple[int, list[int]]]) -> Branches:
-    """A joined row of groups: (tokens that all share, tokens of each branch)."""
+def segments_of(groups: list[tuple[int, list[int]]]) -> Branches:
+    """A packed row of groups: (tokens that all share, tokens of each branch)."""
     builder = RowBuilder()
     for shared, branches in groups:
         builder.begin_group(torch.ones(shared, dtype=torch.long))
@@ -31,7 +31,7 @@ def drawn() -> Branches:
     """Three prompts with samples of drawn lengths, some at the edges of blocks, and one without a prompt."""
     draw = lambda low, high, count: torch.randint(low, high, (count,)).tolist()  # noqa: E731
     groups = [(shared, draw(700, 1300, 6)) for shared in draw(100, 500, 3)]
-    return stretches_of([*groups, (0, [1, 129]), (64, [63, 65])])
+    return segments_of([*groups, (0, [1, 129]), (64, [63, 65])])
 
 
 class Inputs:
@@ -53,7 +53,7 @@ class Inputs:
         return (out.detach()[0], *leaf.grad[0].split(self.widths, dim=1))
 
     def exact(self) -> tuple[torch.Tensor, ...]:
-        """The same in float64, stretch by stretch."""
+        """The same in float64, segment by segment."""
         q, k, v = (x[0].double() for x in self.qkv.split(self.widths, dim=2))
         dout = self.dout[0].double()
         out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))

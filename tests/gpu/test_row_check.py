@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
-from qerl.update import joined_row
+from qerl.update import packed_row
 from qerl.update.attention import use_branch_attention
 from qerl.update.fused import fuse
 from qerl.update.head import score
-from qerl.update.row_check import check_joined_row
+from qerl.update.row_check import check_packed_row
 
 SIZES = {
     "vocab_size": 512,
@@ -58,14 +58,14 @@ def test_a_right_row_passes_and_a_wrong_one_does_not(name, monkeypatch):
         return score(model, model, row, by_kernel)[0]
 
     state = torch.cuda.get_rng_state()
-    check_joined_row(model, logps)
+    check_packed_row(model, logps)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     if by_kernel:
-        extents = joined_row.Branches
+        extents = packed_row.Branches
         monkeypatch.setattr(
-            joined_row, "Branches", lambda **parts: extents(**parts | {"keys_M": parts["keys_M"].flip(0)})
+            packed_row, "Branches", lambda **parts: extents(**parts | {"keys_M": parts["keys_M"].flip(0)})
         )
     else:
-        monkeypatch.setattr(joined_row.JoinedRow, "mask_function", lambda self, of_sample: of_sample)
-    with pytest.raises(QeRLError, match="joined row than alone"):
-        check_joined_row(model, logps)
+        monkeypatch.setattr(packed_row.PackedRow, "mask_function", lambda self, of_sample: of_sample)
+    with pytest.raises(QeRLError, match="packed row than alone"):
+        check_packed_row(model, logps)

@@ -1,4 +1,4 @@
-"""The training path on a GPU: dequantisation, LoRA products, attention of joined rows, and a whole loss."""
+"""The training path on a GPU: dequantisation, LoRA products, attention of packed rows, and a whole loss."""
 
 import copy
 
@@ -23,7 +23,7 @@ from qerl.lora.product import fused_forward
 from qerl.rollout.paged.memory import SwitchedMemory
 from qerl.update import fused
 from qerl.update.attention import attention_kwargs, use_branch_attention
-from qerl.update.joined_row import JoinedRow, join
+from qerl.update.packed_row import PackedRow, pack_row
 from tests.support.samples import samples_of
 
 
@@ -143,17 +143,17 @@ def adapted(layer: torch.nn.Module, rank: int) -> torch.nn.Module:
     return lora
 
 
-def row(lengths: list[tuple[int, list[int]]]) -> JoinedRow:
-    """A joined row of groups: (prompt length, completion lengths)."""
+def row(lengths: list[tuple[int, list[int]]]) -> PackedRow:
+    """A packed row of groups: (prompt length, completion lengths)."""
     prompts, completions = [], []
     for prompt, group in lengths:
         tokens = torch.randint(1, 500, (prompt,)).tolist()
         prompts += [tokens] * len(group)
         completions += [torch.randint(1, 500, (n,)).tolist() for n in group]
-    return join(samples_of(prompts, completions), range(len(prompts)), torch.device("cuda"))
+    return pack_row(samples_of(prompts, completions), range(len(prompts)), torch.device("cuda"))
 
 
-def causal_mask_11LL(joined: JoinedRow) -> torch.Tensor:
+def causal_mask_11LL(joined: PackedRow) -> torch.Tensor:
     length = joined.input_ids_1L.size(1)
     return sdpa_mask(
         batch_size=1,
@@ -170,7 +170,7 @@ GROUPS = [(65, [130, 7, 64, 1]), (1, [40, 3]), (2, [90]), (200, [33, 128])]
 
 @pytest.mark.parametrize("groups", [GROUPS, [(2, [90])], [(30, [300])]], ids=["many", "one", "long"])
 def test_attention_of_branches_against_fp64(groups) -> None:
-    """With few stretches and heads, backward is told of empty ones."""
+    """With few segments and heads, backward is told of empty ones."""
     from qerl.update.attention import branch_attention
 
     joined = row(groups)
@@ -195,7 +195,7 @@ def test_attention_of_branches_against_fp64(groups) -> None:
 SIZES = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 448, "num_hidden_layers": 3}
 
 
-def loss_and_gradients(model: torch.nn.Module, joined: JoinedRow, weight: torch.Tensor, **seen) -> tuple:
+def loss_and_gradients(model: torch.nn.Module, joined: PackedRow, weight: torch.Tensor, **seen) -> tuple:
     logits = model(
         input_ids=joined.input_ids_1L, position_ids=joined.position_ids_1L, use_cache=False, **seen
     ).logits

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from qerl.lora.adapter import add_lora
-from qerl.lora.joint import why_not_joint
+from qerl.lora.fused import why_not_fused
 from qerl.models.load import load_model
 from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
@@ -80,7 +80,7 @@ def test_lora_on_nf4(run):
     changed = moved(trainer, start)
     assert changed == {name for name in start if "lora_" in name}
     path = trainer.update_path
-    assert path.by_stretch and path.is_slow and path.products.why_not == why_not_joint("nf4", 0.0)
+    assert path.by_segment and path.is_slow and path.products.why_not == why_not_fused("nf4", 0.0)
     assert (path.norms.fused, path.mlps.fused, path.rotary.fused, path.products.fused) == (5, 2, 0, 0)
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters() if p.requires_grad)
     assert max(logged(trainer, "sampling/kl")) < ROUNDING
@@ -89,7 +89,7 @@ def test_lora_on_nf4(run):
 def test_a_fresh_adapter_on_nvfp4_has_the_base_model_as_its_reference(run):
     trainer, _ = run("nvfp4", learning_rate=1e-2, beta=0.1)
     assert list(trainer.model.peft_config) == ["default"]
-    assert trainer.update_path.by_stretch and not trainer.update_path.is_slow
+    assert trainer.update_path.by_segment and not trainer.update_path.is_slow
     record = trainer.update_path.record()
     assert record == {
         "attention": "2/2", "norms": "5/5", "rotary embeddings": "2/2", "MLPs": "2/2",

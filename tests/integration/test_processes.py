@@ -72,6 +72,7 @@ def by_process(completions, **kwargs):
 """
 APART = WHOLE | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 SHARED = APART | {"tokens_per_forward": 500}
+QUANTILE = WHOLE | {"top_entropy_quantile": 0.5, "dynamic_sampling_rounds": 0, "max_steps": 2}
 PASSES = """import json, os
 
 import torch
@@ -189,6 +190,10 @@ def forked(tmp_path_factory, tiny_runs):
         "chunks": CHUNKS,
         "unequal": UNEQUAL | {"reward_files": [f"{folder / 'rewards.py'}:by_process"]},
     }
+    for name, limit in {"quantile": None, "quantile_chunks": 20}.items():
+        (folder / f"{name}.py").write_text(BY_PROCESS)
+        rewards = {"reward_files": [f"{folder / name}.py:by_process"]}
+        runs[name] = QUANTILE | rewards | {"tokens_per_forward": limit}
     for name, settings in {"apart": APART, "shared": SHARED}.items():
         (folder / f"{name}_passes.py").write_text(PASSES)
         runs[name] = settings | {"reward_files": [f"{folder / name}_passes.py:passes"]}
@@ -269,6 +274,17 @@ def test_processes_that_differ_in_forward_passes_from_the_second_step_on(forked)
     assert [row["grad_norm"] > 0 for row in rows[:4]] == [True] * 4
     for rank in (0, 1):  # in front of the fourth step's rewards
         assert json.loads((forked / f"rewards.py.{rank}").read_text()) == {"end_step": 3 * 3}
+
+
+def test_the_quantile_of_entropies_is_one_of_both_processes(forked):
+    """Each process runs forward ahead of its chunks, of which it has its own number."""
+    (rows, adapter), (others, expected) = (results(forked / name) for name in ("quantile_chunks", "quantile"))
+    for row, other in zip(rows[:2], others[:2], strict=True):
+        for name in ("loss", "grad_norm", "entropy/computed"):
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+    assert all(row["grad_norm"] > 0 for row in rows[:2])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 
 
 def test_processes_share_forward_passes_each_for_itself(forked):

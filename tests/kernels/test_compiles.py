@@ -36,7 +36,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_silu_mul", "_partial_softmax",
-    "_choose", "_leave_out", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
+    "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
     "_rotate", "_propose", "_settle", "_token_logps",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}

@@ -23,7 +23,7 @@ from qerl.plan.render import verdict
 from qerl.rollout.paged.limits import BlockDemand
 from qerl.trainer.reference import Reference
 from qerl.update.chunks import split_rows
-from qerl.update.joined_row import Lengths, RowBuilder
+from qerl.update.packed_row import Lengths, RowBuilder
 from qerl.weight_formats import FORMATS
 from tests.support.models import move_adapter
 from tests.support.plan import GB80, LINEARS, work

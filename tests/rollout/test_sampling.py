@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.errors import QeRLError
-from qerl.rollout import sampling
+from qerl.rollout import engine
 from qerl.rollout.engine import SamplingParams, draw_tokens, truncate, uniform_streams
 
 
@@ -66,7 +66,7 @@ class TestTruncate:
         kept_BV = truncate(torch.log_softmax(logits_BV, -1), settings).isfinite()
         expected_BV = torch.stack([reference_distribution(row, settings) for row in logits_BV]) > 0
         assert torch.equal(kept_BV, expected_BV)
-        assert (kept_BV.sum(-1) > sampling._CANDIDATES).all() == (scale == 0.01)
+        assert (kept_BV.sum(-1) > engine._CANDIDATES).all() == (scale == 0.01)
 
     def test_ties_do_not_keep_more_than_top_k(self):
         kept_BV = truncate(torch.log_softmax(torch.zeros(2, 9), -1), params(top_k=4)).isfinite()

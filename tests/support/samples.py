@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from qerl.update.joined_row import Sample
+from qerl.update.packed_row import Sample
 
 
 def samples_of(prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> list[Sample]:

@@ -1,7 +1,7 @@
 """What one step of the plainest run goes through: `python -m tests.support.step_trace` prints it.
 
 A tiny model in hand, all of whose weights train, one microbatch, one reward function, no tools, noise or
-checkpoint. From the end of one optimizer step to the end of the next, so with its log line and its data.
+checkpoint. From the start of one optimizer step to that of the next, so with its log line and the next data.
 """
 
 import sys
@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 import qerl
 from qerl.settings.config import QeRLConfig
@@ -47,11 +47,8 @@ def _place(frame: FrameType) -> tuple[bool, str] | None:
         return True, f"{file.removeprefix(_OURS).removesuffix('.py').replace('/', '.')}.{name}"
     for folder in _THEIRS:
         if folder in file:
-            library = folder.split("/")[2]
-            return (
-                False,
-                f"{library}.{file.partition(folder)[2].removesuffix('.py').replace('/', '.')}.{name}",
-            )
+            library, module = folder.split("/")[2], file.partition(folder)[2].removesuffix(".py")
+            return False, f"{library}.{module.replace('/', '.')}.{name}"
     return None
 
 
@@ -59,7 +56,7 @@ class _Tracer(TrainerCallback):
     def __init__(self) -> None:
         self.trace = Trace()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         sys.setprofile(self._called if state.global_step == 1 else None)
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -103,6 +100,7 @@ def trace_step(weights: str | None = None) -> Trace:
         rows = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"] * 3})
         tracer = _Tracer()
         trainer = QeRLTrainer(model, _length, args, rows, processing_class=tokenizer, callbacks=[tracer])
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return tracer.trace
 

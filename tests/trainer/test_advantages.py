@@ -37,7 +37,7 @@ def test_equal_rewards_are_no_signal_whatever_their_rounding(size, reward, aggre
     alive = [0.0, 1.0] * (size // 2) + [1.0] * (size % 2)
     rewards = torch.tensor([reward] * size + alive + [reward] * size)[:, None]
     rule = signal(size, scale=scale, aggregation=aggregation)
-    assert rule.dead(rewards).tolist() == [True, False, True]
+    assert rule.zero_advantage(rewards).tolist() == [True, False, True]
     advantages = rule.advantages(rewards).view(3, size)
     assert not advantages[[0, 2]].any()
     assert advantages[1].all() and abs(advantages[1].sum()) < 1e-5
@@ -50,14 +50,14 @@ def test_several_rewards_with_weights(aggregation, scale):
     weightless_differs = [[1.0, 0.1, 0.3]] * 7 + [[1.0, 0.0, 0.3]]
     rule = signal(8, weights=(1.0, 0.0, 0.7), scale=scale, aggregation=aggregation)
     rewards = torch.tensor(constant + third_differs + weightless_differs)
-    assert rule.dead(rewards).tolist() == [True, False, True]
+    assert rule.zero_advantage(rewards).tolist() == [True, False, True]
     assert not rule.advantages(rewards).view(3, 8)[[0, 2]].any()
 
 
 def test_rewards_that_make_up_for_each_other_are_no_signal():
     """In FP32 the totals .1 + .2 and .3 + 0 differ by the rounding of their terms."""
     rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0]] * 4)
-    assert signal(8, weights=(1.0, 1.0)).dead(rewards).tolist() == [True]
+    assert signal(8, weights=(1.0, 1.0)).zero_advantage(rewards).tolist() == [True]
 
 
 @pytest.mark.parametrize(("aggregation", "scale"), SCALES)
@@ -65,7 +65,7 @@ def test_samples_without_reward_are_in_no_mean(aggregation, scale):
     rule = signal(4, weights=(1.0, 1.0), scale=scale, aggregation=aggregation)
     given = [[1.0, 0.1], [0.0, 0.1], [0.0, NAN]]
     rewards = torch.tensor([*given, [NAN, NAN], *[[0.3, NAN]] * 3, [NAN, NAN], *given, given[0]])
-    assert rule.dead(rewards).tolist() == [False, True, False]
+    assert rule.zero_advantage(rewards).tolist() == [False, True, False]
     advantages = rule.advantages(rewards).view(3, 4)
     assert advantages[0, 3] == 0 and not advantages[1].any()
     assert advantages[0, :3].all()
@@ -78,9 +78,10 @@ def test_accuracy_is_between_right_and_wrong():
     groups = [[right, *[wrong] * 3], [wrong, wrong, wrong, penalty], [right, right, right, [1.0, 0.0]]]
     groups += [[right] * 4, [right, [NAN, 0.1], right, right]]
     rewards = torch.tensor(groups).flatten(0, 1)
-    assert rule.dead(rewards).tolist() == [False, True, True, True, True]
+    assert rule.zero_advantage(rewards).tolist() == [False, True, True, True, True]
     assert not rule.advantages(rewards)[4:].any()
-    assert signal(4, weights=(1.0, 1.0)).dead(rewards).tolist() == [False, False, False, True, False]
+    found = signal(4, weights=(1.0, 1.0)).zero_advantage(rewards)
+    assert found.tolist() == [False, False, False, True, False]
 
 
 def test_groups_outside_of_daposs_batch_are_not_in_its_scale():
@@ -136,7 +137,7 @@ def test_pass_at_k_advantages_follow_the_gradient_of_pass_at_k(k):
 def test_pass_at_k_has_no_signal_where_any_set_is_right():
     rewards = torch.tensor([[0.1, 1.1, 1.1, 1.1], [0.1, 0.1, 1.1, 1.1], [0.1] * 4, [0.1, 0.1, 0.1, 1.1]])
     rule = signal(4, k=2)
-    assert rule.dead(rewards.view(-1, 1)).tolist() == [True, False, True, False]
+    assert rule.zero_advantage(rewards.view(-1, 1)).tolist() == [True, False, True, False]
     advantages = rule.advantages(rewards.view(-1, 1)).view(4, 4)
     assert not advantages[[0, 2]].any() and advantages[[1, 3]].all()
     assert advantages.sum(dim=1).abs().max() < 1e-5

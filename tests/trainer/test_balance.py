@@ -12,7 +12,7 @@ import torch
 from bench.lengths import draw_lengths
 from qerl.trainer import balance
 from qerl.trainer.balance import balanced, dealt, moves, owners
-from qerl.update.joined_row import Sample
+from qerl.update.packed_row import Sample
 
 SIZE = 2
 
@@ -154,6 +154,13 @@ def test_samples_arrive_whole_and_stay_in_their_step(monkeypatch):
             (given,) = (each for each in samples_of(rank, lengths[rank]) if each.extras == sample.extras)
             assert repr(replace(sample, group=given.group)) == repr(given)
             assert len(sample.tokens) == lengths[rank][place]
+
+
+def test_a_group_that_takes_another_place_has_no_group_in_common_with_its_neighbours(monkeypatch):
+    """In a packed row two groups of one number would have one prompt."""
+    found = balanced_in_threads(monkeypatch, [[9, 5], [1, 2]])
+    assert [names(samples) for samples in found] == [[100, 101, 200, 201], [102, 103, 202, 203]]
+    assert [[sample.group for sample in samples] for samples in found] == [[50, 50, 52, 52]] * 2
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer import update_step
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.update_step import Microbatch, UpdateStep, policy_loss
-from qerl.update.joined_row import Lengths
+from qerl.update.packed_row import Lengths
 from qerl.update.policy_loss import Correction, Share, Tokens, gathered, high_entropy
 from tests.support.models import move_adapter
 from tests.support.samples import samples_of
@@ -33,12 +33,29 @@ GROUP, VOCABULARY = 4, 128
 ENTROPY = 4.0
 
 
+class Graph:
+    """Lives as long as the graph of a pass."""
+
+
+class Watched(torch.autograd.Function):
+    """Changes nothing, and lets the graph that it is part of hold something."""
+
+    @staticmethod
+    def forward(ctx, values, graph):
+        ctx.graph = graph
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 class Step:
     """An update of a tiny model, and what passes it makes.
 
     Attributes:
         passes: Tokens of each forward pass.
-        most_alive: How many passes' activations were held at a time.
+        most_alive: How many passes' graphs there were at a time.
     """
 
     def __init__(self, model, folder, **changes):
@@ -56,7 +73,9 @@ class Step:
         self.passes.append(inputs[0].numel())
         self.alive += 1
         self.most_alive = max(self.most_alive, self.alive)
-        weakref.finalize(output, self.gone)
+        graph = Graph()
+        weakref.finalize(graph, self.gone)
+        return Watched.apply(output.detach().requires_grad_(), graph)
 
     def gone(self):
         self.alive -= 1
@@ -206,7 +225,7 @@ def test_a_step_is_that_of_plain_passes_however_it_is_cut(step, name, microbatch
 
 @pytest.mark.parametrize("limit", [None, 30])
 def test_what_is_measured_of_the_sampler_is_that_of_all_chunks(step, limit):
-    """Chunks and microbatches change no number that is logged; tokens that are not computed are not counted."""
+    """Chunks and microbatches change no logged number; tokens that are not computed are not counted."""
     samples = drawn()
     whole, cut = step(), step(tokens_per_forward=limit, gradient_accumulation_steps=4)
     (_, _, wanted), (_, _, found) = whole.run(samples, 1), cut.run(samples, 4)

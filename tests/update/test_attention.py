@@ -1,4 +1,4 @@
-"""Attention of a joined row: its stretches, with a dense kernel, and what the kernels of a GPU are told."""
+"""Attention of a packed row: its segments, with a dense kernel, and what the kernels of a GPU are told."""
 
 import threading
 from itertools import pairwise
@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qerl.kernels.flash import _deterministic, stretches_in_backward
+from qerl.kernels.flash import _deterministic, segments_in_backward
 from qerl.update import attention
-from qerl.update.joined_row import RowBuilder
+from qerl.update.packed_row import RowBuilder
 
 
-def copies(stretches: int, heads: int, cores: int = 132) -> int:
+def copies(segments: int, heads: int, cores: int = 132) -> int:
     """FP32 copies of the queries' gradient that FlashAttention's deterministic backward makes."""
-    return -(-cores // (stretches * heads))
+    return -(-cores // (segments * heads))
 
 
 @pytest.mark.parametrize("heads", [1, 8, 9, 28, 64])
@@ -21,17 +21,17 @@ def copies(stretches: int, heads: int, cores: int = 132) -> int:
 @pytest.mark.parametrize("count", [1, 2, 9, 40])
 def test_copies_that_nothing_is_written_to_are_left_out(count, heads, blocks):
     """As many blocks are computed side by side as before, in no more memory."""
-    told = stretches_in_backward(count, heads, blocks, 132)
+    told = segments_in_backward(count, heads, blocks, 132)
     before, after = copies(count, heads), copies(told, heads)
     assert min(after, blocks) == min(before, blocks)
     most = next((n for n in range(200, 0, -1) if copies(n, heads) >= blocks), 1)
     assert after == min(before, copies(most, heads))
-    rows = blocks * 128  # of queries; each stretch is padded by 128
+    rows = blocks * 128  # of queries; each segment is padded by 128
     assert after * (rows + 128 * told) <= before * (rows + 128 * count)
 
 
 class Dense:
-    """FlashAttention's calls, each stretch by itself and dense."""
+    """FlashAttention's calls, each segment by itself and dense."""
 
     def forward(self, q_LHE, k_MGE, v_MGE, extents, scale):
         ends, outs = [pairwise(x) for x in (o.tolist() for o in extents[:2])], []
@@ -79,7 +79,7 @@ def test_threads_do_not_undo_each_others_switch():
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_stretches_against_the_dense_mask(monkeypatch, scale):
+def test_segments_against_the_dense_mask(monkeypatch, scale):
     monkeypatch.setattr(attention.flash, "forward", Dense().forward)
     monkeypatch.setattr(attention.flash, "backward", Dense().backward)
     builder = RowBuilder()

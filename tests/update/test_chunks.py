@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qerl.update.chunks import split_rows
-from qerl.update.joined_row import Lengths, join
+from qerl.update.packed_row import Lengths, pack_row
 from tests.support.samples import samples_of
 
 
@@ -25,7 +25,7 @@ def tokens(chunks: list[list[int]], of: Lengths) -> list[int]:
     return [of.tokens(chunk) for chunk in chunks]
 
 
-def test_lengths_are_those_of_the_joined_row():
+def test_lengths_are_those_of_the_packed_row():
     draw = random.Random(0)
     prompts = [[draw.randrange(9) for _ in range(draw.randint(1, 6))] for _ in range(4)]
     prompts = [prompt for prompt in [*prompts, prompts[0]] for _ in range(3)]
@@ -34,7 +34,7 @@ def test_lengths_are_those_of_the_joined_row():
     for sample in samples[12:]:
         sample.group = 99  # the prompt of the first group as one of its own
     for rows in ([0], [1, 2], [0, 2, 3, 7, 8], [0, 4, 13], list(range(15))):
-        row = join(samples, rows, torch.device("cpu"))
+        row = pack_row(samples, rows, torch.device("cpu"))
         assert Lengths.of(samples).tokens(rows) == row.input_ids_1L.size(1)
 
 

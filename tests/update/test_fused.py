@@ -1,6 +1,6 @@
 """The model as the update runs it on a GPU, in FP32 and Triton's interpreter, against plain transformers.
 
-Attention is a dense one here, because the kernel of stretches has no CPU form; tests/gpu runs it.
+Attention is a dense one here, because the kernel of segments has no CPU form; tests/gpu runs it.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
 from qerl.lora import product as lora_product
 from qerl.lora.adapter import adapt, add_lora
-from qerl.lora.joint import why_not_joint
+from qerl.lora.fused import why_not_fused
 from qerl.models.load import load_model
 from qerl.noise.norms import find_noise_norms, is_norm, noisy_norms
 from qerl.update import fused
@@ -87,8 +87,8 @@ def logits_and_gradients(model, **kwargs):
     return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def joined_row():
-    """What marks a forward pass of a joined row: somebody to attend along, and a mask that nobody reads."""
+def packed_row():
+    """What marks a forward pass of a packed row: somebody to attend along, and a mask that nobody reads."""
     return {"branches": object(), "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
 
 
@@ -102,7 +102,7 @@ def test_logits_and_gradients_are_those_of_the_plain_model(adapted, calls, monke
         logits, gradients = logits_and_gradients(model)
     assert not calls
     fused.fuse(model)
-    found, found_gradients = logits_and_gradients(model, **(joined_row() if TURNED[family] else {}))
+    found, found_gradients = logits_and_gradients(model, **(packed_row() if TURNED[family] else {}))
     assert calls.count(("rotated_heads", 5)) == TURNED[family]
     assert calls.count(("swiglu", 1)) == 2, "gate and up side by side"
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
@@ -140,7 +140,7 @@ def test_adapted_layers_are_one_product_whoever_made_them(tiny_model, monkeypatc
     assert path.products == Share(14, 14)
     fused.fuse(model)
     monkeypatch.setattr(lora_product, "_LoraProduct", counting)
-    found, found_gradients = logits_and_gradients(model, **joined_row())
+    found, found_gradients = logits_and_gradients(model, **packed_row())
     assert len(made) == 2 * 4, "q, k and v; o; gate and up; down"
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     for name, gradient in gradients.items():
@@ -165,10 +165,10 @@ def test_the_path_says_what_the_kernels_do(adapted, calls, monkeypatch, family):
     """How often each kernel is called in a forward pass is what the path counts."""
     model = adapted(family)
     path = fit(monkeypatch, model)
-    assert path.record() == PATHS[family] and path.by_stretch and not path.is_slow
+    assert path.record() == PATHS[family] and path.by_segment and not path.is_slow
     fused.fuse(model)
     with torch.no_grad():
-        model(input_ids=IDS, use_cache=False, **joined_row())
+        model(input_ids=IDS, use_cache=False, **packed_row())
     names = [name for name, _ in calls]
     assert [names.count(name) for name in ("rms_norm", "rotated_heads", "swiglu")] == [
         path.norms.fused, path.rotary.fused, path.mlps.fused,
@@ -178,7 +178,7 @@ def test_the_path_says_what_the_kernels_do(adapted, calls, monkeypatch, family):
 @pytest.mark.parametrize(("weights", "dropout"), [("nvfp4", 0.0), ("nvfp4", 0.05), ("bf16", 0.1)])
 def test_the_plan_knows_from_settings_which_layers_are_joint(adapted, monkeypatch, weights, dropout):
     path = fit(monkeypatch, adapted("llama", weights, dropout=dropout))
-    assert (path.products.why_not or None) == why_not_joint(weights, dropout)
+    assert (path.products.why_not or None) == why_not_fused(weights, dropout)
     assert path.is_slow == (dropout > 0)
     if dropout:
         assert (
@@ -189,7 +189,7 @@ def test_the_plan_knows_from_settings_which_layers_are_joint(adapted, monkeypatc
 
 def test_nf4_layers_are_left_to_peft(tiny_model, to_nf4, monkeypatch):
     model = add_lora(to_nf4(tiny_model("llama")), rank=4, alpha=8, dropout=0.0)
-    assert fit(monkeypatch, model).products.why_not == why_not_joint("nf4", 0.0)
+    assert fit(monkeypatch, model).products.why_not == why_not_fused("nf4", 0.0)
 
 
 def test_norms_are_fused_for_what_they_compute(adapted, monkeypatch):
@@ -212,7 +212,7 @@ def test_attention_that_does_not_know_its_config_is_left_as_it_is():
 
 def test_a_model_on_a_cpu_has_no_kernel(adapted):
     path = find_path(adapted("llama").get_base_model(), None)
-    assert not path.by_stretch and not path.is_slow
+    assert not path.by_segment and not path.is_slow
     assert path.sentence() == "The update runs on plain PyTorch: its kernels need a CUDA GPU."
 
 
@@ -220,7 +220,7 @@ def test_a_model_in_fp32_on_a_gpu_is_said_to_be_slow(adapted, monkeypatch):
     model = adapted("llama").get_base_model()
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     path = find_path(model, None)
-    assert path.is_slow and not path.by_stretch
+    assert path.is_slow and not path.by_segment
     assert path.sentence() == (
         "The update runs on plain PyTorch: its kernels need bfloat16 and the model is float32; set dtype: "
         "bfloat16, or load it so."
@@ -253,7 +253,7 @@ def test_noise_in_a_fused_model_is_that_of_the_plain_one(adapted, calls):
     calls.clear()
     with noisy_norms(model, offsets):
         assert not any(is_norm(m) and (m._forward_pre_hooks or m._forward_hooks) for m in model.modules())
-        found, found_gradients = logits_and_gradients(model, **joined_row())
+        found, found_gradients = logits_and_gradients(model, **packed_row())
     assert calls.count(("rms_norm", 3)) == 5
     assert (logits - clean).abs().mean() > 1e-2
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
@@ -276,5 +276,5 @@ def test_a_bias_that_trains_gets_its_gradient(adapted):
         if name.endswith("k_proj.base_layer.bias"):
             parameter.requires_grad_(True)
     fused.fuse(model)
-    _, gradients = logits_and_gradients(model, **joined_row())
+    _, gradients = logits_and_gradients(model, **packed_row())
     assert sum(name.endswith("bias") for name in gradients) == 2

@@ -5,7 +5,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from qerl.errors import QeRLError
-from qerl.kernels import limits, tensors
+from qerl.kernels import tensors
 from qerl.update import head
 from qerl.update.head import Head, Transform, head_backward, logps_and_entropies, target_logps
 
@@ -42,10 +42,10 @@ def error(found, truth):
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("entropies, trained", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("tile, biased", [(limits.HEAD_TILE, False), (1, True)])
+@pytest.mark.parametrize("tile, biased", [(tensors.HEAD_TILE, False), (1, True)])
 def test_values_and_gradients(monkeypatch, fold, transform, entropies, trained, tile, biased):
     """Every way through it, in one tile and in tiles of 128 positions (tile 1)."""
-    monkeypatch.setattr(limits, "HEAD_TILE", tile)
+    monkeypatch.setattr(tensors, "HEAD_TILE", tile)
     hidden_SD, weight_VD, bias_V = (
         torch.randn(shape, dtype=torch.float64)
         for shape in ((POSITIONS, WIDTH), (VOCABULARY, WIDTH), VOCABULARY)

@@ -10,7 +10,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer import run
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.update.chunks import MemoryRetry
-from qerl.update.joined_row import Lengths
+from qerl.update.packed_row import Lengths
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, settings, sum_reward
 

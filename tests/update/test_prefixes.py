@@ -9,7 +9,7 @@ from qerl.update.prefixes import Grouping, shared_prefixes
 
 
 def tokens(sequences: list[list[int]], grouping: Grouping) -> int:
-    """Tokens of a joined row, once the grouping was seen to be one."""
+    """Tokens of a packed row, once the grouping was seen to be one."""
     prefixes: dict[int, list[int]] = {}
     total = 0
     for sequence, group, n in zip(sequences, grouping.group_B, grouping.shared_B, strict=True):

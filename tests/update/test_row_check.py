@@ -1,4 +1,4 @@
-"""Joined rows are right for every kind of attention, and a run with one that is not does not start.
+"""Packed rows are right for every kind of attention, and a run with one that is not does not start.
 
 Tiny random models whose windows are shorter than their samples. `plain_logps` is transformers' own forward
 pass of one sample, without mask, positions or padding.
@@ -18,8 +18,8 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.update import attention
 from qerl.update.head import Transform, score
-from qerl.update.joined_row import JoinedRow, join, masked_by_branch
-from qerl.update.row_check import check_joined_row
+from qerl.update.packed_row import PackedRow, masked_by_branch, pack_row
+from qerl.update.row_check import check_packed_row
 from tests.support.models import TINY
 from tests.support.samples import samples_of
 
@@ -81,9 +81,9 @@ def model(request) -> transformers.PreTrainedModel:
     return build(family, attention, **changes)
 
 
-def row() -> JoinedRow:
+def row() -> PackedRow:
     prompts, completions = zip(*SAMPLES, strict=True)
-    return join(samples_of(prompts, completions), range(len(SAMPLES)), torch.device("cpu"))
+    return pack_row(samples_of(prompts, completions), range(len(SAMPLES)), torch.device("cpu"))
 
 
 def joined_logps(model) -> torch.Tensor:
@@ -110,7 +110,7 @@ def plain_logps(model) -> torch.Tensor:
     return torch.cat(out)
 
 
-def test_a_joined_row_is_the_samples_in_it(model):
+def test_a_packed_row_is_the_samples_in_it(model):
     found, wanted = joined_logps(model), plain_logps(model)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     found.square().sum().backward()
@@ -138,7 +138,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
 
 
 def check(model, longest=None) -> None:
-    check_joined_row(model, lambda row: score(model, model, row, False, 0.8)[0], 0.8, longest)
+    check_packed_row(model, lambda row: score(model, model, row, False, 0.8)[0], 0.8, longest)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "llama4-chunks"])
@@ -173,8 +173,8 @@ def test_the_check_sees_a_wrong_mask(monkeypatch, name, broken, dtype):
     family, attention, changes = ATTENTIONS[name]
     model = build(family, attention, **changes).train().to(dtype)
     check(model)
-    monkeypatch.setattr(JoinedRow, "mask_function", broken)
-    with pytest.raises(QeRLError, match=r"other log-probabilities in a joined row than alone, \S+ nats"):
+    monkeypatch.setattr(PackedRow, "mask_function", broken)
+    with pytest.raises(QeRLError, match=r"other log-probabilities in a packed row than alone, \S+ nats"):
         check(model)
 
 
@@ -191,7 +191,7 @@ def test_the_check_sees_what_a_model_does_to_logits_by_another_name(monkeypatch,
     model.get_output_embeddings().weight.data *= 20
     check(model)
     monkeypatch.setattr(Transform, "of", lambda config, temperature: Transform(temperature=temperature))
-    with pytest.raises(QeRLError, match="other log-probabilities in a joined row than alone"):
+    with pytest.raises(QeRLError, match="other log-probabilities in a packed row than alone"):
         check(model)
 
 
@@ -205,7 +205,7 @@ def test_the_check_goes_as_far_as_the_run():
         return score(model, model, row, False, 0.8)[0]
 
     for longest in (None, 50, 34, 30, 12, 2):
-        check_joined_row(model, spy, 0.8, longest)
+        check_packed_row(model, spy, 0.8, longest)
     assert lengths == [n - 1 for n in (38, 38, 34, 12, 12, 2)], "the last token of a sample predicts nothing"
 
 
@@ -227,7 +227,7 @@ def test_the_check_goes_as_far_as_the_run():
 )
 def test_other_constructions_that_look_at_the_whole_row_are_refused(family, changes):
     model = build(family, "eager", **changes).train()
-    with pytest.raises(QeRLError, match="other log-probabilities in a joined row than alone"):
+    with pytest.raises(QeRLError, match="other log-probabilities in a packed row than alone"):
         check(model)
     if family == "Phi3":
         with pytest.raises(QeRLError, match="within 20 tokens"):
@@ -238,14 +238,14 @@ def test_other_constructions_that_look_at_the_whole_row_are_refused(family, chan
 def test_errors_of_the_model_are_told_from_those_around_it(monkeypatch):
     model = build("Llama").train()
     with monkeypatch.context() as broken:
-        broken.delattr(JoinedRow, "scatter")
+        broken.delattr(PackedRow, "scatter")
         with pytest.raises(AttributeError, match="'scatter'"):
             check(model)
     model.model.register_forward_hook(lambda *_: ModelOutput(logits=torch.zeros(1)))
-    with pytest.raises(QeRLError, match=r"cannot run a joined row.*last_hidden_state"):
+    with pytest.raises(QeRLError, match=r"cannot run a packed row.*last_hidden_state"):
         check(model)
     model.model.rotary_emb = torch.nn.Identity()
-    with pytest.raises(QeRLError, match=r"cannot run a joined row.*TypeError"):
+    with pytest.raises(QeRLError, match=r"cannot run a packed row.*TypeError"):
         check(model)
 
 
@@ -273,7 +273,7 @@ def start(tiny_tokenizer, tmp_path):
 
 def test_a_run_with_a_wrong_mask_does_not_start(start, monkeypatch):
     start(build("Llama"))
-    monkeypatch.setattr(JoinedRow, "mask_function", lambda self, of_sample: of_sample)
+    monkeypatch.setattr(PackedRow, "mask_function", lambda self, of_sample: of_sample)
     with pytest.raises(QeRLError, match="so updates would be wrong"):
         start(build("Llama"))
 
@@ -314,7 +314,7 @@ def test_noise_without_a_norm_is_refused_before_the_first_rollout(start):
     start(model)
 
 
-# The kernel for joined rows on a GPU, which here is a dense stand-in
+# The kernel for packed rows on a GPU, which here is a dense stand-in
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from qerl.kernels.tensors import upload
 from qerl.settings.config import QeRLConfig
 from qerl.trainer import update_step
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.update import joined_row
+from qerl.update import packed_row
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
 
@@ -71,7 +71,7 @@ def test_an_update_waits_for_nothing(trainer, monkeypatch, options):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it does not know this device
     trainer.model.to(META)
     uploads = []
-    for module in (joined_row, update_step):
+    for module in (packed_row, update_step):
         monkeypatch.setattr(module, "upload", lambda x, device: uploads.append(x) or upload(x, device))
     with Copies() as copies:
         loss = trainer.updates.run(trainer.model, microbatches, 1)

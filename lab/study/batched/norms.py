@@ -55,8 +55,8 @@ class Norms:
         """Weights by norm for a stream of tokens, [S, 1, D] where all tokens have the same, else [S, T, D].
 
         Args:
-            variants: Of stretches of tokens, one after the other.
-            repeats: Tokens of each stretch.
+            variants: Of segments of tokens, one after the other.
+            repeats: Tokens of each segment.
         """
         if len(set(variants)) == 1:
             only = variants[0]

@@ -51,8 +51,8 @@ class Prompts:
         at_T = torch.arange(self.ids_SUT.shape[2], device=self.ids_SUT.device)
         return torch.cat([at_T[: self.shared], at_T[self.shared :].repeat(self.ids_SUT.shape[1])])
 
-    def stretches(self, variants: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Norm variant and number of tokens of each stretch of the stream, given the variants of prompts."""
+    def segments(self, variants: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Norm variant and number of tokens of each segment of the stream, given the variants of prompts."""
         prompts, width = self.ids_SUT.shape[1:]
         front = [(variants[0], self.shared)] if self.shared else []
         both = [*front, *((variant, width - self.shared) for variant in variants)]

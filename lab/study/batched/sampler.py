@@ -249,7 +249,7 @@ class _Decoder:
 
         at_L = prompts.positions_L
         angles = self._cosine[at_L][None, :, None], self._sine[at_L][None, :, None]
-        weight = norms.weight(*prompts.stretches(norms.of_prompt_R[:: self._shape.samples]))
+        weight = norms.weight(*prompts.segments(norms.of_prompt_R[:: self._shape.samples]))
         x_SLD = torch.nn.functional.embedding(prompts.ids_SL, model.embedding_VD)
         return prompts.ends(model.layers(x_SLD, angles, attend, self._adapted, weight))
 

@@ -176,7 +176,7 @@ def _layers(
         on_samples = attend_samples(q, (prompt[0], prompt[1]), (by_head(k), by_head(v)), hidden_UT, hidden_OO)
         return torch.cat([on_prompts, on_samples.view(s, samples * own, -1)], dim=1)
 
-    variants, tokens = prompts.stretches(norms.of_prompt_R[::n])
+    variants, tokens = prompts.segments(norms.of_prompt_R[::n])
     weight = norms.weight([*variants, *norms.of_own_R], [*tokens, *[own] * samples])
     x_sLD = F.embedding(torch.cat([ids_sL, inputs_sRO.flatten(1)], dim=1), model.embedding_VD)
     return model.layers(x_sLD, (cosine[at_sL][:, :, None], sine[at_sL][:, :, None]), attend, adapted, weight)

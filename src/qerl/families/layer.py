@@ -169,7 +169,7 @@ def _product(name: str, places: Places, outputs: tuple[int, ...], inputs: int, b
     return Product(name, tuple(Linear(place, rows, inputs, bias) for place, rows in pairs))
 
 
-JOINT = tuple(
+FUSED = tuple(
     names(places) for kind in (Attention, SwiGLU) for places in kind.PLACES.values() if len(places) > 1
 )
 """Names of the linears that inference engines run as one matrix: q, k and v, and gate and up."""

@@ -39,7 +39,7 @@ class Family:
         return bool(windowed and getattr(config, "sliding_window", None))
 
     @property
-    def joint_qkv(self) -> bool:
+    def fused_qkv(self) -> bool:
         """True if the update computes q, k and v as one product and turns its heads as they come out."""
         return not self.qk_norm
 

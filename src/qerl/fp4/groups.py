@@ -12,7 +12,7 @@ three and only warns), so the members of such a group are quantised with a commo
 
 import re
 
-from qerl.families.layer import JOINT
+from qerl.families.layer import FUSED
 
 # "layers" at the start or right after "model": the text decoder, and no vision encoder.
 _DECODER_LAYER = re.compile(r"(?:^|.*\bmodel\.)layers\.\d+\.")
@@ -35,7 +35,7 @@ def fused_group(module: str) -> tuple[str, ...]:
     The same tuple comes back for every member, so it serves as the key of the group.
     """
     parent, _, name = module.rpartition(".")
-    for group in JOINT:
+    for group in FUSED:
         if name in group:
             return tuple(f"{parent}.{member}" for member in group)
     return (module,)

@@ -1,11 +1,11 @@
-"""FlashAttention along stretches, for the update: torch's own, called by what autograd would call, because
+"""FlashAttention along segments, for the update: torch's own, called by what autograd would call, because
 the update gathers keys and values anew for backward instead of keeping them.
 
 Its backward adds gradients of queries atomically unless told otherwise. Here it is told to add them in a
 fixed order, since a resumed run must compute the same bits, which it does in several FP32 copies; those that
-no block of keys would write are left out (`stretches_in_backward`).
+no block of keys would write are left out (`segments_in_backward`).
 
-Shapes: L queries of all stretches, M keys of all stretches, N stretches and one, H query heads, G key heads,
+Shapes: L queries of all segments, M keys of all segments, N segments and one, H query heads, G key heads,
 E head size.
 """
 
@@ -24,12 +24,12 @@ _ONE_THREAD = threading.Lock()
 
 
 class Extents(NamedTuple):
-    """Stretches of queries, each with the stretch of keys it sees: causal, aligned at their ends.
+    """Segments of queries, each with the segment of keys it sees: causal, aligned at their ends.
 
     Attributes:
-        query_offsets_N: int32, where the queries of each stretch begin, and L.
+        query_offsets_N: int32, where the queries of each segment begin, and L.
         key_offsets_N: int32, where its keys begin, and M.
-        longest_query, longest_key: Tokens of the longest stretch.
+        longest_query, longest_key: Tokens of the longest segment.
     """
 
     query_offsets_N: torch.Tensor
@@ -66,28 +66,28 @@ def backward(
 
 
 def _with_empty(extents: Extents, q_LHE: torch.Tensor) -> Extents:
-    """The same with empty stretches behind them, as far as they save memory."""
+    """The same with empty segments behind them, as far as they save memory."""
     count, (_, heads, size) = len(extents.query_offsets_N) - 1, q_LHE.shape
     blocks = -(-extents.longest_key // (128 if size <= 128 else 64))  # as the kernel cuts keys
-    empty = stretches_in_backward(count, heads, blocks, multiprocessors(q_LHE.device)) - count
+    empty = segments_in_backward(count, heads, blocks, multiprocessors(q_LHE.device)) - count
     if not empty:
         return extents
     queries, keys = (torch.cat((each, each[-1:].expand(empty))) for each in extents[:2])
     return Extents(queries, keys, extents.longest_query, extents.longest_key)
 
 
-def stretches_in_backward(count: int, heads: int, blocks: int, cores: int) -> int:
-    """How many stretches to tell FlashAttention's deterministic backward of.
+def segments_in_backward(count: int, heads: int, blocks: int, cores: int) -> int:
+    """How many segments to tell FlashAttention's deterministic backward of.
 
-    It adds gradients of queries up in ``cores / (stretches * heads)`` FP32 copies, rounded up, each for every
+    It adds gradients of queries up in ``cores / (segments * heads)`` FP32 copies, rounded up, each for every
     so-many-th block of keys, so that each multiprocessor has a block. Where there are fewer blocks of keys
-    than copies, the others are filled with zeros and never written: with few short stretches and few heads
-    they take more memory than all else in a layer. Told of more stretches, it makes fewer copies.
+    than copies, the others are filled with zeros and never written: with few short segments and few heads
+    they take more memory than all else in a layer. Told of more segments, it makes fewer copies.
 
     Args:
-        count: Stretches.
+        count: Segments.
         heads: Query heads.
-        blocks: Blocks of keys of the longest stretch.
+        blocks: Blocks of keys of the longest segment.
         cores: Multiprocessors of the GPU.
 
     Returns:

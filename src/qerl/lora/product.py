@@ -18,7 +18,7 @@ does both. Backward does the same with dy and A where dx is the wider one.
 The dense W is written into a workspace shared by all layers, for this one product: nothing dequantised is
 kept for backward, which writes it again. Kept are x and x A^T. A packed W is written over a factor, so that
 it is exact (`qerl.fp4.linear`), and the product is multiplied by that before it is rounded; A and s B that
-ride along are divided by it. Layers that share a global scale, as those of a joint product do in checkpoints
+ride along are divided by it. Layers that share a global scale, as those of a fused product do in checkpoints
 made for engines, have it in common; otherwise each W is rounded to the activations' dtype.
 
 Shapes: B batch, T tokens, N outputs, K inputs, R rank; N and R of a whole group where layers are joined.
@@ -37,7 +37,7 @@ from qerl.errors import QeRLError
 from qerl.fp4.linear import PackedLinear, scaled_product
 from qerl.fp4.storage import PackedWeight
 from qerl.kernels.workspace import workspace
-from qerl.lora.joint import OTHER_LAYER, dropout_reason
+from qerl.lora.fused import OTHER_LAYER, dropout_reason
 from qerl.lora.kinds import active_adapter, why_not
 
 
@@ -50,7 +50,7 @@ def fused_forward(x_BTK: torch.Tensor, *modules: nn.Module) -> torch.Tensor | No
     """The layers' outputs side by side [B, T, N], or None where each must be called by itself.
 
     Each is called by itself where tensors are not 16-bit on CUDA, where :func:`why_not_fused` says so, and
-    where one of several layers has a hook, which a joint product would pass by (`qerl.noise` finds its norms
+    where one of several layers has a hook, which a fused product would pass by (`qerl.noise` finds its norms
     by such hooks).
     """
     if not is_16bit_cuda(x_BTK) or (len(modules) > 1 and any(_has_hooks(module) for module in modules)):

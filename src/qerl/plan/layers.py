@@ -1,6 +1,6 @@
 """Bytes that one decoder layer keeps and computes in the update, by its description.
 
-T tokens in the joined row of a forward pass, M keys that its stretches attend to, D hidden size, I
+T tokens in the packed row of a forward pass, M keys that its segments attend to, D hidden size, I
 intermediate size, Q and G all query and all key heads together, R LoRA rank. bf16 unless said otherwise.
 """
 
@@ -28,14 +28,14 @@ class LayerActivations:
         """``2 T (D + 2 Q + 2 G + 3 R)``: the input of q/k/v, queries, keys, values and their result, and
         x A^T of the adapters; in fp32 one number per token for the norm and each head of attention. Where
         heads are normalised, queries and keys are kept before that as well, and a number for each. Without
-        joint products (NF4, dropout) layers run through PEFT, which keeps the input of each linear in fp32,
+        fused products (NF4, dropout) layers run through PEFT, which keeps the input of each linear in fp32,
         here ``4 T 3 D``, instead of one in bf16, and with dropout a mask of a byte for each number."""
         hidden, m = self.spec.hidden, self.spec.mixer
         wide, single, inputs = hidden + 2 * m.queries + 2 * m.keys, 1 + m.heads, 3 * hidden
         if m.qk_norm:
             wide += m.queries + m.keys
             single += m.heads + m.kv_heads
-        if self.work.why_not_joint:
+        if self.work.why_not_fused:
             wide -= hidden
         return self._kept(wide + 3 * self.work.rank, single, inputs)
 
@@ -46,7 +46,7 @@ class LayerActivations:
         instead of the inputs of gate/up and of down in bf16."""
         hidden, intermediate = self.spec.hidden, self.spec.mlp.intermediate
         wide, inputs = 2 * hidden + 3 * intermediate, 2 * hidden + self.spec.mixer.queries + intermediate
-        if self.work.why_not_joint:
+        if self.work.why_not_fused:
             wide -= hidden + intermediate
         return self._kept(wide + 4 * self.work.rank, 1, inputs)
 
@@ -54,9 +54,9 @@ class LayerActivations:
         """Bytes of ``wide`` numbers per token in bf16, ``single`` in fp32, and of the inputs that PEFT
         keeps."""
         work = self.work
-        if work.why_not_joint:
+        if work.why_not_fused:
             single += inputs
-        masks = inputs if work.why_not_joint and work.lora_dropout else 0
+        masks = inputs if work.why_not_fused and work.lora_dropout else 0
         return work.tokens * (HALF * wide + FULL * single + masks)
 
     @property
@@ -68,7 +68,7 @@ class LayerActivations:
 
         Of attention, when what is kept behind it is gone, ``2 T (D + 4 Q) + 8 M G + 4 M Q``: the gradient
         that came in, those of attention's result and of the queries, the latter in fp32 as well; keys and
-        values gathered for all stretches, with their gradients; and where query heads share key heads, a
+        values gathered for all segments, with their gradients; and where query heads share key heads, a
         gradient of keys and values for each query head, which FlashAttention-2 adds up afterwards. With long
         prompts of many samples M is many times T."""
         hidden, mixer, t = self.spec.hidden, self.spec.mixer, self.work.tokens
@@ -92,7 +92,7 @@ class LayerActivations:
         for product in self.spec.products:
             adapted = {linear.name for linear in product.linears} <= set(self.work.targets)
             alone = product.name == "qkv" and self.spec.mixer.qk_norm
-            if self.work.why_not_joint or not adapted or alone:
+            if self.work.why_not_fused or not adapted or alone:
                 yield from ((linear,) for linear in product.linears)
             else:
                 yield product.linears

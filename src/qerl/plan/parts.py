@@ -7,7 +7,7 @@ of this project's update on CUDA (`qerl.lora.product`, `qerl.update.attention`, 
 moment at which most of them are alive. `qerl.plan.layers` has the bytes of one layer by its kind; here layers
 are summed.
 
-Bytes everywhere. T tokens in the joined row of a forward pass, S of them predict something, D hidden size, R
+Bytes everywhere. T tokens in the packed row of a forward pass, S of them predict something, D hidden size, R
 LoRA rank, V vocabulary.
 """
 

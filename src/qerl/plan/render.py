@@ -66,8 +66,8 @@ def verdict(plan: MemoryPlan) -> str:
     samples, tokens = plan.work.microbatch, plan.work.tokens
     if tokens < plan.work.tokens_of(samples):
         said += f" A microbatch of {samples} samples is computed in chunks of at most {tokens} tokens."
-    if plan.work.lora_dropout and plan.work.why_not_joint:
-        said += f" Adapted layers run through PEFT, slower and larger: {plan.work.why_not_joint}."
+    if plan.work.lora_dropout and plan.work.why_not_fused:
+        said += f" Adapted layers run through PEFT, slower and larger: {plan.work.why_not_fused}."
     return said
 
 

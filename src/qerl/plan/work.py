@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from qerl.lora.joint import why_not_joint
+from qerl.lora.fused import why_not_fused
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.weight_formats import FORMATS, WeightFormat, WeightFormatName
 
@@ -73,10 +73,10 @@ class Work:
         return FORMATS[self.weights]
 
     @property
-    def why_not_joint(self) -> str | None:
+    def why_not_fused(self) -> str | None:
         """The reason why layers with an adapter run through PEFT; None where each is one product with its
         adapter."""
-        return why_not_joint(self.weights, self.lora_dropout)
+        return why_not_fused(self.weights, self.lora_dropout)
 
     @property
     def checkpointing(self) -> dict[str, int | bool]:
@@ -84,7 +84,7 @@ class Work:
         return {"every_n_layers": self.every_n_layers, **({"offload": True} if self.offload else {})}
 
     def tokens_of(self, samples: int) -> int:
-        """Tokens of the joined row of that many samples: each group's prompt once, without its last token,
+        """Tokens of the packed row of that many samples: each group's prompt once, without its last token,
         and every completion token."""
         prompts = -(-samples // self.group)
         return prompts * (self.prompt_tokens - 1) + samples * self.completion_tokens

@@ -97,7 +97,7 @@ class Signal:
     judge: int | None = None
     pass_at_k: int | None = None
 
-    def dead(self, rewards_BF: torch.Tensor) -> torch.Tensor:
+    def zero_advantage(self, rewards_BF: torch.Tensor) -> torch.Tensor:
         """The mask [N], bool, of groups that teach nothing. NaN is a reward that was not given."""
         if self.aggregation == "sum_then_normalize":
             # Rounded to the FP32 of the rewards: what FP64 tells apart beyond that is the order of a sum.
@@ -120,9 +120,9 @@ class Signal:
         Args:
             rewards_BF: Rewards of whole groups; with `scale: batch` or `normalize_then_sum` of all processes.
         """
-        dead_B = self.dead(rewards_BF).repeat_interleave(self.group_size)
+        zero_B = self.zero_advantage(rewards_BF).repeat_interleave(self.group_size)
         if self.judge is not None:  # such a group is no part of the batch whose scale is taken
-            rewards_BF = rewards_BF.masked_fill(dead_B[:, None], torch.nan)
+            rewards_BF = rewards_BF.masked_fill(zero_B[:, None], torch.nan)
         rewards_BF = rewards_BF.double()
         if self.aggregation == "sum_then_normalize":
             advantages_B = self._centred(self._credit(rewards_BF), self.scale)
@@ -130,7 +130,7 @@ class Signal:
             each = [self._centred(rewards_B, "group") for rewards_B in rewards_BF.unbind(1)]
             total_B = self.total(torch.stack(each, dim=1))
             advantages_B = (total_B - total_B.nanmean()) / (_std(total_B, 0) + 1e-4)
-        return advantages_B.nan_to_num(nan=0.0).masked_fill(dead_B, 0.0).float()
+        return advantages_B.nan_to_num(nan=0.0).masked_fill(zero_B, 0.0).float()
 
     def statistics(self, rewards_BF: torch.Tensor, size: int, names: Sequence[str]) -> dict[str, float]:
         """What is logged of rewards, under TRL's names.
@@ -160,14 +160,16 @@ class Signal:
     def overruled(self, rewards_BF: torch.Tensor) -> bool:
         """True if no group teaches although rewards differ: the judge finds all right or all wrong."""
         any_difference = replace(self, judge=None)
-        return bool(self.dead(rewards_BF).all() and not any_difference.dead(rewards_BF).all())
+        return bool(
+            self.zero_advantage(rewards_BF).all() and not any_difference.zero_advantage(rewards_BF).all()
+        )
 
     def _credit(self, rewards_BF: torch.Tensor) -> torch.Tensor:
         """What each sample is rewarded with in total, [B], NaN where no reward was given."""
         total_B = self.total(rewards_BF)
         if self.pass_at_k is None:
             return total_B
-        # Rounded as in `dead`: samples of equal reward are equally good in any set.
+        # Rounded as in `zero_advantage`: samples of equal reward are equally good in any set.
         total_NG = total_B.float().double().unflatten(0, (-1, self.group_size))
         return best_of_k(total_NG, self.pass_at_k).flatten()
 

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from qerl.settings.config import QeRLConfig
-from qerl.update.joined_row import Lengths, Sample
+from qerl.update.packed_row import Lengths, Sample
 
 
 class Move(NamedTuple):

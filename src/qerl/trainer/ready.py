@@ -1,4 +1,4 @@
-"""What a trainer asks of the policy that it is given: that its update on joined rows is possible and right.
+"""What a trainer asks of the policy that it is given: that its update on packed rows is possible and right.
 
 What the policy's class and config say is checked before anything is built around it. What has to be measured
 is checked once it is in place.
@@ -19,13 +19,13 @@ from qerl.settings.config import QeRLConfig
 from qerl.update.head import score
 from qerl.update.kernels import use_kernels
 from qerl.update.path import UpdatePath
-from qerl.update.row_check import check_joined_row
+from qerl.update.row_check import check_packed_row
 
 logger = logging.getLogger(__name__)
 
 
 def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | None) -> None:
-    """Refuse a policy that cannot be trained on joined rows, and an engine that samples from another model.
+    """Refuse a policy that cannot be trained on packed rows, and an engine that samples from another model.
 
     Raises:
         QeRLError: The model is no decoder-only transformer, has a prompt-learning adapter or one on its
@@ -50,7 +50,7 @@ def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | Non
 
 
 def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
-    """Give the policy its kernels for joined rows and measure that its updates are right.
+    """Give the policy its kernels for packed rows and measure that its updates are right.
 
     Args:
         model: The policy where it trains, PEFT-wrapped or not.
@@ -60,7 +60,7 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
         Which parts of its updates run on those kernels.
 
     Raises:
-        QeRLError: A joined row gives other log-probabilities than the samples in it, or noise finds no norm.
+        QeRLError: A packed row gives other log-probabilities than the samples in it, or noise finds no norm.
     """
     base = base_model(model)
     prompt, completion = args.max_prompt_length, args.max_completion_length
@@ -69,9 +69,9 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
     with dense_weights_kept(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
             find_noise_norms(model)  # which refuses a model without any
-        check_joined_row(
+        check_packed_row(
             model,
-            lambda row: score(model, base, row, path.by_stretch, args.temperature)[0],
+            lambda row: score(model, base, row, path.by_segment, args.temperature)[0],
             args.temperature,
             longest,
         )

@@ -46,7 +46,7 @@ from qerl.trainer.curriculum import settled_groups
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.rewards import WRITTEN_COLUMN, Scorer, stop_if_all_failed
 from qerl.trainer.step_log import HIDDEN, Record, StepLog
-from qerl.update.joined_row import Sample
+from qerl.update.packed_row import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class RolloutStep:
         samples, records, entropy = self._sampled(rows)
         if self._args.reward_errors == "stop":
             stop_if_all_failed(self._scorer.functions, self._accelerator)
-        self._replace_dead_groups(samples, records)
+        self._replace_groups(samples, records)
         self._advantages(samples, records)
         self._log.keep(records)
         size = self._group
@@ -453,7 +453,7 @@ class RolloutStep:
         rewards_BF = torch.tensor([sample.rewards for sample in samples])
         return rewards_BF.masked_fill(torch.tensor(unseen)[:, None], torch.nan)
 
-    def _replace_dead_groups(self, samples: list[Sample], records: list[Record]) -> None:
+    def _replace_groups(self, samples: list[Sample], records: list[Record]) -> None:
         """Dynamic sampling: groups without signal give their places to groups of further rollouts that have
         one.
 
@@ -461,8 +461,8 @@ class RolloutStep:
         """
         size, rank = self._group, self._rank
         for extra in range(self._args.dynamic_sampling_rounds or 0):
-            dead = self._signal.dead(self._learned_from(samples)).nonzero().flatten().tolist()
-            counts = self._of_ranks(len(dead))
+            replaced = self._groups_without_signal(samples)
+            counts = self._of_ranks(len(replaced))
             if extra == 0:
                 share = sum(counts) / len(counts) * size / len(samples)
                 self._log.add("train", {"dynamic_sampling/groups_without_signal": share})
@@ -472,8 +472,9 @@ class RolloutStep:
             draws = max(counts)
             with self._log.apart():
                 fresh, fresh_records, _ = self._sampled(self._prompts.others(draws))
-            without = set(self._signal.dead(self._learned_from(fresh)).nonzero().flatten().tolist())
-            pairs = list(zip(dead, (group for group in range(draws) if group not in without), strict=False))
+            without = set(self._groups_without_signal(fresh))
+            usable = (group for group in range(draws) if group not in without)
+            pairs = list(zip(replaced, usable, strict=False))
             self._log.add(
                 "train", {"dynamic_sampling/replaced_groups": float(sum(self._of_ranks(len(pairs))))}
             )
@@ -485,6 +486,9 @@ class RolloutStep:
                     moved.append((to + rank * len(samples), of + rank * draws * size))
             for to, of in gather_object(moved):
                 records[to] = fresh_records[of]
+
+    def _groups_without_signal(self, samples: list[Sample]) -> list[int]:
+        return self._signal.zero_advantage(self._learned_from(samples)).nonzero().flatten().tolist()
 
     def _advantages(self, samples: list[Sample], records: list[Record]) -> None:
         """Give samples their advantages, once no group of them will be replaced."""
@@ -505,7 +509,7 @@ class RolloutStep:
         whether they were all rewarded alike."""
         judge = find_judge(self._scorer.names)
         if judge is None:
-            return self._signal.dead(rewards_BF).tolist()
+            return self._signal.zero_advantage(rewards_BF).tolist()
         return settled_groups(rewards_BF[:, judge], self._group)
 
     def _warn_of_judge(self, rewards_BF: torch.Tensor) -> None:

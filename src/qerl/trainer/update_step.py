@@ -2,7 +2,7 @@
 
 All microbatches of the step are computed together, when the last of them is due, since the weights do not
 move in between. The samples that have a gradient are divided into chunks by their number of tokens, whichever
-microbatch they are of (`qerl.update.chunks`), and each chunk is one joined row (`qerl.update.joined_row`),
+microbatch they are of (`qerl.update.chunks`), and each chunk is one packed row (`qerl.update.packed_row`),
 run forward and backward before the next. A loss still sees its whole microbatch: computed samples as numbers,
 the chunk's with their graph, those to come as zeros, which get no gradient. A token's gradient needs its own
 log-probability, its sample's, and normalisers known beforehand, but never what the model says of other
@@ -34,7 +34,7 @@ from qerl.kernels.tensors import upload
 from qerl.settings.config import QeRLConfig
 from qerl.update.chunks import MemoryRetry
 from qerl.update.head import score
-from qerl.update.joined_row import Lengths, Sample, join
+from qerl.update.packed_row import Lengths, Sample, pack_row
 from qerl.update.path import UpdatePath
 from qerl.update.policy_loss import (
     Correction,
@@ -145,7 +145,7 @@ class UpdateStep:
         recompute_every_layer: Callable[[], bool],
     ) -> None:
         self._args, self._base, self._accelerator = args, base, accelerator
-        self._by_stretch = path.by_stretch
+        self._by_stretch = path.by_segment
         self._loss = policy_loss(args)
         self._correction = Correction(
             args.vllm_importance_sampling_correction,
@@ -334,7 +334,7 @@ class UpdateStep:
             zeros_BC = torch.zeros(shape, device=device)
             anchor = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
             return zeros_BC + anchor.to(zeros_BC), zeros_BC
-        row = join(samples, rows, device)
+        row = pack_row(samples, rows, device)
         logps_S, entropy_S = score(
             *(model, base or self._base, row, self._by_stretch),
             *(self._args.temperature, self._loss.entropy_bonus),

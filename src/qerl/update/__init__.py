@@ -1,1 +1,1 @@
-"""What one update computes: joined rows, chunks, forward pass, losses, and retry when memory runs out."""
+"""What one update computes: packed rows, chunks, forward pass, losses, and retry when memory runs out."""

@@ -1,7 +1,7 @@
-"""Attention of a joined row that computes only what is seen.
+"""Attention of a packed row that computes only what is seen.
 
-The dense mask of a group of 8 x 2048 tokens has 2.8e8 entries of which 8 % are seen. Here every stretch of
-the row (`joined_row.Branches`) is a sequence of FlashAttention's variable-length kernel: its queries, and the
+The dense mask of a group of 8 x 2048 tokens has 2.8e8 entries of which 8 % are seen. Here every segment of
+the row (`packed_row.Branches`) is a sequence of FlashAttention's variable-length kernel: its queries, and the
 keys it sees. Keys and values of a shared prompt are gathered once for each branch, a few megabytes; the
 kernel's causal mask is aligned at the ends of queries and keys, which is exactly what a branch after its
 prompt needs. Backward gathers again, so nothing beyond queries, keys, values and output is kept, and adds the
@@ -10,7 +10,7 @@ gradients of a prompt's copies up in fp32, in a fixed order.
 The implementation is registered with transformers under `NAME`. A forward pass without `branches`
 (evaluation, a padded batch) is plain SDPA.
 
-Shapes: L tokens of the row, M keys of all stretches, H query heads, G key heads, E head size.
+Shapes: L tokens of the row, M keys of all segments, H query heads, G key heads, E head size.
 """
 
 from typing import Any, cast
@@ -29,7 +29,7 @@ from transformers.masking_utils import (
 
 from qerl.families.parts import eval_mode
 from qerl.kernels import flash
-from qerl.update.joined_row import Branches, MaskFunction, Sample, join
+from qerl.update.packed_row import Branches, MaskFunction, Sample, pack_row
 
 NAME = "qerl_branches"
 
@@ -65,7 +65,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", None):
         return "attention has dropout, which it has in training alone"
     before = model.config._attn_implementation
-    row = join([Sample([1, 1], [1, 1], [], [])] * 2, [0, 1], model.device)
+    row = pack_row([Sample([1, 1], [1, 1], [], [])] * 2, [0, 1], model.device)
     model.set_attn_implementation(NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return f"{type(model).__name__} lets nobody replace its attention"
@@ -107,7 +107,7 @@ def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: di
 
 
 def attention_kwargs(branches: Branches) -> dict[str, Any]:
-    """Arguments of a forward pass that attends along the stretches of a joined row."""
+    """Arguments of a forward pass that attends along the segments of a packed row."""
     # transformers makes no mask of its own where it is given one of four dimensions; nobody reads this one.
     unread = branches.keys_M.new_ones(1, 1, 1, 1, dtype=torch.bool)
     return {"attention_mask": unread, "branches": branches}
@@ -135,7 +135,7 @@ def branch_attention(
 
 
 class _BranchAttention(torch.autograd.Function):
-    """Attention along the stretches as one node of autograd; backward gathers keys and values anew."""
+    """Attention along the segments as one node of autograd; backward gathers keys and values anew."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
 """An update in forward passes that fit: its samples in chunks, and in smaller ones where memory runs out.
 
-Activations grow with the tokens of the joined row (`qerl.update.joined_row`), not with its samples: eight
+Activations grow with the tokens of the packed row (`qerl.update.packed_row`), not with its samples: eight
 short answers may take less memory than one long one. So the limit is a number of tokens. The samples of an
 optimizer step are spread over as few chunks as hold them, balanced: the longest first, each to the chunk that
 it leaves the lightest (longest processing time first, Graham 1969). A chunk computes a prompt once for all of
@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 
 from qerl.errors import QeRLError, first_line
-from qerl.update.joined_row import Lengths
+from qerl.update.packed_row import Lengths
 
 T = TypeVar("T")
 

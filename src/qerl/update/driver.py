@@ -3,7 +3,7 @@
 `LossDriver` is the update without a trainer: sequences of any length with a loss of `qerl.update.losses` come
 in; log-probabilities, the loss and gradients in `.grad` come out, and the optimizer is the caller's. Behind
 it are the parts that GRPO's update runs on. Sequences that begin alike are found (`qerl.update.prefixes`) and
-stand in one joined row, their common beginning once (`qerl.update.joined_row`). A row with more than
+stand in one packed row, their common beginning once (`qerl.update.packed_row`). A row with more than
 `tokens_per_forward` tokens is divided into chunks, each run forward and backward before the next
 (`qerl.update.chunks`). The head never holds the logits of a row (`qerl.update.head`). When memory runs out,
 the call is done again with smaller chunks (`qerl.update.chunks.MemoryRetry`).
@@ -20,7 +20,7 @@ would compute a prompt in both.
     optimizer.step()
     optimizer.zero_grad()
 
-Legend: B data, T tokens of a datum, K targets of a position, L tokens of a joined row, D hidden size, P pairs
+Legend: B data, T tokens of a datum, K targets of a position, L tokens of a packed row, D hidden size, P pairs
 of a position in the row and a target.
 """
 
@@ -41,19 +41,19 @@ from qerl.families.sizes import positions_of
 from qerl.fp4.linear import dense_weights_kept
 from qerl.update.chunks import MemoryRetry
 from qerl.update.head import Head, head_backward, hidden_states, score, target_logps
-from qerl.update.joined_row import IGNORE, JoinedRow, Lengths, RowBuilder
 from qerl.update.kernels import use_kernels
 from qerl.update.losses import TARGETS, Datum, Loss, LossOutput, find_loss
+from qerl.update.packed_row import IGNORE, Lengths, PackedRow, RowBuilder
 from qerl.update.path import UpdatePath
 from qerl.update.prefixes import shared_prefixes
-from qerl.update.row_check import check_joined_row
+from qerl.update.row_check import check_packed_row
 
 logger = logging.getLogger(__name__)
 
 CPU_TOKENS = 512
 """Tokens of a forward pass on a CPU unless asked otherwise.
 
-Attention computes all pairs of tokens of a joined row there, those of different sequences as well, and
+Attention computes all pairs of tokens of a packed row there, those of different sequences as well, and
 nothing says in time that memory runs out. With SmolLM2-135M, 256 sequences that are 2,240 tokens joined took
 23 s of one core and 3.0 GB in chunks of 512, 30 s and 4.6 GB in chunks of 1024, 39 s and 7.0 GB whole.
 """
@@ -100,7 +100,7 @@ class LossDriver:
         update_path: Which parts of the model run on this project's kernels, and why others do not.
 
     Raises:
-        QeRLError: A joined row gives other log-probabilities than the sequences in it.
+        QeRLError: A packed row gives other log-probabilities than the sequences in it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LossDriver:
         )
         self._calls = 0
         with self._dense_weights_kept():
-            check_joined_row(model, lambda row: score(model, self._base, row, self.update_path.by_stretch)[0])
+            check_packed_row(model, lambda row: score(model, self._base, row, self.update_path.by_segment)[0])
         if self.update_path.is_slow:
             logger.warning(self.update_path.sentence())
 
@@ -208,7 +208,7 @@ class LossDriver:
         """Forward of some data and, where gradients are on, backward; their loss."""
         self._retry.note_forward(chunk, one.lengths)
         row, places = _join(one, chunk, self._base.device)
-        hidden_LD = hidden_states(self._base.base_model, row, self.update_path.by_stretch)
+        hidden_LD = hidden_states(self._base.base_model, row, self.update_path.by_segment)
         head = Head.of(self._base)
         targets = [one.data[at].inputs[TARGETS].long() for at in chunk]
         position_P = torch.cat([_like(*pair).flatten() for pair in zip(places, targets, strict=True)])
@@ -258,7 +258,7 @@ def _new_gradients(trained: list[nn.Parameter]) -> Iterator[Any]:
     put([new if old is None else old.add_(new) for old, new in zip(before, found, strict=True)])
 
 
-def _join(one: _Pass, chunk: list[int], device: torch.device) -> tuple[JoinedRow, list[torch.Tensor]]:
+def _join(one: _Pass, chunk: list[int], device: torch.device) -> tuple[PackedRow, list[torch.Tensor]]:
     """Some data as one row, and for each of them the position in the row [T] of its tokens."""
     builder = RowBuilder()
     groups: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""A forward pass of a joined row: log-probabilities of chosen tokens and their gradients, without all logits.
+"""A forward pass of a packed row: log-probabilities of chosen tokens and their gradients, without all logits.
 
 A row of L positions has L x V logits, gigabytes for the vocabularies of today. Here positions go through the
 output head some at a time; of each tile only the log-probabilities of the targets are kept. Logits are FP32
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from qerl.errors import QeRLError
 from qerl.kernels.tensors import add_product, head_positions, product
 from qerl.update.attention import attention_kwargs
-from qerl.update.joined_row import JoinedRow, masked_by_branch
+from qerl.update.packed_row import PackedRow, masked_by_branch
 
 TILE = 1 << 26
 """Logits of a tile: 256 MB in float32, and some times that while their gradient is computed."""
@@ -349,19 +349,19 @@ def _tiles(position_P: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, 
         yield positions[start : start + size], order[first:last], sorted_P[first:last] - start
 
 
-def hidden_states(decoder: torch.nn.Module, row: JoinedRow, by_stretch: bool) -> torch.Tensor:
+def hidden_states(decoder: torch.nn.Module, row: PackedRow, by_segment: bool) -> torch.Tensor:
     """What the part of a model in front of its output head makes of a row, [L, D].
 
     Args:
         decoder: That part.
         row: The samples.
-        by_stretch: Whether the model's attention reads stretches instead of a dense mask.
+        by_segment: Whether the model's attention reads segments instead of a dense mask.
 
     Raises:
         QeRLError: The model's attention implementation makes no masks that a row could use.
     """
-    stretches = contextlib.nullcontext(attention_kwargs(row.branches)) if by_stretch else None
-    with stretches or masked_by_branch(decoder.config, row) as attention:
+    segments = contextlib.nullcontext(attention_kwargs(row.branches)) if by_segment else None
+    with segments or masked_by_branch(decoder.config, row) as attention:
         out = decoder(
             input_ids=row.input_ids_1L, position_ids=row.position_ids_1L, use_cache=False, **attention
         )
@@ -372,8 +372,8 @@ def hidden_states(decoder: torch.nn.Module, row: JoinedRow, by_stretch: bool) ->
 def score(
     model: torch.nn.Module,
     base: PreTrainedModel,
-    row: JoinedRow,
-    by_stretch: bool,
+    row: PackedRow,
+    by_segment: bool,
     temperature: float = 1.0,
     entropy_has_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -383,13 +383,13 @@ def score(
         model: The transformers model as it trains, wrapped by PEFT and for several processes or not. The
             wrappers see a forward pass, since gradients are averaged over processes only after one.
         base: The transformers model in it.
-        row, by_stretch: As in `hidden_states`.
+        row, by_segment: As in `hidden_states`.
         temperature: Divides logits.
         entropy_has_gradient: Whether entropies are differentiated, too.
     """
 
     def forward(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_SD = hidden_states(base.base_model, row, by_stretch)[row.scored_S]
+        hidden_SD = hidden_states(base.base_model, row, by_segment)[row.scored_S]
         labels_S = row.labels_1L[0, row.scored_S]
         return logps_and_entropies(hidden_SD, Head.of(base, temperature), labels_S, entropy_has_gradient)
 

@@ -7,7 +7,7 @@ from qerl.update.path import UpdatePath, find_path, why_unfit
 
 
 def use_kernels(model: PreTrainedModel) -> UpdatePath:
-    """Give a model its kernels for joined rows, and say which parts of it run on them.
+    """Give a model its kernels for packed rows, and say which parts of it run on them.
 
     Args:
         model: The transformers model where it trains, adapters included; a layer that is given its adapter

@@ -53,7 +53,7 @@ class UpdatePath:
     """What the update of a run computes with.
 
     Attributes:
-        attention: Layers whose attention reads stretches of the joined row instead of a dense mask.
+        attention: Layers whose attention reads segments of the packed row instead of a dense mask.
         norms: RMSNorms.
         rotary: Layers whose rotary embedding takes q, k and v as one product leaves them.
         mlps: SwiGLU blocks.
@@ -69,8 +69,8 @@ class UpdatePath:
     unfit: str = ""
 
     @property
-    def by_stretch(self) -> bool:
-        """Whether attention reads stretches of the joined row instead of a dense mask."""
+    def by_segment(self) -> bool:
+        """Whether attention reads segments of the packed row instead of a dense mask."""
         return not self.unfit and not self.attention.why_not
 
     @property
@@ -114,7 +114,7 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
 
     Args:
         model: The transformers model where it trains, adapters included.
-        why_dense_masks: Why its attention reads dense masks; None where it reads stretches.
+        why_dense_masks: Why its attention reads dense masks; None where it reads segments.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return UpdatePath(
@@ -178,7 +178,7 @@ def why_not_rotary(attention: Any) -> str | None:
     family = FAMILIES.get(getattr(getattr(attention, "config", None), "model_type", ""))
     if family is None:
         return f"{type(attention).__name__} is not known"
-    if not family.joint_qkv:
+    if not family.fused_qkv:
         return "heads are normalised before they are turned"
     rope = getattr(attention.config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

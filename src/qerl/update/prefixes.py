@@ -1,6 +1,6 @@
 """Which of some sequences begin alike, found again from their tokens.
 
-A joined row (`qerl.update.joined_row`) computes the shared beginning of a group once. In GRPO the groups are
+A packed row (`qerl.update.packed_row`) computes the shared beginning of a group once. In GRPO the groups are
 known and that is the prompt; where the samples of a prompt come as separate sequences, it is found. Sequences
 in lexicographic order have their longest common prefixes side by side; joined from the longest prefix
 downwards they form a tree, each node of which is a prefix and the sequences under it. A row has one level of

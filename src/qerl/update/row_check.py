@@ -1,6 +1,6 @@
-"""A joined row compared with plain forward passes of the same model, before a run takes its first step.
+"""A packed row compared with plain forward passes of the same model, before a run takes its first step.
 
-The update is right where a sample in a joined row has the log-probabilities that it has by itself. Whether
+The update is right where a sample in a packed row has the log-probabilities that it has by itself. Whether
 it has them depends on how a model's code treats masks and positions, of which there is no complete list:
 attention that masks on its own, biases by column, rotary embeddings that change with the longest sample of
 a row, kernels. So it is measured, on random tokens: a row with two branches of one prompt and another
@@ -12,7 +12,7 @@ How far the two may be apart, on average over the scored tokens: 1e-4 nats, some
 another order differ by; what rounding a logit to the model's dtype can move it, half a unit in the last
 place; and four times the model's own noise, which is measured as well: the same samples, alone and padded
 in a batch, go through different tile sizes on the way to the same numbers. In 16 bits 0.1 nats come on top:
-the joined row goes through other kernels than a plain pass (`qerl.update.fused`), and either is some
+the packed row goes through other kernels than a plain pass (`qerl.update.fused`), and either is some
 distance from FP32 by rounding each layer, 0.017 nats for a random 7B and 0.032 for SmolLM2-135M on an H100
 (docs/dev/log.md). Wrong masks were seen to be off by 0.1 to 4 nats. Given up: a smaller error in 16 bits,
 which FP32 on a CPU would show.
@@ -32,7 +32,7 @@ from transformers.utils import ModelOutput
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.seeding import generator
-from qerl.update.joined_row import JoinedRow, Sample, join
+from qerl.update.packed_row import PackedRow, Sample, pack_row
 
 _FP32_SUMS = 1e-4
 _NOISE = 4
@@ -45,13 +45,13 @@ _LENGTH = re.compile("(window|chunk)(?!_layers)")
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
-def check_joined_row(
+def check_packed_row(
     model: torch.nn.Module,
-    score: Callable[[JoinedRow], torch.Tensor],
+    score: Callable[[PackedRow], torch.Tensor],
     temperature: float = 1.0,
     longest: int | None = None,
 ) -> None:
-    """Refuse a model whose samples have other log-probabilities in a joined row than alone.
+    """Refuse a model whose samples have other log-probabilities in a packed row than alone.
 
     Nothing about the model changes, and no random numbers but the check's own are drawn.
 
@@ -63,7 +63,7 @@ def check_joined_row(
         longest: Tokens of the run's longest sample, prompt and completion; None where it is unknown.
 
     Raises:
-        QeRLError: They differ by more than rounding, or the model cannot run a joined row.
+        QeRLError: They differ by more than rounding, or the model cannot run a packed row.
     """
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
@@ -81,7 +81,7 @@ def check_joined_row(
                 raise
             reason = str(error).partition("\n")[0].rstrip(".")
             raise QeRLError(
-                f"{type(base).__name__} cannot run a joined row, on which updates are computed "
+                f"{type(base).__name__} cannot run a packed row, on which updates are computed "
                 f"({type(error).__name__}: {reason}); use a model family of docs/families.md."
             ) from error
     wanted = torch.cat([_logps(*sample, temperature) for sample in alone])
@@ -122,7 +122,7 @@ def _judge(
         turn = min((turn for turn in _turning_points(config.to_dict()) if turn < length), default=None)
         shorter = f", or keep prompt and completion within {turn} tokens (max_prompt_length)" if turn else ""
         raise QeRLError(
-            f"{name} gives samples of up to {length} tokens other log-probabilities in a joined row than "
+            f"{name} gives samples of up to {length} tokens other log-probabilities in a packed row than "
             f"alone, {found:.2g} nats apart on average where rounding explains {allowed:.2g}, so updates "
             f"would be wrong; use a model family of docs/families.md{shorter}."
         )
@@ -148,7 +148,7 @@ def _turning_points(config: dict[str, Any]) -> Iterator[int]:
 
 def _samples(config: PreTrainedConfig, vocabulary: int, length: int) -> list[Sample]:
     """Two samples of one prompt and one of another; the first has `length` tokens."""
-    rng = generator("joined row")
+    rng = generator("packed row")
     taken = set(_special_tokens(config.to_dict()))
     plain = [token for token in range(min(vocabulary, 4096)) if token not in taken] or [0]
 
@@ -171,10 +171,10 @@ def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
 
 
 def _joined(
-    device: torch.device, score: Callable[[JoinedRow], torch.Tensor], samples: list[Sample]
+    device: torch.device, score: Callable[[PackedRow], torch.Tensor], samples: list[Sample]
 ) -> list[torch.Tensor]:
     """Log-probabilities [N] of each sample's completion, from one row."""
-    row = join(samples, range(len(samples)), device)
+    row = pack_row(samples, range(len(samples)), device)
     logps_BN = row.scatter(score(row).float(), len(samples), max(len(s.tokens) for s in samples))
     return [logps_N[: len(s.tokens)] for logps_N, s in zip(logps_BN, samples, strict=True)]
 

@@ -13,9 +13,9 @@ if torch.cuda.is_available():
 
 
 from qerl.kernels.decode import draw as kernel
-from qerl.kernels.decode import leave_out as leaving
+from qerl.kernels.decode import filters as filter_kernels
 from qerl.kernels.decode.draw import RowState
-from qerl.kernels.decode.leave_out import NEVER, RowSettings, leave_out
+from qerl.kernels.decode.filters import NEVER, RowSettings, apply_filters
 from qerl.kernels.limits import STOP_TOKENS
 from qerl.rollout.engine import SamplingParams, truncate
 from qerl.rollout.paged import rows as placing
@@ -68,7 +68,7 @@ def left_out(logits_TV, params, squares_PT=None, width=1, eps=0.0):
     rows = len(logits_TV)
     found_TV, squares_PT = logits_TV.clone(), torch.ones(1, rows) if squares_PT is None else squares_PT
     running_T = torch.zeros(rows, dtype=torch.int32)
-    entropy_T = leave_out(
+    entropy_T = apply_filters(
         found_TV, squares_PT, running_T, settings_of(*[params] * rows), width=width, eps=eps
     )
     return found_TV, entropy_T
@@ -143,7 +143,7 @@ FILTERS = [
 @pytest.mark.parametrize("spread", [0.5, 2.0, 20.0])
 def test_the_same_tokens_are_left_out_as_by_a_sort(monkeypatch, filters, spread):
     """In FP64 by a sort, in FP32 by a search, over flat rows and peaked ones, in several blocks."""
-    monkeypatch.setattr(leaving, "BLOCK_V", 64)
+    monkeypatch.setattr(filter_kernels, "BLOCK_V", 64)
     rows, vocabulary, temperature, eps = 6, 1000, 0.8, 1e-5
     generator = torch.Generator().manual_seed(2)
     logits_TV = spread * torch.randn(rows, vocabulary, generator=generator)
@@ -227,5 +227,5 @@ def test_a_row_that_filters_and_has_ended_is_left_as_it_is():
     found_TV = logits_TV.clone()
     settings = settings_of(*[SamplingParams(1, top_k=2)] * 3)
     done_T = torch.tensor([0, 1, 2], dtype=torch.int32)
-    leave_out(found_TV, torch.ones(1, 3), done_T, settings, width=1, eps=0.0)
+    apply_filters(found_TV, torch.ones(1, 3), done_T, settings, width=1, eps=0.0)
     assert (found_TV[0] > NEVER).sum() == 2 and torch.equal(found_TV[1:], logits_TV[1:])

@@ -14,7 +14,7 @@ from qerl.models.smollm2 import HUB_ID
 from qerl.noise.draw import AdaptiveNoise
 from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.drafts import FEW_ROWS, LONGEST_MATCH, Drafts, Text, draft
-from qerl.rollout.portable import session as portable_session
+from qerl.rollout.portable import engine as portable_engine
 from qerl.rollout.portable.engine import KEPT_BYTES, PortableEngine
 from qerl.rollout.portable.runner import Runner
 from qerl.rollout.session import Prompt, Sequence
@@ -108,7 +108,7 @@ class Told:
 @pytest.fixture
 def told(monkeypatch):
     """``told(completions)``: drafts are made of these from now on."""
-    return lambda whole: monkeypatch.setattr(portable_session, "Drafts", Told(whole))
+    return lambda whole: monkeypatch.setattr(portable_engine, "Drafts", Told(whole))
 
 
 def same(found, expected, bound=1e-4):

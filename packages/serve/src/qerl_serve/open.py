@@ -141,7 +141,7 @@ def make_backend(
         store: The server's folder.
 
     Raises:
-        QeRLError: The model cannot be trained in joined rows, or not sampled from as asked.
+        QeRLError: The model cannot be trained in packed rows, or not sampled from as asked.
     """
     seats = Seats(model, options.max_rank)
     if seats.device.type == "cuda":

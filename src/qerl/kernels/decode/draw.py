@@ -10,7 +10,7 @@ be drawn once in some ten million times. Blocks and tokens that weigh nothing ar
 A finished sequence keeps its row, stops writing, and is noticed by the host a few steps later.
 
 Temperature, filters and stop tokens are read of each row (`RowSettings`), so one captured step serves them
-all. Rows that filter have passed `leave_out`, which makes log-probabilities of their logits.
+all. Rows that filter have passed `apply_filters`, which makes log-probabilities of their logits.
 
 Shapes: R rows, T tokens (of each row as many; one if nothing is drafted), V vocabulary, K stop tokens, M
 tokens that a row may generate, B blocks that a row may own, P partial sums of squares.
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.decode.common import begin
-from qerl.kernels.decode.leave_out import FILTERED, GREEDY, RowSettings, leave_out
+from qerl.kernels.decode.filters import FILTERED, GREEDY, RowSettings, apply_filters
 from qerl.kernels.launch import dependent, pointers
 from qerl.kernels.limits import STOP_TOKENS
 
@@ -242,7 +242,7 @@ def draw_token(
         "LANES": settings.of_each(tokens), "SQ_P": squares, "SQ_PADDED": triton.next_power_of_2(squares),
         "BLOCK_V": BLOCK_V, "num_warps": 8, **dependent(logits_TV),
     }  # fmt: skip
-    entropy_T = leave_out(logits_TV, squares_PT, rows.done_T, settings, width=width, eps=eps)
+    entropy_T = apply_filters(logits_TV, squares_PT, rows.done_T, settings, width=width, eps=eps)
     arguments = pointers(
         "draw_token", stats_3TB, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
         stats_3TB=stats_3TB, mode_R=settings.mode_R, inverse_temperature_R=settings.inverse_temperature_R,

@@ -115,7 +115,7 @@ __device__ __forceinline__ int rank() { return blockIdx.x % CLUSTER; }
 __device__ __forceinline__ u32 cluster() { return blockIdx.x / CLUSTER; }
 __device__ __forceinline__ u32 clusters() { return gridDim.x / CLUSTER; }
 
-// A cluster's tiles, as stretches of one row tile that fit a stage.
+// A cluster's tiles, as segments of one row tile that fit a stage.
 struct Piece {
   int at, end, k_tiles, row_tile, first, count;  // count k tiles from the first on
   __device__ __forceinline__ Piece(int begin, int end, int k_tiles)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from qerl.kernels.decode.draw import RowState
-from qerl.kernels.decode.leave_out import FILTERED, FREE, GREEDY, RowSettings
+from qerl.kernels.decode.filters import FILTERED, FREE, GREEDY, RowSettings
 from qerl.kernels.decode.speculate import LaneState
 from qerl.kernels.limits import PAGE, STOP_TOKENS
 from qerl.rollout.engine import SamplingParams, uniform_streams

@@ -1,4 +1,4 @@
-"""The joined row computes what a padded batch of the same samples computes."""
+"""The packed row computes what a padded batch of the same samples computes."""
 
 from itertools import pairwise
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qerl.update.joined_row import IGNORE, JoinedRow, Lengths, Sample, join
+from qerl.update.packed_row import IGNORE, Lengths, PackedRow, Sample, pack_row
 from tests.support.samples import samples_of
 
 CPU = torch.device("cpu")
 
 
-def causal_mask_11LL(row: JoinedRow) -> torch.Tensor:
+def causal_mask_11LL(row: PackedRow) -> torch.Tensor:
     length = row.input_ids_1L.size(1)
     return sdpa_mask(
         batch_size=1,
@@ -25,7 +25,7 @@ def causal_mask_11LL(row: JoinedRow) -> torch.Tensor:
 
 def test_layout_of_two_samples_of_one_prompt():
     samples = samples_of([[5, 6, 7], [5, 6, 7]], [[8, 9], [10]])
-    row = join(samples, [0, 1], CPU)
+    row = pack_row(samples, [0, 1], CPU)
     assert row.input_ids_1L.tolist() == [[5, 6, 7, 8, 7]]
     assert row.position_ids_1L.tolist() == [[0, 1, 2, 3, 2]]
     assert row.labels_1L.tolist() == [[IGNORE, IGNORE, 8, 9, 10]]
@@ -40,7 +40,7 @@ def test_layout_of_two_samples_of_one_prompt():
 
 def test_a_group_shares_its_prompt_in_whatever_order_its_samples_come():
     samples = samples_of([[5, 6, 7], [4, 3], [5, 6, 7]], [[8, 9], [1], [10]])
-    row = join(samples, [0, 1, 2], CPU)
+    row = pack_row(samples, [0, 1, 2], CPU)
     assert row.input_ids_1L.tolist() == [[5, 6, 7, 8, 7, 4, 3]]
     assert row.sample_L.tolist() == [-1, -1, 0, 0, 2, -1, 1]
     assert row.input_ids_1L.size(1) == Lengths.of(samples).tokens([0, 1, 2])
@@ -48,7 +48,7 @@ def test_a_group_shares_its_prompt_in_whatever_order_its_samples_come():
 
 def test_scatter_puts_values_where_their_tokens_are():
     samples = samples_of([[5, 6], [5, 6], [4]], [[8, 9], [1], [10, 11, 12]])
-    row = join(samples, [0, 2], CPU)
+    row = pack_row(samples, [0, 2], CPU)
     values = row.labels_1L[0, row.sample_L >= 0].float()
     assert row.scatter(values, 3, 3).tolist() == [[8, 9, 0], [0, 0, 0], [10, 11, 12]]
 
@@ -56,7 +56,7 @@ def test_scatter_puts_values_where_their_tokens_are():
 def test_a_masked_sample_is_its_first_token():
     samples = samples_of([[5, 6], [5, 6]], [[8, 9, 3], [1, 2]])
     samples[0].masked = True
-    row = join(samples, [0, 1], CPU)
+    row = pack_row(samples, [0, 1], CPU)
     assert row.input_ids_1L.tolist() == [[5, 6, 6, 1]]
     assert row.labels_1L.tolist() == [[IGNORE, 8, 1, 2]]
     assert samples[0].loss_mask == [0, 0, 0] and samples[1].loss_mask == [1, 1]
@@ -66,7 +66,7 @@ def test_one_prompt_in_two_groups_is_there_twice():
     """As where two rollouts of an optimizer step drew it: environments may make other prompts of one row."""
     samples = samples_of([[5, 6, 7], [5, 6, 7]], [[8], [9]])
     samples[1].group += 1
-    assert join(samples, [0, 1], CPU).input_ids_1L.tolist() == [[5, 6, 7, 5, 6, 7]]
+    assert pack_row(samples, [0, 1], CPU).input_ids_1L.tolist() == [[5, 6, 7, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_one_prompt_in_two_groups_is_there_twice():
         [(7, [5, 2, 1]), (1, [3]), (2, [1, 1]), (4, [6])],
     ],
 )
-def test_stretches_say_what_the_mask_says(lengths):
+def test_segments_say_what_the_mask_says(lengths):
     prompts, completions = [], []
     for prompt, group in lengths:
         tokens = torch.randint(1, 99, (prompt,)).tolist()
         prompts += [tokens] * len(group)
         completions += [torch.randint(1, 99, (n,)).tolist() for n in group]
-    row = join(samples_of(prompts, completions), range(len(prompts)), CPU)
+    row = pack_row(samples_of(prompts, completions), range(len(prompts)), CPU)
     branches, length = row.branches, row.input_ids_1L.size(1)
     seen = torch.zeros(length, length, dtype=torch.bool)
     own = torch.full((length,), -1)
@@ -118,7 +118,7 @@ def test_log_probs_and_gradients_equal_the_samples_of(tiny_model, family, checkp
     padded, mask = padded_logps(model, samples)
     weight = torch.randn(mask.shape, dtype=torch.double) * mask
     expected = gradients(model, (padded * weight).sum())
-    row = join(samples, [0, 1, 2, 3], CPU)
+    row = pack_row(samples, [0, 1, 2, 3], CPU)
     logits = model(
         input_ids=row.input_ids_1L,
         position_ids=row.position_ids_1L,

@@ -11,17 +11,17 @@ attends to its prompt and to itself; positions count from the start of the sampl
 what they would see in a row of its own. Gradients through the shared prompt add up over its branches, which
 is what a padded batch computes sample by sample.
 
-The row says which tokens attend to which in two forms. `Branches` lists the stretches of the row for a kernel
+The row says which tokens attend to which in two forms. `Branches` lists the segments of the row for a kernel
 that computes only what is seen (`qerl.update.attention`); `mask_function` answers for any two tokens, from
 which the model's own code makes its dense masks (`masked_by_branch`), at a cost of L^2 whatever they mask. A
 mask made here would have to be made for every family again, and would be wrong without a word for each that
 was forgotten. Given up: models that make masks in some other way. `qerl.update.row_check` finds them.
 
 A layer with a recurrent state would need a third form: where in the row a state starts, and the position
-whose state each branch continues. The stretches hold both.
+whose state each branch continues. The segments hold both.
 
 Legend: B samples, C completion columns, L tokens of the row, S positions of L that predict something, N
-stretches and one, M keys of all stretches.
+segments and one, M keys of all segments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -120,17 +120,17 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Branches:
-    """The row as stretches of queries, each with the stretch of keys it sees: causal, aligned at their ends.
+    """The row as segments of queries, each with the segment of keys it sees: causal, aligned at their ends.
 
     A shared prompt sees itself, a branch sees its prompt and then itself. `keys_M` writes that out: the keys
-    of all stretches one after the other, a prompt's once for itself and once more for each of its branches.
+    of all segments one after the other, a prompt's once for itself and once more for each of its branches.
 
     Attributes:
-        query_offsets_N: int32, where the queries of each stretch begin in the row, and L.
+        query_offsets_N: int32, where the queries of each segment begin in the row, and L.
         key_offsets_N: int32, where its keys begin in `keys_M`, and M.
-        longest_query, longest_key: Tokens of the longest stretch.
+        longest_query, longest_key: Tokens of the longest segment.
         keys_M: Position in the row of each key.
-        own_L: Index into `keys_M` of each position's key in its own stretch.
+        own_L: Index into `keys_M` of each position's key in its own segment.
         copies: For each shared prompt, its position in the row and the index [branches, tokens] into `keys_M`
             of the copies that its branches read.
     """
@@ -145,7 +145,7 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class JoinedRow:
+class PackedRow:
     """One row that holds many samples. Tensors are int64 on one device.
 
     Attributes:
@@ -157,7 +157,7 @@ class JoinedRow:
         group_L: Index of the prompt that a position belongs to, counted within the row.
         branch_L: Index of its branch of that prompt, 0 for the prompt itself.
         scored_S: Positions that predict something.
-        stretches: (group, branch, tokens) of the row's parts in order.
+        segments: (group, branch, tokens) of the row's parts in order.
     """
 
     input_ids_1L: torch.Tensor
@@ -168,7 +168,7 @@ class JoinedRow:
     group_L: torch.Tensor
     branch_L: torch.Tensor
     scored_S: torch.Tensor
-    stretches: list[tuple[int, int, int]]
+    segments: list[tuple[int, int, int]]
 
     def mask_function(self, of_sample: MaskFunction) -> MaskFunction:
         """The mask of the row.
@@ -192,13 +192,13 @@ class JoinedRow:
 
     @cached_property
     def branches(self) -> Branches:
-        """The mask of the row for causal attention, as stretches."""
+        """The mask of the row for causal attention, as segments."""
         queries, keys = [0], [0]
         gathered: list[torch.Tensor] = []
         own: list[torch.Tensor] = []
         prompts: dict[int, slice] = {}
         copies: dict[int, list[int]] = {}
-        for group, branch, tokens in self.stretches:
+        for group, branch, tokens in self.segments:
             start = queries[-1]
             at = keys[-1]
             if branch == 0:
@@ -234,7 +234,7 @@ class JoinedRow:
         return flat.index_put((index_S,), values_S).view(batch, columns)
 
 
-def join(samples: Sequence[Sample], rows: Sequence[int], device: torch.device) -> JoinedRow:
+def pack_row(samples: Sequence[Sample], rows: Sequence[int], device: torch.device) -> PackedRow:
     """The samples with these indices as one row; groups stand in the order of their first sample.
 
     Args:
@@ -256,11 +256,11 @@ def join(samples: Sequence[Sample], rows: Sequence[int], device: torch.device) -
 
 
 class RowBuilder:
-    """Grows a joined row sample by sample, on the CPU: on a GPU each sample would be waited for."""
+    """Grows a packed row sample by sample, on the CPU: on a GPU each sample would be waited for."""
 
     def __init__(self) -> None:
-        self._parts: list[torch.Tensor] = []  # [7, tokens], in the order of JoinedRow's fields
-        self._stretches: list[tuple[int, int, int]] = []
+        self._parts: list[torch.Tensor] = []  # [7, tokens], in the order of PackedRow's fields
+        self._segments: list[tuple[int, int, int]] = []
         self._shared, self._group, self._branch = 0, -1, 0
         self._length = 0
 
@@ -291,7 +291,7 @@ class RowBuilder:
         start, n = self._length, len(tokens)
         self._length += n
         if n:
-            self._stretches.append((self._group, self._branch, n))
+            self._segments.append((self._group, self._branch, n))
             column = torch.arange(n)
             where = (torch.full((n,), x) for x in (sample, self._group, self._branch))
             sample_n, group_n, branch_n = where
@@ -299,19 +299,19 @@ class RowBuilder:
             self._parts.append(torch.stack(parts))
         return slice(start, self._length)
 
-    def finish(self, device: torch.device) -> JoinedRow:
+    def finish(self, device: torch.device) -> PackedRow:
         """The row, on a device."""
         on_host = torch.cat(self._parts, dim=1)
         scored_S = upload((on_host[3] >= 0).nonzero()[:, 0], device)
         tokens, positions, labels, *where = upload(on_host, device)
         sample, column, group, branch = where
         rows = tokens[None], positions[None], labels[None]
-        return JoinedRow(*rows, sample, column, group, branch, scored_S, self._stretches)
+        return PackedRow(*rows, sample, column, group, branch, scored_S, self._segments)
 
 
 @contextmanager
-def masked_by_branch(config: PreTrainedConfig, row: JoinedRow) -> Iterator[dict[str, Any]]:
-    """Yields arguments of a forward pass; inside the block the model's masks are those of the joined row.
+def masked_by_branch(config: PreTrainedConfig, row: PackedRow) -> Iterator[dict[str, Any]]:
+    """Yields arguments of a forward pass; inside the block the model's masks are those of the packed row.
 
     Which tokens of a sample attend to which is the model's affair: a layer attends to all that came before,
     to a window, to a block. transformers writes it as a function of two positions, from which the model's

@@ -1,4 +1,4 @@
-"""Joint products of a layer and its adapter in the update, as far as settings tell. Free of torch.
+"""Fused products of a layer and its adapter in the update, as far as settings tell. Free of torch.
 
 `qerl.lora.product` looks at the layers themselves, the memory plan (`qerl.plan`) has the settings alone.
 """
@@ -13,9 +13,9 @@ def dropout_reason(probability: float) -> str:
     return f"lora_dropout is {probability:g}"
 
 
-def why_not_joint(weights: WeightFormatName, lora_dropout: float) -> str | None:
+def why_not_fused(weights: WeightFormatName, lora_dropout: float) -> str | None:
     """The reason why the update leaves adapted layers to PEFT; None where layer and adapter are one
     product."""
-    if not FORMATS[weights].joint_update:
+    if not FORMATS[weights].fused_update:
         return OTHER_LAYER
     return dropout_reason(lora_dropout) if lora_dropout > 0 else None

@@ -120,7 +120,7 @@ def narrowest(
 
 
 @triton.jit
-def _leave_out(
+def _filter(
     logits_TV, squares_PT, entropy_T, done_T, mode_R, inverse_temperature_R, top_k_R, top_p_R, farthest_R,
     T, V, D, eps, never, largest,
     LANES: tl.constexpr, PASSES: tl.constexpr, WAYS: tl.constexpr,
@@ -173,7 +173,7 @@ def _leave_out(
         tl.store(row + v, tl.where(kept, -distance - log_total, never), mask=v < V)
 
 
-def leave_out(
+def apply_filters(
     logits_TV: torch.Tensor,
     squares_PT: torch.Tensor,
     done_T: torch.Tensor,
@@ -204,11 +204,11 @@ def leave_out(
     entropy_T = torch.empty(tokens, device=logits_TV.device)
     squares = squares_PT.shape[0]
     arguments = pointers(
-        "leave_out", entropy_T, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
+        "apply_filters", entropy_T, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
         done_T=done_T, mode_R=settings.mode_R, inverse_temperature_R=settings.inverse_temperature_R,
         top_k_R=settings.top_k_R, top_p_R=settings.top_p_R, farthest_R=settings.farthest_R,
     )  # fmt: skip
-    _leave_out[(tokens,)](
+    _filter[(tokens,)](
         *arguments, tokens, vocabulary, width, eps, NEVER, _LARGEST,
         LANES=settings.of_each(tokens), PASSES=_PASSES, WAYS=_WAYS,
         SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares), BLOCK_V=BLOCK_V, num_warps=_WARPS,
