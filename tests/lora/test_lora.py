@@ -105,7 +105,7 @@ def test_bad_settings(plain, settings: dict, message: str) -> None:
 
 def test_merge_is_refused(plain) -> None:
     model = add_lora(packed_model(plain), 4, 8, 0.0)
-    with pytest.raises(QeRLError, match="cannot be merged into four-bit weights"):
+    with pytest.raises(QeRLError, match="Cannot merge into 4-bit weights"):
         model.merge_and_unload()
 
 

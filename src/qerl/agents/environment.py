@@ -70,7 +70,7 @@ def make_factory(environment: Callable[..., Any], options: Mapping[str, Any]) ->
     try:
         inspect.signature(environment).bind(**options)
     except TypeError as error:
-        raise QeRLError(f"environment_options do not fit {name}: {error}; mend them.") from error
+        raise QeRLError(f"environment_options do not fit {name}: {error}; fix them.") from error
     return functools.partial(environment, **options)
 
 
@@ -99,7 +99,7 @@ def check_environment(factory: EnvironmentFactory) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise QeRLError(
-            f"The environment cannot be made: {type(error).__name__}: {first_line(error)}; mend its "
+            f"The environment cannot be made: {type(error).__name__}: {first_line(error)}; fix its "
             "constructor, or environment_options."
         ) from error
     if inspect.isclass(environment):
@@ -162,7 +162,7 @@ def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) 
     except (Exception, SystemExit) as error:
         raise QeRLError(
             f"The environment {name} could not begin an episode: reset raised {type(error).__name__}: "
-            f"{first_line(error)}; mend it, and let it take the row's columns: reset(self, **row)."
+            f"{first_line(error)}; fix it, and let it take the row's columns: reset(self, **row)."
         ) from error
     if observation is not None and not isinstance(observation, str):
         raise QeRLError(

@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass(eq=False)
 class _Turn:
-    """The calls of one turn, the answers so far, and what ends with them."""
+    """The calls of one turn, the answers so far, and the future of its end."""
 
     key: int
     calls: Sequence[Call]
@@ -180,7 +180,7 @@ class ToolPool:
             return self._failed(call, error.cause if isinstance(error, EndsProcess) else error)
 
     def _failed(self, call: Call, error: BaseException) -> Answer:
-        """An answer with what an exception says; some say nothing, and a tool's own may fail to."""
+        """An answer with an exception's message; some have none, and a tool's own may fail to give it."""
         text = ""
         with contextlib.suppress(Exception):
             text = str(error)

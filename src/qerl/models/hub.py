@@ -128,7 +128,7 @@ def download(
         )
     except HFValidationError as error:
         raise QeRLError(
-            f"{name} is neither a folder, a .gguf file, nor a Hub id like owner/model; mend the name."
+            f"{name} is neither a folder, a .gguf file, nor a Hub id like owner/model; fix the name."
         ) from error
     except GatedRepoError as error:
         raise QeRLError(
@@ -192,6 +192,6 @@ def _without_hub(name: str, needed: str, error: Unreachable | None) -> Path:
     cause = f" ({error})" if error is not None and str(error) else ""
     lacking = needed.removeprefix("*.")
     raise QeRLError(
-        f"{name} is no local folder, and neither the Hub nor its cache has {lacking} of it{cause}; "
+        f"{name} was not found: no such folder, and neither the Hub nor its cache has {lacking} of it{cause}; "
         f"connect to the network or {hint}."
     ) from error

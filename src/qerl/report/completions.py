@@ -220,7 +220,7 @@ def _sample(row: dict[str, Any], names: list[str], weights: list[float]) -> Samp
 
 
 def _finite(value: Any) -> float | None:
-    """A number; None for what is none, NaN of a sample that a function does not score included."""
+    """A finite number; None for anything else, such as the NaN of a sample without a score."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 

@@ -253,7 +253,7 @@ def _problem(prompt: str | list[Message]) -> str:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a server answered to one request."""
+    """A server's answer to one request."""
 
     status: int
     content: bytes
@@ -321,7 +321,7 @@ def _without_user(url: str) -> tuple[str, list[str]]:
         parts = urlsplit(url)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
     except ValueError as error:
-        raise QeRLError(f"url of the judge is no URL ({first_line(error)}); mend it.") from None
+        raise QeRLError(f"url of the judge is no URL ({first_line(error)}); fix it.") from None
     place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     basic = base64.b64encode(f"{user}:{password}".encode()).decode()  # as the header has it
     return place, [basic, password or user, parts.password or ""] if user or password else []

@@ -42,7 +42,6 @@ class GuessNumber(DrawnTask):
         self.largest = largest
 
     def draw(self, split: Set, count: int) -> list[dict[str, Any]]:
-        """See :meth:`DrawnTask.draw`."""
         problems = [(end, number) for end in range(10, self.largest + 1) for number in range(1, end + 1)]
         random.Random(f"guess_number {split} {self.seed}").shuffle(problems)
         drawn = first_of_split(

@@ -138,11 +138,7 @@ class Jsonl(Task):
         return {"prompt": self._messages(row[given[0]]), **solution, **others}
 
     def _solution(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The columns that say what is right.
-
-        Raises:
-            ValueError: They are wrong; the message says how.
-        """
+        """The columns of the right answer."""
         return {"answer": _answer(row.get("answer"))}
 
     def _messages(self, problem: Any) -> list[Message]:

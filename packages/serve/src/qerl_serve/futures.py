@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error in place of a result: a sentence, and whether the user can mend it."""
+    """The error in place of a result: a sentence, and whether the user can fix it."""
 
     error: str
     category: Category

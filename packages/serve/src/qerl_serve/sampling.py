@@ -151,7 +151,7 @@ class _Unwanted(Stop):
 
 def given_up() -> QeRLError:
     """The answer to a request whose client is gone."""
-    return QeRLError("Nobody waits for these samples any more, so they were not finished.")
+    return QeRLError("The client of these samples is gone, so they were not finished.")
 
 
 class Sampling:
