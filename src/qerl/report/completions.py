@@ -212,10 +212,8 @@ def _sample(row: dict[str, Any], names: list[str], weights: list[float]) -> Samp
     pairs = zip(parts.values(), weights, strict=True)
     known = [weight * value for value, weight in pairs if value is not None]
     own = {"step", "prompt", "completion", *names}
-    others = {name: value for name, value in row.items() if name not in own and value is not None}
-    extra = {
-        name: number(value) if isinstance(value, float) else str(value) for name, value in others.items()
-    }
+    others = ((name, value) for name, value in row.items() if name not in own and value is not None)
+    extra = {name: number(value) if isinstance(value, float) else str(value) for name, value in others}
     return Sample(_messages(row["completion"], "completion"), sum(known) if known else None, parts, extra)
 
 
