@@ -94,7 +94,7 @@ def test_rank_is_not_capped_and_targets_can_be_chosen(plain) -> None:
     ("settings", "message"),
     [
         ({"rank": 0}, "LoRA cannot be added"),
-        ({"dropout": 1.5}, "drops every input of the adapter; set it below 1"),
+        ({"dropout": 1.5}, "so adapters get no input; set it below 1"),
         ({"target_modules": ["query"]}, "query"),
     ],
 )

@@ -139,9 +139,7 @@ def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:
             raise QeRLError(f"Two tools are called {name}; rename one of them, or give it once.")
     for name in (method for environment in environments for method in tool_names(environment)):
         if name in names:
-            raise QeRLError(
-                f"The tool {name} has the name of a method of the environment; rename one of them."
-            )
+            raise QeRLError(f"The tool {name} has the name of an environment's method; rename one of them.")
 
 
 def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) -> str | None:

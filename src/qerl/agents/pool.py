@@ -90,9 +90,7 @@ class ToolPool:
         if not 0 < timeout < float("inf"):
             raise QeRLError(f"tool_timeout is {timeout}; it must be a number of seconds above 0.")
         if output_limit < 1:
-            raise QeRLError(
-                f"tool_output_limit is {output_limit}; it must be a number of characters above 0."
-            )
+            raise QeRLError(f"tool_output_limit is {output_limit}; it must be a count of characters above 0.")
         self._timeout, self._limit = timeout, output_limit
         self._patience = min(patience, timeout + GRACE_S)
         self._beside = beside or Beside()

@@ -242,9 +242,7 @@ def _imported(where: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
-        raise QeRLError(
-            f"The module {module} cannot be imported: {first_line(error)}; install it."
-        ) from error
+        raise QeRLError(f"Module {module} cannot be imported: {first_line(error)}; install it.") from error
     if not inspect.isclass(found):
         raise QeRLError(f"The module {module} has no class {name!r}; fix environment: openenv:{where}.")
     return found

@@ -74,9 +74,7 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
     }
     if wanted is None:
         if not linears:
-            raise QeRLError(
-                f"{type(model).__name__} has no linear layers to adapt; use another model family."
-            )
+            raise QeRLError(f"{type(model).__name__} has no linear layers to adapt; use another family.")
         return list(linears)
     parts = [name.split(".") for name, _ in model.named_modules()]
     ends = {".".join(words[start:]) for words in parts for start in range(len(words))}

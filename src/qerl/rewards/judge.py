@@ -332,14 +332,10 @@ def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
     if not isinstance(variable, str) or not _NAME.fullmatch(variable):
-        raise QeRLError(
-            "api_key_env of the judge must be the name of an environment variable, never the key itself."
-        )
+        raise QeRLError("api_key_env of the judge must name an environment variable, not the key itself.")
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise QeRLError(
-            f"The judge's key is to be in the environment variable {variable}, which is not set; export it."
-        )
+        raise QeRLError(f"The environment variable {variable} with the judge's key is not set; export it.")
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise QeRLError(
             f"The environment variable {variable} holds no key that HTTP could send: it has a space, a line "

@@ -124,9 +124,7 @@ class Jsonl(Task):
             raise ValueError(f"a text holds half of a character ({error.object[error.start]!a})") from error
         taken = sorted(_TAKEN_COLUMNS & row.keys())
         if taken:
-            raise ValueError(
-                f"the column {taken[0]} has a name that reward functions get otherwise; rename it"
-            )
+            raise ValueError(f"the column {taken[0]} has a name that TRL uses itself; rename it")
         given = [column for column in _PROBLEM_COLUMNS if row.get(column) is not None]
         if len(given) != 1:
             raise ValueError(
