@@ -65,7 +65,7 @@ def test_code_that_the_folder_of_a_run_names_is_refused_with_what_to_type(folder
         return json.loads(json.dumps(value).replace("{evil}", str(tmp_path / "evil.py")))
 
     choices = choices_of(Source("m", folder(**at(settings))))
-    with pytest.raises(QeRLError, match="may be anybody's") as refused:
+    with pytest.raises(QeRLError, match="may come from anyone") as refused:
         turns(choices)
     assert f"name it yourself with {shlex.join(at(flags))}." in str(refused.value)
 

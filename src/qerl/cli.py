@@ -44,12 +44,12 @@ console = Console(quiet=not is_first_process(), emoji=False)  # a path may have 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 a plan that does not fit, 2 a mistake the user can
-    mend, 130 interrupted."""
+    fix, 130 interrupted."""
     return status_of(lambda: _run(with_underscores(sys.argv[1:] if argv is None else argv)))
 
 
 def status_of(command: Callable[[], int | None]) -> int:
-    """Exit status of a command; mistakes the user can mend, and Ctrl-C, become a sentence on stderr."""
+    """Exit status of a command; mistakes the user can fix, and Ctrl-C, become a sentence on stderr."""
     _quiet_libraries()
     try:
         status = command() or 0
@@ -70,7 +70,7 @@ def status_of(command: Callable[[], int | None]) -> int:
 
 def _run(words: list[str]) -> int | None:
     if nul := next((word for word in words if "\0" in word), None):
-        raise QeRLError(f"{_shortened(repr(nul))} holds a NUL character, which no name or path has; mend it.")
+        raise QeRLError(f"{_shortened(repr(nul))} holds a NUL character, which no name or path has; fix it.")
     if words[:1] == ["study"]:
         raise QeRLError(
             "Studies lie in QeRL's repository and not in the package; in a clone, type `python -m lab study`."

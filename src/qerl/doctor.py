@@ -155,7 +155,7 @@ def _is_for(wanted: Requirement, extra: str) -> bool:
 
 
 def _without_ceiling(versions: SpecifierSet) -> SpecifierSet:
-    """The same without what keeps newer versions out."""
+    """The same without upper bounds."""
     return SpecifierSet(",".join(str(each) for each in versions if each.operator not in ("<", "<=")))
 
 

@@ -81,8 +81,8 @@ def load_object(spec: str, what: str, kind: str = "function") -> Any:
     if not name:
         if len(public) != 1:
             raise QeRLError(
-                f"{path} has {len(public)} of what a {what} may be ({', '.join(public) or 'none'}); write "
-                f"{path}:NAME for the one that is meant."
+                f"{path} has {len(public)} candidates for a {what} ({', '.join(public) or 'none'}); write "
+                f"{path}:NAME to choose one."
             )
         (name,) = public
     found = getattr(module, name, None)
@@ -101,5 +101,5 @@ def _run(path: Path, what: str) -> ModuleType:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         cause = f"{type(error).__name__}: {first_line(error)}"
-        raise QeRLError(f"The {what} file {path} cannot be run ({cause}); mend it.") from error
+        raise QeRLError(f"The {what} file {path} cannot be run ({cause}); fix it.") from error
     return module

@@ -91,7 +91,7 @@ def test_settings_without_a_completion_are_replaced(run, tmp_path):
 
 def test_completions_that_nothing_describes_are_left_alone(run, tmp_path):
     (tmp_path / COMPLETIONS_FILE).write_text(json.dumps({"mine": 1}) + "\n")
-    with pytest.raises(QeRLError, match=f"no readable {SETTINGS_FILE}"):
+    with pytest.raises(QeRLError, match=f"{SETTINGS_FILE} beside it is missing or damaged"):
         run(tmp_path)
 
 

@@ -55,7 +55,7 @@ def test_an_entry_says_what_is_asked_and_the_command_line_wins(tmp_path):
         ("tasks: {a: 3}", "a in .* is 3; it must be a mapping"),
         ("tasks: {a: {sample: 3}}", "unknown key 'sample' .did you mean 'samples'"),
         ("tasks: {a: {samples: 0}}", "a in .*: samples is 0"),
-        ("tasks: {a: {samples: 1000000}}", "a in .*: samples is 1000000; at most 65536 completions"),
+        ("tasks: {a: {samples: 1000000}}", "a in .*: samples is 1000000; it must be at most 65536"),
         ("tasks: {a: {top_p: 2.0}}", "a in .*: top_p is 2.0"),
         ("tasks: {a/b: {}}", "becomes a folder"),
         ("tasks: {..: {}}", "becomes a folder"),

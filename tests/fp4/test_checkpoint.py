@@ -160,7 +160,7 @@ def damage_only_pickles(source: Path) -> None:
         (damage_tensor_missing, r"model-0\.safetensors lacks model\.embed_tokens\.weight"),
         (damage_index, "has no weight_map"),
         (damage_index_leads_elsewhere, r"lacks \.\./model-0\.safetensors"),
-        (damage_only_pickles, "only safetensors are read"),
+        (damage_only_pickles, "convert it to safetensors"),
     ],
 )
 def test_damaged_folder_is_named_before_any_work(source, tmp_path, damage, message):

@@ -94,7 +94,7 @@ def test_rank_is_not_capped_and_targets_can_be_chosen(plain) -> None:
     ("settings", "message"),
     [
         ({"rank": 0}, "LoRA cannot be added"),
-        ({"dropout": 1.5}, "drops every input of the adapter; set it below 1"),
+        ({"dropout": 1.5}, "so adapters get no input; set it below 1"),
         ({"target_modules": ["query"]}, "query"),
     ],
 )
@@ -105,7 +105,7 @@ def test_bad_settings(plain, settings: dict, message: str) -> None:
 
 def test_merge_is_refused(plain) -> None:
     model = add_lora(packed_model(plain), 4, 8, 0.0)
-    with pytest.raises(QeRLError, match="cannot be merged into four-bit weights"):
+    with pytest.raises(QeRLError, match="Cannot merge into 4-bit weights"):
         model.merge_and_unload()
 
 

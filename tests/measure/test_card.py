@@ -86,7 +86,7 @@ def test_files_that_were_sent_are_whole():
 def test_a_machine_without_a_gpu_is_told_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "card"]) == 2
-    assert "measures a CUDA GPU and this machine shows none" in " ".join(capsys.readouterr().err.split())
+    assert "measures a CUDA GPU and this machine has none" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("size, shape", [(8, "3b"), (16, "7b"), (24, "14b"), (48, "32b"), (141, "32b")])

@@ -95,7 +95,7 @@ def test_remote_code_is_off(plain) -> None:
 def test_pickles_are_not_read(plain) -> None:
     (plain / "model.safetensors").unlink()
     torch.save({}, plain / "pytorch_model.bin")
-    with pytest.raises(QeRLError, match="only safetensors are read"):
+    with pytest.raises(QeRLError, match="convert it to safetensors"):
         load_model(plain, "bf16", torch.float32, "cpu")
 
 

@@ -43,7 +43,7 @@ def test_a_memory_shared_with_the_cpu_is_planned_as_a_run_takes_it():
 def test_what_is_no_card_is_told_which_there_are(capsys):
     assert main(["plan", "7b", "--gpu", "rtx 9999"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "--gpu is rtx 9999; it must be the GPU's memory in GB" in said and "RTX 4090, L4" in said
+    assert "--gpu is rtx 9999; give the GPU's memory in GB" in said and "RTX 4090, L4" in said
 
 
 @pytest.mark.parametrize("name", ["A100", "rtx3090"])

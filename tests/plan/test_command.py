@@ -102,7 +102,7 @@ def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--gpu", "big"], "--gpu is big; it must be the GPU's memory in GB"),
+        (["--gpu", "big"], "--gpu is big; give the GPU's memory in GB"),
         (
             ["--tuning", "full", "--weights", "bf16"],
             "Full tuning takes at least 121.8 GB on each GPU for weights, gradients and Adam's moments of "
@@ -111,7 +111,7 @@ def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
         (["--tuning", "full", "--weights", "bf16", "--dtype", "bfloat16"], "at least 60.9 GB on each GPU"),
         (["--tuning", "full", "--weights", "bf16", "--beta", "0.04"], "at least 152.3 GB on each GPU"),
         (["--gpu", "nan"], "--gpu is nan"),
-        (["--gpu", "0.001"], "--gpu is 0.001; it must be the GPU's memory in GB"),
+        (["--gpu", "0.001"], "--gpu is 0.001; give the GPU's memory in GB"),
         (["--gpu", "true"], "--gpu is True"),
         (["--processes", "0"], "--processes is 0; it must be a number of GPUs"),
         (["--adapters", "none"], "--adapters is none; it must be a number of adapters"),

@@ -214,9 +214,11 @@ def test_the_key_comes_from_the_environment_alone(monkeypatch):
         assert judged(Judge(served.url, "m", api_key_env="CRITIC_KEY"), "a") == [0.3]
     assert served.headers[0]["Authorization"] == "Bearer sesame"
     monkeypatch.delenv("CRITIC_KEY")
-    with pytest.raises(QeRLError, match="in the environment variable CRITIC_KEY, which is not set"):
+    with pytest.raises(
+        QeRLError, match="The environment variable CRITIC_KEY with the judge's key is not set"
+    ):
         Judge("http://x", "m", api_key_env="CRITIC_KEY")
-    with pytest.raises(QeRLError, match="never the key itself") as refused:
+    with pytest.raises(QeRLError, match="not the key itself") as refused:
         Judge("http://x", "m", api_key_env="sk-sesame")
     assert "sesame" not in str(refused.value)
 

@@ -211,7 +211,7 @@ def test_too_many_requests_are_put_off(client: Client):
 
 def test_requests_that_are_too_large_together_are_put_off(client: Client):
     model = client.model()
-    client.server.clients.futures._most_bytes = 20_000
+    client.server.clients.futures._max_bytes = 20_000
     answers = [client.send_pass(model, seq_id, [1] * 60) for seq_id in range(3, 40)]  # number 2 is missing
     states = [answer.status_code for answer in answers]
     assert states == sorted(states) and {*states} == {200, 429}

@@ -254,7 +254,7 @@ def test_requests_that_are_given_up_are_not_waited_for(ground: Playground):
 
 
 def test_results_stay_for_a_while_and_not_for_ever():
-    futures = Futures(most=3, most_bytes=100, keep_s=10, unfetched_s=100)
+    futures = Futures(max_count=3, max_bytes=100, keep_s=10, unfetched_s=100)
     first, second = futures.add(Future("a", "x", "s")), futures.add(Future("b", "x", "s"))
     first.settle(Answer(b"1"))
     first.settle(Answer(b"2"))
@@ -274,7 +274,7 @@ def test_results_stay_for_a_while_and_not_for_ever():
 
 
 def test_requests_and_results_are_bounded_by_their_bytes():
-    futures = Futures(most=10, most_bytes=100, keep_s=1000, unfetched_s=1000)
+    futures = Futures(max_count=10, max_bytes=100, keep_s=1000, unfetched_s=1000)
     futures.add(first := Future("a", "x", "s", bytes=60))
     futures.add(Future("a", "x", "s", bytes=40))  # sent again
     assert futures.bytes == 60
@@ -301,7 +301,7 @@ def test_requests_and_results_are_bounded_by_their_bytes():
 
 
 def test_what_others_may_wait_for_is_kept_out_by_results_alone():
-    futures = Futures(most=10, most_bytes=100, keep_s=1000, unfetched_s=1000)
+    futures = Futures(max_count=10, max_bytes=100, keep_s=1000, unfetched_s=1000)
     futures.add(waits := Future("b", "x", "s", bytes=90))
     with pytest.raises(Busy):
         futures.add(Future("a", "x", "s", bytes=60))

@@ -293,7 +293,7 @@ def test_what_is_refused_to_one_request_is_not_refused_to_its_group(tmp_path, mo
 
 
 def test_joiners_do_not_keep_the_others_waiting(tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl_serve.sampling.MOST_JOINERS", 4)
+    monkeypatch.setattr("qerl_serve.sampling.MAX_JOINERS", 4)
     backend = trained(tmp_path)
     base = backend.sampler("tiny")
     other = request(backend.save_for_sampler("a", None), max_tokens=1)
@@ -337,7 +337,7 @@ def test_what_nobody_waits_for_is_not_decoded_to_its_end(tmp_path):
     gone = replace(asked[0], num_samples=2, wanted=Patience(9))
     found = sampled(backend, [gone, asked[1], replace(asked[2], prompt_logprobs=True, wanted=Patience(0))])
     for number in (0, 2):
-        assert isinstance(found[number], QeRLError) and "Nobody waits" in str(found[number])
+        assert isinstance(found[number], QeRLError) and "is gone" in str(found[number])
     assert -30 < gone.wanted.left < 0  # asked once a token of each sample, of which there could be 400
     assert tokens({1: found[1]}) == tokens({1: sampled(backend, [asked[1]])[0]})
     assert tokens(whole) == tokens(sampled(backend, asked[:1]))

@@ -31,7 +31,7 @@ def tiny_backend(
 ) -> ModelBackend:
     """Over a dense fp32 Llama of one layer and the portable engine, unless others are given."""
     model = small_model() if model is None else model
-    seats = Seats(model, most_rank=16)
+    seats = Seats(model, max_rank=16)
     tokenizer = make_tiny_tokenizer()
     return ModelBackend(
         models=[ModelInfo("tiny", POSITIONS, "tiny")],

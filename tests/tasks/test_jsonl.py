@@ -86,7 +86,10 @@ GOOD = {"question": "fine?", "answer": "yes"}
         ({"question": "x", "answer": True}, "it is true"),
         ('{"question": "x", "answer": NaN}', "it is NaN"),
         ({"question": "x", "answer": ["1"]}, "it is .*1"),
-        ({"question": "x", "answer": "1", "completions": 3}, "the column completions has a name that reward"),
+        (
+            {"question": "x", "answer": "1", "completions": 3},
+            "the column completions has a name that TRL uses",
+        ),
         ({"question": "x", "answer": "1", "log_metric": 3}, "the column log_metric has a name"),
         ({"question": "x", "answer": "1", "images": []}, "the column images has a name"),
         ({"question": "half \ud83d", "answer": "1"}, "half of a character .*ud83d"),

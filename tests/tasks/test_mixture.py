@@ -158,7 +158,7 @@ def test_columns_that_cannot_be_joined_are_named():
     clash = {"one": Part(Fixed("one", 1, level=[1])), "two": Part(Fixed("two", 1, level=["hard"]))}
     with pytest.raises(QeRLError, match="The mixture has a column of values of different types"):
         Mixture(clash).train()
-    with pytest.raises(QeRLError, match="The rows of task one have a column 'task'"):
+    with pytest.raises(QeRLError, match="The rows of task one have the mixture's own column 'task'"):
         Mixture({"one": Part(Fixed("one", 1, task=["x"]))}).test()
 
 

@@ -32,14 +32,14 @@ def test_custom_reward_is_loaded_from_a_file(tmp_path: Path, name: str) -> None:
     ("spec", "said"),
     [
         ("mine", "not of the form PATH.py:function"),
-        ("two.py", r"two\.py has 2 of what a reward may be \(brief, short\); write .*two\.py:NAME"),
-        ("none.py", r"none\.py has 0 of what a reward may be \(none\)"),
+        ("two.py", r"two\.py has 2 candidates for a reward \(brief, short\); write .*two\.py:NAME"),
+        ("none.py", r"none\.py has 0 candidates for a reward \(none\)"),
         ("mine.txt:brief", "not of the form PATH.py:function"),
         ("other.py:brief", r"The reward file .*other\.py does not exist"),
         ("mine.py:breif", r"mine\.py has no function 'breif'; it has: brief\.$"),
         ("mine.py:limit", "has no function 'limit'"),
-        ("broken.py:brief", r"broken\.py cannot be run \(ZeroDivisionError: division by zero\); mend it"),
-        ("syntax.py:brief", r"syntax\.py cannot be run \(SyntaxError: .*line \d+\)\); mend it"),
+        ("broken.py:brief", r"broken\.py cannot be run \(ZeroDivisionError: division by zero\); fix it"),
+        ("syntax.py:brief", r"syntax\.py cannot be run \(SyntaxError: .*line \d+\)\); fix it"),
     ],
 )
 def test_custom_reward_errors_say_what_to_mend(tmp_path: Path, spec: str, said: str) -> None:

@@ -134,7 +134,7 @@ def test_which_layers_a_peft_config_adapts(llama_folder, settings, targets, laye
         (LoraConfig(target_modules=["query"]), {}, "names query, which LlamaForCausalLM does not have"),
         (LoraConfig(use_dora=True), {}, "use_dora needs dense weights, and these are packed"),
         (LoraConfig(init_lora_weights="pissa"), {}, "'pissa' starts from dense weights"),
-        (LoraConfig(lora_dropout=1.0), {}, "which drops every input of the adapter; set it below 1"),
+        (LoraConfig(lora_dropout=1.0), {}, "so adapters get no input; set it below 1"),
         (LoraConfig(modules_to_save=["q_proj"]), {}, "modules_to_save has q_proj, and the weight of model"),
         (LoraConfig(modules_to_save=["mlp"]), {}, "modules_to_save has mlp, and the weight of model"),
         (LoraConfig(task_type="SEQ_CLS"), {}, "task_type SEQ_CLS; set it to CAUSAL_LM"),

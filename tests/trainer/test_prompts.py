@@ -77,7 +77,7 @@ def test_sound_rows_stay_as_they_are():
 @pytest.mark.parametrize(
     ("template", "rows", "message"),
     [
-        (BROKEN, data(CHAT), r"cannot render a prompt \(TemplateSyntaxError: .*'\); mend the template"),
+        (BROKEN, data(CHAT), r"cannot render a prompt \(TemplateSyntaxError: .*'\); fix the template"),
         (BROKEN, data(CHAT).to_iterable_dataset(), "TemplateSyntaxError"),
         (BROKEN, {"a": data("two"), "b": data(CHAT)}, "TemplateSyntaxError"),
         (NO_SYSTEM, data(CHAT, [{"role": "system", "content": "a"}, *CHAT]), "TemplateError: no system"),

@@ -70,7 +70,7 @@ def make_factory(environment: Callable[..., Any], options: Mapping[str, Any]) ->
     try:
         inspect.signature(environment).bind(**options)
     except TypeError as error:
-        raise QeRLError(f"environment_options do not fit {name}: {error}; mend them.") from error
+        raise QeRLError(f"environment_options do not fit {name}: {error}; fix them.") from error
     return functools.partial(environment, **options)
 
 
@@ -99,7 +99,7 @@ def check_environment(factory: EnvironmentFactory) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise QeRLError(
-            f"The environment cannot be made: {type(error).__name__}: {first_line(error)}; mend its "
+            f"The environment cannot be made: {type(error).__name__}: {first_line(error)}; fix its "
             "constructor, or environment_options."
         ) from error
     if inspect.isclass(environment):
@@ -139,9 +139,7 @@ def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:
             raise QeRLError(f"Two tools are called {name}; rename one of them, or give it once.")
     for name in (method for environment in environments for method in tool_names(environment)):
         if name in names:
-            raise QeRLError(
-                f"The tool {name} has the name of a method of the environment; rename one of them."
-            )
+            raise QeRLError(f"The tool {name} has the name of an environment's method; rename one of them.")
 
 
 def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) -> str | None:
@@ -162,7 +160,7 @@ def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) 
     except (Exception, SystemExit) as error:
         raise QeRLError(
             f"The environment {name} could not begin an episode: reset raised {type(error).__name__}: "
-            f"{first_line(error)}; mend it, and let it take the row's columns: reset(self, **row)."
+            f"{first_line(error)}; fix it, and let it take the row's columns: reset(self, **row)."
         ) from error
     if observation is not None and not isinstance(observation, str):
         raise QeRLError(

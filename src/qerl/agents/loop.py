@@ -137,7 +137,7 @@ class _Loop:
         return True
 
     def _answered(self, index: int, answers: Sequence[Answer]) -> None:
-        """Write what was answered into the trajectory, which goes on if it can."""
+        """Write the answers into the trajectory, which goes on if it can."""
         trajectory, world = self._of[index]
         failures = sum(answer.failed for answer in answers)
         trajectory.failures += failures

@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass(eq=False)
 class _Turn:
-    """The calls of one turn, the answers so far, and what ends with them."""
+    """The calls of one turn, the answers so far, and the future of its end."""
 
     key: int
     calls: Sequence[Call]
@@ -90,9 +90,7 @@ class ToolPool:
         if not 0 < timeout < float("inf"):
             raise QeRLError(f"tool_timeout is {timeout}; it must be a number of seconds above 0.")
         if output_limit < 1:
-            raise QeRLError(
-                f"tool_output_limit is {output_limit}; it must be a number of characters above 0."
-            )
+            raise QeRLError(f"tool_output_limit is {output_limit}; it must be a count of characters above 0.")
         self._timeout, self._limit = timeout, output_limit
         self._patience = min(patience, timeout + GRACE_S)
         self._beside = beside or Beside()
@@ -180,7 +178,7 @@ class ToolPool:
             return self._failed(call, error.cause if isinstance(error, EndsProcess) else error)
 
     def _failed(self, call: Call, error: BaseException) -> Answer:
-        """An answer with what an exception says; some say nothing, and a tool's own may fail to."""
+        """An answer with an exception's message; some have none, and a tool's own may fail to give it."""
         text = ""
         with contextlib.suppress(Exception):
             text = str(error)

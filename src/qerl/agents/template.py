@@ -155,7 +155,7 @@ class TurnTemplate:
             name = self._tokenizer.name_or_path or "the tokenizer"
             raise QeRLError(
                 f"The chat template of {name} writes a turn otherwise once another follows, so a "
-                "conversation cannot go on token by token; mend the template (chat_template.jinja beside the "
+                "conversation cannot go on token by token; fix the template (chat_template.jinja beside the "
                 "model)."
             )
         return whole[len(prefix) :]

@@ -57,7 +57,6 @@ class ThinkingBudget(Stop):
     def end(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
     ) -> int | None:
-        """See `Stop.end`."""
         place = start + self._tokens
         if not checked < place <= len(token_ids):
             return None

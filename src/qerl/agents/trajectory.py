@@ -58,7 +58,7 @@ class Trajectory:
 
     @property
     def turn(self) -> list[int]:
-        """Tokens of the policy's turn, with what others wrote within it."""
+        """Tokens of the policy's turn, with others' tokens within it."""
         return self.token_ids[self.turn_start :]
 
     def write(self, turn: Completion) -> None:

@@ -68,12 +68,10 @@ class ToolWorld(World):
         self._by_name: Mapping[str, Tool] = {tool_name(tool): tool for tool in self.tools}
 
     def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> tuple[Message, list[Call]]:
-        """See `World.read`."""
         message = self.template.parse(token_ids, prefix_ids, self.tools)
         return message, [self._call(call) for call in message.get("tool_calls") or ()]
 
     def reply(self, answers: Sequence[Answer]) -> list[Message] | None:
-        """See `World.reply`."""
         return [{"role": "tool", "name": answer.name, "content": str(answer.text)} for answer in answers]
 
     def _call(self, call: Mapping[str, Any]) -> Call:
@@ -96,14 +94,12 @@ class SilentWorld(World):
         self._tokenizer, self.environment, self.hangs = tokenizer, None, False
 
     def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> tuple[Message, list[Call]]:
-        """See `World.read`."""
         return {
             "role": "assistant",
             "content": self._tokenizer.decode(list(token_ids), skip_special_tokens=True),
         }, []
 
     def reply(self, answers: Sequence[Answer]) -> list[Message] | None:
-        """See `World.reply`."""
         return None
 
 
@@ -113,13 +109,11 @@ class TextWorld(World):
     hears_last_turn = True
 
     def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> tuple[Message, list[Call]]:
-        """See `World.read`."""
         text = self.template.text(token_ids)
         message = {"role": "assistant", "content": text}
         return message, [Call("respond", self.environment.respond, {"text": text})]
 
     def reply(self, answers: Sequence[Answer]) -> list[Message] | None:
-        """See `World.reply`."""
         (answer,) = answers
         return None if answer.text is None else [{"role": "user", "content": answer.text}]
 

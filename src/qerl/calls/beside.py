@@ -169,7 +169,7 @@ class Beside:
         raise error(f"no result within {seconds:g} s")
 
     async def _awaited(self, function: Callable[[], Any]) -> Any:
-        """What a coroutine function returns."""
+        """The result of a coroutine function."""
         if self._turning is None or asyncio.get_running_loop() is not self._turning.loop:  # it is left behind
             raise asyncio.CancelledError
         task = asyncio.current_task()

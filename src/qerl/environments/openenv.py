@@ -68,7 +68,7 @@ class OpenEnv:
         self._done = False
 
     def reset(self, prompt: Any = "", **row: Any) -> str | None:
-        """Begin an episode; what `reset` shows is added to the prompt.
+        """Begin an episode; the first observation is added to the prompt.
 
         Raises:
             QeRLError: The row lacks a column of ``reset_columns``, or the environment shows no such field.
@@ -134,7 +134,7 @@ _Result = tuple[dict[str, Any], float | None, bool]
 
 
 class _Refused(Exception):
-    """Why the environment did not take an action."""
+    """The reason why the environment did not take an action."""
 
 
 class _Local:
@@ -145,7 +145,7 @@ class _Local:
         try:
             self._environment = cls(**options)
         except TypeError as error:
-            raise QeRLError(f"class_options do not fit {where}: {first_line(error)}; mend them.") from error
+            raise QeRLError(f"class_options do not fit {where}: {first_line(error)}; fix them.") from error
         hints = typing.get_type_hints(cls.step)
         self._action: type[BaseModel] | None = hints.get("action")
         if not (inspect.isclass(self._action) and issubclass(self._action, BaseModel)):
@@ -189,7 +189,7 @@ class _Served:
             self._client.connect()
         except (OSError, TimeoutError) as error:
             raise QeRLError(
-                f"The OpenEnv server {url} cannot be reached ({first_line(error)}); start it or mend the URL."
+                f"The OpenEnv server {url} cannot be reached ({first_line(error)}); start it or fix the URL."
             ) from error
 
     def reset(self, seed: int, columns: Mapping[str, Any]) -> _Result:
@@ -242,9 +242,7 @@ def _imported(where: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
-        raise QeRLError(
-            f"The module {module} cannot be imported: {first_line(error)}; install it."
-        ) from error
+        raise QeRLError(f"Module {module} cannot be imported: {first_line(error)}; install it.") from error
     if not inspect.isclass(found):
-        raise QeRLError(f"The module {module} has no class {name!r}; mend environment: openenv:{where}.")
+        raise QeRLError(f"The module {module} has no class {name!r}; fix environment: openenv:{where}.")
     return found

@@ -176,8 +176,8 @@ class Record:
             size = checked("problems_at_a_time", former.pop("problems_at_a_time", None), PositiveInt)
         except QeRLError as error:
             raise QeRLError(
-                f"{folder / COMPLETIONS_FILE} has completions but no readable {SETTINGS_FILE} says of what; "
-                "choose another --out."
+                f"{folder / COMPLETIONS_FILE} has completions, but {SETTINGS_FILE} beside it is missing or "
+                "damaged; choose another --out."
             ) from error
         for name in [*self._settings, *former]:
             before, now = former.get(name), self._settings.get(name)
@@ -197,7 +197,7 @@ class Record:
 
 
 def _read_rows(path: Path) -> list[Row]:
-    """Rows of the file; what stands behind its last newline was cut off."""
+    """Rows of the file, without an incomplete one behind its last newline."""
     *lines, _ = path.read_bytes().split(b"\n")
     try:
         return [json.loads(line) for line in lines]

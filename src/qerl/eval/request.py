@@ -78,9 +78,7 @@ class Request:
         for spec in fields(self):
             object.__setattr__(self, spec.name, checked(spec.name, getattr(self, spec.name), spec.type))
         if self.samples > MAX_SAMPLES:
-            raise QeRLError(
-                f"samples is {self.samples}; at most {MAX_SAMPLES} completions of a problem are sampled."
-            )
+            raise QeRLError(f"samples is {self.samples}; it must be at most {MAX_SAMPLES}.")
 
     @property
     def ends(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def evaluate_model(source: Source, request: Request, out: Path | None, console: 
         console: Shows progress and result.
 
     Raises:
-        QeRLError: Anything the user can mend.
+        QeRLError: Anything the user can fix.
     """
     job = prepare(source, request, Problems(), console)
     record = Record(out, job.settings)
@@ -176,7 +176,7 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
         system: The system message; None takes that of the task, if there is one, and "" has none.
 
     Raises:
-        QeRLError: Anything the user can mend.
+        QeRLError: Anything the user can fix.
     """
     if re.search("[\ud800-\udfff]", prompt + (system or "")):
         raise QeRLError("The prompt is not valid text: it has bytes that are not UTF-8; encode it anew.")

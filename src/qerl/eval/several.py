@@ -123,7 +123,7 @@ def evaluate_all(
         console: Shows progress and results.
 
     Raises:
-        QeRLError: Anything the user can mend.
+        QeRLError: Anything the user can fix.
     """
     labels = [""]  # alone it needs no name
     if len(sources) > 1:

@@ -58,7 +58,7 @@ class Sizes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Sizes":
-        """Sizes from the content of a config.json; what it leaves out has the family's default.
+        """Sizes from the content of a config.json; a missing field has the family's default.
 
         Raises:
             QeRLError: The family is not described (`qerl.families.table`), or a field makes no sense.
@@ -78,7 +78,7 @@ class Sizes:
         except Exception as error:  # given a file alone; the validators of fields have classes of their own
             reason = " ".join(str(error).split()) or type(error).__name__
             raise QeRLError(
-                f"The config.json of this {model_type} model is not valid ({reason.rstrip('.')}); mend it."
+                f"The config.json of this {model_type} model is not valid ({reason.rstrip('.')}); fix it."
             ) from error
         check_counts(full)
         return cls.of(full)
@@ -203,7 +203,7 @@ def check_counts(config: Any) -> None:
     for name in sizes:
         count = getattr(config, name, None)
         if isinstance(count, int) and count < 1:
-            raise QeRLError(f"The config.json of this {config.model_type} model has {name} {count}; mend it.")
+            raise QeRLError(f"The config.json of this {config.model_type} model has {name} {count}; fix it.")
 
 
 def positions_of(config: Any) -> int | None:

@@ -74,15 +74,10 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
     }
     if wanted is None:
         if not linears:
-            raise QeRLError(
-                f"{type(model).__name__} has no linear layers to adapt; use another model family."
-            )
+            raise QeRLError(f"{type(model).__name__} has no linear layers to adapt; use another family.")
         return list(linears)
-    ends = {
-        name[start:]
-        for name, _ in model.named_modules()
-        for start in (0, *(dot.end() for dot in re.finditer(r"\.", name)))
-    }
+    parts = [name.split(".") for name, _ in model.named_modules()]
+    ends = {".".join(words[start:]) for words in parts for start in range(len(words))}
     if unknown := [name for name in wanted if name not in ends]:
         raise QeRLError(
             f"lora_target_modules names {', '.join(unknown)}, which {type(model).__name__} does not have; "

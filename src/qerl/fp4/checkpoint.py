@@ -253,9 +253,7 @@ def _shard_names(folder: Path) -> dict[str, list[str]]:
     if (folder / SINGLE_FILE).is_file():
         return {SINGLE_FILE: []}
     if not (folder / INDEX_FILE).is_file():
-        raise QeRLError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read, convert it."
-        )
+        raise QeRLError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; convert it to safetensors.")
     weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise QeRLError(f"{folder / INDEX_FILE} has no weight_map; fetch the file again.")

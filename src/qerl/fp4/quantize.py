@@ -112,9 +112,7 @@ def quantize_checkpoint(
     check_rounding(rounding)
     checkpoint = open_checkpoint(source)
     if checkpoint.format is not None:
-        raise QeRLError(
-            f"{source} is already {checkpoint.format.name}; quantise the 16-bit model that it came from."
-        )
+        raise QeRLError(f"{source} is already {checkpoint.format.name}; quantise its 16-bit model.")
     layers = _layers_to_quantize(checkpoint, blocks)
     console = Console()
     with new_checkpoint(target) as folder, Progress(console=console, transient=True) as progress:
@@ -195,9 +193,7 @@ def _group_amax(checkpoint: Checkpoint, layers: Mapping[str, Header], progress: 
             if headers[name].dtype in _ELEMENT_BYTES and tensor.numel():
                 largest = float(largest_magnitude(tensor))
                 if not math.isfinite(largest):
-                    raise QeRLError(
-                        f"{name} in {checkpoint.folder / shard} has NaN or Inf; fetch the file again."
-                    )
+                    raise QeRLError(f"{name} in {checkpoint.folder / shard} has NaN or Inf; fetch it again.")
                 group = fused_group(name.removesuffix(".weight"))
                 amax[group] = max(largest, amax.get(group, 0.0))
             progress.advance(task)

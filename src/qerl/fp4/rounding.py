@@ -129,9 +129,7 @@ def _checked_amax(weight_NK: torch.Tensor, format: BlockFormat) -> torch.Tensor:
         )
     amax = largest_magnitude(weight_NK)
     if not torch.isfinite(amax):
-        raise QeRLError(
-            "The weight has NaN or Inf among its values; the checkpoint it comes from is damaged."
-        )
+        raise QeRLError("The weight has NaN or Inf among its values; its checkpoint is damaged.")
     return amax
 
 

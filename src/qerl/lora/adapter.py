@@ -148,9 +148,7 @@ def check_lora(config: Any) -> None:
     if config.inference_mode:
         raise QeRLError("peft_config has inference_mode=True, so nothing would be trained; remove it.")
     if config.lora_dropout >= 1:
-        raise QeRLError(
-            f"lora_dropout is {config.lora_dropout}, which drops every input of the adapter; set it below 1."
-        )
+        raise QeRLError(f"lora_dropout is {config.lora_dropout}, so adapters get no input; set it below 1.")
     if config.alora_invocation_tokens is not None:
         raise QeRLError("peft_config asks for activated LoRA (aLoRA); only plain LoRA is supported.")
 

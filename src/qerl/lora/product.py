@@ -113,8 +113,8 @@ class PackedLoraLinear(DenseLoraLinear):
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         raise QeRLError(
-            "An adapter cannot be merged into four-bit weights, whose rounding would swallow it; load it on "
-            "the 16-bit model with PEFT and merge there."
+            "Cannot merge into 4-bit weights: rounding would discard the adapter. Load the 16-bit base with "
+            "PEFT and merge there."
         )
 
 

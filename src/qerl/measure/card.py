@@ -73,9 +73,7 @@ def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
         QeRLError: There is no GPU that the kernels take, no shape fits, or the parity check fails.
     """
     if not torch.cuda.is_available():
-        raise QeRLError(
-            "`qerl bench card` measures a CUDA GPU and this machine shows none; see `qerl doctor`."
-        )
+        raise QeRLError("`qerl bench card` measures a CUDA GPU and this machine has none; see `qerl doctor`.")
     if missing := needs.obstacles():
         raise QeRLError(f"The kernels do not run here: {missing[0].reason}. {missing[0].remedy}".strip())
     from qerl.measure.decode import decode_speed  # needs Triton

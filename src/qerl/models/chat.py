@@ -140,7 +140,7 @@ class Chat:
         if lost:
             raise QeRLError(
                 f"The chat template of {self._name} leaves out message {lost[0] + 1} of a prompt with the "
-                f"messages {', '.join(roles)}, so the model would be asked for something else; mend the "
+                f"messages {', '.join(roles)}, so the model would be asked for something else; fix the "
                 "template (chat_template.jinja beside the model), or use another model."
             )
         if folds and not any(self._folds.values()) and is_first_process():
@@ -173,7 +173,7 @@ class Chat:
         except Exception as error:  # a template is a program of the model's author
             raise QeRLError(
                 f"The chat template of {self._name} cannot render a prompt ({type(error).__name__}: "
-                f"{first_line(error)}); mend the template (chat_template.jinja beside the model), or use "
+                f"{first_line(error)}); fix the template (chat_template.jinja beside the model), or use "
                 "another model."
             ) from error
 

@@ -100,8 +100,8 @@ class Choices:
         name = foreign_code(of_run)
         if name is not None:
             raise QeRLError(
-                f"{self.where} names {name!r}, whose code is not QeRL's and may be anybody's, as the folder "
-                f"may; {instead}."
+                f"{self.where} names {name!r}, which is not QeRL's code and may come from anyone, like the "
+                f"folder; {instead}."
             )
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 transformers can load a GGUF file, but the result is not a checkpoint to go on with: it refuses to be saved,
 its tokenizer has BOS and EOS exchanged and no padding token, and some pre-tokenizers lose a step. The
-conversion mends these from the file's own metadata and keeps the result in a cache folder, because it takes
+conversion fixes these from the file's own metadata and keeps the result in a cache folder, because it takes
 some 20 seconds even for 135 million parameters.
 
 Weights are stored in bfloat16, the type of the checkpoints that GGUF files are made from. The rounding error
@@ -89,7 +89,7 @@ def _read_metadata(gguf: Path) -> dict[str, object]:
 
 
 def _mend_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, object]) -> None:
-    """Undo what the conversion in transformers 5.17 gets wrong."""
+    """Undo the errors of the conversion in transformers 5.17."""
     tokenizer.clean_up_tokenization_spaces = False  # decoding would drop the space before punctuation
     token = {name: tokenizer.convert_ids_to_tokens(i) for name, i in metadata.items() if isinstance(i, int)}
     if "eos_token_id" in token:

@@ -128,16 +128,12 @@ def download(
         )
     except HFValidationError as error:
         raise QeRLError(
-            f"{name} is neither a folder, a .gguf file, nor a Hub id like owner/model; mend the name."
+            f"{name} is neither a folder, a .gguf file, nor a Hub id like owner/model; fix the name."
         ) from error
     except GatedRepoError as error:
-        raise QeRLError(
-            f"{name} is gated: accept its terms on its Hub page, then run `hf auth login`."
-        ) from error
+        raise QeRLError(f"{name} is gated: accept its terms on the Hub, then run `hf auth login`.") from error
     except RepositoryNotFoundError as error:
-        raise QeRLError(
-            f"There is no local folder and no Hub {kind} named {name}; check the name."
-        ) from error
+        raise QeRLError(f"There is no folder and no Hub {kind} named {name}; check the name.") from error
     except (OSError, httpx.HTTPError) as error:
         # Offline a disk that is full or a cache that cannot be read still has a cause of its own.
         offline = isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled)
@@ -178,9 +174,7 @@ def _checked_folder(folder: Path, name: str | Path) -> Path:
             )
         return folder
     if adapts:
-        raise QeRLError(
-            f"{name} is a LoRA adapter; name the model it belongs to, and give this as the adapter."
-        )
+        raise QeRLError(f"{name} is a LoRA adapter; name its model, and give this as the adapter.")
     raise QeRLError(f"The folder {folder} has no config.json, so it is not a model; check the path.")
 
 
@@ -192,6 +186,6 @@ def _without_hub(name: str, needed: str, error: Unreachable | None) -> Path:
     cause = f" ({error})" if error is not None and str(error) else ""
     lacking = needed.removeprefix("*.")
     raise QeRLError(
-        f"{name} is no local folder, and neither the Hub nor its cache has {lacking} of it{cause}; "
-        f"connect to the network or {hint}."
+        f"{name} was not found: no such folder, and neither the Hub nor its cache has {lacking} of it"
+        f"{cause}; connect to the network or {hint}."
     ) from error

@@ -166,7 +166,8 @@ def load_tokenizer(
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's end of text, and what the model's own settings name."""
+    """Tokens that end a completion: the tokenizer's end of text, and those of the model's generation
+    settings."""
     own = model.generation_config.eos_token_id
     return tuple(sorted({tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])}))
 
@@ -191,7 +192,7 @@ def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedC
 
 
 def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
-    """The causal LM without memory; its class is what loads, since the Auto class takes no tensors."""
+    """The causal LM without memory; its class does the loading, since the Auto class takes no tensors."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

@@ -55,7 +55,7 @@ class NoiseSchedule:
         for name, sigma in (("sigma_start", self.sigma_start), ("sigma_end", self.sigma_end)):
             if not (math.isfinite(sigma) and sigma > 0):
                 raise QeRLError(
-                    f"Noise {name} is {sigma}; it must be a positive number (turn noise off instead)."
+                    f"noise_{name} is {sigma}; it must be > 0. To train without noise, set noise: false."
                 )
         if self.stages < 2:
             raise QeRLError(

@@ -43,9 +43,7 @@ def planned_gpu(asked: Any) -> PlannedGpu:
     number = isinstance(asked, int | float) and not isinstance(asked, bool) and asked < math.inf
     if not number or usable_bytes(asked) <= 0:
         names = ", ".join(name for card in CARDS.values() for name, _ in card.gpus)
-        raise QeRLError(
-            f"--gpu is {asked}; it must be the GPU's memory in GB, such as 80, or a name: {names}."
-        )
+        raise QeRLError(f"--gpu is {asked}; give the GPU's memory in GB, such as 80, or a name: {names}.")
     return PlannedGpu(usable_bytes(asked))
 
 

@@ -55,7 +55,7 @@ class MemoryPlan:
 
     @property
     def on_host(self) -> int:
-        """Bytes of the CPU's memory that the update takes, beside what any run does."""
+        """Bytes of the CPU's memory that the update takes, beside those of any run."""
         return Activations(self.sizes, self.work).on_host
 
     @property

@@ -124,7 +124,7 @@ def _full_tuning(sizes: Sizes, config: QeRLConfig, capacity: int) -> str:
 
 
 def _checkpointing(config: QeRLConfig) -> dict[str, Any]:
-    """What the settings say of gradient checkpointing."""
+    """The settings of gradient checkpointing."""
     kwargs = config.gradient_checkpointing_kwargs
     return kwargs if isinstance(kwargs, dict) else {}
 

@@ -212,15 +212,13 @@ def _sample(row: dict[str, Any], names: list[str], weights: list[float]) -> Samp
     pairs = zip(parts.values(), weights, strict=True)
     known = [weight * value for value, weight in pairs if value is not None]
     own = {"step", "prompt", "completion", *names}
-    others = {name: value for name, value in row.items() if name not in own and value is not None}
-    extra = {
-        name: number(value) if isinstance(value, float) else str(value) for name, value in others.items()
-    }
+    others = ((name, value) for name, value in row.items() if name not in own and value is not None)
+    extra = {name: number(value) if isinstance(value, float) else str(value) for name, value in others}
     return Sample(_messages(row["completion"], "completion"), sum(known) if known else None, parts, extra)
 
 
 def _finite(value: Any) -> float | None:
-    """A number; None for what is none, NaN of a sample that a function does not score included."""
+    """A finite number; None for anything else, such as the NaN of a sample without a score."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 

@@ -19,7 +19,7 @@ _PLACES = ("", "*/", "*/*/", "*/*/*/")
 
 @dataclass(frozen=True)
 class Result:
-    """What is shown of a result.json (`qerl.eval.record.EvalResult`)."""
+    """The shown part of a result.json (`qerl.eval.record.EvalResult`)."""
 
     task: str
     problems: int
@@ -84,6 +84,6 @@ def read_scores(runs: Sequence[Run], more: Sequence[Path] = ()) -> list[Score]:
 
 
 def _run_of(score: Score, runs: Sequence[Run]) -> int | None:
-    """The run that saved what was scored, at its end or in a checkpoint."""
+    """The run that saved the scored policy, at its end or in a checkpoint."""
     policy = Path(score.what).resolve()
     return next((i for i, run in enumerate(runs) if run.folder.resolve() in (policy, policy.parent)), None)

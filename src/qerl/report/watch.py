@@ -157,7 +157,7 @@ def _curve(reward: Series, width: int) -> Text:
 
 
 def _metrics(view: View, width: int) -> RenderableType:
-    """Last value and mean of the last tenth of what the report draws, two metrics to a line if it is wide."""
+    """Last value and mean of the last tenth of the report's metrics, two to a line if it is wide."""
     cells: list[Any] = []
     for metric in METRICS:
         found = series(view.run.rows, metric.key)

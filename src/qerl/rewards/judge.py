@@ -253,7 +253,7 @@ def _problem(prompt: str | list[Message]) -> str:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a server answered to one request."""
+    """A server's answer to one request."""
 
     status: int
     content: bytes
@@ -321,7 +321,7 @@ def _without_user(url: str) -> tuple[str, list[str]]:
         parts = urlsplit(url)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
     except ValueError as error:
-        raise QeRLError(f"url of the judge is no URL ({first_line(error)}); mend it.") from None
+        raise QeRLError(f"url of the judge is no URL ({first_line(error)}); fix it.") from None
     place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     basic = base64.b64encode(f"{user}:{password}".encode()).decode()  # as the header has it
     return place, [basic, password or user, parts.password or ""] if user or password else []
@@ -332,14 +332,10 @@ def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
     if not isinstance(variable, str) or not _NAME.fullmatch(variable):
-        raise QeRLError(
-            "api_key_env of the judge must be the name of an environment variable, never the key itself."
-        )
+        raise QeRLError("api_key_env of the judge must name an environment variable, not the key itself.")
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise QeRLError(
-            f"The judge's key is to be in the environment variable {variable}, which is not set; export it."
-        )
+        raise QeRLError(f"The environment variable {variable} with the judge's key is not set; export it.")
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise QeRLError(
             f"The environment variable {variable} holds no key that HTTP could send: it has a space, a line "

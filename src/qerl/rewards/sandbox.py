@@ -171,9 +171,7 @@ def _free_uid() -> Iterator[int]:
                 if error.errno != errno.EADDRINUSE:
                     raise
         else:
-            raise QeRLError(
-                f"{len(_FREE_UIDS)} programs run in sandboxes on this machine; let some end first."
-            )
+            raise QeRLError(f"{len(_FREE_UIDS)} programs run in sandboxes here; let some end first.")
         yield uid
 
 

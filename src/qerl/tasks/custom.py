@@ -53,7 +53,7 @@ def _watched(spec: str, method: Callable[..., Any], wrong: Callable[[Any, Any], 
             raise
         except (Exception, SystemExit) as error:  # the user's own code
             cause = f"{type(error).__name__}: {first_line(error)}"
-            raise QeRLError(f"Task {spec} fails in {method.__name__} ({cause}); mend the class.") from error
+            raise QeRLError(f"Task {spec} fails in {method.__name__} ({cause}); fix the class.") from error
         fault = wrong(task, result)
         if fault:
             raise QeRLError(f"Task {spec}: {fault}.")

@@ -36,13 +36,10 @@ class GuessNumber(DrawnTask):
     ) -> None:
         super().__init__("guess_number", _FORM, seed, train_size, test_size)
         if not 10 <= largest <= 1000:
-            raise QeRLError(
-                f"largest is {largest}; a range of guess_number ends with a number from 10 to 1000."
-            )
+            raise QeRLError(f"largest is {largest}; a range of guess_number ends with 10 to 1000.")
         self.largest = largest
 
     def draw(self, split: Set, count: int) -> list[dict[str, Any]]:
-        """See :meth:`DrawnTask.draw`."""
         problems = [(end, number) for end in range(10, self.largest + 1) for number in range(1, end + 1)]
         random.Random(f"guess_number {split} {self.seed}").shuffle(problems)
         drawn = first_of_split(

@@ -124,9 +124,7 @@ class Jsonl(Task):
             raise ValueError(f"a text holds half of a character ({error.object[error.start]!a})") from error
         taken = sorted(_TAKEN_COLUMNS & row.keys())
         if taken:
-            raise ValueError(
-                f"the column {taken[0]} has a name that reward functions get otherwise; rename it"
-            )
+            raise ValueError(f"the column {taken[0]} has a name that TRL uses itself; rename it")
         given = [column for column in _PROBLEM_COLUMNS if row.get(column) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -138,11 +136,7 @@ class Jsonl(Task):
         return {"prompt": self._messages(row[given[0]]), **solution, **others}
 
     def _solution(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The columns that say what is right.
-
-        Raises:
-            ValueError: They are wrong; the message says how.
-        """
+        """The columns of the right answer."""
         return {"answer": _answer(row.get("answer"))}
 
     def _messages(self, problem: Any) -> list[Message]:

@@ -243,9 +243,7 @@ def _in_place(count: int, pairs: Iterable[tuple[list[int], Iterable[Any]]]) -> l
 
 def _of_part(name: str, rows: Dataset) -> list[dict[str, Any]]:
     if PART in rows.column_names:
-        raise QeRLError(
-            f"The rows of task {name} have a column {PART!r}, which a mixture uses itself; rename it."
-        )
+        raise QeRLError(f"The rows of task {name} have the mixture's own column {PART!r}; rename it.")
     return [{**row, PART: name} for row in rows]
 
 

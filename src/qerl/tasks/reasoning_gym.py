@@ -112,7 +112,6 @@ class ReasoningGym(DrawnTask):
         return float(self._problems.score_answer(answer, self._problems[index]))
 
     def draw(self, split: Set, count: int) -> list[dict[str, Any]]:
-        """See :meth:`DrawnTask.draw`."""
         drawn = first_of_split(
             self._different(),
             lambda problem: problem[1],
@@ -156,7 +155,7 @@ def _make(generator: str, options: dict[str, Any]) -> Any:
         return create(generator, **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise QeRLError(
-            f"Task reasoning_gym:{generator} refuses its options: {first_line(error)}; mend task_options."
+            f"Task reasoning_gym:{generator} refuses its options: {first_line(error)}; fix task_options."
         ) from error
 
 

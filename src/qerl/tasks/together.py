@@ -183,7 +183,6 @@ class Waiting(Judging):
         together.add(self)
 
     def judge(self, batch: Batch) -> Judged:
-        """See :meth:`Judging.judge`."""
         return self._together.judge(self, batch)
 
     def lost(self, batch: Batch) -> Judged:

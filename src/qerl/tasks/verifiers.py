@@ -71,7 +71,7 @@ class Verifiers(Task):
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
-        """``accuracy``, what the task's own rewards give; see :attr:`Task.rewards`."""
+        """``accuracy``, the weighted sum of the task's own rewards; see :attr:`Task.rewards`."""
 
         @judges_alone
         def accuracy(
@@ -141,7 +141,7 @@ def _load(taskset: str, limit: int, config: dict[str, Any]) -> list[Any]:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the configuration"
         raise QeRLError(
-            f"Task verifiers:{taskset} refuses {where}: {first['msg']}; mend task_options."
+            f"Task verifiers:{taskset} refuses {where}: {first['msg']}; fix task_options."
         ) from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise QeRLError(

@@ -4,9 +4,9 @@ One is used at a time. Its FP32 matrices, their gradients and AdamW's moments, 1
 the base's device then; of the others the last few that were used stay there, and the rest wait in the host's
 memory.
 
-A snapshot is what a sampler sees. As long as its model does not change it is the model's own parameters; just
-before they change they are copied, once for all samplers of that state, and to the host, where the copy waits
-until it is sampled from. A snapshot that nobody holds any more is not copied.
+A snapshot is the state of a model for a sampler. As long as its model does not change it is the model's own
+parameters; just before they change they are copied, once for all samplers of that state, and to the host,
+where the copy waits until it is sampled from. A snapshot without a sampler is not copied.
 """
 
 import weakref
@@ -27,12 +27,12 @@ HOST = torch.device("cpu")
 
 @dataclass(eq=False)
 class Snapshot:
-    """A policy as it was at one moment.
+    """A policy at one moment.
 
     Attributes:
         shape, matrices: Its adapter.
-        seed: Of the model that it was taken of.
-        steps: Optimizer steps that the model had taken.
+        seed: Of its model.
+        steps: Optimizer steps of its model until then.
     """
 
     shape: Shape
@@ -41,7 +41,7 @@ class Snapshot:
     steps: int
 
     def on(self, device: torch.device) -> Matrices:
-        """Its matrices on a device, copied if they are elsewhere."""
+        """The matrices on a device, copied if they are elsewhere."""
         return {name: _parameter(matrix.detach().to(device)) for name, matrix in self.matrices.items()}
 
     def keep(self) -> None:
@@ -73,7 +73,7 @@ class TrainedAdapter:
         self._snapshot: weakref.ref[Snapshot] | None = None
 
     def snapshot(self) -> Snapshot:
-        """The state as it is now; the same object until the adapter changes."""
+        """The present state; the same object until the adapter changes."""
         found = self._snapshot() if self._snapshot is not None else None
         if found is None:
             found = Snapshot(self.shape, self.matrices, self.seed, self.steps)
@@ -81,10 +81,8 @@ class TrainedAdapter:
         return found
 
     def step(self, adam: AdamParams) -> dict[str, float]:
-        """One step with the gradients there are, which are gone afterwards.
-
-        Returns:
-            The norm of all gradients before it was clipped, and the number of steps taken.
+        """The norm of all gradients before clipping, and the number of steps, after one step that consumes
+        the gradients.
 
         Raises:
             QeRLError: There are no gradients, one is not finite, or the step would make weights that are not.
@@ -136,14 +134,14 @@ class TrainedAdapter:
     def _take_back(
         self, matrices: Sequence[torch.Tensor], state: dict[torch.Tensor, dict[str, torch.Tensor]]
     ) -> None:
-        """Be as before a step, given what the matrices and the optimizer's state were."""
+        """Restore the matrices and the optimizer's state from before a step."""
         for matrix, before in zip(self.matrices.values(), matrices, strict=True):
             matrix.copy_(before)
         self.optimizer.state.clear()
         self.optimizer.state.update(state)
 
     def drop_gradients(self) -> bool:
-        """Forget the gradients; says whether there were any."""
+        """Drop the gradients; True if there were any."""
         found = any(matrix.grad is not None for matrix in self.matrices.values())
         for matrix in self.matrices.values():
             matrix.grad = None
@@ -157,7 +155,7 @@ class TrainedAdapter:
 
         Args:
             weights: By the names of the matrices, of their shapes.
-            moments: What :meth:`moments` gave; empty for an optimizer that has not stepped.
+            moments: From :meth:`moments`; empty for an optimizer that has not stepped.
             steps: Optimizer steps behind that state.
 
         Raises:
@@ -203,7 +201,7 @@ class TrainedAdapter:
         return self._bytes * (1 + (first.grad is not None) + 2 * (first in self.optimizer.state))
 
     def _check(self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a state that cannot be taken."""
+        """Refuse a state that does not fit."""
         shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
         of_moments = {
             f"{name}/{kind}": torch.Size() if kind == "step" else shape
@@ -235,13 +233,13 @@ class Adapters:
     """All adapters of a server, by the ids of their models.
 
     Args:
-        seats: Where they run.
-        most: Adapters that there may be at once.
+        seats: Of the base.
+        max_adapters: Largest number of adapters.
         resident: Adapters that stay on the base's device between uses, the one in use among them.
     """
 
-    def __init__(self, seats: Seats, most: int, resident: int) -> None:
-        self._seats, self._most, self._resident = seats, most, max(1, resident)
+    def __init__(self, seats: Seats, max_adapters: int, resident: int) -> None:
+        self._seats, self._max_adapters, self._resident = seats, max_adapters, max(1, resident)
         self._by_id: dict[str, TrainedAdapter] = {}
         self._on_device: OrderedDict[str, TrainedAdapter] = OrderedDict()  # the last used at the end
 
@@ -265,12 +263,11 @@ class Adapters:
         """A fresh adapter.
 
         Raises:
-            QeRLError: There are as many as there may be, there is one of this id, or no adapter here has
-                that shape.
+            QeRLError: The server is full, the id is taken, or no adapter here has that shape.
         """
         if model_id in self._by_id:
             raise QeRLError(f"There is a model {model_id} already; ask for another id.")
-        if len(self._by_id) >= self._most:
+        if len(self._by_id) >= self._max_adapters:
             raise QeRLError(
                 f"This server has {len(self._by_id)} models, which is its limit; end a session that trains "
                 "one, or start the server with a larger --max_models."
@@ -282,10 +279,10 @@ class Adapters:
         return adapter
 
     def get(self, model_id: str) -> TrainedAdapter:
-        """An adapter, wherever it is.
+        """An adapter, on whichever device.
 
         Raises:
-            QeRLError: There is none of this id.
+            QeRLError: The id is unknown.
         """
         if model_id not in self._by_id:
             raise QeRLError(
@@ -298,7 +295,7 @@ class Adapters:
         """An adapter, on the base's device.
 
         Raises:
-            QeRLError: There is none of this id.
+            QeRLError: The id is unknown.
         """
         adapter = self.get(model_id)
         self._touch(model_id, adapter)
@@ -306,10 +303,10 @@ class Adapters:
         return adapter
 
     def drop(self, model_id: str) -> None:
-        """Give up an adapter; its snapshots stay.
+        """Drop an adapter; its snapshots stay.
 
         Raises:
-            QeRLError: There is none of this id.
+            QeRLError: The id is unknown.
         """
         self.get(model_id)
         del self._by_id[model_id]

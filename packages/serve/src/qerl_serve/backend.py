@@ -1,8 +1,8 @@
 """The model behind a server: one frozen base, the adapters of its clients, an engine and their losses.
 
-It does what `qerl_serve.types.Backend` says, with the parts beside it: `seats` and `adapters` for what is
-trained, `sampling` for what is drawn, `checkpoints` for what is kept, and `qerl.update` for the losses. The
-packed weights are there once; engine and update read the same bytes, so a sampler is never synced.
+It implements `qerl_serve.types.Backend` with the parts beside it: `seats` and `adapters` train, `sampling`
+samples, `checkpoints` saves, and `qerl.update` has the losses. The packed weights are there once; engine and
+update read the same bytes, so a sampler is never synced.
 
 **Noise.** A server with a noise schedule samples a model's snapshots with noise in their norms: Z of the
 model's seed and its number of optimizer steps, as in the rollouts of `qerl train`. The client gets the
@@ -56,13 +56,13 @@ class ModelBackend:
 
     Args:
         models: The base under each of its names.
-        seats: The base.
+        seats: Of the base.
         engine: Samples from it; its model is that of the seats.
         driver: Computes losses with it.
-        adapters: What clients train.
+        adapters: Of the clients.
         store: The server's folder.
         tokenizer: Of the base, for stops that are text.
-        end_token_ids: Where a completion ends if a request does not say.
+        end_token_ids: Default end tokens of a completion.
         noise: Schedule by a model's optimizer steps; None samples without noise.
         noise_scale: Unit of the schedule's sigma.
     """
@@ -192,7 +192,7 @@ class ModelBackend:
         return _info(self.models[0].name, self._adapters.get(model_id).shape)
 
     def weights_info(self, path: str) -> WeightsInfo:
-        """See `Backend.weights_info`; clients give this server's base back by the name it has now."""
+        """See `Backend.weights_info`; the base has its present name, which clients give back."""
         saved = self._store.about(path)
         return _info(self.models[0].name if self._store.fits(saved) else saved.base, saved.shape)
 

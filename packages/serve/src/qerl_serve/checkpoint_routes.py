@@ -1,4 +1,4 @@
-"""Routes that list, delete and download what is saved, and say when it expires.
+"""Routes that list, delete and download saved weights, and set when they expire.
 
 A download is a link that is signed with the server's key and works for an hour, so that any HTTP client can
 fetch it: a checkpoint as one tar file, or each of its files.
@@ -39,8 +39,8 @@ class CheckpointRoutes:
     """The routes.
 
     Args:
-        clients: Through whose queue the backend is asked.
-        secret: What links are signed with.
+        clients: Their queue leads to the backend.
+        secret: Signs links.
     """
 
     def __init__(self, clients: Clients, secret: str) -> None:
@@ -95,7 +95,7 @@ class CheckpointRoutes:
         return JSONResponse(run)
 
     async def _described_runs(self) -> dict[str, dict[str, Any]]:
-        """Models that live, and those of which something is saved, by id; the live ones first."""
+        """Live models and models with saved weights, by id; the live ones first."""
         saved = await self._saved()
         runs = {}
         for model in list(self._clients.models.values()):
@@ -178,7 +178,7 @@ def _path(request: Request) -> str:
 
 
 def _page(request: Request, items: Sequence[Any]) -> tuple[Sequence[Any], dict[str, int]]:
-    """The items that a request asks for by `offset` and `limit`, and which those are."""
+    """The requested items, by `offset` and `limit`, and their place among all."""
     asked = [request.query_params.get(name, "") for name in ("offset", "limit")]
     offset, limit = (
         int(text) if re.fullmatch("[0-9]{1,18}", text) else default
@@ -222,7 +222,7 @@ def _date(seconds: float) -> str:
 
 
 def _files_of(checkpoint: Checkpoint) -> list[Path]:
-    """The files of a checkpoint that a client may have.
+    """The files of a checkpoint for a client.
 
     Raises:
         HTTPException: 404, it was deleted since it was described.

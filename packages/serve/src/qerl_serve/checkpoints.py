@@ -1,18 +1,18 @@
 """Saved adapters in the server's folder, under the tinker:// paths by which clients name them.
 
-    ROOT/MODEL_ID/weights/NAME/             what `save_state` wrote: adapter and optimizer
-    ROOT/MODEL_ID/sampler_weights/NAME/     what `save_for_sampler` wrote: the adapter alone
-    ROOT/MODEL_ID/external_weights/NAME/    what `save_external` wrote: the same, for other programs
+    ROOT/MODEL_ID/weights/NAME/             by `save_state`: adapter and optimizer
+    ROOT/MODEL_ID/sampler_weights/NAME/     by `save_for_sampler`: the adapter alone
+    ROOT/MODEL_ID/external_weights/NAME/    by `save_external`: the same, for other programs
 
 Each is a plain PEFT folder, which PEFT, vLLM and `qerl eval` read, with the optimizer's moments, the seed and
-the count of steps beside it, so that training goes on with the same bits. What the client said of it lies
-there too, and in a file of its own when it expires, since that may change. It is written aside and renamed,
-as the checkpoints of a run are. What it replaces is put aside until then, and the next server puts it back if
-this one was killed in between: so there is always the former one or the new one. Gradients that have gathered
-since the last optimizer step are not part of it. A folder belongs to one server at a time, which holds a lock
-on it until it ends or is killed.
+the count of steps beside it, so that training goes on with the same bits. The client's notes lie there too,
+and in a file of its own the time of expiry, which may change. A folder is written aside and renamed, as the
+checkpoints of a run are. The former folder of its name is put aside until then, and the next server puts it
+back if this one was killed in between: so there is always the former one or the new one. Gradients since the
+last optimizer step are not part of it. A folder belongs to one server at a time, which holds a lock on it
+until it ends or is killed.
 
-A path is made of an id and a name as `qerl_serve.names` takes them, with nothing that could mean something to
+A path is made of an id and a name as `qerl_serve.names` takes them, without characters that mean something to
 a file system, so no path leads out of the folder; nor does a link in it.
 """
 
@@ -61,8 +61,7 @@ class Saved:
 
     Attributes:
         shape, seed, steps: As of `TrainedAdapter`.
-        fingerprint: Of its base.
-        base: Name of its base.
+        fingerprint, base: Fingerprint and name of its base.
         weights: Its matrices.
         moments: Of its optimizer; empty where none was saved, or asked for.
     """
@@ -80,9 +79,9 @@ class Store:
     """The folder of a server.
 
     Args:
-        root: Made if there is none.
-        facts: What policy.json says of every adapter that is saved, "base" and "fingerprint" among it.
-        settings: What config.yaml says, by which `qerl eval` finds the base in the format that was trained.
+        root: Made if it is missing.
+        facts: Content of policy.json for every saved adapter, "base" and "fingerprint" among it.
+        settings: Content of config.yaml, by which `qerl eval` finds the base in the format of the training.
 
     Raises:
         QeRLError: Another server uses this folder.
@@ -114,22 +113,19 @@ class Store:
         notes: Notes,
         overwrite: bool = False,
     ) -> str:
-        """Write an adapter; what is damaged under its name is replaced.
+        """The path of an adapter that is written now; a damaged one under its name is replaced.
 
         Args:
-            model_id: Whose it is.
+            model_id: Of its model.
             kind: `TRAINING`, with the optimizer, `SAMPLING` or `EXTERNAL`.
-            name: As the client calls it.
-            adapter: What is saved.
-            config: That PEFT is to read.
-            notes: What its client says beside it.
-            overwrite: Whether it may replace what is saved under this name.
-
-        Returns:
-            Its path.
+            name: The client's name for it.
+            adapter: Its state.
+            config: For PEFT.
+            notes: Of its client.
+            overwrite: True if it may replace saved weights of this name.
 
         Raises:
-            QeRLError: The name cannot be part of a path, something is saved under it, or the disk is full.
+            QeRLError: The name cannot be part of a path, is taken, or the disk is full.
         """
         path = f"{SCHEME}{model_id}/{kind}/{name}"
         folder = self.folder(path)
@@ -186,19 +182,19 @@ class Store:
         return Saved(**vars(about) | {"weights": weights, "moments": moments})
 
     def about(self, path: str) -> Saved:
-        """What is saved at a path, without its tensors.
+        """The saved weights at a path, without their tensors.
 
         Raises:
-            QeRLError: There is none at this path, or it is damaged.
+            QeRLError: There are none at this path, or they are damaged.
         """
         return self._about(path)[1]
 
     def fits(self, saved: Saved) -> bool:
-        """Whether what is saved was trained on this server's base, whatever that was called then."""
+        """True if saved weights were trained on this server's base, whatever its name was then."""
         return bool(saved.fingerprint == self._facts.get("fingerprint"))
 
     def checkpoint(self, path: str) -> Checkpoint:
-        """What is saved at a path, as a list shows it.
+        """The entry of a path in a list of checkpoints.
 
         Raises:
             QeRLError: There is none at this path, or it is damaged.
@@ -206,7 +202,7 @@ class Store:
         return _described(path, self._about(path)[0])
 
     def saved_at(self, path: str) -> int:
-        """When a path was last saved, in nanoseconds: what tells its states apart.
+        """Time of the last save at a path, in nanoseconds, which tells its states apart.
 
         Raises:
             QeRLError: There is nothing at this path, or it is damaged.
@@ -214,7 +210,7 @@ class Store:
         return (self._about(path)[0] / MANIFEST_FILE).stat().st_mtime_ns
 
     def list(self) -> list[Checkpoint]:
-        """All that is saved, oldest first; what is damaged is named in the log too."""
+        """All saved weights, oldest first; damaged ones are named in the log too."""
         found = []
         for path, folder in self._all():
             try:
@@ -226,25 +222,25 @@ class Store:
         return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.path))
 
     def delete(self, path: str) -> None:
-        """Delete what is saved at a path, damaged or not.
+        """Delete the saved weights at a path, damaged or not.
 
         Raises:
-            QeRLError: There is nothing.
+            QeRLError: There are none.
         """
         folder = self._there(path)
         (folder / MANIFEST_FILE).unlink()  # first, so that half a folder is none
         shutil.rmtree(folder)
 
     def expire(self, path: str, at: float | None) -> None:
-        """Say from when on what is saved at a path may be deleted, as in `Notes`.
+        """Set the time from which on the saved weights at a path may be deleted, as in `Notes`.
 
         Raises:
-            QeRLError: There is nothing.
+            QeRLError: There are none.
         """
         _write_expiry(self._there(path), at)
 
     def delete_expired(self) -> None:
-        """Delete what may be deleted by now."""
+        """Delete expired weights."""
         for path, folder in list(self._all()):
             expires = _read_expiry(folder)
             if expires is not None and expires <= time.time():
@@ -252,11 +248,11 @@ class Store:
                 self.delete(path)
 
     def close(self) -> None:
-        """Let another server use the folder."""
+        """Release the folder for another server."""
         self._lock.release()
 
     def folder(self, path: str) -> Path:
-        """Where a path leads, whether or not something is there.
+        """The folder of a path, which need not exist.
 
         Raises:
             QeRLError: It is no path of saved weights, or leads out of the server's folder.
@@ -304,7 +300,7 @@ class Store:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _all(self) -> Iterator[tuple[str, Path]]:
-        """Path and folder of all that is saved; what no client could have saved there is named in the log."""
+        """Path and folder of all saved weights; foreign ones are named in the log."""
         for kind in KINDS:
             for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
                 path = f"{SCHEME}{manifest.parent.relative_to(self.root)}"
@@ -314,7 +310,7 @@ class Store:
                     logger.warning("%s is left out of the list of checkpoints: %s", manifest.parent, error)
 
     def _there(self, path: str) -> Path:
-        """Where a path leads, if something is saved there."""
+        """The folder of a path, if it holds saved weights."""
         folder = self.folder(path)
         if not (folder / MANIFEST_FILE).is_file():
             raise NotSavedError(
@@ -347,7 +343,7 @@ class Store:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether something is saved in a folder, with all of its files."""
+    """True if a folder holds saved weights with all of their files."""
     try:
         read_manifest(folder)
     except QeRLError:
@@ -356,7 +352,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether a disk, or the share of it that a user has, was full; safetensors says so in words alone."""
+    """True if an error says that the disk, or the user's share of it, is full; safetensors says so in
+    words alone."""
     if isinstance(error, OSError):
         return error.errno in _FULL
     return any(f"(os error {number})" in str(error) for number in _FULL)
@@ -366,7 +363,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _described(path: str, folder: Path) -> Checkpoint:
-    """What is saved in a folder, as a list shows it."""
+    """The entry of a folder in a list of checkpoints."""
     try:
         state = read_json(folder / STATE_FILE)
     except QeRLError:  # it is damaged
@@ -385,7 +382,7 @@ def _write_expiry(folder: Path, at: float | None) -> None:
 
 
 def _read_expiry(folder: Path) -> float | None:
-    """When what is saved in a folder may be deleted; None if that is not said, or not in a way to be read."""
+    """Time from which on the weights in a folder may be deleted; None if it is not set or cannot be read."""
     try:
         at = read_json(folder / EXPIRY_FILE).get("at")
     except QeRLError:

@@ -1,8 +1,8 @@
-"""Who the clients are and what is theirs: sessions, models, samplers.
+"""The clients and their records: sessions, models, samplers.
 
-A session ends when its client says so, or is silent for long; its models, snapshots and results go with it,
-what was saved stays. Records are read and written by HTTP's thread and, through jobs that come back to say
-what they made, by the worker's.
+A session ends on its client's request, or after a long silence; its models, snapshots and results go with it,
+saved weights stay. Records are read and written by HTTP's thread and, through jobs that report their results,
+by the worker's.
 """
 
 import logging
@@ -30,7 +30,7 @@ EXPIRY_S = 60.0
 
 @dataclass(eq=False)
 class Session:
-    """One client, from its first word to its last, with what it says of itself."""
+    """One client, with its description of itself."""
 
     id: str
     sdk_version: str
@@ -59,10 +59,10 @@ class Sampler:
 
     Attributes:
         key: The backend's name of it.
-        ephemeral: Whether it is a snapshot that was saved under no name.
-        used: When it was last asked, in seconds of `time.monotonic`.
-        waiting: Requests that it has not answered.
-        open: Whether the backend has it; one of saved weights may be closed and is opened again on use.
+        ephemeral: True if it is a snapshot that was saved under no name.
+        used: Time of its last request, in seconds of `time.monotonic`.
+        waiting: Number of its unanswered requests.
+        open: True if the backend has it; one of saved weights may be closed and is opened again on use.
     """
 
     id: str
@@ -77,14 +77,13 @@ class Sampler:
 
 
 class Clients:
-    """Sessions, and what each of them has.
+    """Sessions with their models and samplers.
 
     Args:
-        bases: The base under its names.
-        limits: What is taken.
+        bases: The base by its names.
+        limits: Of requests and records.
 
     Attributes:
-        bases: The base by name.
         queue: Work for the worker.
         futures: Results.
         sessions, models, samplers: By id.
@@ -115,14 +114,14 @@ class Clients:
         return session.id
 
     def heartbeat(self, session_id: str) -> bool:
-        """Note that a client lives; says whether the session is known."""
+        """Note that a client lives; False if the session is unknown."""
         session = self.sessions.get(session_id)
         if session is not None:
             session.seen = time.monotonic()
         return session is not None
 
     def finish(self, session_id: str, reason: str = "its client ended it") -> None:
-        """End a session, if it is known, and give up what was its."""
+        """End a session, if it is known, and drop all that it has."""
         with self.lock:
             if self.sessions.pop(session_id, None) is None:
                 return
@@ -143,11 +142,11 @@ class Clients:
         self.futures.end(session_id, Failure(f"The session of this request ended: {reason}.", "user"))
 
     def make_room(self, session_id: str) -> None:
-        """See to it that a session may have one more model: if there are as many as there may be, the client
-        that has been silent for longest is taken for dead already after `Limits.gone_s`.
+        """Make room for one more model of a session: if the server is full, the client with the longest
+        silence is taken for dead already after `Limits.gone_s`.
 
         Raises:
-            Busy: All of the other clients that have models live; some will end.
+            Busy: All other clients with models live; some will end.
             QeRLError: The session itself has all models.
         """
         with self.lock:
@@ -167,7 +166,7 @@ class Clients:
             )
 
     def sweep(self) -> None:
-        """End sessions that have been silent for too long, forget old results and delete what has expired."""
+        """End sessions after too long a silence, forget old results and delete expired weights."""
         now = time.monotonic()
         for session in list(self.sessions.values()):
             if now - session.seen > self.limits.silence_s:
@@ -187,10 +186,10 @@ class Clients:
             raise QeRLError(unknown("session", session_id))
 
     def check_base(self, name: str) -> None:
-        """Refuse a base model that is not here.
+        """Refuse a base model that this server does not have.
 
         Raises:
-            QeRLError: It is not.
+            QeRLError: It does not.
         """
         if name not in self.bases:
             raise QeRLError(
@@ -198,7 +197,7 @@ class Clients:
             )
 
     def model_info(self, model_id: str) -> tuple[Model, WeightsInfo, ModelInfo]:
-        """A model, what it was made as, and its base.
+        """A model, the adapter it was created with, and its base.
 
         Raises:
             QeRLError: There is no such model, or it is still being made.
@@ -211,13 +210,13 @@ class Clients:
         return model, model.info, self.bases.get(model.info.base_model, next(iter(self.bases.values())))
 
     def refused(self, kind: str, session_id: str, error: str) -> str:
-        """Request id of what has failed before it could wait."""
+        """Request id of a failure before its request could wait."""
         future = self.futures.add(Future(f"refused:{uuid.uuid4().hex}", kind, session_id))
         future.settle(Failure(error, "user"))
         return future.request_id
 
     def later(self, run: Callable[[Backend], Any]) -> None:
-        """Run something on the backend whose result nobody waits for."""
+        """Run something on the backend without waiting for its result."""
 
         def log(call: "CallFuture[Any]") -> None:
             if (error := call.exception()) is not None:
@@ -226,7 +225,7 @@ class Clients:
         self.queue.call(run).add_done_callback(log)
 
     def gauges(self) -> dict[str, float]:
-        """Numbers of what is there, by name."""
+        """Numbers of records, by name."""
         return {
             "sessions": len(self.sessions),
             "models": len(self.models),
@@ -238,7 +237,7 @@ class Clients:
 
 
 def unknown(what: str, name: str) -> str:
-    """Why a session or a model is not there, and what a client does then."""
+    """The error for a session or a model that is not there, with advice for the client."""
     return (
         f"This server knows no {what} {name}: its session ended, or the server was restarted. Make a new "
         "client, from saved weights with create_training_client_from_state_with_optimizer."

@@ -1,6 +1,6 @@
-"""`qerl serve`: a server from the command line, and how one that runs is doing.
+"""`qerl serve`: a server from the command line, and the state of one that runs.
 
-Imports what needs torch or HTTP inside the functions, as the rest of the command line does.
+Imports of torch or HTTP are inside the functions, as in the rest of the command line.
 """
 
 import argparse
@@ -192,13 +192,13 @@ def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: 
 
 
 def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> str:
-    """What a user must know of a server that has begun: what to export, and a line to try.
+    """The message of a server that has begun: variables to export, and a line to try.
 
     Args:
         model: Name of the base.
-        host, port: Where it listens.
-        api_key: Its key, or what a shell replaces by it.
-        folder: Where weights are saved.
+        host, port: Of its socket.
+        api_key: Its key, or the text that a shell replaces by it.
+        folder: Of saved weights.
     """
     url = f"http://{_address(host)}:{port}"
     lines = [
@@ -240,7 +240,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _address(host: str) -> str:
-    """Where a client on this machine finds a server that listens there."""
+    """The address of a server for a client on this machine."""
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
@@ -286,7 +286,7 @@ def _may_be_key(key: str) -> bool:
 
 
 def _where_key_is(args: argparse.Namespace) -> str:
-    """What a shell replaces by the key of a server that has one, or names it."""
+    """The text that a shell replaces by the key of a server, or the key's name."""
     given = _given_key(args)
     if given is None:
         return f"$(cat {shlex.quote(str((args.output_dir / KEY_FILE).absolute()))})"
@@ -294,7 +294,7 @@ def _where_key_is(args: argparse.Namespace) -> str:
 
 
 def _given_key(args: argparse.Namespace) -> tuple[str, str] | None:
-    """Where a key was given, and the key; an empty variable gives none."""
+    """The origin of a given key, and the key; an empty variable gives none."""
     if args.api_key is not None:
         return "--api_key", str(args.api_key)
     key = os.environ.get(KEY_VARIABLE, "")
@@ -302,7 +302,8 @@ def _given_key(args: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def _write_key(path: Path) -> None:
-    """Make a key at a path, whole or not at all; of two servers that begin at once the first one's stays."""
+    """Write a new key to a path, whole or not at all; of two servers that begin at once the first one's
+    stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # readable by the user alone
     aside = Path(name)
@@ -316,7 +317,7 @@ def _write_key(path: Path) -> None:
 
 
 def _known_key(args: argparse.Namespace) -> str:
-    """The key by which to ask a server that runs."""
+    """The key for requests to a running server."""
     path, given = args.output_dir / KEY_FILE, _given_key(args)
     if given is not None:
         return given[1]

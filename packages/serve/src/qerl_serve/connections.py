@@ -1,10 +1,9 @@
-"""Connections of clients: no more than there are descriptors for, and none that brings nothing.
+"""Connections of clients: no more than there are descriptors for, and no silent ones for long.
 
 A client of the Tinker API holds a connection for every sample that it waits for, so hundreds are the rule.
 Each takes one of the process' descriptors, and without descriptors neither a client can connect nor a
 checkpoint be written. So some are kept back, and a connection that brings no whole request is closed after a
-while, or as soon as there are too many and it is the oldest of those. That holds before anything is known of
-its key.
+while, or as soon as there are too many and it is the oldest of those. That holds before its key is checked.
 """
 
 import asyncio
@@ -27,11 +26,11 @@ _LEAST_BYTES = 1 << 16
 
 
 def room_for_connections() -> int:
-    """Let the process have as many descriptors as its hard limit allows, 65,536 at most.
+    """The number of connections that may be open at once: half as many as descriptors, which are raised to
+    the hard limit, at most 65,536.
 
-    Returns:
-        How many connections there may be at once: half as many as descriptors. The rest is for files, the GPU
-        and those that are accepted and not counted yet, up to three times :func:`backlog_of`.
+    The rest is for files, the GPU and connections that are accepted and not counted yet, up to three times
+    :func:`backlog_of`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
@@ -42,64 +41,65 @@ def room_for_connections() -> int:
     return (_ENOUGH if soft == resource.RLIM_INFINITY else soft) // 2
 
 
-def backlog_of(most: int) -> int:
-    """How many connections may be accepted at a time, of `most` that there may be."""
-    return max(min(most // 4, 2048), 64)
+def backlog_of(maximum: int) -> int:
+    """Number of connections that may be accepted at a time, of a maximum of open ones."""
+    return max(min(maximum // 4, 2048), 64)
 
 
-def connection_type(most: int) -> type[H11Protocol]:
-    """What uvicorn makes of each connection of a server that has at most so many."""
-    return type("ServedConnection", (Connection,), {"most": most, "by_age": {}})
+def connection_type(max_connections: int) -> type[H11Protocol]:
+    """uvicorn's class of connections, with a maximum of open ones."""
+    return type("ServedConnection", (Connection,), {"max_connections": max_connections, "by_age": {}})
 
 
 class Connection(H11Protocol):
     """One connection, closed if it brings nothing.
 
     Attributes:
-        most: Connections that there may be; uvicorn's own limit would answer none of them once it is reached.
-        by_age: All that there are, the oldest first.
+        max_connections: Maximum of open ones; uvicorn's own limit would answer none of them once it is
+            reached.
+        by_age: All open ones, the oldest first.
     """
 
-    most = 512
+    max_connections = 512
     by_age: ClassVar[dict["Connection", None]] = {}
     _told = False
     _look_again: asyncio.TimerHandle | None = None
     _brought = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by asyncio once it is there."""
+        """Called by asyncio once it is open."""
         super().connection_made(transport)
         self.by_age[self] = None
         self._wait()
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.max_connections:
             self._tell()
             owing = (other for other in self.by_age if other._owes() and not other.transport.is_closing())
             next(owing, self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio with what it brings."""
+        """Called by asyncio with received data."""
         if self.timeout_keep_alive_task is not None:  # a further request begins
             self._wait()
         self._brought += len(data)
         super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio once it is gone."""
+        """Called by asyncio once it is closed."""
         if self._look_again is not None:
             self._look_again.cancel()
         self.by_age.pop(self, None)
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        """Look in a while at what has come since."""
+        """Check in a while if data have come."""
         if self._look_again is not None:
             self._look_again.cancel()
         self._brought = 0
         self._look_again = self.loop.call_later(_PATIENCE_S, self._look)
 
     def _owes(self) -> bool:
-        """Whether it is there for a request of which the end has not come; how long it may be idle between
-        two requests is for uvicorn to bound."""
+        """True if it has begun a request without its end; uvicorn bounds how long it may be idle between
+        two requests."""
         return self.timeout_keep_alive_task is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def _look(self) -> None:
@@ -115,5 +115,5 @@ class Connection(H11Protocol):
             logger.warning(
                 "There are %d connections, half as many as the process has descriptors; those that bring no "
                 "request are closed for others. A larger `ulimit -Hn` allows more.",
-                self.most,
+                self.max_connections,
             )

@@ -1,15 +1,15 @@
-"""Results that clients come back for.
+"""Results that clients fetch.
 
-A request that takes the model is answered with an id at once; the client then asks for the result by that
-id, again and again, since each question is answered within half a minute. A connection may break while an
-answer is on its way, so a result that was fetched stays for a while. A request that is sent again gets the id
-that it had, and so the same result.
+A request that takes the model is answered with an id at once; the client then asks for the result by that id,
+again and again, since each question is answered within half a minute. A connection may break while an answer
+is on its way, so a fetched result stays for a while. A request that is sent again gets the id that it had,
+and so the same result.
 
-What is held in memory is bounded, by number and by bytes. Where a request does not fit, results that have
-arrived at their clients make room; where that is not enough it is refused, and its client sends it again
-later. A request whose turn it is in its model's line is not refused because of requests that wait: they may
-wait for it. So of each model one more request than fits may wait. Results may exceed the bytes, for as
-long as they are not fetched: nobody knows the size of one when its request comes, and it is never refused.
+Memory is bounded, by number and by bytes. Where a request does not fit, results that have arrived at their
+clients make room; where that is not enough it is refused, and its client sends it again later. A request
+whose turn it is in its model's line is not refused because of waiting requests, which may wait for it. So of
+each model one more request than fits may wait. Results may exceed the bytes until they are fetched: the size
+of a result is unknown when its request comes, and a result is never refused.
 
 Thread-safe: HTTP asks in one thread, the worker settles in another.
 """
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no result: a sentence, and whether the user can mend it."""
+    """The error in place of a result: a sentence, and whether the user can fix it."""
 
     error: str
     category: Category
@@ -56,13 +56,13 @@ class Future:
     """A result that is there or will be.
 
     Attributes:
-        request_id: What the client asks by.
-        kind: What was asked for, as `forward_backward`.
+        request_id: The client's handle.
+        kind: Of the request, as `forward_backward`.
         session_id: The session that it ends with.
         told: Called when a client has fetched a failure.
         bytes: Of the request while it waits, of the result once it is there.
         outcome: The result, None while there is none.
-        settled, fetched: When it came, and when a client first had it, in seconds of `time.monotonic`.
+        settled, fetched: Times of the result and of its first fetch, in seconds of `time.monotonic`.
     """
 
     request_id: str
@@ -77,7 +77,7 @@ class Future:
     _waiters: list[Callable[[], None]] = field(default_factory=list)
 
     def settle(self, outcome: Answer | Failure) -> None:
-        """Give the result; of several the first one counts."""
+        """Set the result; of several the first one counts."""
         with self._lock:
             if self.outcome is not None:
                 return
@@ -95,7 +95,7 @@ class Future:
         waiter()
 
     def forget(self, waiter: Callable[[], None]) -> None:
-        """Do not call `waiter` any more."""
+        """Remove `waiter`."""
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -110,25 +110,25 @@ class Future:
 
 
 class Busy(QeRLError):
-    """The server has too much to do; what was asked for may be asked for again later."""
+    """The server has too much to do; the request may be sent again later."""
 
 
 class TooLarge(QeRLError):
-    """What was asked for never fits, however often it is sent."""
+    """The request never fits, however often it is sent."""
 
 
 class Futures:
     """All futures by request id.
 
     Args:
-        most: How many there may be.
-        most_bytes: With so many bytes of requests that wait and of results together no request is added.
-        keep_s: A result that was fetched stays for so long.
-        unfetched_s: One that was not stays for so long.
+        max_count: Largest number of futures.
+        max_bytes: Largest number of bytes of waiting requests and of results together.
+        keep_s: Seconds that a fetched result stays.
+        unfetched_s: Seconds that another one stays.
     """
 
-    def __init__(self, most: int, most_bytes: int, keep_s: float, unfetched_s: float) -> None:
-        self._most, self._most_bytes = most, most_bytes
+    def __init__(self, max_count: int, max_bytes: int, keep_s: float, unfetched_s: float) -> None:
+        self._max_count, self._max_bytes = max_count, max_bytes
         self._keep_s, self._unfetched_s = keep_s, unfetched_s
         self._futures: dict[str, Future] = {}
         self._bytes = 0
@@ -151,25 +151,24 @@ class Futures:
 
         Args:
             future: Kept, unless there is one of its request id.
-            awaited: Whether requests that wait may wait for this one, so that their bytes must not keep it
-                out.
+            awaited: True if waiting requests may wait for this one, so that their bytes must not keep it out.
 
         Raises:
-            TooLarge: It alone is larger than what is held of all.
+            TooLarge: It alone exceeds the bytes of all.
             Busy: There are too many, or with it they are too large.
         """
-        if future.bytes > self._most_bytes:
+        if future.bytes > self._max_bytes:
             raise TooLarge(
-                f"The request takes {future.bytes} bytes, and this server holds {self._most_bytes} of all "
+                f"The request takes {future.bytes} bytes, and this server holds {self._max_bytes} of all "
                 "requests together (`qerl serve --held_gb`); send less at a time."
             )
         with self._lock:
-            if len(self._futures) >= self._most:
+            if len(self._futures) >= self._max_count:
                 raise Busy(
                     f"The server has {len(self._futures)} requests that wait or were not fetched, its limit; "
                     "fetch results before you send more."
                 )
-            if self._bytes + future.bytes > self._most_bytes:
+            if self._bytes + future.bytes > self._max_bytes:
                 self._make_room(future.bytes, awaited)
             kept = self._futures.setdefault(future.request_id, future)
             if kept is future:
@@ -179,7 +178,7 @@ class Futures:
         return kept
 
     def sweep(self, now: float) -> None:
-        """Forget results that were fetched long ago, and those that nobody fetched for longer."""
+        """Forget results that were fetched long ago, and unfetched ones after a longer time."""
         with self._lock:
             for request_id, future in list(self._futures.items()):
                 since, keep = (
@@ -191,7 +190,7 @@ class Futures:
                     self._remove(request_id)
 
     def end(self, session_id: str, failure: Failure) -> None:
-        """Fail what a session waits for, and forget all of its results."""
+        """Fail the waiting requests of a session, and forget all of its results."""
         with self._lock:
             ended = [future for future in self._futures.values() if future.session_id == session_id]
             for future in ended:
@@ -200,7 +199,7 @@ class Futures:
             future.settle(failure)
 
     def fail(self, failure: Failure) -> None:
-        """Fail everything that is waited for."""
+        """Fail all waiting requests."""
         with self._lock:
             waited_for = [future for future in self._futures.values() if future.settled is None]
         for future in waited_for:
@@ -215,7 +214,7 @@ class Futures:
                 future.bytes = size
 
     def _make_room(self, size: int, awaited: bool) -> None:
-        """Forget results that have arrived, the first fetched first, until so many bytes fit.
+        """Forget results that have arrived, the first fetched first, until this number of bytes fits.
 
         Raises:
             Busy: They do not fit; if the request is awaited, not even beside the results alone.
@@ -225,14 +224,14 @@ class Futures:
         old = [id_ for at, id_ in fetched if at < until]
         waiting = sum(future.bytes for future in self._futures.values() if future.settled is None)
         counted = self._bytes - waiting if awaited else self._bytes
-        if counted + size - sum(self._futures[id_].bytes for id_ in old) > self._most_bytes:
+        if counted + size - sum(self._futures[id_].bytes for id_ in old) > self._max_bytes:
             raise Busy(
                 f"The server holds {self._bytes} bytes of requests that wait and of results; with the {size} "
-                f"of this request they exceed its limit of {self._most_bytes} (`qerl serve --held_gb`). "
+                f"of this request they exceed its limit of {self._max_bytes} (`qerl serve --held_gb`). "
                 "Fetch results, or wait a little, before you send more."
             )
         for request_id in old:
-            if self._bytes + size > self._most_bytes:
+            if self._bytes + size > self._max_bytes:
                 self._remove(request_id)
 
     def _remove(self, request_id: str) -> None:

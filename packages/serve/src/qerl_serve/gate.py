@@ -1,9 +1,9 @@
-"""What stands before all routes: the key, and the size of a body.
+"""The checks before all routes: the key, and the size of a body.
 
-A body is read whole before a route sees it: what a client did not finish sending is not run. While it comes
-it counts among the bodies that come, and beside too many of them it is refused, to be sent again. (What waits
-to be run is counted elsewhere, since a body that comes may be the one that others wait for.) A body of JSON
-may be no longer than a prompt of the whole context, because it is parsed where all clients are answered.
+A body is read whole before a route sees it, so an unfinished one is not run. While it comes it counts among
+the bodies that come, and beside too many of them it is refused, to be sent again. (Waiting requests are
+counted elsewhere, since a body that comes may be the one that they wait for.) A body of JSON may be no longer
+than a prompt of the whole context, because it is parsed in the thread that answers all clients.
 """
 
 import hmac
@@ -27,32 +27,32 @@ TENSORS = "/api/v1/forward_backward"
 
 
 class _CutOffError(Exception):
-    """A client went in the middle of its body."""
+    """A client left in the middle of its body."""
 
 
 class _TooManyError(Exception):
-    """With a body those that come take too much memory."""
+    """With a body the incoming ones take too much memory."""
 
 
 class Gate:
     """Refuses requests without the key, and bodies that are too large, before anything reads them.
 
     Args:
-        app: What is behind it.
-        api_key: What X-API-Key must be.
-        most: Bytes of a body of tensors.
-        most_json: Bytes of any other.
-        most_coming: Bytes of all bodies together of which the end has not come.
+        app: The application behind it.
+        api_key: Expected value of X-API-Key.
+        max_tensors: Bytes of a body of tensors.
+        max_json: Bytes of any other.
+        max_coming: Bytes of all incoming bodies together.
 
     Raises:
-        QeRLError: The key is empty, with which everybody would be let in.
+        QeRLError: The key is empty, which would let everyone in.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str, most: int, most_json: int, most_coming: int) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, max_tensors: int, max_json: int, max_coming: int) -> None:
         if not api_key:
             raise QeRLError("The server's key is empty; give it one that begins with tml-.")
         self._app, self._api_key = app, api_key.encode()
-        self._most, self._most_json, self._most_coming = most, most_json, most_coming
+        self._max_tensors, self._max_json, self._max_coming = max_tensors, max_json, max_coming
         self._coming = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +60,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        most = self._most if scope["path"] == TENSORS else self._most_json
+        maximum = self._max_tensors if scope["path"] == TENSORS else self._max_json
         if scope["path"].startswith(OPEN):
             body: bytes | None = b""  # no open path reads one
         elif not hmac.compare_digest(headers.get(b"x-api-key", b""), self._api_key):
@@ -72,20 +72,20 @@ class Gate:
             return
         else:
             try:
-                body = await self._body(headers, receive, most)
+                body = await self._body(headers, receive, maximum)
             except _CutOffError:
                 await _refuse(400, "The body was cut off; send it again.", scope, receive, send)
                 return
             except _TooManyError:
                 full = (
                     f"Bodies that are being sent take {self._coming} bytes, and with this one more than "
-                    f"{self._most_coming} (`qerl serve --held_gb`); send it again in a moment."
+                    f"{self._max_coming} (`qerl serve --held_gb`); send it again in a moment."
                 )
                 await _refuse(429, full, scope, receive, send)
                 return
         if body is None:
             too_large = (
-                f"The body is larger than {most} bytes, which this server takes; send less, with the "
+                f"The body is larger than {maximum} bytes, which this server takes; send less, with the "
                 "same seq_id if it has one, because the later requests of its model wait for that number."
             )
             await _refuse(413, too_large, scope, receive, send)
@@ -97,22 +97,22 @@ class Gate:
 
         await self._app(scope, read, send)
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes | None:
-        """The whole body, None if it is larger than `most` bytes.
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive, maximum: int) -> bytes | None:
+        """The whole body, None if it is larger than `maximum` bytes.
 
         Raises:
-            _CutOffError: The client went before all of it had come.
-            _TooManyError: With it bodies that come take too much.
+            _CutOffError: The client left before all of it had come.
+            _TooManyError: With it incoming bodies take too much memory.
         """
         length = headers.get(b"content-length")
-        if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= most):
+        if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= maximum):
             return None
         declared = int(length or 0)
         parts, size, counted, more = [], 0, 0, True
         try:
             while more:
                 if (new := max(declared, size) - counted) > 0:
-                    if self._coming + new > self._most_coming:
+                    if self._coming + new > self._max_coming:
                         raise _TooManyError
                     self._coming, counted = self._coming + new, counted + new
                 message = await receive()
@@ -121,7 +121,7 @@ class Gate:
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 more = message.get("more_body", False)
-                if size > most:
+                if size > maximum:
                     return None
         finally:
             self._coming -= counted

@@ -43,13 +43,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
-    """The application: what clients have, ask for and get is answered here, the rest by the routes beside it.
+    """The application: requests about clients' own records are answered here, the rest by the routes beside
+    it.
 
     Args:
-        clients: Records, queue and futures behind them.
-        metrics: What /metrics shows.
-        api_key: What X-API-Key must be.
-        works: Whether the worker runs, without which no request is ever answered.
+        clients: Records, queue and futures.
+        metrics: For /metrics.
+        api_key: Expected value of X-API-Key.
+        works: True while the worker runs, without which no request is ever answered.
     """
 
     def __init__(self, clients: Clients, metrics: Metrics, api_key: str, works: Callable[[], bool]) -> None:
@@ -65,9 +66,9 @@ class Api:
         gate = Middleware(
             Gate,
             api_key=self._api_key,
-            most=limits.body,
-            most_json=limits.json,
-            most_coming=max(limits.held, limits.body),
+            max_tensors=limits.body,
+            max_json=limits.json,
+            max_coming=max(limits.held, limits.body),
         )
         return Starlette(
             routes=[*self._routes(), *self._service.routes(), *self._checkpoints.routes(), _ANY],
@@ -279,7 +280,7 @@ _ANY = Route("/{path:path}", _nowhere, methods=["GET", "POST", "PUT", "PATCH", "
 
 
 async def _settled(future: Future, seconds: float) -> None:
-    """Return when a future is settled, or after so many seconds."""
+    """Return when a future is settled, or after a number of seconds."""
     loop, settled = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:

@@ -1,36 +1,36 @@
-"""What the server takes, so that no client fills its memory; each refusal names the limit."""
+"""Limits of the server, so that no client fills its memory; each refusal names the limit."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and of what the server keeps.
+    """Limits of requests and of the server's records.
 
     Attributes:
         context: Tokens of a prompt with its completion, or of a datum.
         max_rank: Largest rank of an adapter.
         max_models: Models of all clients together.
-        connections: Connections of all clients together; a client is told to have no more than half of them
-            wait for samples.
+        connections: Connections of all clients together; a client is told to use at most half of them to wait
+            for samples.
         body: Bytes of a request that brings tensors; :attr:`json` bounds the others.
         datums: Datums of a request; clients cut longer batches into several requests.
         elements: Elements of all tensors of a request together, those that a sparse one leaves out included.
         num_samples: Completions of a request.
         topk: Most probable tokens at each position of a prompt.
-        waiting: Requests that wait or whose results nobody has fetched, of all clients together.
+        waiting: Waiting requests and unfetched results of all clients together.
         held: Bytes of those together, of requests while they wait and of results until they are forgotten;
-            `qerl_serve.futures` says what may exceed it. Bodies that are on their way may take as much again.
-        snapshots: Ephemeral snapshots of a session's models, and as many open samplers of saved weights; the
-            least recently used goes first.
-        silence_s: A client that says nothing for so long is taken for dead and its models are dropped.
-        gone_s: One that is silent for so long loses its models already if there is no room for another's.
-            Clients of the package `tinker` speak every 10 seconds.
-        keep_s: A result that was fetched can be fetched again for so long.
-        unfetched_s: A result that nobody fetches is kept for so long.
-        poll_s: A client that asks for a result waits so long before it is told to ask again.
-        gather_s: The others of a burst of requests for samples are waited for until none comes for so long.
-        gather_most_s: But no longer than this after the first. Client 0.38 takes 0.26 to 0.49 s to send 128.
+            `qerl_serve.futures` says what may exceed it. Incoming bodies may take as much again.
+        snapshots: Ephemeral snapshots of a session's models, and also the number of open samplers of saved
+            weights; the least recently used goes first.
+        silence_s: Silence after which a client is taken for dead and its models are dropped.
+        gone_s: Silence after which it loses its models already if there is no room for another's. Clients of
+            the package `tinker` speak every 10 seconds.
+        keep_s: Time in which a fetched result can be fetched again.
+        unfetched_s: Time for which an unfetched result is kept.
+        poll_s: Wait before a client that asks for a result is told to ask again.
+        gather_s: Pause between requests for samples that ends a burst.
+        gather_most_s: Longest burst. Client 0.38 takes 0.26 to 0.49 s to send 128.
     """
 
     context: int

@@ -5,9 +5,9 @@ because it sends parts of one call side by side, the first one last. They run by
 that was seen before is a request sent again, which never runs again.
 
 A request that fails may have been part of a call, or the first of several that belong together: a gradient
-and the step that takes it. What was sent before the client heard of the failure is refused as well, with the
-cause, so no step is made with half a gradient; what is sent afterwards was sent knowing of it, and runs. The
-worker drops the gradients of what had run, so that a batch that is sent again counts once.
+and the step that takes it. Requests sent before the client learned of the failure are refused as well, with
+the cause, so no step is made with half a gradient; later ones were sent knowing of it, and run. The worker
+drops the gradients of earlier parts, so that a batch that is sent again counts once.
 
 No threads in here; `qerl_serve.queue` locks.
 """
@@ -40,7 +40,7 @@ class Job:
 
 
 class Line:
-    """Requests of one model that wait, and whose turn it is; `model_id` is whose."""
+    """Pending requests of one model, in order of sequence number."""
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
@@ -75,17 +75,17 @@ class Line:
         return seq_id
 
     def seen(self, number: int) -> bool:
-        """Whether a request of this number has come before."""
+        """True if a request of this number has come before."""
         return number < self.next or number in self._waiting
 
     def add(self, number: int, job: Job) -> None:
-        """Let a request wait for its turn."""
+        """Enqueue a request."""
         self._arrived += 1
         self._waiting[number] = job
         self._arrivals[job] = self._arrived
 
     def pop(self) -> Job | None:
-        """The request whose turn it is, None if it has not come; the turn passes to the next number."""
+        """The next request in sequence, None if it has not come; the turn passes to the next number."""
         job = self._waiting.pop(self.next, None)
         if job is not None:
             self.next += 1
@@ -93,16 +93,16 @@ class Line:
 
     @property
     def ready(self) -> bool:
-        """Whether `pop` has a request."""
+        """True if the next request in sequence has arrived."""
         return self.next in self._waiting
 
     @property
     def missing(self) -> int | None:
-        """The number for which others wait, None if none does."""
+        """The number that others wait for, None if none does."""
         return self.next if self._waiting and not self.ready else None
 
     def refusal(self, job: Job) -> Failure | None:
-        """Why a request whose turn has come must not run, None if it may."""
+        """The reason why the next request in sequence must not run, None if it may."""
         arrival = self._arrivals.pop(job)
         if self._told_at is not None and arrival > self._told_at:
             self._failure = self._told_at = None
@@ -121,13 +121,13 @@ class Line:
             )
 
     def told(self, request_id: str) -> None:
-        """Note that the client has fetched the failure of a request: it knows of the one that counts if this
-        is it, or was refused because of it."""
+        """Note that the client has fetched the failure of a request: it knows of the one that counts if
+        this is it, or was refused because of it."""
         if self._failure is not None and self._told_at is None and request_id in self._failed:
             self._told_at = self._arrived
 
     def clear(self) -> list[Job]:
-        """Give up all requests that wait; returns them."""
+        """Give up all pending requests; returns them."""
         jobs = list(self._waiting.values())
         self._waiting.clear()
         self._arrivals.clear()

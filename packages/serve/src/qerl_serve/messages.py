@@ -1,10 +1,10 @@
-"""Between the bytes of protobuf messages and what the backend takes and gives.
+"""Conversion between protobuf messages and the backend's values.
 
 Legend: T tokens of a datum, K targets of a position, P tokens of a prompt, N datums.
 
-What a client sends is read with suspicion: sizes are checked before memory is taken, indices before they
+Clients' messages are read with suspicion: sizes are checked before memory is taken, indices before they
 index. A tensor may come as CSR, of which the entries that are not listed are 0; it is made dense here, where
-the limit on its size stands.
+its size is limited.
 """
 
 import math
@@ -78,7 +78,7 @@ class ForwardBackward:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """What a body asks for.
+    """The request in a body.
 
     Raises:
         QeRLError: It is no such message.
@@ -95,9 +95,9 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 @dataclass
 class _Room:
-    """How many elements the tensors of a request may still have, of `most`."""
+    """The remaining elements of a request's tensors, from `max_elements` on."""
 
-    most: int
+    max_elements: int
     taken: int = 0
 
     def take(self, shape: tuple[int, ...], name: str) -> None:
@@ -107,10 +107,10 @@ class _Room:
             QeRLError: With it there are too many.
         """
         self.taken += math.prod(shape)
-        if self.taken > self.most:
+        if self.taken > self.max_elements:
             raise QeRLError(
                 f"{name} has the shape {list(shape)}; with it the tensors of this request have more than "
-                f"{self.most} elements, which this server takes. Send fewer datums in a request."
+                f"{self.max_elements} elements, which this server takes. Send fewer datums in a request."
             )
 
 
@@ -213,7 +213,7 @@ def loss_output_bytes(output: LossOutput) -> bytes:
 
 
 def sample_bytes(result: SampleResult, last_n: int | None = None) -> bytes:
-    """The answer to a `SampleRequest`; of the prompt it speaks of the last `last_n` tokens (None: all)."""
+    """The answer to a `SampleRequest`, with the last `last_n` tokens of the prompt (None: all)."""
     message = wire.SampleResponse()
     for sequence in result.sequences:
         message.sequences.add(
@@ -233,7 +233,7 @@ def sample_bytes(result: SampleResult, last_n: int | None = None) -> bytes:
 
 
 def _skipped(tokens: int, last_n: int | None) -> int:
-    """How many tokens at the start of a prompt nothing is said of."""
+    """Number of tokens at the start of a prompt that an answer leaves out."""
     return 0 if last_n is None else max(tokens - last_n, 0)
 
 

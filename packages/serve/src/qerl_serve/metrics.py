@@ -14,10 +14,10 @@ _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """Counts what the worker does, and asks for what is there when it is read.
+    """Counts the worker's work; gauges are read on demand.
 
     Attributes:
-        watched: Gives the numbers that `watch` was told of.
+        watched: Gives the numbers of `watch`.
     """
 
     watched: Callable[[], Mapping[str, float]] = dict
@@ -56,7 +56,7 @@ class Metrics:
         self._sampled.inc(sum(len(sequence.tokens) for sequence in result.sequences))
 
     def watch(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Report these numbers too, by name, read whenever somebody asks."""
+        """Report these numbers too, by name, read on demand."""
         self.watched = read
         self.registry.register(_Gauges(read))
 

@@ -1,4 +1,4 @@
-"""Names that come from clients, checked in one place before anything is done with them.
+"""Names from clients, checked in one place before they are used.
 
 Ids of sessions and models are the server's own, but a client may compose those of models from its session's
 id and a number, so they come back as text like any other. Names of checkpoints are the client's. Both become
@@ -19,11 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 
 def check_id(text: Any, what: str) -> str:
-    """An id as it is.
-
-    Args:
-        text: What the client sent.
-        what: The field's name, for the error.
+    """The id, checked; ``what`` names the field in the error.
 
     Raises:
         QeRLError: It is not made of letters, digits, `_`, `-`, `.` and `:`.
@@ -32,7 +28,7 @@ def check_id(text: Any, what: str) -> str:
 
 
 def check_name(text: Any) -> str:
-    """The name of a checkpoint as it is.
+    """The name of a checkpoint, checked.
 
     Raises:
         QeRLError: It is not made of letters, digits, `_`, `-` and `.`.

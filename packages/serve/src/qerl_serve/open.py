@@ -1,4 +1,4 @@
-"""From what a server is told to the backend it runs: loaded, seated, with an engine and a folder."""
+"""From a server's options to its backend: loaded, seated, with an engine and a folder."""
 
 import re
 from collections.abc import Sequence
@@ -35,24 +35,25 @@ _ADVICE = "send shorter sequences, or train an adapter of a smaller rank"
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a server is told of its model.
+    """Options of a server's model.
 
     Attributes:
         model: Hub id, local folder or .gguf file.
-        folder: Where saved weights go.
-        served_name: By which clients ask for the model; None stands for its own names.
+        folder: Of saved weights.
+        served_name: The clients' name for the model; None stands for its own names.
         weights, rounding, dtype: As for `qerl eval`; None takes those of a packed checkpoint, else nvfp4.
-        max_rank: The largest rank of an adapter, by which the paged engine's buffers are sized.
-        max_models: Adapters that there may be at once.
+        max_rank: The largest rank of an adapter, which sizes the paged engine's buffers.
+        max_models: Largest number of adapters.
         resident: Those of them that stay on the GPU between uses.
-        max_sequences: Sequences that are decoded at the same time at most; None leaves it to the engine.
+        max_sequences: Largest number of sequences that decode at the same time; None leaves it to the engine.
         kv_cache_dtype: Of the paged engine's keys and values.
-        tokens_per_forward: Tokens of a forward and backward pass at most; None is as for `LossDriver`.
+        tokens_per_forward: Largest number of tokens of a forward and backward pass; None is as for
+            `LossDriver`.
         every_n_layers: On a GPU every n-th layer is computed again for backward, the others keep their
             activations until memory runs out. Above the number of layers all do.
         noise: Schedule of the noise by optimizer steps of a model; None samples without noise.
         noise_scale: Unit of its sigma.
-        trust_remote_code: Whether Python code that comes with the model may run.
+        trust_remote_code: True if Python code that comes with the model may run.
     """
 
     model: str
@@ -86,10 +87,10 @@ class BackendOptions:
 
 
 def open_backend(options: BackendOptions) -> ModelBackend:
-    """Load the model and get everything ready to be asked.
+    """The backend with its model loaded, ready for requests.
 
     Raises:
-        QeRLError: The model cannot be loaded, or what is asked for cannot be had on this machine.
+        QeRLError: The model cannot be loaded, or an option is impossible on this machine.
     """
     source = Source(
         options.model,
@@ -129,14 +130,14 @@ def make_backend(
     end_token_ids: tuple[int, ...],
     store: Store,
 ) -> ModelBackend:
-    """A backend of a model that is loaded.
+    """The backend of a loaded model.
 
     Args:
-        options: What the server was told; what says how to load is not looked at.
+        options: Of the server; those for loading are not looked at.
         model: The base, without an adapter; it is frozen and wrapped in place.
         tokenizer: Its tokenizer.
         models: The base under each of its names.
-        end_token_ids: Where a completion ends if a request does not say.
+        end_token_ids: Default end tokens of a completion.
         store: The server's folder.
 
     Raises:
@@ -167,13 +168,12 @@ def make_backend(
 
 
 def model_names(found: LocalModel, positions: int | None, served_name: str | None = None) -> list[ModelInfo]:
-    """The base by the name that clients are to use; without one by the name that the server was given, and by
-    the folder where it lies.
+    """The base by the clients' name for it; without one by the server's name for it, and by its folder.
 
     Its tokenizer is where clients find it: at the Hub if the model came from there, else in the folder.
 
     Raises:
-        QeRLError: The model has no limit of positions, which clients have to be told.
+        QeRLError: The model has no limit of positions, which clients need to know.
     """
     if positions is None:
         raise QeRLError(f"{found} does not say in its config how many positions it has; add them there.")

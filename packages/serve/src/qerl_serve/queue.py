@@ -1,9 +1,9 @@
-"""What waits for the one worker, and in which order it takes it.
+"""The work for the one worker, and its order.
 
 Three kinds of work: calls, which are short and come first; samples of all clients, which are gathered and run
 together; and updates, the requests of each model in their `Line`. The worker alternates between a batch of
-samples and a turn of updates, in which each model that has something ready gets on until it has made an
-optimizer step. A batch of samples takes in what arrives while it runs, unless an update has become ready.
+samples and a turn of updates, in which each model with a ready request gets on until it has made an optimizer
+step. A batch of samples takes in requests that arrive while it runs, unless an update has become ready.
 
 Thread-safe.
 """
@@ -26,7 +26,7 @@ Turn = Literal["calls", "samples", "updates"]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Short work on the backend; what it returns or raises goes to `result`."""
+    """Short work on the backend; `result` gets its return value or exception."""
 
     run: Callable[[Backend], Any]
     result: "CallFuture[Any]"
@@ -34,8 +34,8 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
-    """A request for samples, when it came, and of how many tokens at the end of the prompt log-probabilities
-    are wanted (None for all)."""
+    """A sampling request, its time of arrival, and the number of tokens at the end of the prompt whose
+    log-probabilities are wanted (None for all)."""
 
     future: Future
     request: SampleRequest
@@ -44,11 +44,11 @@ class SampleJob:
 
 
 class WorkQueue:
-    """Work that waits.
+    """Pending work.
 
     Args:
-        gather_s: The others of a burst of requests for samples are waited for until none comes for so long.
-        gather_most_s: But no longer than this after the first.
+        gather_s: Pause between requests for samples that ends a burst.
+        gather_most_s: Longest burst.
     """
 
     def __init__(self, gather_s: float, gather_most_s: float) -> None:
@@ -61,7 +61,7 @@ class WorkQueue:
         self._closed = False
 
     def call(self, run: Callable[[Backend], Any]) -> "CallFuture[Any]":
-        """Let the worker run a function soon; the future has what it returns or raises."""
+        """The future of a function that the worker runs soon."""
         call = Call(run, CallFuture())
         call.result.set_running_or_notify_cancel()
         with self._changed:
@@ -70,7 +70,7 @@ class WorkQueue:
         return call.result
 
     def sample(self, future: Future, request: SampleRequest, last_n: int | None = None) -> None:
-        """Let a request for samples wait; `last_n` as in `SampleJob`."""
+        """Enqueue a sampling request; `last_n` as in `SampleJob`."""
         with self._changed:
             self._samples.append(SampleJob(future, request, last_n, time.monotonic()))
             self._changed.notify()
@@ -81,15 +81,12 @@ class WorkQueue:
             self._lines[model_id] = Line(model_id)
 
     def submit(self, model_id: str, seq_id: int | None, make: Callable[[str, Line], Job]) -> str:
-        """Let a request of a model wait for its turn, unless it has come before.
+        """The request id of a model's request, which is enqueued unless it has come before.
 
         Args:
             model_id: The model, which has a line.
             seq_id: Its number, None for the next one.
             make: Makes the job, of a request id and the line.
-
-        Returns:
-            The request id.
 
         Raises:
             QeRLError: The model has ended, the number is out of range, or `make` refuses.
@@ -111,30 +108,30 @@ class WorkQueue:
             line.told(request_id)
 
     def missing(self, model_id: str) -> int | None:
-        """The number of a model's request for which others wait, None if none does."""
+        """The number of a model's request that others wait for, None if none does."""
         with self._changed:
             line = self._lines.get(model_id)
             return None if line is None else line.missing
 
     def drop(self, model_id: str) -> list[Job]:
-        """Take no more requests of a model; returns those that waited."""
+        """Take no more requests of a model; returns its pending ones."""
         with self._changed:
             line = self._lines.pop(model_id, None)
             return [] if line is None else line.clear()
 
     def drop_samples(self, session_id: str) -> None:
-        """Give up the requests for samples of a session."""
+        """Give up the sampling requests of a session."""
         with self._changed:
             self._samples = deque(job for job in self._samples if job.future.session_id != session_id)
 
     def close(self) -> None:
-        """Let the worker end after what it runs."""
+        """Let the worker end after its present work."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def depths(self) -> dict[str, int]:
-        """How much waits, by kind of work."""
+        """Number of pending items, by kind of work."""
         with self._changed:
             return {
                 "samples": len(self._samples),
@@ -145,7 +142,7 @@ class WorkQueue:
     # For the worker.
 
     def turn(self) -> Turn | None:
-        """Wait for work; says which comes first, None once closed."""
+        """The kind of work that comes first, once there is any; None once closed."""
         with self._changed:
             while True:
                 if self._closed:
@@ -161,13 +158,14 @@ class WorkQueue:
                 self._changed.wait()
 
     def take_calls(self) -> list[Call]:
-        """All calls that wait."""
+        """All pending calls."""
         with self._changed:
             calls, self._calls = list(self._calls), deque()
             return calls
 
     def take_samples(self) -> list[SampleJob]:
-        """The requests of a burst: all that wait, after those that follow close on one another."""
+        """The sampling requests of a burst: all pending ones, once requests no longer follow close on one
+        another."""
         with self._changed:
             while self._samples and not self._closed:
                 first, last = self._samples[0].arrived, self._samples[-1].arrived
@@ -178,7 +176,7 @@ class WorkQueue:
             return self._all_samples()
 
     def late_samples(self) -> list[SampleJob]:
-        """What came in since samples were taken; nothing while an update waits."""
+        """Sampling requests since samples were taken; none while an update waits."""
         with self._changed:
             return [] if self._update_ready() or self._closed else self._all_samples()
 
@@ -191,8 +189,8 @@ class WorkQueue:
             return list(ready.values())
 
     def next_update(self, line: Line) -> tuple[Job, Failure | None] | None:
-        """The request of a line whose turn it is, and why it must not run if it must not; None if it has not
-        come."""
+        """The next request in sequence of a line, and the reason why it must not run, if any; None if it
+        has not come."""
         with self._changed:
             job = line.pop()
             return None if job is None else (job, line.refusal(job))

@@ -3,8 +3,8 @@
 Clients grow fields faster than servers do, so fields that are missing here are skipped, and a field that asks
 for something this server cannot do is refused with a sentence instead of being ignored.
 
-A request with a number among its model's is refused in its turn, because those after it wait for it. So what
-says whether its values may be run is a method, which the worker calls, and no constraint on a field.
+A request with a number among its model's is refused in its turn, because those after it wait for it. So the
+check of its values is a method, which the worker calls, and no constraint on a field.
 """
 
 import json
@@ -33,14 +33,14 @@ from qerl_serve.types import AdamParams, LoraParams, SampleRequest
 
 
 class Body(BaseModel):
-    """A body of which fields that nobody here knows are skipped."""
+    """A body, without fields that this server does not know."""
 
     model_config = ConfigDict(protected_namespaces=(), extra="ignore")
     _sent: int = PrivateAttr(default=0)
 
     @property
     def size(self) -> int:
-        """Bytes that it takes while it waits: those that were sent."""
+        """Bytes of memory while it waits: those that were sent."""
         return self._sent
 
 
@@ -48,7 +48,7 @@ B = TypeVar("B", bound=Body)
 
 
 def read(kind: type[B], body: bytes) -> B:
-    """What a body says.
+    """The content of a body.
 
     Raises:
         QeRLError: It is no JSON, or a field is missing or of another type.
@@ -68,7 +68,7 @@ def read(kind: type[B], body: bytes) -> B:
 
 
 def _texts(found: dict[str, Any]) -> dict[str, str]:
-    """What a client notes, by key, its values as texts."""
+    """A client's notes, by key, with values as texts."""
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()}
     if (size := sum(len(key) + len(text) for key, text in texts.items())) > _NOTED:
         raise PydanticCustomError("too_long", f"it has {size} characters, and this server keeps {_NOTED}")
@@ -88,8 +88,8 @@ class CreateSession(Body):
 
 
 def place_of(body: bytes) -> "OfModel | None":
-    """The place among its model's requests that a body names, whatever else is wrong with it; None if it
-    names none."""
+    """The place of a body among its model's requests, whatever else is wrong with it; None if it names
+    none."""
     try:
         place = read(OfModel, body)
     except QeRLError:
@@ -107,7 +107,7 @@ class OfModel(Body):
 
 
 class Ttl(Body):
-    """How long something is kept; `ttl_seconds` None keeps it for ever."""
+    """Time until something may be deleted; `ttl_seconds` None keeps it for ever."""
 
     ttl_seconds: int | None = None
 
@@ -135,7 +135,7 @@ class Optimizer(Body):
     type: str = "adamw"
 
     def check(self) -> None:
-        """Refuse an optimizer that is not here."""
+        """Refuse an optimizer that this server does not have."""
         if self.type != "adamw":
             raise QeRLError(f"The optimizer {self.type!r} is unknown to this server; it has adamw.")
 
@@ -190,13 +190,13 @@ class Adam(Body):
         """
         found = self.model_dump(exclude={"type"})
         for name, value in found.items():
-            least, most, range_ = _RANGES.get(name, (0, _MOST, f"from 0 to {_MOST:g}"))
-            if not least <= value <= most:  # NaN is refused as well
+            lowest, highest, range_ = _RANGES.get(name, (0, _LARGEST, f"from 0 to {_LARGEST:g}"))
+            if not lowest <= value <= highest:  # NaN is refused as well
                 raise QeRLError(f"adam_params.{name} is {value}; it must be {range_}.")
         return AdamParams(**found)
 
 
-_MOST = 1e18
+_LARGEST = 1e18
 """Of a number of AdamW: products and quotients of two of them are within float32."""
 _LEAST_EPS = 1e-30
 """A smaller one is 0 on devices that have no subnormal numbers, and 0 / 0 is what it is there against."""
@@ -204,7 +204,7 @@ _BELOW_1 = (0, math.nextafter(1, 0), "at least 0 and below 1")
 _RANGES = {
     "beta1": _BELOW_1,
     "beta2": _BELOW_1,
-    "eps": (_LEAST_EPS, _MOST, f"from {_LEAST_EPS:g} to {_MOST:g}"),
+    "eps": (_LEAST_EPS, _LARGEST, f"from {_LEAST_EPS:g} to {_LARGEST:g}"),
 }
 
 
@@ -303,7 +303,7 @@ class _Sampling(Body):
 
 
 class Sample(Body):
-    """A request for samples; `sampling_session_id`, or a path or the base's name, says of what."""
+    """A request for samples of `sampling_session_id`, of a path, or of the base's name."""
 
     prompt: _Prompt
     sampling_params: _Sampling = _Sampling()
@@ -322,11 +322,11 @@ class Sample(Body):
 
     @property
     def size(self) -> int:
-        """Bytes that it takes while it waits; a token has more as a number of Python's than as digits."""
+        """Bytes of memory while it waits; a token has more as a number of Python's than as digits."""
         return super().size + TOKEN_BYTES * sum(len(chunk.tokens or ()) for chunk in self.prompt.chunks)
 
     def request(self, sampler: str, seed: int, limits: Limits) -> SampleRequest:
-        """What the backend is asked for.
+        """The backend's form of the request.
 
         Args:
             sampler: The policy's key.
@@ -334,7 +334,7 @@ class Sample(Body):
             limits: Of prompt, completion and number of samples.
 
         Raises:
-            QeRLError: It asks for what this server cannot do.
+            QeRLError: It asks for something that this server cannot do.
         """
         self._refuse()
         tokens = [token for chunk in self.prompt.chunks for token in chunk.tokens or ()]

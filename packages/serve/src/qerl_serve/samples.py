@@ -1,4 +1,4 @@
-"""What clients ask of samplers: policies that stay as they are, of the base, saved weights or a snapshot."""
+"""Requests to samplers: fixed policies of the base, of saved weights or of a snapshot."""
 
 import hashlib
 import logging
@@ -31,7 +31,7 @@ class Samples:
         self._told_of_tempering = False
 
     def create_sampler(self, body: CreateSampler) -> "CallFuture[str]":
-        """The id of a sampler of the base or of saved weights, once the backend has looked at it.
+        """The id of a sampler of the base or of saved weights, once the backend has checked it.
 
         Raises:
             QeRLError: The session or the base is unknown, or the path is none.
@@ -64,7 +64,7 @@ class Samples:
             return opening
 
     def snapshot(self, backend: Backend, model_id: str, number: int | None) -> str:
-        """The id of a sampler of a model as it is now; called by the worker.
+        """The id of a sampler of a model's present state; called by the worker.
 
         Raises:
             QeRLError: The model or its session is gone.
@@ -86,7 +86,7 @@ class Samples:
         """Request id of samples, and an id for each of them.
 
         Raises:
-            QeRLError: It is not said of which sampler.
+            QeRLError: The request names no sampler.
         """
         clients = self._clients
         if body.sampling_session_id is None:
@@ -129,7 +129,7 @@ class Samples:
         return request_id, sequences
 
     def _tell_of_tempering(self, request: SampleRequest) -> None:
-        """Say once in the log what log-probabilities at another temperature are, and what they are not."""
+        """Log once what log-probabilities at another temperature are, and what they are not."""
         if not self._told_of_tempering and request.temperature not in (0, 1):
             self._told_of_tempering = True
             logger.warning(
@@ -143,7 +143,7 @@ class Samples:
         """Give the backend a sampler of saved weights that was closed.
 
         Raises:
-            QeRLError: Its session ended, or the weights are others now or gone.
+            QeRLError: Its session ended, or the weights have changed or are gone.
         """
         path = sampler.model_path
         if sampler.open or path is None:
@@ -185,7 +185,7 @@ class Samples:
         raise QeRLError("The session of this sampler has ended.")
 
     def _make_room(self, backend: Backend, session_id: str, ephemeral: bool) -> None:
-        """Give up the samplers of a session that nobody has used for longest, if it has too many open.
+        """Give up the least recently used samplers of a session, if it has too many open.
 
         Snapshots are gone then; samplers of saved weights are closed, since they can be read again.
         """

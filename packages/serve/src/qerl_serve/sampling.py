@@ -1,23 +1,22 @@
-"""Sampling requests, as clients send them, as work that fills a batch.
+"""Sampling requests of clients as work that fills a batch.
 
 A client sends the 64 samples of its batch as 64 requests. Those of one policy are decoded together in a
 session of the engine, each with its own temperature, filters and end tokens; equal prompts among them are
-found and prefilled once. Between rounds of the engine what has arrived joins those that are being decoded,
-whether or not one of them has ended. What belongs to another policy waits for its session, and while it waits
-`MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample has a seed of its own, so it
-draws the same tokens whoever shares the batch.
+found and prefilled once. Between rounds of the engine new requests join those that are being decoded, whether
+or not one of them has ended. A request of another policy waits for its session, and while it waits
+`MAX_JOINERS` may join, so that no client keeps the others waiting. Each sample has a seed of its own, so it
+draws the same tokens whatever else is in the batch.
 
-The engine refuses a request for which it has no memory. Beside others that decides nothing, because they, or
-what was made for them, may hold what it needs: it goes back to its place in the queue. Whenever samples have
-ended the oldest of those is tried again, and each session begins with the oldest request that waits, alone if
-need be. So every request is begun in the end, or refused with nothing beside it, which is its answer.
+The engine refuses a request for which it has no memory. Beside others that decides nothing, because they may
+hold the memory that it needs: it goes back to its place in the queue. Whenever samples have ended the oldest
+of those is tried again, and each session begins with the oldest pending request, alone if need be. So every
+request is begun in the end, or refused with nothing beside it, which is its answer.
 
 Noise is that of a session, so greedy samples, which have none, wait for another than the noisy ones of their
 policy. Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front
 of the session; a late request that wants them waits for the next session, because a session may be noisy.
 
-A request that nobody waits for any more, because its client is gone, is not begun, and what is being decoded
-for it ends with the engine's next look at its stops.
+A request whose client is gone is not begun, and its samples end with the engine's next look at its stops.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from qerl_serve.types import Arrivals, SampledSequence, SampleRequest, SampleRes
 Policy = Snapshot | None
 """A snapshot, or the base without any adapter."""
 
-MOST_JOINERS = 64
+MAX_JOINERS = 64
 """Requests that join a session while others wait for the next: a batch, as clients send it."""
 
 Answer = tuple[int, SampleResult | Exception]
@@ -43,12 +42,12 @@ Answer = tuple[int, SampleResult | Exception]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for.
+    """Limits of a request.
 
     Attributes:
         positions: Tokens of a prompt and its completion together.
         vocabulary: Token ids are below this.
-        end_token_ids: Where a completion ends if the request does not say.
+        end_token_ids: Default end tokens of a completion.
     """
 
     positions: int
@@ -58,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a scoring pass found of a prompt, as in `SampleResult`."""
+    """The scores of a prompt, as in `SampleResult`."""
 
     logprobs: Sequence[float] | None = None
     topk: Sequence[Sequence[tuple[int, float]]] | None = None
@@ -66,15 +65,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Host:
-    """What sampling asks of the model behind it.
+    """The model for sampling.
 
     Attributes:
         engine: Samples.
-        policy: The policy of a key; raises `QeRLError` for one that there is not.
+        policy: The policy of a key; raises `QeRLError` for an unknown one.
         lend: Inside the block the model is this policy.
         noise: Noise of a snapshot's samples; None where they have none.
-        score: What is asked of the prompts of some requests, in their order; the model is the policy.
-        stop_strings: Makes what ends a completion at the first of some strings.
+        score: Scores of the prompts of some requests, in their order; the model is the policy.
+        stop_strings: Makes a stop of some strings.
     """
 
     engine: RolloutEngine
@@ -87,17 +86,17 @@ class Host:
 
 @dataclass
 class _Asked:
-    """A request on its way.
+    """A request in progress.
 
     Attributes:
         number: By order of arrival.
         request: As the client sent it.
-        policy: Of which it asks samples.
-        noisy: Whether these have noise.
+        policy: To sample from.
+        noisy: True if its samples have noise.
         params: Of its samples, but for their seeds.
-        scores: What was found of its prompt, if that was asked for.
-        samples: Those that are finished, by number.
-        refused: Whether it is not tried again before samples of others end.
+        scores: Of its prompt, if they were asked for.
+        samples: Finished ones, by number.
+        refused: True if it is not tried again before samples of others end.
     """
 
     number: int
@@ -110,7 +109,7 @@ class _Asked:
     refused: bool = False
 
     def shares_with(self, other: "_Asked") -> bool:
-        """Whether one session can be that of both."""
+        """True if both can be in one session."""
         return self.policy is other.policy and self.noisy == other.noisy
 
     @property
@@ -136,7 +135,7 @@ class _Asked:
 
 
 class _Unwanted(Stop):
-    """Ends samples for which nobody waits any more."""
+    """Ends samples whose client is gone."""
 
     reads_tokens = False
 
@@ -151,8 +150,8 @@ class _Unwanted(Stop):
 
 
 def given_up() -> QeRLError:
-    """The answer to a request that nobody waits for."""
-    return QeRLError("Nobody waits for these samples any more, so they were not finished.")
+    """The answer to a request whose client is gone."""
+    return QeRLError("The client of these samples is gone, so they were not finished.")
 
 
 class Sampling:
@@ -183,7 +182,7 @@ def _refused(
     """Do something with some requests together; if that is refused, with each alone.
 
     Yields:
-        Those with which it is refused, and why.
+        Refused requests, each with the error.
     """
     if not asked:
         return
@@ -198,10 +197,10 @@ def _refused(
 
 
 class _Queue:
-    """Requests in order of arrival, and the session in which the oldest and its like are decoded.
+    """FIFO of validated sampling requests, and the session in which the oldest and its like are decoded.
 
     Attributes:
-        waiting: Those that have not begun.
+        waiting: Requests that have not begun.
     """
 
     def __init__(self, host: Host, limits: Limits, arrived: Arrivals) -> None:
@@ -212,7 +211,7 @@ class _Queue:
         self._begun: dict[int, tuple[_Asked, int]] = {}  # which sample of which request a sequence is
 
     def take(self, requests: Sequence[SampleRequest]) -> Iterator[Answer]:
-        """Take in requests; yields refusals of those that cannot be served."""
+        """Validate and enqueue requests; yields refusals."""
         for request in requests:
             number, self._numbered = self._numbered, self._numbered + 1
             try:
@@ -221,7 +220,7 @@ class _Queue:
                 yield number, error
 
     def serve(self) -> Iterator[Answer]:
-        """Answer the oldest that waits, those that share its session, and those of them that join it."""
+        """Answer the oldest request, those that share its session, and later ones that join it."""
         first = self.waiting[0]
         for each in self.waiting:
             each.refused = False
@@ -238,7 +237,7 @@ class _Queue:
                     while session.busy:
                         yield from self._next(session)
                         yield from self.take(self._arrived())
-                        if joined < MOST_JOINERS:
+                        if joined < MAX_JOINERS:
                             before = len(self._open)
                             joining = self._leave(
                                 lambda each: (
@@ -280,7 +279,7 @@ class _Queue:
         return _Asked(number, request, policy, noisy, params)
 
     def _leave(self, wanted: Callable[[_Asked], bool]) -> list[_Asked]:
-        """Take those that are wanted out of those that wait."""
+        """Remove the wanted requests from the waiting ones."""
         found = [each for each in self.waiting if wanted(each)]
         self.waiting = [each for each in self.waiting if not wanted(each)]
         return found
@@ -305,7 +304,7 @@ class _Queue:
         """Begin the samples of some requests, those of equal prompts behind one prefill.
 
         Yields:
-            Refusals; those that are refused beside others wait again instead.
+            Refusals; requests that are refused beside others wait again instead.
         """
         self._open |= {each.number: each for each in asked}
         by_prompt: dict[tuple[int, ...], list[_Asked]] = {}
@@ -355,12 +354,7 @@ class _Queue:
 
 
 def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
-    """Refuse tokens that the model does not have.
-
-    Args:
-        what: Begins the sentence.
-        token_ids: At least one.
-        vocabulary: Number of tokens.
+    """Refuse tokens that the model does not have; ``what`` begins the error.
 
     Raises:
         QeRLError: There is none, or one is out of range.

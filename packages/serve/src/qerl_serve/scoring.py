@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, under the policy that the model is at the moment.
+"""Log-probabilities of prompts, under the model's present policy.
 
 Those of the prompts' own tokens come from a forward pass of the update, which packs the prompts of all
 requests. The most probable tokens in their places need whole rows of logits, so these are computed prompt by
@@ -23,7 +23,7 @@ _PIECE = 512
 
 
 def score_prompts(driver: LossDriver, model: PeftModel, requests: Sequence[SampleRequest]) -> list[Scores]:
-    """What some requests ask of their prompts, in their order."""
+    """Scores of the prompts of some requests, in their order."""
     asked = {
         request.prompt: None for request in requests if request.prompt_logprobs and len(request.prompt) > 1
     }
@@ -40,15 +40,13 @@ def score_prompts(driver: LossDriver, model: PeftModel, requests: Sequence[Sampl
 
 @torch.no_grad()
 def most_probable(model: PeftModel, prompt: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
-    """The k most probable tokens in the place of each token of a prompt with their log-probabilities.
+    """The k most probable tokens in the place of each token of a prompt with their log-probabilities, most
+    probable first; none for the first token.
 
     Args:
         model: The policy.
         prompt: Token ids, at least one.
         k: At least 1.
-
-    Returns:
-        For each token of the prompt k pairs, most probable first; none for the first token.
     """
     found: list[list[tuple[int, float]]] = [[]]
     cache = DynamicCache(config=base_model(model).config)

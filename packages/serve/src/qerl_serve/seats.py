@@ -1,12 +1,12 @@
-"""Seats: where the matrices of many LoRA adapters take turns in one frozen base.
+"""Seats: adapter slots in which the matrices of many LoRA adapters take turns in one frozen base.
 
 A seat is an adapter of PEFT with a rank and a set of layers, and without numbers of its own: its matrices are
-a single zero, expanded. Whoever uses an adapter puts its `nn.Parameter` objects into the seat of its shape
-and takes them out afterwards. So a model that trains, its snapshots, and an adapter read from a folder all
-run in the same way, gradients gather in the parameters of whoever sat there, nothing is copied to switch, and
-what is dropped is free at once. Between uses the model computes what its base does.
+a single zero, expanded. To use an adapter, its `nn.Parameter` objects are put into the seat of its shape and
+taken out afterwards. So a model that trains, its snapshots, and an adapter read from a folder all run in the
+same way, gradients gather in the adapter's own parameters, nothing is copied to switch, and a dropped adapter
+is free at once. Between uses the model computes what its base does.
 
-The first seat has the largest rank that the server takes and all layers. It is never sat in, but the paged
+The first seat has the largest rank that the server takes and all layers. It is never used, but the paged
 engine sizes its buffers by it once, so no later adapter makes it capture its steps anew.
 
 **alpha.** The API of clients has no alpha. It is 32 for every rank: the update is scaled by 32 / rank, with
@@ -43,12 +43,12 @@ _FILE_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Shape:
-    """What tells apart adapters that cannot sit in the same seat.
+    """Rank and layers of an adapter; adapters of one shape share a seat.
 
     Attributes:
         rank: r, at least 1.
-        attn: Whether the projections of attention are adapted.
-        mlp: Whether those of the MLPs are.
+        attn: True if the projections of attention are adapted.
+        mlp: True if those of the MLPs are.
     """
 
     rank: int
@@ -66,20 +66,20 @@ class Seats:
 
     Args:
         base: Any causal LM, packed or dense; frozen and wrapped in place.
-        most_rank: The largest rank of an adapter.
+        max_rank: The largest rank of an adapter.
 
     Attributes:
-        model: The base with its seats, which an engine and the update compute with.
-        most_rank: The largest rank of an adapter.
+        model: The base with its seats, for the engine and the update.
+        max_rank: The largest rank of an adapter.
         every_n_layers: Every n-th layer is computed again for backward at present; 0 if none ever was, as on
             a CPU.
     """
 
-    def __init__(self, base: PreTrainedModel, most_rank: int) -> None:
+    def __init__(self, base: PreTrainedModel, max_rank: int) -> None:
         self._targets = _targets(base)
-        self.most_rank = most_rank
+        self.max_rank = max_rank
         self.every_n_layers = 0
-        self.model: PeftModel = adapt(base, self._config(Shape(most_rank)))
+        self.model: PeftModel = adapt(base, self._config(Shape(max_rank)))
         self._widest = self.model.active_adapter
         self._empty(self._widest)
         self.model.requires_grad_(False)
@@ -87,21 +87,18 @@ class Seats:
 
     @property
     def device(self) -> torch.device:
-        """Where the base is."""
+        """Device of the base."""
         return base_model(self.model).device
 
     def recompute_layers(self, every: int = 1) -> None:
-        """Of every n-th layer keep the input alone for the backward pass, as `qerl plan` counts, and compute
-        the layer again; the others keep their activations: all, with an n above the number of layers."""
+        """Recompute every n-th layer in the backward pass, from its input alone, as `qerl plan` counts;
+        the others keep their activations: all, with an n above the number of layers."""
         base_model(self.model).gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
         self.every_n_layers = every
 
     def recompute_every_layer(self) -> bool:
-        """Let no layer keep its activations from here on.
-
-        Returns:
-            Whether layers between those that :meth:`recompute_layers` chose kept theirs before.
-        """
+        """Let no layer keep its activations from here on; True if layers between those of
+        :meth:`recompute_layers` kept theirs before."""
         kept = self.every_n_layers > 1
         if kept:
             self.recompute_layers()
@@ -113,7 +110,7 @@ class Seats:
 
         Raises:
             QeRLError: The rank is not from 1 to the largest, no layers are adapted, or the model has none of
-                those that were asked for.
+                the requested ones.
         """
         config = self._config(shape)
         add_adapter(self.model, _FRESH, config, seed)
@@ -170,9 +167,9 @@ class Seats:
         self._config(shape)
 
     def _config(self, shape: Shape) -> LoraConfig:
-        if not 1 <= shape.rank <= self.most_rank:
+        if not 1 <= shape.rank <= self.max_rank:
             raise QeRLError(
-                f"The rank is {shape.rank}, and this server takes 1 to {self.most_rank}; ask for another, "
+                f"The rank is {shape.rank}, and this server takes 1 to {self.max_rank}; ask for another, "
                 "or start the server with a larger --max_rank."
             )
         names = [

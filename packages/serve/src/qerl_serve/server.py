@@ -24,12 +24,12 @@ class Server:
 
     Args:
         backend: The model; from now on only the worker touches it.
-        limits: What is taken of clients.
-        api_key: What clients must send; it begins with `tml-`, as clients demand.
+        limits: Of clients.
+        api_key: Expected of clients; it begins with `tml-`, as clients demand.
 
     Attributes:
         app: The ASGI application.
-        clients: Who is there.
+        clients: Their records.
         worker: The thread in which the backend runs, once `start` was called.
     """
 
@@ -49,8 +49,8 @@ class Server:
     def stop(self) -> None:
         """Let the worker end, and wait for it.
 
-        Clients hear at once that nothing more comes. Samples that are being decoded end with it, since nobody
-        waits for them; a pass that runs is waited for.
+        Pending requests fail at once. Samples that are being decoded end with it, since their clients get no
+        answer; a pass that runs is waited for.
         """
         self._end(_ENDING)
         self.worker.join()
@@ -63,13 +63,13 @@ class Server:
         """Serve at a bound socket until interrupted.
 
         Raises:
-            QeRLError: It ended because nothing more could be run, as after a fault of the GPU.
+            QeRLError: It ended because no further request could run, as after a fault of the GPU.
         """
-        most = self.clients.limits.connections
+        maximum = self.clients.limits.connections
         config = uvicorn.Config(
             self.app,
-            http=connection_type(most),
-            backlog=backlog_of(most),
+            http=connection_type(maximum),
+            backlog=backlog_of(maximum),
             log_level="warning",
             timeout_graceful_shutdown=2,
         )

@@ -1,4 +1,4 @@
-"""Routes by which the server speaks of itself: to clients what it can do, to people how it fares.
+"""Routes about the server itself: its abilities for clients, its state for people.
 
 New behaviours of clients are switched by flags that the server sends, of which all but two are off here.
 """
@@ -35,9 +35,9 @@ class ServiceRoutes:
     """The routes.
 
     Args:
-        clients: Of whom they tell.
-        metrics: What /metrics shows.
-        works: Whether the worker runs, without which no request is ever answered.
+        clients: Their records.
+        metrics: For /metrics.
+        works: True while the worker runs, without which no request is ever answered.
     """
 
     def __init__(self, clients: Clients, metrics: Metrics, works: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""How a server that runs is doing, for the terminal."""
+"""The state of a running server, for the terminal."""
 
 import json
 import urllib.error
@@ -14,15 +14,15 @@ from qerl.visible import visible
 
 
 def print_status(url: str, api_key: str, console: Console) -> None:
-    """Print which clients a server has, their models, and what waits.
+    """Print a server's clients, their models, and its pending requests.
 
     Args:
-        url: Where the server is.
+        url: Of the server.
         api_key: Its key.
-        console: Where to print.
+        console: Shows them.
 
     Raises:
-        QeRLError: Nothing answers there, or the key is another server's.
+        QeRLError: The server does not answer, or the key is another server's.
     """
     request = urllib.request.Request(f"{url}/status", headers={"X-API-Key": api_key})
     try:
@@ -43,7 +43,7 @@ def print_status(url: str, api_key: str, console: Console) -> None:
 
 
 def _updates(gauges: dict[str, float]) -> str:
-    """How updates are computed at present; memory that ran out changes it for good."""
+    """The present way of computing updates; memory that ran out changes it for good."""
     tokens, every = gauges.get("update_tokens_per_forward"), int(gauges["update_every_n_layers"])
     most = "as many tokens as there are" if tokens is None else f"at most {tokens:.0f} tokens"
     again = {0: "no layer", 1: "every layer"}.get(every, f"one layer of {every}")

@@ -1,4 +1,4 @@
-"""What clients ask of models: each request becomes a job in the model's line, and its id is the answer.
+"""Requests to models: each becomes a job in the model's line, and its id is the answer.
 
 A request that cannot be run takes its place in the line all the same, because those after it wait for it; it
 fails when its turn comes. Only a body from which no place can be read is refused at once.
@@ -33,8 +33,8 @@ class Training:
     """Requests of models.
 
     Args:
-        clients: Whose they are.
-        samples: Where snapshots become samplers.
+        clients: Their records.
+        samples: Makes samplers of snapshots.
     """
 
     def __init__(self, clients: Clients, samples: Samples) -> None:
@@ -53,7 +53,7 @@ class Training:
         """Request id of a model that gets saved weights; it is made if the session names a new one.
 
         Raises:
-            QeRLError: It is not said which model.
+            QeRLError: The request names no model.
         """
 
         def load(backend: Backend, model_id: str) -> None:
@@ -156,7 +156,7 @@ class Training:
         return self._submit(body, "optim_step", run, body.size)
 
     def refuse(self, kind: str, place: OfModel, error: QeRLError) -> str:
-        """Request id of what has a place in a model's line, but a body that cannot be read."""
+        """Request id of an unreadable body with a place in a model's line."""
         return self._submit(place, kind, partial(_fail, error), place.size)
 
     def save_weights(self, body: SaveWeights) -> str:
@@ -198,7 +198,7 @@ class Training:
         return Notes({} if model is None else model.notes, own, body.expires())
 
     def _submit(self, body: OfModel, kind: str, run: Run, size: int) -> str:
-        """Let a request of a model, of so many bytes, wait for its turn.
+        """Enqueue a request of a model, of ``size`` bytes.
 
         Raises:
             QeRLError: Its number is out of range, or another kind of request had it.

@@ -1,12 +1,12 @@
-"""What the wire of `qerl serve` hands to the model behind it, and what comes back.
+"""The interface between the wire of `qerl serve` and the model behind it.
 
 The wire (HTTP, messages, order, futures) knows no model; a backend knows no HTTP, no client and no sequence
 number. Between them stand these plain values and one protocol, so each side is tested without the other.
 
-All of a backend runs in one thread: the worker calls its methods one after another, in the order in which
-each client's requests have to happen. A method that fails leaves the backend as it was before the call. What
-a client can mend is a `QeRLError`, whose sentence the client reads; anything else is a defect, which the
-client hears of without its traceback. Either way the server lives on.
+All of a backend runs in one thread: the worker calls its methods one after another, in the order of each
+client's requests. A method that fails leaves the backend as it was before the call. A mistake of a client is
+a `QeRLError`, whose sentence the client reads; any other exception is a defect, which the client is told
+without its traceback. Either way the server lives on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class ModelInfo:
 
     Attributes:
         name: As clients write it: a Hub id or the path of a folder.
-        max_context_length: Tokens that a prompt and its completion, or a datum, may have together.
+        max_context_length: Largest number of tokens of a prompt with its completion, or of a datum.
         tokenizer: Hub id or folder that `AutoTokenizer.from_pretrained` takes at the client.
     """
 
@@ -77,16 +77,16 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Completions of one prompt, as one client asks for them.
+    """Completions of one prompt, for one client.
 
     Clients send the samples of a group as requests of one sample each, so equal prompts of different requests
     are the rule; seeds tell them apart.
 
     Attributes:
-        sampler: A key that `Backend.sampler` or `Backend.save_for_sampler` gave.
+        sampler: A key from `Backend.sampler` or `Backend.save_for_sampler`.
         prompt: Token ids, at least one.
         num_samples: Completions, at least 1, each with a seed of its own that follows from `seed`.
-        max_tokens: Tokens of a completion at most; None stands for what the context leaves.
+        max_tokens: Largest number of tokens of a completion; None stands for the rest of the context.
         temperature: Divides the logits; 0 takes the most probable token.
         top_p: 1 keeps all tokens.
         top_k: 0 keeps all tokens.
@@ -95,10 +95,11 @@ class SampleRequest:
         stop_token_ids: A completion ends with the first of these, which it includes; None stands for the
             model's own end tokens, an empty tuple for none.
         stop_strings: A completion ends with the token that completes the first of these.
-        prompt_logprobs: Whether the log-probabilities of the prompt's tokens are wanted, without noise.
-        topk_prompt_logprobs: How many of the most probable tokens are wanted at each position of the prompt.
-        wanted: Whether anybody still waits for the answer. It may be asked at any time, and once it is False
-            the samples need not be finished.
+        prompt_logprobs: True if the log-probabilities of the prompt's tokens are wanted, without noise.
+        topk_prompt_logprobs: Number of the most probable tokens that are wanted at each position of the
+            prompt.
+        wanted: False once the client is gone. It may be asked at any time, and once it is False the samples
+            need not be finished.
     """
 
     sampler: str
@@ -118,7 +119,7 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """One completion: its tokens, what ended it included, and the natural log-probability of each."""
+    """One completion: its tokens, the end token included, and the natural log-probability of each."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -143,7 +144,7 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """What a client must know of saved weights before it loads them."""
+    """Facts about saved weights that a client needs before it loads them."""
 
     base_model: str
     lora_rank: int
@@ -154,7 +155,7 @@ class WeightsInfo:
 
 @dataclass(frozen=True)
 class Notes:
-    """What a client says beside what it saves.
+    """A client's notes about saved weights.
 
     Attributes:
         run: Texts about its model, by key.
@@ -173,10 +174,10 @@ class Checkpoint:
 
     Attributes:
         path: tinker://MODEL_ID/KIND/NAME with one of `qerl_serve.names.KINDS`; weights have an optimizer.
-        folder: Where they lie, a plain PEFT folder.
+        folder: A plain PEFT folder.
         bytes: Size of its files.
         time: Seconds since the epoch when they were saved.
-        notes: What their client said beside them.
+        notes: Of their client.
     """
 
     path: str
@@ -194,7 +195,7 @@ Arrivals = Callable[[], Sequence[SampleRequest]]
 
 
 class Backend(Protocol):
-    """A model with adapters, as the worker uses it; methods raise `QeRLError` for what a client can mend.
+    """A model with adapters, as the worker uses it; methods raise `QeRLError` for a client's mistakes.
 
     Ids of models and names of checkpoints come from clients. The wire hands on only those made of letters,
     digits, `_`, `-`, `.` and (in ids) `:`, which neither begin with a dot nor exceed 128 characters.
@@ -204,7 +205,7 @@ class Backend(Protocol):
     """The base under each of its names; the first is the one that answers name."""
 
     def create_model(self, model_id: str, lora: LoraParams) -> None:
-        """Add an adapter under a name that no other has, with an optimizer that has not stepped."""
+        """Add an adapter under a new name, with an optimizer that has not stepped."""
 
     def forward_backward(
         self,
@@ -221,25 +222,24 @@ class Backend(Protocol):
         """One step with the gradients since the last one, which are then zero; returns metrics."""
 
     def drop_gradients(self, model_id: str) -> bool:
-        """Forget the gradients since the last optimizer step; says whether there were any. A model that is
-        not there has none."""
+        """Drop the gradients since the last optimizer step; True if there were any. An unknown model has
+        none."""
 
     def save_state(self, model_id: str, name: str, overwrite: bool, notes: Notes) -> str:
-        """Write adapter and optimizer under a name that nothing has, or over it if `overwrite`; returns their
-        tinker:// path."""
+        """The tinker:// path of adapter and optimizer, written under a new name, or over an old one if
+        `overwrite`."""
 
     def save_for_sampler(self, model_id: str, name: str | None, notes: Notes) -> str:
         """A policy to sample from that stays as it is now while the model goes on.
 
         Returns:
-            With a name, which nothing must have, the tinker:// path it was saved under, which outlives the
-            server; without one the key of a snapshot for `SampleRequest.sampler`, which lives until
-            `drop_sampler`.
+            With a new name, the tinker:// path it was saved under, which outlives the server; without one the
+                key of a snapshot for `SampleRequest.sampler`, which lives until `drop_sampler`.
         """
 
     def save_external(self, model_id: str, name: str, notes: Notes) -> str:
-        """Write the adapter for other programs under a name that no other such one has; returns its tinker://
-        path."""
+        """The tinker:// path of the adapter for other programs, written under a name that no other such
+        one has."""
 
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
         """Give a model the weights at a tinker:// path; it is made, with their rank, if there is none."""
@@ -250,49 +250,48 @@ class Backend(Protocol):
     def sample(
         self, requests: Sequence[SampleRequest], arrived: Arrivals
     ) -> Iterator[tuple[int, SampleResult | Exception]]:
-        """Answer requests, each as soon as it is finished, with its number in the order given.
+        """Answers to requests, each as soon as it is finished, with its number in the order given.
 
         Args:
             requests: Of any samplers, in order of arrival.
-            arrived: Gives what has come in since it was last asked, and is asked between rounds of
-                decoding; those requests are numbered on from the last one given, and are then the call's to
-                answer. It gives nothing while an update waits.
+            arrived: Gives new requests, and is asked between rounds of decoding; they are numbered on from
+                the last one given, and are then the call's to answer. It gives none while an update waits.
 
         Returns:
-            Numbers and results; a `QeRLError` for what the client can mend, and any other exception for a
-            defect, which ends the requests that share its session and no others.
+            Numbers and results; a `QeRLError` for a client's mistake, and any other exception for a defect,
+            which ends the requests that share its session and no others.
         """
 
     def model_info(self, model_id: str) -> WeightsInfo:
-        """What a model was made as."""
+        """The adapter that a model was created with."""
 
     def weights_info(self, path: str) -> WeightsInfo:
-        """What lies at a tinker:// path."""
+        """Facts about the weights at a tinker:// path."""
 
     def checkpoints(self) -> Sequence[Checkpoint]:
         """All saved weights, oldest first, damaged ones among them."""
 
     def checkpoint(self, path: str) -> Checkpoint:
-        """What lies at a tinker:// path; `NotSavedError` if nothing does."""
+        """The saved weights at a tinker:// path; `NotSavedError` if there are none."""
 
     def delete_checkpoint(self, path: str) -> None:
-        """Delete what lies at a tinker:// path, damaged or not; `NotSavedError` if nothing does."""
+        """Delete the weights at a tinker:// path, damaged or not; `NotSavedError` if there are none."""
 
     def expire_checkpoint(self, path: str, expires: float | None) -> None:
-        """Say when what lies at a tinker:// path may be deleted, as in `Notes`; `NotSavedError` if nothing
-        does."""
+        """Set when the weights at a tinker:// path may be deleted, as in `Notes`; `NotSavedError` if there
+        are none."""
 
     def delete_expired(self) -> None:
-        """Delete the saved weights whose time has come."""
+        """Delete expired weights."""
 
     def drop(self, model_id: str) -> None:
-        """Give up a model: adapter, gradients and optimizer, not its snapshots or what was saved."""
+        """Drop a model: adapter, gradients and optimizer, not its snapshots or saved weights."""
 
     def drop_sampler(self, key: str) -> None:
-        """Give up a key that `sampler` or `save_for_sampler` gave, each as often as it was given."""
+        """Give up a key of `sampler` or `save_for_sampler`, each as often as it was given."""
 
     def gauges(self) -> Mapping[str, float]:
         """Numbers for the server's metrics by snake_case name with unit, as `gpu_memory_bytes`."""
 
     def close(self) -> None:
-        """Give up everything; nothing is called afterwards."""
+        """Release everything; nothing is called afterwards."""

@@ -1,8 +1,8 @@
 """The one thread in which the model works.
 
 Sampling and updates share the weights, the memory and the processor, so they take turns, and everything that
-touches the backend happens here. A failure ends the request that caused it and nothing else: what the client
-can mend is its to read as a sentence, a defect is named to the client and written to the log with its
+touches the backend happens here. A failure ends the request that caused it and nothing else: a client's
+mistake is answered with a sentence, a defect is named to the client and written to the log with its
 traceback.
 
 One failure ends the worker, and with it the server: a fault of the GPU, after which nothing more can be
@@ -35,11 +35,11 @@ DROPPED = (
 
 
 class Worker(threading.Thread):
-    """Runs what the queue holds until it is closed or something breaks, then closes the backend.
+    """Runs the work of the queue until it is closed or something breaks, then closes the backend.
 
     Attributes:
-        gauges: What the backend said of itself after the last turn.
-        broken: Why nothing more can be run, in a sentence; None while nothing is broken.
+        gauges: The backend's numbers after the last turn.
+        broken: A sentence why no further request can run; None while nothing is broken.
         on_break: Called with that sentence, in this thread, as soon as it is known.
     """
 
@@ -77,7 +77,8 @@ class Worker(threading.Thread):
             self.on_break(self.broken)
 
     def _failure_of(self, error: Exception) -> Failure:
-        """What a client hears of an error, which ends the worker if the GPU is lost with it."""
+        """Turn an exception into the error that the client receives; it ends the worker if the GPU is lost
+        with it."""
         if not isinstance(error, QeRLError) and _gpu_is_lost():
             self._break(error)
         return failure_of(error)
@@ -119,7 +120,7 @@ class Worker(threading.Thread):
         job.future.settle(outcome)
 
     def _without_gradients(self, line: Line, job: Job, failure: Failure) -> Failure:
-        """A failure after which the model has no gradients left of what had run before, and which says so."""
+        """A failure that says that the model has lost the gradients of its earlier requests."""
         if job.kind not in CHANGES or not self._backend.drop_gradients(line.model_id):
             return failure
         return Failure(f"{failure.error} {DROPPED}", failure.category)
@@ -162,7 +163,7 @@ class Worker(threading.Thread):
 
 
 def _gpu_is_lost() -> bool:
-    """Whether nothing more can be computed on the GPU in this process.
+    """True if nothing more can be computed on the GPU in this process.
 
     The GPU itself is asked: a fault comes as an error of torch, of Triton or of the driver, and torch's class
     for it is that of errors after which the GPU goes on as well.
@@ -177,7 +178,7 @@ def _gpu_is_lost() -> bool:
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a client hears of an error."""
+    """Turn an exception into the error that the client receives."""
     category: Category = "user" if isinstance(error, QeRLError) else "server"
     if category == "user":
         return Failure(str(error), category)
