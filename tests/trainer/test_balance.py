@@ -83,14 +83,14 @@ class Meeting:
 
 
 def samples_of(rank, lengths):
-    """Samples whose tokens name their process and place; their extras know it too."""
+    """Samples whose tokens name their process and place; their advantages know it too."""
     found = []
     for place, length in enumerate(lengths):
         prompt = 100 * (rank + 1) + place * SIZE
         for name in range(prompt, prompt + SIZE):
             logprobs, nan = [-float(name)] * length, [math.nan] * length
             tokens = [prompt] * (3 + rank), [name] * length
-            scored = {"rewards": [1.0, math.nan], "advantage": float(name), "extras": {"name": name}}
+            scored = {"rewards": [1.0, math.nan], "advantage": float(name)}
             found.append(Sample(*tokens, logprobs, nan, group=50 + place * SIZE, **scored))
     return found
 
@@ -128,7 +128,7 @@ def balanced_in_threads(monkeypatch, lengths):
 
 
 def names(samples):
-    return [sample.extras["name"] for sample in samples]
+    return [int(sample.advantage) for sample in samples]
 
 
 def test_a_process_that_keeps_its_groups_meets_those_that_change_theirs(monkeypatch):
@@ -149,9 +149,11 @@ def test_samples_arrive_whole_and_stay_in_their_step(monkeypatch):
         assert sum(len(sample.tokens) for sample in samples[4:]) == SIZE * (9 + 1)
         assert [sample.group for sample in samples] == [50, 50, 52, 52, 54, 54, 56, 56], "of their new places"
         for sample in samples:
-            name = sample.extras["name"]
+            name = int(sample.advantage)
             rank, place = name // 100 - 1, name % 100 // SIZE
-            (given,) = (each for each in samples_of(rank, lengths[rank]) if each.extras == sample.extras)
+            (given,) = (
+                each for each in samples_of(rank, lengths[rank]) if each.advantage == sample.advantage
+            )
             assert repr(replace(sample, group=given.group)) == repr(given)
             assert len(sample.tokens) == lengths[rank][place]
 

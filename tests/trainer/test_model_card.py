@@ -1,5 +1,7 @@
 """The model card names the base, whether the Hub has it or not, and outlives the end of a run."""
 
+import ast
+
 import pytest
 
 from qerl import add_lora
@@ -32,6 +34,8 @@ def test_the_card_names_the_base(tiny_model, tiny_tokenizer, tmp_path, name, sho
     card = (run / "README.md").read_text()
     assert f"This model is a fine-tuned version of {shown}.\n" in card
     assert "None" not in card and f'model="{run}"' in card
+    code, rest = card.partition("```python\n")[2].split("```")
+    assert ast.parse(code).body and "Framework versions" in rest
 
 
 def test_the_card_of_a_finished_run_is_that_of_its_checkpoints(llama_folder, tmp_path):

@@ -354,3 +354,15 @@ def test_what_losses_read_is_padded_behind_completions(step):
     part = inputs.part(slice(4, 8))
     assert torch.equal(part.sampler_BC, of_samples([s.logprobs for s in samples], samples)[4:8])
     assert update_step.Inputs.of(drawn(), torch.device("cpu")).old_BC is None
+
+
+def test_a_sample_that_is_not_computed_has_a_ratio_of_1(step):
+    """Its tokens may be so unlikely that their ratio to a log-probability of 0 is infinite."""
+    samples = drawn()
+    samples[13].logprobs = samples[12].logprobs[:1] * len(samples[13].tokens)
+    for sample in samples:
+        sample.old_logprobs = list(sample.logprobs)
+        if sample.advantage == 0.0:
+            sample.old_logprobs = [-200.0] * len(sample.tokens)
+    assert any(sample.advantage == 0.0 for sample in samples)
+    assert math.isfinite(step().run(samples, 1)[0])

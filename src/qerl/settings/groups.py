@@ -550,7 +550,17 @@ def _noise_fits_into_the_run(settings: Any) -> None:
 def _evaluations_hold_whole_groups(settings: Any) -> None:
     run, sampling = settings.run, settings.sampling
     group, batch = sampling.num_generations_eval or sampling.num_generations, run.per_device_eval_batch_size
-    if evaluates(run) and batch is not None and batch % group:
+    if evaluates(run) and batch is not None:
+        check_eval_batch(batch, group)
+
+
+def check_eval_batch(batch: int, group: int) -> None:
+    """Refuse a batch of an evaluation in which not every prompt has all of its samples.
+
+    Raises:
+        QeRLError: The batch is not whole groups.
+    """
+    if batch % group:
         raise QeRLError(
             f"per_device_eval_batch_size is {batch}, which groups of {group} (num_generations_eval, else "
             "num_generations) do not divide; change one of them."

@@ -28,8 +28,10 @@ introduced in [DeepSeekMath](https://huggingface.co/papers/2402.03300).
 from transformers import pipeline
 
 generator = pipeline("text-generation", model="{saved_as}", device_map="auto")
-output = generator([{{"role": "user", "content": "What is 6 times 7?"}}], max_new_tokens=128,
-return_full_text=False) print(output[0]["generated_text"]) ```
+messages = [{{"role": "user", "content": "What is 6 times 7?"}}]
+output = generator(messages, max_new_tokens=128, return_full_text=False)
+print(output[0]["generated_text"])
+```
 
 ## Framework versions
 

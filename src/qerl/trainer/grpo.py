@@ -69,6 +69,7 @@ from qerl.noise.draw import AdaptiveNoise
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine, RolloutResult
 from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint, read_policy
+from qerl.settings.groups import check_eval_batch
 from qerl.settings.parents import replacements
 from qerl.settings.recipe import dump
 from qerl.trainer.advantages import Signal, judge_of
@@ -93,6 +94,12 @@ from qerl.update.recompute import accept_every_n_layers, no_offload_on_cpu, reco
 logger = logging.getLogger(__name__)
 
 TAGS = ["qerl", "trl", "grpo"]
+
+# Methods of other trainers that make the loss or the rollout there.
+_NOT_CALLED = (
+    "compute_loss", "_compute_loss", "_prepare_inputs", "_generate", "_generate_and_score_completions",
+    "_calculate_rewards", "_get_per_token_logps_and_entropies",
+)  # fmt: skip
 
 # What torch, safetensors and the system raise where a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
@@ -159,6 +166,7 @@ class QeRLTrainer(Trainer):
         acted_on: Collection[str] = (),
     ) -> None:
         check_callbacks(callbacks)
+        _check_overrides(type(self))
         self._is_of_a_run = bool(acted_on)
         given = complete(
             *(model, reward_funcs, args, train_dataset, eval_dataset),
@@ -339,6 +347,7 @@ class QeRLTrainer(Trainer):
         where["model"].train()  # all of it: a model in hand may have modules in eval mode
         resumed = where["resume_from_checkpoint"] is not None and where["epoch"] == where["epochs_trained"]
         self._microbatch = where["steps_trained_in_current_epoch"] if resumed else 0
+        self._due = []  # a step that a callback cut off with its epoch
         super()._run_epoch(**where)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -441,11 +450,21 @@ class QeRLTrainer(Trainer):
         cut as they are read; and a process's batch is no larger than its share, or accelerate would fill it
         up with problems that others have."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        rows = self.eval_dataset[rows] if isinstance(rows, str) else rows
+        if isinstance(rows, str):
+            named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if rows not in named:
+                known = f"those are {', '.join(named)}" if named else "there are none"
+                raise QeRLError(
+                    f"eval_dataset has no data set called {rows!r}; name one of its own ({known})."
+                )
+            rows = named[rows]
         if rows is None:
-            raise ValueError("Trainer: evaluation requires an eval_dataset.")
+            raise QeRLError(
+                "There is nothing to evaluate; give eval_dataset to the trainer or to evaluate()."
+            )
         args, samples, order = self.args, self._eval_samples, None
         batch = args.per_device_eval_batch_size
+        check_eval_batch(batch, samples)
         if isinstance(rows, IterableDataset):
             rows = self._ready(sound_rows(rows, "eval_dataset", self._has_environments), "evaluation prompts")
             rows = repeated_stream(rows.shuffle(seed=args.seed), samples)
@@ -572,7 +591,6 @@ class QeRLTrainer(Trainer):
         valid = [value for value in rewards if value == value]
         if valid:
             output.metrics[f"{metric_key_prefix}_loss"] = -sum(valid) / len(valid)
-        self._log.clear_clock()  # the time of an evaluation is no step's
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -583,7 +601,7 @@ class QeRLTrainer(Trainer):
         named = {f"{prefix}_{name}" if prefix else name: value for name, value in means.items()}
         cast(dict[str, Any], logs).update(named)  # in place: an evaluation returns them
         super().log(logs, start_time)
-        if not (self.args.log_completions and self.accelerator.is_main_process):
+        if not (self.args.log_completions and self._log.records and self.accelerator.is_main_process):
             return
         step = self.state.global_step
         table = self._log.write_table(Path(str(self.args.output_dir)), step)
@@ -623,18 +641,30 @@ class QeRLTrainer(Trainer):
         with _hub_errors_said("The repository of push_to_hub cannot be made"):
             super().init_hf_repo(*args, **kwargs)
 
-    def create_model_card(self, *_: Any, **kwargs: Any) -> None:
-        """Replaces transformers', whose card says nothing of the method; arguments are the same."""
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **others: Any,
+    ) -> None:
+        """Write a card that says how the model was trained, with the arguments of TRL's trainer.
+
+        Args:
+            model_name: Title of the card; None for the last part of where the model is saved.
+            dataset_name: Name of the data set on the Hub.
+            tags: Further tags.
+            others: What transformers asks of its own card, which this one does not have.
+        """
         if not self.is_world_process_zero():
             return
         folder = Path(str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        given = kwargs.get("tags") or []
-        tags = [*TAGS, *([given] if isinstance(given, str) else given)]
+        every = [*TAGS, *([tags] if isinstance(tags, str) else tags or ())]
         saved_as = self.args.hub_model_id or folder.as_posix()
         policy = self.accelerator.unwrap_model(self.model)
-        name = kwargs.get("model_name") or Path(saved_as).name
-        model_card(policy, name, saved_as, tags, kwargs.get("dataset_name")).save(folder / CARD_FILE)
+        name = model_name or Path(saved_as).name
+        model_card(policy, name, saved_as, every, dataset_name).save(folder / CARD_FILE)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Wraps transformers': a checkpoint is written into a folder aside, which is renamed when all
@@ -746,6 +776,16 @@ class _Hooks(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer.end_step()
+
+
+def _check_overrides(subclass: type) -> None:
+    """Refuse a subclass whose own loss or rollout, written for another trainer, would never be called."""
+    for name in _NOT_CALLED:
+        if getattr(subclass, name, None) is not getattr(Trainer, name, None):
+            raise QeRLError(
+                f"{subclass.__name__} overrides {name}, which QeRLTrainer does not call; give rewards, "
+                "rollout_func or loss_type, or call a loss of your own through qerl.update.driver.LossDriver."
+            )
 
 
 def _stop_tokens(policy: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -20,11 +20,11 @@ Row = dict[str, Any]
 
 
 class PromptChoice:
-    """The prompts of a trainer's rollouts.
+    """The prompts of a trainer's rollouts, for runs with a curriculum or dynamic sampling.
 
     Args:
         args: Settings of the run.
-        dataset: The training rows; indexed only where the settings have a curriculum or dynamic sampling.
+        dataset: The training rows.
         accelerator: Knows the processes.
     """
 
@@ -32,8 +32,7 @@ class PromptChoice:
         self._accelerator, self._size = accelerator, args.num_generations or 1
         self._curriculum = Curriculum(dataset, args.curriculum_floor, args.seed) if args.curriculum else None
         chances = self._curriculum.chances if self._curriculum is not None else None
-        others = args.curriculum or args.dynamic_sampling_rounds
-        self._fresh = FreshPrompts(dataset, args.seed, chances) if others else None
+        self._fresh = FreshPrompts(dataset, args.seed, chances)
         self._step, self._rollouts = -1, 0  # of the rollout that was chosen last
 
     @property
@@ -48,8 +47,6 @@ class PromptChoice:
             inputs: The proposed rows of this process, each as often as it is sampled, side by side.
             step: Optimizer step, by which a resumed run makes the same draws.
         """
-        if self._fresh is None:
-            return inputs, {}
         self._rollouts = self._rollouts + 1 if step == self._step else 0
         self._step = step
         own = inputs[:: self._size]
@@ -67,7 +64,6 @@ class PromptChoice:
 
     def others(self, groups: int) -> list[Row]:
         """Rows of that many further groups of this process in the step of the last rollout."""
-        assert self._fresh is not None
         drawn = self._fresh.draw(groups * self._accelerator.num_processes)
         return self._of_this_process(drawn, groups)
 

@@ -327,6 +327,11 @@ class Scorer:
         with torch.inference_mode():
             return model(**inputs.to(self._accelerator.device)).logits[:, 0].float()
 
+    def forget_logged(self) -> None:
+        """Drop what functions have logged and nobody has taken."""
+        self._extra.clear()
+        self._metrics.clear()
+
     def take_logged(self, count: int) -> tuple[dict[str, list[Any]], dict[str, float]]:
         """Columns for the table of completions, of all processes, and metrics that functions have logged.
 
@@ -336,8 +341,7 @@ class Scorer:
             count: Samples of this process.
         """
         extra, metrics = dict(self._extra), dict(self._metrics)
-        self._extra.clear()
-        self._metrics.clear()
+        self.forget_logged()
         columns = {
             name: gather_object(extra.get(name, [None] * count))
             for name in sorted(set(gather_object(list(extra))))

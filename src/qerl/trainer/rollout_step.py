@@ -1,8 +1,8 @@
 """A rollout of a trainer: rows of the data in, scored samples with advantages out.
 
 1. **Prompts.** The order of the data proposes rows, each as often as it is sampled; a curriculum may replace
-some. 2. **Samples.** The engine draws completions under this step's noise; with tools or environments, or a
-budget of
+   some.
+2. **Samples.** The engine draws completions under this step's noise; with tools, environments or a budget of
    thinking, it draws conversations (`qerl.agents`). `rollout_func` samples in its place. Seeds are keyed by
    step, so a resumed run draws what it would have; an evaluation's by its problems, so that it draws the same
    whenever it comes.
@@ -149,8 +149,7 @@ class RolloutStep:
         self._problem_seeds = ProblemSeeds(args.seed)
         self._warned = False
         self.had_signal, self.without_signal = False, 0
-        self._call_key: tuple[int, str] | None = None
-        self._calls = 0
+        self._calls: dict[str, tuple[int, int]] = {}  # by mode: step and number of its next call
 
     # A rollout
 
@@ -179,6 +178,7 @@ class RolloutStep:
         for at, sample in enumerate(samples):
             new = at % size == 0 or sample.prompt != samples[at - 1].prompt  # an environment may show others
             sample.group = first_group + at if new else samples[at - 1].group
+        self._log.metrics["train"]["num_tokens"] = [self._state().num_input_tokens_seen]
         tokens = sum(sum(sample.loss_mask) for sample in samples)
         return Rollout(samples, sum(self._of_ranks(tokens)), entropy)
 
@@ -199,7 +199,8 @@ class RolloutStep:
     def begin_training(self, noise: Callable[[], AdaptiveNoise] | None, prompts: PromptChoice | None) -> None:
         """Begin a training: a step that was cut off before samples as it did, and nothing has been
         learned."""
-        self._noise, self._prompts, self._call_key = noise, prompts, None
+        self._noise, self._prompts, self._calls = noise, prompts, {}
+        self._scorer.forget_logged()  # of a step that was cut off
         self.had_signal, self.without_signal = False, 0
 
     def save(self, folder: Path) -> None:
@@ -289,8 +290,9 @@ class RolloutStep:
         """
         check_vocabulary(prompt_ids, self._embeddings)
         step = self._state().global_step
-        if self._call_key != (step, mode):
-            self._call_key, self._calls = (step, mode), 0
+        before, call = self._calls.get(mode, (step, 0))
+        call = call if before == step else 0
+        self._calls[mode] = (step, call + 1)
         offsets: NormOffsets = {}
         if mode == "train" and self._noise is not None:
             noise = self._noise()
@@ -306,10 +308,9 @@ class RolloutStep:
             top_k=args.top_k,
             min_p=args.min_p or 0.0,
             stop_token_ids=tuple(self._eos),
-            seed=derive_seed("rollout", args.seed, mode, step, self._calls, self._rank),
+            seed=derive_seed("rollout", args.seed, mode, step, call, self._rank),
             stops=self._stops,
         )
-        self._calls += 1
         if self._talks and self._conversations is not None:
             result, trajectories = self._conversed(params, offsets, prompt_ids, samples, seeds)
             if drawn is not None:
@@ -359,26 +360,14 @@ class RolloutStep:
         ), found
 
     def _drawn_by_others(self, rows: list[Row], prompts: list[Any]) -> Drawn:
-        """What `rollout_func` gives, with its further columns among those of the rows."""
+        """What `rollout_func` gives, with its further columns among those of the rows.
+
+        Raises:
+            QeRLError: A field is missing, or not of one value per prompt or per token.
+        """
         assert self._rollout_func is not None
         output = dict(self._rollout_func(copy.deepcopy(prompts)))
-        missing = sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys())
-        if missing:
-            raise QeRLError(f"rollout_func returned no {', '.join(missing)}; return a mapping that has them.")
-        prompt_ids, ids, logprobs = (
-            output.pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")
-        )
-        masks = output.pop("env_mask", None) or [None] * len(ids)
-        if len(ids) != len(rows) or not all(ids):
-            raise QeRLError(
-                f"rollout_func returned {sum(map(bool, ids))} completions with tokens for {len(rows)} "
-                "prompts; return one for each."
-            )
-        logprobs = logprobs or [[torch.nan] * len(each) for each in ids]
-        samples = [
-            Sample([*p], [*c], [math.nan if x is None else x for x in lp], [math.nan] * len(c), written=mask)
-            for p, c, lp, mask in zip(prompt_ids, ids, logprobs, masks, strict=True)
-        ]
+        samples = _samples_of(output, len(rows))
         for sample in samples:
             sample.truncated = self._is_cut_off(Completion(sample.tokens, [], [], "stop"))
         rows = [
@@ -548,7 +537,8 @@ class RolloutStep:
         state = self._state()
         if mode == "train":
             state.num_input_tokens_seen += int(prompts_B.sum() + lengths_B.sum())
-        self._log.metrics[mode]["num_tokens"] = [state.num_input_tokens_seen]
+        else:
+            self._log.metrics[mode]["num_tokens"] = [state.num_input_tokens_seen]
         whole_B = lengths_B[cut_B == 0]
         found = {"clipped_ratio": cut_B.mean()}
         for kind, values in (("", lengths_B), ("terminated_", whole_B if len(whole_B) else torch.zeros(1))):
@@ -633,6 +623,52 @@ def check_vocabulary(prompts: Sequence[Sequence[int]], embeddings: int) -> None:
             f"A prompt has the token id {largest} and the model embeds {embeddings} tokens; give the "
             "tokenizer that belongs to the model, or resize the model's embeddings to the tokenizer's length."
         )
+
+
+def _samples_of(output: dict[str, Any], count: int) -> list[Sample]:
+    """Take the samples out of what a `rollout_func` returned, which leaves its further columns."""
+    missing = sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys())
+    if missing:
+        raise QeRLError(f"rollout_func returned no {', '.join(missing)}; return a mapping that has them.")
+    names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+    prompts, ids, logprobs, masks = (_rows_of(output.pop(name, None)) for name in names)
+    logprobs = logprobs or [[None] * len(each) for each in ids]
+    masks = masks or [None] * len(ids)
+    filled = sum(map(bool, ids))
+    if filled != count or len(ids) != count:
+        raise QeRLError(
+            f"rollout_func returned {filled} completions with tokens for {count} prompts; return one for "
+            "each."
+        )
+    for name, rows in zip(names, (prompts, ids, logprobs, masks), strict=True):
+        if len(rows) != count:
+            raise QeRLError(
+                f"{name} of rollout_func has {len(rows)} rows for {count} prompts; return one for each."
+            )
+        for at, (row, tokens) in enumerate(zip(rows, ids, strict=True)):
+            if name in ("logprobs", "env_mask") and row is not None and len(row) != len(tokens):
+                raise QeRLError(
+                    f"{name} of rollout_func has {len(row)} values in row {at}, whose completion has "
+                    f"{len(tokens)} tokens; return one for each token."
+                )
+            if any(isinstance(value, list | tuple) for value in row or ()):
+                raise QeRLError(f"{name} of rollout_func is nested in row {at}; return a number per token.")
+    for name, column in output.items():
+        if isinstance(column, list) and len(column) != count:
+            raise QeRLError(
+                f"{name} of rollout_func has {len(column)} values for {count} prompts; return one for each."
+            )
+    return [
+        Sample(p, c, [math.nan if x is None else x for x in lp], [math.nan] * len(c), written=mask)
+        for p, c, lp, mask in zip(prompts, ids, logprobs, masks, strict=True)
+    ]
+
+
+def _rows_of(rows: Any) -> list[Any]:
+    """Rows of numbers, lists or tensors, as lists; none where there are no rows."""
+    if rows is None:
+        return []
+    return [row.tolist() if hasattr(row, "tolist") else row if row is None else [*row] for row in rows]
 
 
 def _check_groups(prompts: Sequence[Any], size: int) -> None:

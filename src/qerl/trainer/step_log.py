@@ -27,6 +27,7 @@ import pyarrow
 import torch
 from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from qerl.errors import QeRLError, first_line
 from qerl.run_folder import COMPLETIONS_FOLDER, table_path
@@ -104,21 +105,25 @@ class StepLog:
 
     @contextlib.contextmanager
     def apart(self, evaluation: str | None = None) -> Iterator[None]:
-        """Samples of the block are kept in a table of their own; metrics of training are dropped.
+        """Samples of the block are kept in a table of their own. Metrics of training are dropped, or, in an
+        evaluation, seconds, which are no step's.
 
         Args:
             evaluation: Prefix of the evaluation that the block is; None for a further rollout of a step.
         """
         former = self.records, self.metrics["train"], self.evaluation
+        clock = self._seconds, self._total, self._last_microbatch, self._running
         self.records = []
         if evaluation is None:
             self.metrics["train"] = defaultdict(list)
         else:
-            self.evaluation = evaluation
+            self.evaluation, self._seconds, self._running = evaluation, defaultdict(float), False
         try:
             yield
         finally:
             self.records, self.metrics["train"], self.evaluation = former
+            if evaluation is not None:
+                self._seconds, self._total, self._last_microbatch, self._running = clock
 
     # Times: seconds of an optimizer step, of trainings and of evaluations
 
@@ -145,11 +150,6 @@ class StepLog:
             self._last_microbatch = time.perf_counter()
             self._total += self._last_microbatch - start
 
-    def clear_clock(self) -> None:
-        """Forget what was counted so far, which belongs to no step."""
-        self._seconds.clear()
-        self._total, self._last_microbatch, self._running = 0.0, 0.0, False
-
     def end_step(self) -> dict[str, float]:
         """Seconds of the step that ends here, and its peak of memory in 10^9 bytes; nothing if there was
         none.
@@ -174,8 +174,19 @@ class StepLog:
         self._peak = max(self._peak, used_bytes(self._device))
 
     def begin(self, split: str) -> None:
-        """A training or an evaluation begins; ``split`` is how its metrics begin, such as ``eval``."""
+        """A training or an evaluation begins, without what one before it left behind when it was cut off.
+
+        Args:
+            split: How its metrics begin: ``train``, ``eval`` or ``eval_NAME``.
+        """
         self._began[split] = time.monotonic()
+        if split != "train":
+            self.metrics["eval"].clear()
+            return
+        self.metrics["train"].clear()
+        self.records, self._peak = [], 0
+        self._seconds.clear()
+        self._total, self._last_microbatch, self._running = 0.0, 0.0, False
 
     def put_runtimes(self, metrics: dict[str, float]) -> None:
         """Replace transformers' runtime, if these metrics have it, and the rates that follow from it.
@@ -222,9 +233,10 @@ class StepLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             table.to_parquet(path)
         except (OSError, pyarrow.ArrowException) as error:
+            remedy = "make room" if isinstance(error, OSError) else "give each column values of one type"
             raise QeRLError(
                 f"The completions of step {step} cannot be written to {run / COMPLETIONS_FOLDER} "
-                f"({first_line(error)}); make room, or set log_completions: false."
+                f"({first_line(error)}); {remedy}, or set log_completions: false."
             ) from error
         return table
 
@@ -240,10 +252,11 @@ def print_table(table: pd.DataFrame, step: int, most: int | None) -> None:
     rows = table if most is None or most >= len(table) else table.sample(most)
     shown = RichTable(title=f"Step {step}", expand=True, show_lines=True)
     columns = [name for name in rows.columns if name != "step"]
-    for name in columns:
-        shown.add_column(name, overflow="fold")
+    for name in columns:  # as Text: what a model writes in brackets is no markup
+        shown.add_column(Text(name), overflow="fold")
     for row in rows[columns].itertuples(index=False):
-        shown.add_row(*(f"{value:.2f}" if isinstance(value, float) else _text(value) for value in row))
+        cells = (f"{value:.2f}" if isinstance(value, float) else _text(value) for value in row)
+        shown.add_row(*map(Text, cells))
     Console().print(shown)
 
 

@@ -145,7 +145,7 @@ class UpdateStep:
         recompute_every_layer: Callable[[], bool],
     ) -> None:
         self._args, self._base, self._accelerator = args, base, accelerator
-        self._by_stretch = path.by_segment
+        self._by_segment = path.by_segment
         self._loss = policy_loss(args)
         self._correction = Correction(
             args.vllm_importance_sampling_correction,
@@ -336,7 +336,7 @@ class UpdateStep:
             return zeros_BC + anchor.to(zeros_BC), zeros_BC
         row = pack_row(samples, rows, device)
         logps_S, entropy_S = score(
-            *(model, base or self._base, row, self._by_stretch),
+            *(model, base or self._base, row, self._by_segment),
             *(self._args.temperature, self._loss.entropy_bonus),
         )
         return row.scatter(logps_S, *shape), row.scatter(entropy_S, *shape)
@@ -380,7 +380,8 @@ class UpdateStep:
             advantages_B=inputs.advantages_B,
             logps_BC=logps_BC,
             entropy_BC=entropy_BC,
-            old_BC=inputs.old_BC,
+            # 1 is the ratio of what is not computed: times an advantage of 0, infinity would be NaN.
+            old_BC=None if inputs.old_BC is None else torch.where(computed_BC > 0, inputs.old_BC, 0.0),
             sampler_BC=inputs.sampler_BC,
             reference_BC=inputs.reference_BC,
             correction=self._correction.weight(ratio),

@@ -62,7 +62,6 @@ class Sample:
         advantage: What its rewards come to.
         old_logprobs: Of the tokens under the policy that the loss takes the ratio to; None: as it updates.
         reference_logprobs: Of the tokens under the reference policy; None without one.
-        extras: Further values of a sample, by name.
     """
 
     prompt: list[int]
@@ -77,7 +76,6 @@ class Sample:
     advantage: float = 0.0
     old_logprobs: list[float] | None = None
     reference_logprobs: list[float] | None = None
-    extras: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loss_mask(self) -> list[int]:
@@ -348,6 +346,6 @@ def masked_by_branch(config: PreTrainedConfig, row: PackedRow) -> Iterator[dict[
 
 def _no_masks(name: str) -> QeRLError:
     return QeRLError(
-        f"The model asks {name} attention for a mask that cannot be restricted to the samples of a joined "
+        f"The model asks {name} attention for a mask that cannot be restricted to the samples of a packed "
         "row; load it with attn_implementation='sdpa' or 'eager', or use a model family of docs/families.md."
     )

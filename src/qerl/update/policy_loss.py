@@ -237,17 +237,18 @@ class Mismatch:
         Args:
             gather: From this process's [1, n] to [R, n] of all, as accelerate's.
             rollout_entropy: Mean entropy of the sampler over all tokens of the step's rollouts, computed or
-                not.
+                not; NaN where the sampler gave none, and then that of computed tokens is taken.
         """
         gathered = gather(torch.cat([self.sums, self.maxima])[None]).split([len(_SUMS), len(_MAXIMA)], dim=1)
         total = dict(zip(_SUMS, gathered[0].sum(dim=0).tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, gathered[1].amax(dim=0).tolist(), strict=True))
         tokens, ratios = total["tokens"] or math.nan, total["ratios"] or math.nan
         maxima = {name: value if tokens == tokens else math.nan for name, value in maxima.items()}
-        squares = total["ratio_squared"] or math.nan
+        squares, computed = total["ratio_squared"] or math.nan, total["entropy"] / tokens
+        excess = total["entropy_excess"] / tokens
         return {
-            "entropy": rollout_entropy + total["entropy_excess"] / tokens,
-            "entropy/computed": total["entropy"] / tokens,
+            "entropy": computed if math.isnan(rollout_entropy) else rollout_entropy + excess,
+            "entropy/computed": computed,
             "sampling/kl": total["kl"] / tokens,
             "sampling/kl_sequence": total["kl"] / (total["samples"] or math.nan),
             "sampling/sampling_logp_difference/mean": total["difference"] / tokens,
