@@ -6,11 +6,12 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
+import qerl
 from qerl.families.parts import base_model
 
 CARD_FILE = "README.md"
 
-_LIBRARIES = ("qerl", "trl", "transformers", "peft", "torch")
+_LIBRARIES = ("trl", "transformers", "peft", "torch")
 
 _TEXT = """---
 {data}
@@ -60,11 +61,12 @@ def model_card(model: nn.Module, name: str, saved_as: str, tags: list[str], data
         model_name=name,
         tags=["generated_from_trainer", *tags],
     )
+    versions = {"qerl": qerl.__version__} | {library: version(library) for library in _LIBRARIES}
     text = _TEXT.format(
         data=data.to_yaml(),
         name=name,
         base=f"[{given}](https://huggingface.co/{given})" if on_hub else own,
         saved_as=saved_as,
-        versions="\n".join(f"- {library} {version(library)}" for library in _LIBRARIES),
+        versions="\n".join(f"- {library} {number}" for library, number in versions.items()),
     )
     return ModelCard(text)
