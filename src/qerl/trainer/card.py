@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
-import qerl
+from qerl import __version__
 from qerl.families.parts import base_model
 
 CARD_FILE = "README.md"
@@ -61,7 +61,7 @@ def model_card(model: nn.Module, name: str, saved_as: str, tags: list[str], data
         model_name=name,
         tags=["generated_from_trainer", *tags],
     )
-    versions = {"qerl": qerl.__version__} | {library: version(library) for library in _LIBRARIES}
+    versions = {"qerl": __version__} | {library: version(library) for library in _LIBRARIES}
     text = _TEXT.format(
         data=data.to_yaml(),
         name=name,
