@@ -10,6 +10,7 @@ from transformers.trainer_utils import SchedulerType
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
+from qerl.settings import config
 from qerl.settings.config import FIELDS, QeRLConfig
 from qerl.settings.groups import DECLARED
 from qerl.settings.parents import REFUSED, REPLACED, default_of
@@ -43,7 +44,8 @@ def test_settings_can_be_copied_with_changes(change):
 
 
 def test_a_field_that_a_newer_parent_adds_is_refused(monkeypatch):
-    monkeypatch.delitem(REFUSED, "fp16")
+    others = {name: instead for name, instead in REFUSED.items() if name != "fp16"}
+    monkeypatch.setattr(config, "REFUSED", others)
     made()
     with pytest.raises(QeRLError, match=r"^fp16 is a field .* that this version .* \(false\); remove it\.$"):
         made(fp16=True)

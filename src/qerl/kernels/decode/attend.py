@@ -1,14 +1,14 @@
 """Attention over the paged KV cache, in which samples of one prompt read its keys and values once.
 
-The work is a list of items. An item is a run of query tokens that look at one block table: the samples of a
-group at their prompt's blocks, one sample at its own blocks, or a slice of a prompt at itself during prefill.
+A work item is a run of query tokens that look at one block table: the samples of a group at their prompt's
+blocks, one sample at its own blocks, or a slice of a prompt at itself during prefill.
 All query heads that share a kv head are rows of the same tile, so a block of keys is read from memory once
 for all of them. A group that needs several tiles (8 samples with 7 query heads per kv head: four of 16 rows)
 reads it from the L2 cache after that. How far a row may look is a number for each token, which makes decode,
 shared prompts and causal prefill the same loop.
 
-Each item's keys are divided into splits that run in parallel; every split leaves a normalised output and its
-log-sum-exp, and a second kernel combines them and computes x A^T for the output projection on the way.
+Each work item's keys are divided into splits that run in parallel; every split leaves a normalised output and
+its log-sum-exp, and a second kernel combines them and computes x A^T for the output projection on the way.
 
 A head whose size is no power of two is computed as one of the next: what it lacks is zero.
 
@@ -162,7 +162,7 @@ def attend(
     splits: int,
     rows: int,
 ) -> None:
-    """Write the partial attention of every item.
+    """Write the partial attention of every work item.
 
     Args:
         q_THE: Queries, bf16 [T, query heads, head size].
@@ -170,12 +170,12 @@ def attend(
         tables_GB: int32 block tables.
         item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most ``rows`` /
             query heads per kv head), row of ``tables_GB``, and which of the two limits and halves of the
-            output the item uses (0 for a shared prompt, 1 for a sequence's own tokens).
-        order: int32, the tokens of the items.
-        limit_2T: int32 [2, T]: how many cached tokens of the item's table a token sees.
-        out_ZTHE: fp32 [2 * splits, T, heads, head size], written where an item covers the token.
+            output the work item uses (0 for a shared prompt, 1 for a sequence's own tokens).
+        order: int32, the tokens of the work items.
+        limit_2T: int32 [2, T]: how many cached tokens of the work item's table a token sees.
+        out_ZTHE: fp32 [2 * splits, T, heads, head size], written where a work item covers the token.
         lse_ZTH: fp32 [2 * splits, T, heads], likewise; the caller fills uncovered halves with -inf.
-        splits: Number of parallel splits of an item's keys.
+        splits: Number of parallel splits of a work item's keys.
         rows: Rows of a tile, a power of two from 16 on and at least the query heads per kv head.
 
     Raises:

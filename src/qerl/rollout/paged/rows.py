@@ -42,7 +42,7 @@ class Rows:
         count: T.
         max_new: M.
         table_width: Blocks that a sequence may own, and a prompt too.
-        tile_tokens: Tokens that one attention item may hold.
+        tile_tokens: Tokens that one work item of the attention may hold.
         device: Where they are.
         drafted: Tokens of a draft at most, for each of which a row has a lane beside its first.
 
@@ -177,7 +177,7 @@ class Rows:
                     getattr(mine, tensor.name).index_copy_(dim, here, moved)
 
     def attend(self, running: abc.Mapping[int, Sequence]) -> None:
-        """Write block tables and attention items of everything that runs.
+        """Write block tables and attention work items of everything that runs.
 
         A group's samples read their prompt together, in items of as many tokens as a tile takes; each sample
         reads its own tokens alone.
