@@ -15,8 +15,8 @@ from safetensors import safe_open
 from bench.lengths import draw_lengths
 from qerl.measure.model_config import model_config
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.scheduler import Pace
+from tests.support.machine import Eager
 from tests.support.peers import LLAMA, TINY
 
 FAKE_VLLM = """

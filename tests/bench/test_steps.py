@@ -15,10 +15,10 @@ from qerl.lora.adapter import add_lora
 from qerl.measure.random_model import random_policy
 from qerl.plan.phases import make_plan
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.update.chunks import MemoryRetry
+from tests.support.machine import Eager
 from tests.support.plan import GB80, work
 
 pytestmark = pytest.mark.slow

@@ -9,6 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from qerl.kernels import flash
+from qerl.update import attention
 from qerl.update.attention import branch_attention
 from qerl.update.packed_row import Branches, RowBuilder
 
@@ -80,9 +82,22 @@ def error(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.double() - truth.double()).norm() / truth.double().norm())
 
 
+@pytest.fixture(params=["FlashAttention-2", "FlashAttention-4"])
+def kernel(request, monkeypatch):
+    """Each of the kernels for long rows; that of the package where it may be used."""
+    if request.param == "FlashAttention-2":
+        monkeypatch.setattr(flash, "takes_flash4", lambda q_LHE, extents: False)
+    elif why_not := flash.why_not_flash4(GPU):
+        pytest.skip(why_not)
+    return request.param
+
+
 @pytest.mark.parametrize("heads", HEADS)
-def test_gradients_against_fp64_and_their_bits(heads) -> None:
+def test_gradients_against_fp64_and_their_bits(heads, kernel) -> None:
     inputs = Inputs(heads, drawn())
+    extents = attention._extents(inputs.branches)
+    queries_LHE = inputs.qkv[0, :, : inputs.widths[0]]
+    assert flash.takes_flash4(queries_LHE, extents) == (kernel == "FlashAttention-4")
     first, truth = inputs.run(), inputs.exact()
     for _ in range(4):
         assert all(torch.equal(one, two) for one, two in zip(first, inputs.run(), strict=True))

@@ -20,7 +20,7 @@ from qerl.measure.decode import fill_rows
 from qerl.measure.random_model import random_decoder
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.machine import NoGraphs
+from tests.support.machine import NoGraphs
 
 SIZES = Sizes.uniform(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
 

@@ -208,9 +208,9 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.measure.random_model import random_decoder
     from qerl.rollout.paged.decode import DecodeStep
     from qerl.rollout.paged.kv_cache import KVCache
-    from qerl.rollout.paged.machine import NoGraphs
     from qerl.rollout.paged.prefill import Prefill
     from qerl.rollout.paged.scheduler import Pace, Span
+    from tests.support.machine import NoGraphs
 
     os.environ[ARCH] = str(target)
     card_of.cache_clear()

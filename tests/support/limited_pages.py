@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from qerl.kernels.limits import PAGE
 from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.machine import Eager
 from tests.support.agents import tool_tokenizer
 from tests.support.books import ONE_NUMBER, SayingPages
+from tests.support.machine import Eager
 
 POSITIONS = 4096
 BLOCK_BYTES = 2 * PAGE * 4  # keys and values of one layer with one head of one number

@@ -648,14 +648,8 @@ class QeRLTrainer(Trainer):
         tags: str | list[str] | None = None,
         **others: Any,
     ) -> None:
-        """Write a card that says how the model was trained, with the arguments of TRL's trainer.
-
-        Args:
-            model_name: Title of the card; None for the last part of where the model is saved.
-            dataset_name: Name of the data set on the Hub.
-            tags: Further tags.
-            others: What transformers asks of its own card, which this one does not have.
-        """
+        """Write a card that says how the model was trained, with the arguments of TRL's trainer; what
+        transformers' own would take besides is not read."""
         if not self.is_world_process_zero():
             return
         folder = Path(str(self.args.output_dir))

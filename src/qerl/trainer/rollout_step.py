@@ -297,9 +297,8 @@ class RolloutStep:
         if mode == "train" and self._noise is not None:
             noise = self._noise()
             offsets = noise.offsets(step)
-            self._log.add(
-                mode, {"noise/sigma": noise.schedule.sigma(step), "noise/norms": float(len(offsets))}
-            )
+            self._log.add(mode, {"noise/sigma": noise.schedule.sigma(step)})
+            self._log.add(mode, {"noise/norms": float(len(offsets))})
         args = self._args
         params = SamplingParams(
             max_tokens=args.max_completion_length,
@@ -464,9 +463,8 @@ class RolloutStep:
             without = set(self._groups_without_signal(fresh))
             usable = (group for group in range(draws) if group not in without)
             pairs = list(zip(replaced, usable, strict=False))
-            self._log.add(
-                "train", {"dynamic_sampling/replaced_groups": float(sum(self._of_ranks(len(pairs))))}
-            )
+            count = float(sum(self._of_ranks(len(pairs))))
+            self._log.add("train", {"dynamic_sampling/replaced_groups": count})
             moved = []
             for target, source in pairs:
                 for i in range(size):
@@ -548,13 +546,8 @@ class RolloutStep:
         if self._talks and self._conversations is not None and self._conversations.take_turns:
             calls = sum(self._of_ranks(sum(t.calls for t in drawn.trajectories)))
             failures = sum(self._of_ranks(sum(t.failures for t in drawn.trajectories)))
-            self._log.add(
-                mode,
-                {
-                    "tools/call_frequency": calls / len(lengths_B),
-                    "tools/failure_frequency": failures / calls if calls else 0.0,
-                },
-            )
+            self._log.add(mode, {"tools/call_frequency": calls / len(lengths_B)})
+            self._log.add(mode, {"tools/failure_frequency": failures / calls if calls else 0.0})
 
     def _count(self, drawn: Drawn) -> dict[str, float]:
         """What the engine reports of a rollout, of all processes, each of which must call this.

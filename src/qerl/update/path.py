@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from qerl.families.layer import Attention, SwiGLU, names
 from qerl.families.table import FAMILIES
+from qerl.kernels.flash import why_not_flash4
 from qerl.lora.product import why_not_fused
 from qerl.noise.norms import is_norm
 from qerl.seeding import generator
@@ -59,6 +60,7 @@ class UpdatePath:
         mlps: SwiGLU blocks.
         products: Layers with an adapter that are one product with it; none in full tuning.
         unfit: Why no kernel can serve this model where it is; empty where they can.
+        why_not_flash4: Why attention of long rows is FlashAttention-2; empty where it is FlashAttention-4.
     """
 
     attention: Share
@@ -67,6 +69,7 @@ class UpdatePath:
     mlps: Share
     products: Share
     unfit: str = ""
+    why_not_flash4: str = ""
 
     @property
     def by_segment(self) -> bool:
@@ -89,7 +92,9 @@ class UpdatePath:
             "MLPs": self.mlps,
             "adapted layers": self.products,
         }
-        return {name: str(share) for name, share in parts.items() if share.total}
+        flash = f"FlashAttention-2 ({self.why_not_flash4})" if self.why_not_flash4 else "FlashAttention-4"
+        kernel = {"attention of long rows": flash} if self.by_segment else {}
+        return {name: str(share) for name, share in parts.items() if share.total} | kernel
 
     def sentence(self) -> str:
         """The path as a run says it at its start."""
@@ -126,6 +131,7 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
             [why_not_fused(m, training=True) for m in model.modules() if isinstance(m, BaseTunerLayer)]
         ),
         unfit=why_unfit(model),
+        why_not_flash4=why_not_flash4(model.device),
     )
 
 

@@ -21,9 +21,9 @@ from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import ROW_TOKEN_BYTES, KVGeometry, state_bytes
-from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
+from tests.support.machine import Eager
 from tests.support.models import move_adapter
 
 PROMPTS = [list(range(3, 8)), [9]]

@@ -21,13 +21,13 @@ from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams, uniform_streams
 from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.memory import PlainMemory
 from qerl.rollout.paged.rows import Rows
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
 from qerl.rollout.stops import Stop
 from tests.support.books import ONE_NUMBER, blocks_of
+from tests.support.machine import Eager
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,10 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
-from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
+from tests.support.machine import Eager
 from tests.support.sessions import check_against, play
 
 pytestmark = pytest.mark.slow

@@ -17,12 +17,12 @@ from qerl.rollout.paged import decode
 from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry, rows_of_step
-from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.rows import Rows, learn
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import StopTokens
+from tests.support.machine import Eager
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts
 

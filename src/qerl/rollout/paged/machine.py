@@ -1,7 +1,6 @@
 """What the paged engine asks of the machine: whether a model runs, memory, and steps that are replayed.
 
-`Cuda` is a GPU. `Eager` stands in where there is none: Triton's interpreter runs the same kernels on the CPU,
-a step is run instead of replayed, and memory is torch's own.
+`Cuda` is a GPU. Tests have another machine, on which Triton's interpreter runs the same kernels on the CPU.
 """
 
 import functools
@@ -15,7 +14,7 @@ from torch import nn
 from qerl.gpu_memory import free_bytes, total_bytes
 from qerl.rollout.paged.binding import why_not
 from qerl.rollout.paged.limits import CACHE_SHARE, cache_budget
-from qerl.rollout.paged.memory import Memory, PlainMemory, SwitchedMemory
+from qerl.rollout.paged.memory import Memory, SwitchedMemory
 
 
 class Graphs(Protocol):
@@ -103,38 +102,3 @@ class CudaGraphs:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which steps of one GPU are captured; torch's own is of the GPU that captured first."""
     return torch.cuda.Stream(device)
-
-
-@dataclass(frozen=True)
-class Eager:
-    """A machine without CUDA graphs, on which steps run as they are written.
-
-    Attributes:
-        bytes_for_cache: Bytes that keys and values may take.
-    """
-
-    bytes_for_cache: int = 1 << 24
-
-    def why_not(self, model: nn.Module) -> str | None:
-        """See `Machine.why_not`."""
-        return None
-
-    def cache_bytes(self, model: nn.Module, freed: int = 0) -> int:
-        """See `Machine.cache_bytes`."""
-        return self.bytes_for_cache
-
-    def memory(self, size: int) -> Memory:
-        """Memory of torch's allocator."""
-        return PlainMemory(size, "cpu")
-
-    def graphs(self) -> Graphs:
-        """No recording."""
-        return NoGraphs()
-
-
-class NoGraphs:
-    """Steps that are run instead of replayed."""
-
-    def capture(self, run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """``run`` itself."""
-        return run
