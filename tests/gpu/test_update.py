@@ -91,6 +91,7 @@ def test_a_fresh_adapter_on_nvfp4_has_the_base_model_as_its_reference(run):
     assert list(trainer.model.peft_config) == ["default"]
     assert trainer.update_path.by_segment and not trainer.update_path.is_slow
     record = trainer.update_path.record()
+    assert record.pop("attention kernel").startswith("FlashAttention-")
     assert record == {
         "attention": "2/2", "norms": "5/5", "rotary embeddings": "2/2", "MLPs": "2/2",
         "adapted layers": "14/14",

@@ -1,5 +1,5 @@
-"""A machine without a GPU for the paged engine: Triton's interpreter runs the kernels on the CPU, a step is run
-instead of replayed, and memory is torch's own."""
+"""A machine without a GPU for the paged engine: Triton's interpreter runs the kernels on the CPU, a step is
+run instead of replayed, and memory is torch's own."""
 
 from dataclasses import dataclass
 

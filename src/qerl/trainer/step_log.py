@@ -174,8 +174,8 @@ class StepLog:
         self._peak = max(self._peak, used_bytes(self._device))
 
     def begin(self, split: str) -> None:
-        """A training (``train``) or an evaluation (``eval``, ``eval_NAME``) begins, without what an earlier one
-        left behind when it was cut off."""
+        """A training (``train``) or an evaluation (``eval``, ``eval_NAME``) begins, without what an earlier
+        one left behind when it was cut off."""
         self._began[split] = time.monotonic()
         if split != "train":
             self.metrics["eval"].clear()

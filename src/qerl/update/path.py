@@ -92,9 +92,10 @@ class UpdatePath:
             "MLPs": self.mlps,
             "adapted layers": self.products,
         }
-        flash = f"FlashAttention-2 ({self.why_not_flash4})" if self.why_not_flash4 else "FlashAttention-4"
-        kernel = {"attention of long rows": flash} if self.by_segment else {}
-        return {name: str(share) for name, share in parts.items() if share.total} | kernel
+        kernel = f"FlashAttention-2 ({self.why_not_flash4})"
+        kernel = kernel if self.why_not_flash4 else "FlashAttention-4 for long rows"
+        flash = {"attention kernel": kernel} if self.by_segment else {}
+        return {name: str(share) for name, share in parts.items() if share.total} | flash
 
     def sentence(self) -> str:
         """The path as a run says it at its start."""
