@@ -131,8 +131,8 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
         products=_share(
             [why_not_fused(m, training=True) for m in model.modules() if isinstance(m, BaseTunerLayer)]
         ),
-        unfit=why_unfit(model),
-        why_not_flash4=why_not_flash4(model.device),
+        unfit=(unfit := why_unfit(model)),
+        why_not_flash4="" if unfit or why_dense_masks else why_not_flash4(model.device),
     )
 
 
