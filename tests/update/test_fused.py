@@ -178,7 +178,7 @@ def test_the_path_says_what_the_kernels_do(adapted, calls, monkeypatch, family):
 
 
 @pytest.mark.parametrize(("weights", "dropout"), [("nvfp4", 0.0), ("nvfp4", 0.05), ("bf16", 0.1)])
-def test_the_plan_knows_from_settings_which_layers_are_joint(adapted, monkeypatch, weights, dropout):
+def test_the_plan_knows_from_settings_which_layers_are_fused(adapted, monkeypatch, weights, dropout):
     path = fit(monkeypatch, adapted("llama", weights, dropout=dropout))
     assert (path.products.why_not or None) == why_not_fused(weights, dropout)
     assert path.is_slow == (dropout > 0)
