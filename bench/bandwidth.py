@@ -21,7 +21,7 @@ import torch
 from bench.result import write_result
 from bench.rollout import read_bandwidth
 from qerl.families.sizes import Sizes
-from qerl.kernels.decode import filters, residual_norm, rope_kv, silu_mul
+from qerl.kernels.decode import act_mul, filters, residual_norm, rope_kv
 from qerl.kernels.decode.launch import LoraA, LoraB
 from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import head_positions
@@ -102,9 +102,11 @@ def rotation_into_cache(work: Work) -> Launch:
     t, r = work.tokens, work.rank
     columns = s.queries + 2 * s.keys
     product, b_NR = work.single(1, t, columns), work.half(columns, r)
-    cos_ME, sin_ME = work.single(512, s.head_size // 2), work.single(512, s.head_size // 2)
+    cos_MP, sin_MP = work.single(512, s.head_size // 2), work.single(512, s.head_size // 2)
     position = torch.arange(t, device=work.device, dtype=torch.int32) % 512
-    slot = torch.arange(t, device=work.device, dtype=torch.int32) * PAGE
+    limit = torch.ones(2, t, device=work.device, dtype=torch.int32)
+    table = torch.arange(t, device=work.device, dtype=torch.int32)
+    tables = table[:, None].contiguous()  # a block for each token
     q_THE = work.half(t, s.heads, s.head_size)
     k_cache, v_cache = (work.half(t, s.kv_heads, PAGE, s.head_size) for _ in range(2))
     squares, scale = work.single(1, t).abs(), torch.ones(3, device=work.device)
@@ -115,10 +117,12 @@ def rotation_into_cache(work: Work) -> Launch:
             product,
             scale,
             squares,
-            cos_ME,
-            sin_ME,
+            cos_MP,
+            sin_MP,
             position,
-            slot,
+            limit,
+            table,
+            tables,
             q_THE,
             k_cache,
             v_cache,
@@ -131,14 +135,14 @@ def rotation_into_cache(work: Work) -> Launch:
 
 
 def gated_product(work: Work) -> Launch:
-    """silu_mul: silu(gate) * up, and A of down."""
+    """act_mul: silu(gate) * up, and A of down."""
     t, i, r = work.tokens, work.sizes.spec.mlp.intermediate, work.rank
     product, h_TI = work.single(1, t, 2 * i), work.half(t, i)
     b_NR, a_RK = work.half(2 * i, r), work.half(r, i)
     squares, scale = work.single(1, t).abs(), torch.ones(2, device=work.device)
-    b, a = LoraB(work.sum(2 * r), b_NR), LoraA(a_RK, work.parts(-(-i // silu_mul.BLOCK_I), r))
+    b, a = LoraB(work.sum(2 * r), b_NR), LoraA(a_RK, work.parts(-(-i // act_mul.BLOCK_I), r))
     return Launch(
-        lambda: silu_mul.silu_mul(
+        lambda: act_mul.act_mul(
             product, scale, squares, h_TI, intermediate=i, width=work.sizes.hidden, eps=1e-6, b=b, a=a
         ),
         _bytes(product, h_TI, b_NR, a_RK, b.xa.sum_TR, a.xa.parts_PTR),
@@ -190,7 +194,7 @@ def rotation_of_update(work: Work) -> Launch:
 
 
 DECODE = {
-    "residual_norm": norm_of_residual, "rope_kv": rotation_into_cache, "silu_mul": gated_product,
+    "residual_norm": norm_of_residual, "rope_kv": rotation_into_cache, "act_mul": gated_product,
     "filters": token_filters,
 }  # fmt: skip
 

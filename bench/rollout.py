@@ -31,7 +31,7 @@ from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.measure.decode import decode_speed, fill_rows, random_cache
 from qerl.measure.gauge import gauge
-from qerl.measure.model_config import model_config
+from qerl.measure.model_config import model_config, shape_of, sizes_of
 from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
@@ -99,7 +99,10 @@ def step_bytes(
     )
     groups = -(-rows // group)
     geometry = KVGeometry.of(sizes, kv_bytes)
-    cache = (groups * prompt + rows * decoded / 2) * geometry.block_bytes / PAGE
+    cache = sum(
+        (groups * min(prompt, window or prompt) + rows * min(decoded / 2, window or decoded)) * each / PAGE
+        for window, each in zip(geometry.windows, geometry.block_bytes, strict=True)
+    )
     return layers + cache + sizes.vocabulary * sizes.hidden * 2
 
 
@@ -115,7 +118,8 @@ def profile(
 
     Taken outside the graph: inside, kernels overlap and each would be charged for waiting for the one before.
     """
-    demand = BlockDemand(prompt_tokens, 64, group)
+    windows = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).windows
+    demand = BlockDemand(prompt_tokens, 64, group, windows)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
     step = DecodeStep(decoder, cache, rows, 64, demand.table_width, CudaGraphs())
     fill_rows(step, cache, prompt_tokens, group, 64)
@@ -175,7 +179,8 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
     """What :func:`measure` gives for each format, batch and, if asked for, without the adapter."""
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     for weights in args.weights:
-        decoder = random_decoder(sizes, weights, args.rank, args.prompt + args.decode + PAGE)
+        shape, positions = shape_of(args.shape, args.layers or 0), args.prompt + args.decode + PAGE
+        decoder = random_decoder(shape, weights, args.rank, positions)
         for batch in args.batch:
             for rank in _ranks(args):
                 fixed = (decoder if rank else without_adapter(decoder), batch, args.prompt)
@@ -193,7 +198,8 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
 def _own_calls(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """What :func:`measure_calls` gives for each format, with and without the adapter, and batch."""
     for weights, rank in itertools.product(args.weights, _ranks(args)):
-        policy = as_if_trained(random_policy(sizes, weights, rank, args.prompt + args.decode + PAGE))
+        shape, positions = shape_of(args.shape, args.layers or 0), args.prompt + args.decode + PAGE
+        policy = as_if_trained(random_policy(shape, weights, rank, positions))
         engine = PagedEngine(policy, 0, kv_cache_dtype=args.kv_cache_dtype)
         for batch in args.batch:
             lengths = draw_lengths(args.lengths, batch, args.decode)
@@ -262,8 +268,7 @@ def _print(row: dict[str, Any]) -> None:
 def main(arguments: list[str]) -> None:
     """Runs `python -m bench rollout` with these arguments."""
     args = _parser().parse_args(arguments)
-    sizes = Sizes.by_name(args.shape)
-    sizes = sizes.with_layers(args.layers or sizes.layers)
+    sizes = sizes_of(shape_of(args.shape, args.layers or 0))
     if args.lengths:
         draw_lengths(args.lengths, 1, args.decode)  # a mistake is said before anything is made
     limit = read_bandwidth()

@@ -46,7 +46,7 @@ from qerl.families.sizes import Sizes
 from qerl.gpu_memory import is_unified, total_bytes
 from qerl.host_memory import host_bytes
 from qerl.measure.gauge import gauge
-from qerl.measure.model_config import model_config
+from qerl.measure.model_config import model_config, shape_of, sizes_of
 from qerl.measure.random_model import random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.plan.propose import beyond_host, fastest
@@ -238,7 +238,8 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
     number, processes = _processes()
     for weights, rank in itertools.product(args.weights, args.rank):
         before = torch.cuda.memory_allocated()  # workspaces of the row before
-        policy = random_policy(sizes, weights, rank, args.prompt + max(args.tokens) + 64)
+        positions = args.prompt + max(args.tokens) + 64
+        policy = random_policy(shape_of(args.shape), weights, rank, positions)
         engine = PagedEngine(policy, 0, min(args.samples * max(args.prompts), MAX_ROWS))
         resident = (torch.cuda.memory_allocated() - before) / 1e9
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
@@ -280,11 +281,9 @@ def _settings(
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),
     )  # fmt: skip
     choices = [tokens_per_forward] if tokens_per_forward else None, [every] if every else None
-    found = fastest(replace(sizes, tied=False), work, total_bytes(_DEVICE), *choices)
+    found = fastest(sizes, work, total_bytes(_DEVICE), *choices)
     if found is None:
-        raise does_not_fit(
-            f"A step of {args.shape}", replace(sizes, tied=False), work, total_bytes(_DEVICE), *choices
-        )
+        raise does_not_fit(f"A step of {args.shape}", sizes, work, total_bytes(_DEVICE), *choices)
     return found.tokens_per_forward, found.checkpointing
 
 
@@ -322,7 +321,7 @@ def main(arguments: list[str]) -> None:
         raise QeRLError("--peers measures others on one GPU; run it without torchrun.")
     if "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    sizes = Sizes.by_name(args.shape)
+    sizes = sizes_of(shape_of(args.shape))
     common = {
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
         "microbatch": args.microbatch or args.samples, "lengths": args.lengths,

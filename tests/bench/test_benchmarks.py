@@ -148,10 +148,10 @@ def test_a_random_decoder_has_every_part(sizes, rank):
     decoder = random_decoder(sizes, "nvfp4", rank, 64, device="cpu")
     assert (len(decoder.layers), decoder.sizes) == (2, replace(sizes, positions=decoder.sizes.positions))
     for layer in decoder.layers:
-        assert (layer.mixer.bias_N is not None) == sizes.spec.mixer.qkv_bias
-        assert (layer.mixer.qk_norm_2E is not None) == sizes.spec.mixer.qk_norm
+        assert (layer.mixer.qkv.bias_N is not None) == sizes.spec.mixer.qkv_bias
+        assert (layer.mixer.heads.norm_N is not None) == bool(sizes.spec.mixer.qk_norm)
         assert (layer.mlp.down.lora is not None) == (rank > 0)
-        assert layer.input_norm_D.std() > 0.1
+        assert layer.before_mixer_D.std() > 0.1
 
 
 @pytest.mark.parametrize("kernels", [DECODE, UPDATE], ids=["decode", "update"])
@@ -166,7 +166,7 @@ def test_launches_run(kernels):
 def test_each_kernel_has_a_benchmark():
     files = {path.stem for path in Path(update.__file__).parent.glob("*.py")} - {"__init__"}
     assert UPDATE.keys() == files
-    elsewhere = {"attend", "draw", "speculate"}  # timed within a step
+    elsewhere = {"attend", "draw", "speculate", "sum_product"}  # timed within a step
     kernels = {
         path.stem
         for path in Path(decode.__file__).parent.glob("*.py")

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.errors import QeRLError
+from qerl.kernels.decode import act_mul, residual_norm, rope_kv
 from qerl.kernels.decode import attend as attention
-from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.draw import RowState, draw_token
 from qerl.kernels.decode.filters import RowSettings
 from qerl.kernels.decode.launch import NO_B, LoraA, LoraB
@@ -104,14 +104,18 @@ def test_rope_kv(size, qk_norm, bias, rank, cached):
     angle = torch.rand(100, size // 2, device=DEVICE) * 6
     position = torch.randint(0, 100, (tokens,), device=DEVICE, dtype=torch.int32)
     slot = torch.tensor([64, 3, -1, 191, 65], device=DEVICE, dtype=torch.int32)
+    # Each token has a table of its own, in which its place is that of the slot in its block.
+    tables = (slot // 64).clamp(min=0)[:, None].contiguous()
+    limit = torch.where(slot < 0, 0, slot % 64 + 1).to(torch.int32).repeat(2, 1)
+    table = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
     q = poison(tokens, heads, size, dtype=HALF)
     k_cache, v_cache = (torch.zeros(3, kv_heads, 64, size, device=DEVICE).to(cached) for _ in range(2))
     if cached == FP8:
         product[0, 0] *= 1e3  # beyond 448
         summed[0] = summed[0] + (1 - 1e-3) * product[0, 0].double()
     rope_kv.rope_kv(
-        product, scale, squares, angle.cos(), angle.sin(), position, slot, q, k_cache, v_cache, width=width,
-        eps=EPS, partials_G=counts, bias_N=bias_N, qk_norm_2E=norm_2E,
+        product, scale, squares, angle.cos(), angle.sin(), position, limit, table, tables, q, k_cache,
+        v_cache, width=width, eps=EPS, heads=rope_kv.Heads(norm_N=norm_2E), partials_G=counts, bias_N=bias_N,
         b=LoraB(LoraSum(sum_TR=low), b) if rank else NO_B,
     )  # fmt: skip
     x = summed
@@ -165,7 +169,7 @@ def test_nan_stays_nan_in_an_fp8_cache():
 
 
 @pytest.mark.parametrize("tokens,rank,padded", [(3, 16, 8), (20, 0, 0), (20, 16, 32), (70, 16, 0)])
-def test_silu_mul(tokens, rank, padded):
+def test_act_mul(tokens, rank, padded):
     intermediate, width, splits = 192, 100, 2  # a block of columns and a half
     product, summed, counts = partial_sums(splits, tokens, 2 * intermediate + 64)
     scale = torch.rand(2, device=DEVICE) + 0.5
@@ -178,9 +182,9 @@ def test_silu_mul(tokens, rank, padded):
     h = poison(tokens, intermediate, dtype=HALF)
     if padded:
         h = torch.zeros(padded * intermediate, device=DEVICE, dtype=HALF)
-    following = poison(-(-intermediate // silu_mul.BLOCK_I), tokens, max(rank, 1))
+    following = poison(-(-intermediate // act_mul.BLOCK_I), tokens, max(rank, 1))
     lora = {"b": LoraB(LoraSum(sum_TR=low), b), "a": LoraA(a, LoraSum(following))} if rank else {}
-    silu_mul.silu_mul(
+    act_mul.act_mul(
         product, scale, squares, h, intermediate=intermediate, width=width, eps=EPS, padded_tokens=padded,
         partials_G=counts, **lora,
     )  # fmt: skip
@@ -266,8 +270,7 @@ def test_draw_token(temperature):
     generated = [0, 1, 3, 0, 2, 0]
     rows = RowState(
         token_T=torch.zeros(tokens, **as_int), position_T=torch.full((tokens,), 9, **as_int),
-        slot_T=torch.zeros(tokens, **as_int), limit_2T=torch.full((2, tokens), 64, **as_int),
-        own_table_TB=torch.arange(2 * tokens, **as_int).view(tokens, 2),
+        limit_2T=torch.full((2, tokens), 64, **as_int),
         generated_T=torch.tensor(generated, **as_int), max_new_T=torch.full((tokens,), most, **as_int),
         done_T=torch.tensor([0, 0, 0, 1, 0, 0], **as_int), uniform_TM=torch.rand(tokens, most, device=DEVICE),
         out_token_TM=torch.full((tokens, most), -7, **as_int), out_stats_2TM=poison(2, tokens, most),
@@ -284,8 +287,7 @@ def test_draw_token(temperature):
     params = SamplingParams(most, temperature, stop_token_ids=(expected[1],))
     write_settings(settings, torch.arange(tokens, device=DEVICE), [params] * tokens)
     draw_token(
-        logits, squares, torch.empty(3, tokens, 3, device=DEVICE), rows, settings, page=64, width=width,
-        eps=0.0,
+        logits, squares, torch.empty(3, tokens, 3, device=DEVICE), rows, settings, width=width, eps=0.0,
     )  # fmt: skip
     assert rows.done_T.tolist() == [0, 1, 2, 1, 0, 3]
     for t in (0, 1, 2, 4):
@@ -298,8 +300,7 @@ def test_draw_token(temperature):
         assert int(rows.generated_T[t]) == n + 1
     assert (rows.out_token_TM[3] == -7).all()
     assert (rows.out_token_TM[5] == -7).all()
-    assert rows.slot_T.tolist() == [64, -1, -1, 0, 64 * 9, -1]
-    assert rows.limit_2T[1].tolist() == [65, 64, 64, 64, 65, 64]
+    assert rows.limit_2T[1].tolist() == [65, 0, 0, 64, 65, 0]
     assert rows.position_T.tolist()[:2] == [10, 9]
 
 

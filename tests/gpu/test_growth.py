@@ -87,7 +87,7 @@ class TenBlocks(Cuda):
     """The GPU, with room for ten blocks of keys and values of `random_model`'s model."""
 
     def cache_bytes(self, model, freed=0):
-        return 10 * KVGeometry(((2, 64),) * 3, 2).block_bytes
+        return 10 * KVGeometry((None,), ((0, 2, 64),) * 3, 2).bytes((1,))
 
 
 def test_a_join_that_does_not_fit_leaves_the_others_their_memory(reserved):

@@ -88,7 +88,7 @@ class NineBlocks(Cuda):
     """The GPU, with room for nine blocks of keys and values of `random_model`'s model."""
 
     def cache_bytes(self, model, freed=0):
-        return 9 * KVGeometry(((2, 64),) * 3, 2).block_bytes
+        return 9 * KVGeometry((None,), ((0, 2, 64),) * 3, 2).bytes((1,))
 
 
 def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):

@@ -23,7 +23,7 @@ from qerl.kernels.weights import packed_gemm
 from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.nvfp4 import NVFP4Stack, tiling_for
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, padded_tokens, switches, to_operand
-from qerl.rollout.paged.weights import AttentionWeights, Layer, Lora, Projection, SwiGLUWeights, look_ahead
+from qerl.rollout.paged.weights import AttentionWeights, Layer, Lora, MLPWeights, Projection, look_ahead
 
 STACK = {128: 48}
 """Most bytes of a thread's stack by padded tokens. At 128 the fastest tiling for 99 KB keeps a few words
@@ -292,7 +292,7 @@ def test_weights_know_what_the_kernels_after_their_product_read():
             return Projection(tiles, lora)
 
         qkv, o, gate_up, down = map(projection, ("qkv", "o", "gate_up", "down"))
-        return Layer(None, None, AttentionWeights(qkv, o), None, SwiGLUWeights(gate_up, down))
+        return Layer(None, None, AttentionWeights(qkv, o, None, None, None), None, MLPWeights(gate_up, down))
 
     first, second = layer({"qkv", "o", "gate_up", "down"}), layer({"qkv"})
     second.mixer.o.weight = DenseStack(torch.zeros(64, 64), torch.ones(1))

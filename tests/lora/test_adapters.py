@@ -69,7 +69,7 @@ def test_adapters_that_the_engine_applies(tiny_model, config):
     for layer, bound in zip(base.model.layers, decoder.layers, strict=True):
         attention = layer.self_attn
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        assert torch.equal(bound.mixer.bias_N, torch.cat([part.bias for part in parts]))
+        assert torch.equal(bound.mixer.qkv.bias_N, torch.cat([part.bias for part in parts]))
         groups = [(bound.mixer.qkv.lora, parts), (bound.mixer.o.lora, (attention.o_proj,)),
                   (bound.mlp.gate_up.lora, (layer.mlp.gate_proj, layer.mlp.up_proj)),
                   (bound.mlp.down.lora, (layer.mlp.down_proj,))]  # fmt: skip
@@ -192,7 +192,7 @@ def test_noise_of_another_width_is_refused(tiny_model):
     ("sizes", "reason"),
     [
         ({"head_dim": 48}, "heads are 48 wide"),
-        ({"head_dim": 512}, "heads are 512 wide"),
+        ({"head_dim": 48}, "heads are 48 wide"),
         ({"hidden_size": 66, "num_attention_heads": 66, "num_key_value_heads": 1}, "66 query heads"),
         ({}, None),
     ],
@@ -206,7 +206,7 @@ def test_sizes_that_no_kernel_takes(tiny_model, sizes, reason):
 def test_part_of_a_head_rotated(tiny_model):
     model = tiny_model("llama").bfloat16()
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4]
-    assert "a part of each head" in _why_not_with_sizes(model)
+    assert "has 4 angles, and 8 by its config" in _why_not_with_sizes(model)
 
 
 def test_positions_of_a_stretched_rotary_embedding(tiny_model):
@@ -215,7 +215,7 @@ def test_positions_of_a_stretched_rotary_embedding(tiny_model):
     assert positions_of(model.config) == 256
     assert positions_of(tiny_model("llama").config) == 512
     PortableEngine(model, 0).generate([[5] * 70], 1, SamplingParams(max_tokens=2))
-    assert len(Binding(model, 256).decoder.cos_ME) == 256
+    assert len(Binding(model, 256).decoder.layers[0].mixer.cos_MP) == 256
 
 
 def test_stretched_positions_are_all_there_in_an_update():

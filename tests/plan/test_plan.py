@@ -20,7 +20,7 @@ from qerl.plan.layers import LayerActivations
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.render import verdict
-from qerl.rollout.paged.limits import BlockDemand
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry
 from qerl.trainer.reference import Reference
 from qerl.update.chunks import split_rows
 from qerl.update.packed_row import Lengths, RowBuilder
@@ -120,8 +120,8 @@ def test_parameters_of_known_models(name):
 def test_keys_and_values():
     """7B: 28 layers, 4 heads of 128, keys and values, 2 bytes: 57344 bytes a token."""
     cache = Cache(SIZES["7b"], work(sequences=16))
-    block = cache.geometry.block_bytes
-    assert block == 57344 * 64 == 2 * Cache(cache.sizes, work(cache_bytes=1)).geometry.block_bytes
+    block = cache.geometry.bytes((1,))
+    assert block == 57344 * 64 == 2 * Cache(cache.sizes, work(cache_bytes=1)).geometry.bytes((1,))
     assert cache.bytes(10**12) == block * (16 * 32 + 3 * 4), "own blocks, prompts of two groups and a third"
     assert cache.bytes(100 * block + 1) == 100 * block
 
@@ -130,7 +130,7 @@ def test_a_server_takes_room_for_what_is_to_come():
     """As its engine does: 27 rows become 32, 300 and 1000 tokens 512 and 1024, and no prompt is shared."""
     served = work(serves=True, prompt_tokens=300, completion_tokens=1000, sequences=27)
     cache = Cache(SIZES["7b"], served)
-    block = cache.geometry.block_bytes
+    block = cache.geometry.bytes((1,))
     assert cache.bytes(10**12) == block * (32 * 16 + 33 * 8)
     assert cache.bytes(100 * block) == 100 * block
     limited = dataclasses.replace(served, max_sequences=30)
@@ -146,11 +146,11 @@ def test_a_server_takes_room_for_what_is_to_come():
 
 @pytest.mark.parametrize("prompt, completion, samples", [(1, 1, 1), (65, 64, 8), (300, 1000, 3)])
 def test_rows_that_blocks_hold(prompt, completion, samples):
-    demand = BlockDemand(prompt, completion, samples)
+    demand, geometry = BlockDemand(prompt, completion, samples), KVGeometry((None,), ((0, 1, 1),), 1)
     for blocks in range(200):
-        fitting = [rows for rows in range(1, 41) if demand.blocks(rows) <= blocks]
-        alone = [1] if blocks >= demand.least else []
-        assert demand.rows(blocks, 40) == max(fitting + alone, default=0)
+        fitting = [rows for rows in range(1, 41) if demand.blocks(rows)[0] <= blocks]
+        alone = [1] if blocks >= demand.least[0] else []
+        assert demand.rows(geometry, geometry.bytes((blocks,)), 40) == max(fitting + alone, default=0)
 
 
 # Measured peaks
@@ -189,7 +189,7 @@ def test_prediction_of_recorded_peaks(row):
     plan = make_plan(
         dataclasses.replace(
             # the benchmark builds Qwen2 models of any shape, whose embeddings are not tied
-            with_mixer(SIZES[row["shape"]], qkv_bias=True, qk_norm=False),
+            with_mixer(SIZES[row["shape"]], qkv_bias=True, qk_norm=""),
             tied=False,
             positions=row["prompt_tokens"] + row["completion_tokens"] + 64,
         ),
@@ -258,7 +258,7 @@ def test_layers_are_summed_by_their_own_sizes(every):
         lambda each: each.parameters - each.vocabulary * each.hidden * 2 - each.hidden,
         lambda each: Weights(each, FORMATS["nvfp4"]).linears,
         lambda each: Adapter(each, 32, LINEARS).parameters,
-        lambda each: Cache(each, step).geometry.block_bytes,
+        lambda each: Cache(each, step).geometry.bytes((1,)),
     ):
         assert 4 * count(mixed) == count(other) + 3 * count(sizes)
     with pytest.raises(QeRLError, match="layers of this model differ"):
@@ -272,9 +272,11 @@ def test_sequences_that_do_not_fit_wait():
     assert f"{plan.sequences} of 128 sequences decode side by side" in verdict(plan)
     cache = next(part.rollout for part in plan.lines if part.name == "keys and values")
     keys_and_values = Cache(sizes, plan.work)
-    block = keys_and_values.geometry.block_bytes
-    assert block * keys_and_values.demand.blocks(plan.sequences) <= cache
-    assert block * keys_and_values.demand.blocks(plan.sequences + 1) > cache
+    needed = [
+        keys_and_values.geometry.bytes(keys_and_values.demand.blocks(plan.sequences + more))
+        for more in (0, 1)
+    ]
+    assert needed[0] <= cache < needed[1]
 
 
 def test_the_head():
@@ -318,7 +320,7 @@ def test_keys_of_a_pass(limit, samples):
 def test_normalised_heads_are_kept_twice():
     sizes = SIZES["qwen3-8b"]
     plain, normalised = (
-        LayerActivations(with_mixer(sizes, qk_norm=there).spec, work()) for there in (False, True)
+        LayerActivations(with_mixer(sizes, qk_norm=there).spec, work()) for there in ("", "head")
     )
     heads, kv_heads, size = 32, 8, 128
     a_token = 2 * (heads + kv_heads) * size + 4 * (heads + kv_heads)

@@ -9,6 +9,7 @@ import torch
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
 from tests.support.agents import Row
@@ -44,7 +45,9 @@ class SayingPages(RolloutEngine):
         self.tokenizer, self.say, self.positions = tokenizer, say, positions
         step = SimpleNamespace(rows=_Rows(self), attend=_nothing, decode=self.decode)
         self.parts = EngineParts(
-            cache=SimpleNamespace(blocks=blocks, serves=_yes, take_back=_nothing),
+            cache=SimpleNamespace(
+                blocks=(blocks,), geometry=KVGeometry.of(ONE_NUMBER.sizes, 4), serves=_yes, take_back=_nothing
+            ),
             graphs=SimpleNamespace(serves=_yes, fit=self._fit, drafted=0),
             prefill=SimpleNamespace(run=_nothing),
             budget=lambda _: 0,

@@ -52,7 +52,7 @@ def made(blocks=10_000, rows=64, share=10_000, steps=0):
     graphs = CountedGraphs(cache, engine._fit, steps)
 
     def budget(freed):
-        return min(share * BLOCK_BYTES, (blocks - cache.blocks - graphs.blocks) * BLOCK_BYTES + freed)
+        return min(share * BLOCK_BYTES, (blocks - cache.blocks[0] - graphs.blocks) * BLOCK_BYTES + freed)
 
     engine.parts = replace(
         engine.parts,

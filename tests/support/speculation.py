@@ -10,11 +10,11 @@ def drop_drafts(monkeypatch, decode):
     """
     propose = decode.propose
 
-    def nothing(rows, lanes, *, page):
-        propose(rows, lanes, page=page)
+    def nothing(rows, lanes):
+        propose(rows, lanes)
         count = len(lanes.drafts_R)
         lanes.drafts_R.zero_()
         lanes.tokens.done_T.view(count, -1)[:, 1:] = 1
-        lanes.tokens.slot_T.view(count, -1)[:, 1:] = -1
+        lanes.tokens.limit_2T[1].view(count, -1)[:, 1:] = 0
 
     monkeypatch.setattr(decode, "propose", nothing)

@@ -204,14 +204,17 @@ def _frozen(linears: Sequence[torch.nn.Module], dtype: torch.dtype) -> Frozen:
     return Frozen(weight_NK, torch.cat(biases) if biases else None, outputs)
 
 
+_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+
+
 def _check(base: PreTrainedModel) -> None:
     config = base.config
     kind = str(getattr(config, "model_type", None))
-    family = FAMILIES.get(kind)
     name, why = type(base).__name__, None
-    if family is None or not hasattr(base.get_decoder(), "layers"):
-        why = f"is of the family {kind}; known are {', '.join(FAMILIES)}"
-    elif family.slides(config):
+    specs = {run.spec for run in FAMILIES[kind].sizes(config).runs} if kind in FAMILIES else set()
+    if kind not in _KNOWN or not hasattr(base.get_decoder(), "layers"):
+        why = f"is of the family {kind}; known are {', '.join(_KNOWN)}"
+    elif any(spec.mixer.window for spec in specs):
         why = "attends to a sliding window"
     elif config.hidden_act != "silu":
         why = f"has the activation {config.hidden_act}"

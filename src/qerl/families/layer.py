@@ -1,17 +1,16 @@
-"""Decoder layers as descriptions: a mixer of tokens, an MLP behind it, and the linears of both.
+"""Decoder layers as descriptions: a mixer of tokens, an MLP behind it, and the linears and norms of both.
 
-A layer adds ``mixer(norm(x))`` to its input and then ``mlp(norm(x))`` to that. `Attention` and `SwiGLU` are
-the kinds of the described families; each lists its products. Four-bit scales, LoRA, memory plan and paged
-engine read linears and products from here, so a further kind is a class here and a function in each of them:
-a delta net is a mixer beside `Attention`, routed experts stand beside `SwiGLU`. A difference between layers
-of one model, such as a window, sinks, the size of heads or no rotary embedding, is a field of their kind; a
-layer that is a mixer or an MLP alone leaves out the other.
+`Attention` and `GatedMLP` are the kinds of the described families; each lists its products. Four-bit scales,
+LoRA, memory plan and paged engine read linears and products from here, so a further kind is a class here and
+a function in each of them: a delta net is a mixer beside `Attention`, routed experts stand beside `GatedMLP`.
+A difference between layers of one model, such as a window, sinks, the size of heads or no rotary embedding,
+is a field of their kind; a layer that is a mixer or an MLP alone leaves out the other.
 
 Nothing here needs torch.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 Places = dict[str, tuple[str, ...]]
 """Places of linears within a decoder layer, by the product that multiplies their common input."""
@@ -58,13 +57,49 @@ class Product(NamedTuple):
         return self.linears[0].inputs
 
 
+class Rotary(NamedTuple):
+    """Which numbers of a head are turned, and from where the angles come.
+
+    Number ``i`` is turned with number ``i + stride``, for every ``i`` below ``pairs``; the others stay as
+    they are. A part of a head has ``pairs == stride``; what transformers calls proportional has the stride of
+    a whole head.
+
+    Attributes:
+        frequencies: Place in the decoder of the angle per position of each pair.
+    """
+
+    frequencies: str
+    pairs: int
+    stride: int
+
+    @property
+    def scaling(self) -> str:
+        """Place of the number that cosine and sine are multiplied by."""
+        return self.frequencies.replace("inv_freq", "attention_scaling")
+
+
+class PositionScale(NamedTuple):
+    """Queries at position p are multiplied by ``1 + beta ln(1 + floor(p / positions))``."""
+
+    beta: float
+    positions: int
+
+
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention of several query heads per key head, with rotary embedding of whole heads.
+    """Softmax attention of several query heads per key head.
 
     Attributes:
         qkv_bias, o_bias: Which projections have a bias.
-        qk_norm: True if heads of queries and keys are normalised.
+        qk_norm: ``head`` if each head of queries and keys is normalised, ``all`` if all heads together are.
+        v_norm: True if each head of values is normalised, without a weight.
+        k_is_v: True if there is no projection of values: they are the keys before norm and rotation.
+        fused: True if one linear, ``qkv_proj``, makes queries, keys and values.
+        window: Number of tokens that a token attends to, itself included; None for all before it.
+        sinks: True if each query head has a logit that takes part in the softmax and has no value.
+        rotary: None without rotary embedding.
+        scale: Factor of the scores; None for ``head_size ** -0.5``.
+        position_scale: Factor of queries by position.
     """
 
     heads: int
@@ -72,7 +107,15 @@ class Attention:
     head_size: int
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all"] = ""
+    v_norm: bool = False
+    k_is_v: bool = False
+    fused: bool = False
+    window: int | None = None
+    sinks: bool = False
+    rotary: Rotary | None = None
+    scale: float | None = None
+    position_scale: PositionScale | None = None
 
     PLACES: ClassVar[Places] = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -97,46 +140,82 @@ class Attention:
     @property
     def norms(self) -> int:
         """Elements of its own norms."""
-        return 2 * self.head_size if self.qk_norm else 0
+        return {"": 0, "head": 2 * self.head_size, "all": self.queries + self.keys}[self.qk_norm]
 
     def products(self, hidden: int) -> tuple[Product, ...]:
         """Its products in the order in which they are computed, for inputs of this width."""
         q, g = self.queries, self.keys
+        places = self.PLACES["qkv"]
+        rows: tuple[int, ...] = (q, g) if self.k_is_v else (q, g, g)
+        if self.fused:
+            places, rows = ("self_attn.qkv_proj",), (sum(rows),)
         return (
-            _product("qkv", self.PLACES, (q, g, g), hidden, self.qkv_bias),
-            _product("o", self.PLACES, (hidden,), q, self.o_bias),
+            _product("qkv", places[: len(rows)], rows, hidden, self.qkv_bias),
+            _product("o", self.PLACES["o"], (hidden,), q, self.o_bias),
         )
 
 
 @dataclass(frozen=True)
-class SwiGLU:
-    """A gated MLP: ``down(silu(gate x) * up x)``."""
+class GatedMLP:
+    """``down(activation(gate x) * up x)``.
+
+    Attributes:
+        activation: SwiGLU has ``silu``; ``gelu_tanh`` is GELU by its approximation with tanh.
+        fused: True if one linear, ``gate_up_proj``, makes both.
+    """
 
     intermediate: int
     bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    fused: bool = False
 
     PLACES: ClassVar[Places] = {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 
     def products(self, hidden: int) -> tuple[Product, ...]:
         """Its products in the order in which they are computed, for inputs of this width."""
         i = self.intermediate
+        places = self.PLACES["gate_up"]
+        rows: tuple[int, ...] = (i, i)
+        if self.fused:
+            places, rows = ("mlp.gate_up_proj",), (2 * i,)
         return (
-            _product("gate_up", self.PLACES, (i, i), hidden, self.bias),
-            _product("down", self.PLACES, (hidden,), i, self.bias),
+            _product("gate_up", places, rows, hidden, self.bias),
+            _product("down", self.PLACES["down"], (hidden,), i, self.bias),
         )
+
+
+class Norms(NamedTuple):
+    """Places within a decoder layer of the RMSNorms around mixer and MLP; empty where there is none."""
+
+    before_mixer: str = "input_layernorm"
+    behind_mixer: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    behind_mlp: str = ""
+
+
+BEFORE = Norms()
+SANDWICH = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: a mixer and an MLP on a residual stream, with an RMSNorm in front of each.
+    """One decoder layer: a mixer and an MLP on a residual stream, ``x + gain * norm(part(norm(x)))`` each.
 
     Attributes:
         hidden: D, width of the residual stream.
+        gain: What the output of mixer and MLP is multiplied by.
+        scalar: Place within the layer of a number that its result is multiplied by; empty without one.
     """
 
     hidden: int
     mixer: Attention
-    mlp: SwiGLU
+    mlp: GatedMLP
+    around: Norms = BEFORE
+    gain: float = 1.0
+    scalar: str = ""
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -151,7 +230,7 @@ class LayerSpec:
     @property
     def norms(self) -> int:
         """Elements of all norms."""
-        return 2 * self.hidden + self.mixer.norms
+        return self.hidden * sum(map(bool, self.around)) + self.mixer.norms
 
     @property
     def biases(self) -> int:
@@ -164,12 +243,14 @@ def names(places: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(place.rpartition(".")[2] for place in places)
 
 
-def _product(name: str, places: Places, outputs: tuple[int, ...], inputs: int, bias: bool) -> Product:
-    pairs = zip(places[name], outputs, strict=True)
+def _product(
+    name: str, places: tuple[str, ...], outputs: tuple[int, ...], inputs: int, bias: bool
+) -> Product:
+    pairs = zip(places, outputs, strict=True)
     return Product(name, tuple(Linear(place, rows, inputs, bias) for place, rows in pairs))
 
 
 FUSED = tuple(
-    names(places) for kind in (Attention, SwiGLU) for places in kind.PLACES.values() if len(places) > 1
+    names(places) for kind in (Attention, GatedMLP) for places in kind.PLACES.values() if len(places) > 1
 )
 """Names of the linears that inference engines run as one matrix: q, k and v, and gate and up."""

@@ -4,12 +4,16 @@ Everything that counts parameters, bytes or products of a model starts here: the
 and their peers. Nothing here needs torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 from qerl.errors import QeRLError
-from qerl.families.layer import Attention, LayerSpec, SwiGLU
+from qerl.families.layer import Attention, GatedMLP, LayerSpec, Rotary
+
+FREQUENCIES = "rotary_emb.inv_freq"
+"""Place in a decoder of its rotary frequencies, where all layers have the same."""
 
 
 class Run(NamedTuple):
@@ -27,12 +31,26 @@ class Sizes:
         runs: Its layers, in order.
         positions: Longest sequence.
         tied: True if the output head is the embedding.
+        embedding_scale: What embeddings are multiplied by, in the model's dtype.
+        logit_scale: What logits are multiplied by.
+        logit_cap: Bounds logits by tanh; None for no bound.
+        unit_offset: True if an RMSNorm multiplies by 1 + weight.
     """
 
     vocabulary: int
     runs: tuple[Run, ...]
     positions: int = 32768
     tied: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    unit_offset: bool = False
+
+    @classmethod
+    def of_layers(cls, specs: Sequence[LayerSpec], **whole: Any) -> "Sizes":
+        """Sizes of a decoder with these layers, and its other fields."""
+        runs = tuple(Run(len(list(equal)), spec) for spec, equal in groupby(specs))
+        return cls(runs=runs, **whole)
 
     @classmethod
     def uniform(
@@ -51,9 +69,11 @@ class Sizes:
         qk_norm: bool = False,
         tied: bool = False,
     ) -> "Sizes":
-        """Sizes of a decoder whose layers all are the same attention and SwiGLU."""
-        mixer = Attention(heads, kv_heads, head_size, qkv_bias, o_bias, qk_norm)
-        spec = LayerSpec(hidden, mixer, SwiGLU(intermediate, mlp_bias))
+        """Sizes of a decoder whose layers are the same attention, heads turned as a whole, and SwiGLU."""
+        rotary = Rotary(FREQUENCIES, head_size // 2, head_size // 2)
+        norm: Literal["", "head"] = "head" if qk_norm else ""
+        mixer = Attention(heads, kv_heads, head_size, qkv_bias, o_bias, norm, rotary=rotary)
+        spec = LayerSpec(hidden, mixer, GatedMLP(intermediate, mlp_bias))
         return cls(vocabulary, (Run(layers, spec),), positions, tied)
 
     @classmethod
@@ -88,23 +108,7 @@ class Sizes:
         """Sizes from the config of a model of a described family, a ``transformers.PreTrainedConfig``."""
         from qerl.families.table import FAMILIES
 
-        family = FAMILIES[config.model_type]
-        attention_bias = bool(getattr(config, "attention_bias", False))
-        return cls.uniform(
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            vocabulary=config.vocab_size,
-            positions=positions_of(config) or 0,
-            qkv_bias=attention_bias or family.qkv_bias,
-            o_bias=attention_bias,
-            mlp_bias=bool(getattr(config, "mlp_bias", False)),
-            qk_norm=family.qk_norm,
-            tied=config.tie_word_embeddings,
-        )
+        return FAMILIES[config.model_type].sizes(config)
 
     @classmethod
     def by_name(cls, name: str) -> "Sizes":
@@ -113,8 +117,11 @@ class Sizes:
         Raises:
             QeRLError: `SIZES` has no such name.
         """
+        if name in PUBLISHED:
+            return cls.from_config(PUBLISHED[name])
         if name not in SIZES:
-            raise QeRLError(f"There are no sizes under the name {name!r}; known are {', '.join(SIZES)}.")
+            known = ", ".join((*SIZES, *PUBLISHED))
+            raise QeRLError(f"There are no sizes under the name {name!r}; known are {known}.")
         return SIZES[name]
 
     @property
@@ -189,7 +196,24 @@ SIZES = {
     "llama3.1-8b": Sizes.uniform(4096, 14336, 32, 32, 8, 128, 128256, positions=131072),
     "mistral-7b": Sizes.uniform(4096, 14336, 32, 32, 8, 128, 32768, positions=32768),
 }
-"""Well-known models: Qwen2.5 unless the name says otherwise; mistral-7b is version 0.3."""
+"""Well-known models like Llama: Qwen2.5 unless the name says otherwise; mistral-7b is version 0.3."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "smollm3-3b": {
+        "model_type": "smollm3", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008,
+        "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "max_position_embeddings": 65536, "rope_theta": 5e6,
+    },
+    "ministral3-8b": {"model_type": "ministral3"},
+    "gemma4-31b": {
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504,
+        "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262144,
+        "final_logit_softcapping": 30.0,
+    },
+}  # fmt: skip
+"""Well-known models of other families by their published config, as far as it is not transformers' default."""
 
 
 def check_counts(config: Any) -> None:

@@ -8,17 +8,17 @@ import torch
 
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.blocks import BlockManager
+from qerl.rollout.paged.blocks import memory_of
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.limits import BlockDemand
+from qerl.rollout.paged.limits import PREFILL_TOKENS, BlockDemand, KVGeometry, Units
 from qerl.rollout.paged.machine import CudaGraphs
 from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.paged.weights import Decoder
 from qerl.rollout.session import new_sequences
 
 
-def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> KVCache:
+def random_cache(decoder: Decoder, blocks: Units, dtype: torch.dtype) -> KVCache:
     """Normal random keys and values, made layer by layer."""
     cache = KVCache.of_blocks(decoder, blocks, dtype)
     for half in (cache.k, cache.v):
@@ -32,7 +32,8 @@ def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, 
     prompt, with blocks for ``decode_tokens`` tokens."""
     rows = step.rows.count
     pace = Pace(round_steps=decode_tokens, spare_rounds=0)
-    scheduler = Scheduler(BlockManager(cache.blocks, PAGE), rows, pace)
+    memory = memory_of(cache.blocks, cache.geometry.windows, PAGE, PREFILL_TOKENS[-1])
+    scheduler = Scheduler(memory, rows, pace)
     prompts = torch.randint(0, 1000, (-(-rows // group), prompt_tokens)).tolist()
     scheduler.add(new_sequences(prompts, [SamplingParams(decode_tokens)] * (len(prompts) * group)))
     admitted = scheduler.next_round().admitted
@@ -58,7 +59,8 @@ def decode_speed(
     Returns:
         decode_tok_s, step_ms (medians over the repeats) and spread, (largest - smallest) / median.
     """
-    demand = BlockDemand(prompt_tokens, decode_tokens, group)
+    windows = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).windows
+    demand = BlockDemand(prompt_tokens, decode_tokens, group, windows)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
     step = DecodeStep(decoder, cache, rows, decode_tokens, demand.table_width, CudaGraphs())
     step.capture()

@@ -1,17 +1,39 @@
 """The config of a model of given sizes, for our own random models and for the folders that peers load."""
 
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from dataclasses import replace
 
-from qerl.families.sizes import Sizes
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from qerl.families.sizes import PUBLISHED, Sizes
 from qerl.fp4.checkpoint import quantization_config
 from qerl.fp4.format import NVFP4
+
+
+def shape_of(name: str, layers: int = 0) -> "Sizes | PreTrainedConfig":
+    """What `qerl.measure.random_model` makes a model of, by the short name of a well-known one.
+
+    Args:
+        name: Of `SIZES` or `PUBLISHED`.
+        layers: As many of its first layers; 0 for all.
+    """
+    if name not in PUBLISHED:
+        sizes = Sizes.by_name(name)
+        return sizes.with_layers(layers) if layers else sizes
+    cut = {"num_hidden_layers": layers} if layers else {}
+    return AutoConfig.for_model(**PUBLISHED[name] | cut)
+
+
+def sizes_of(shape: "Sizes | PreTrainedConfig") -> Sizes:
+    """The sizes of the random model that is made of a shape; one that is given by sizes is never tied."""
+    return replace(shape, tied=False) if isinstance(shape, Sizes) else Sizes.of(shape)
 
 
 def model_config(sizes: Sizes, weights: str, positions: int) -> PreTrainedConfig:
     """The `config.json` of a shape.
 
     Args:
-        sizes: The shape. Biases on q, k and v make it a Qwen2, norms of q and k a Qwen3, neither a Llama.
+        sizes: The shape, of a decoder like Llama's: biases on q, k and v make it a Qwen2, norms of q and k a
+            Qwen3, neither a Llama.
         weights: ``bf16`` or ``nvfp4``, the latter as compressed-tensors declares it.
         positions: Positions of the model.
     """

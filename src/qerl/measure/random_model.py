@@ -5,11 +5,12 @@ and a model of 72B can be made where it can be trained.
 """
 
 import math
+from typing import TypeAlias
 
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qerl.families.sizes import Sizes
 from qerl.fp4.format import block_format
@@ -19,9 +20,12 @@ from qerl.measure.model_config import model_config
 from qerl.rollout.paged.binding import Binding
 from qerl.rollout.paged.weights import Decoder
 
+Shape: TypeAlias = "Sizes | PreTrainedConfig"
+"""Sizes of a decoder like Llama's, or the config of a model of any family."""
+
 
 def random_policy(
-    sizes: Sizes, weights: str, rank: int, positions: int, device: str = "cuda"
+    shape: Shape, weights: str, rank: int, positions: int, device: str = "cuda"
 ) -> PeftModel | PreTrainedModel:
     """A bfloat16 model with random frozen weights and fresh LoRA; norms are one and biases zero.
 
@@ -29,20 +33,23 @@ def random_policy(
     draws may be another's to train on.
 
     Args:
-        sizes: Biases on q, k and v make it a Qwen2, norms of q and k a Qwen3, neither a Llama.
+        shape: Of the model; see `qerl.measure.model_config.model_config` for sizes.
         weights: Format of the linear layers, a name of `qerl.weight_formats.FORMATS`.
         rank: LoRA rank on all linears; 0 for no adapter.
-        positions: Positions of the model.
+        positions: Positions of a model that is given by its sizes.
         device: Of the whole model.
     """
-    config = model_config(sizes, "bf16", positions)
+    config = model_config(shape, "bf16", positions) if isinstance(shape, Sizes) else shape
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.device(device):
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+        for name, module in list(model.model.named_modules()):
+            if type(module).__name__.endswith("RotaryEmbedding"):
+                model.model.set_submodule(name, type(module)(module.config))
     with torch.random.fork_rng([] if device == "cpu" else [torch.cuda.current_device()]):
         torch.manual_seed(0)
         _fill(model, weights, device)
+    model.tie_weights()
     # transformers' mark of such a model, by which PEFT takes its layer for NF4 and TRL a bf16 adapter.
     model.is_loaded_in_4bit = weights == "nf4"
     return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0) if rank else model
@@ -63,6 +70,10 @@ def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
                 else:
                     made.fill_(0.0 if name == "bias" else 1.0)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:  # a factor of embeddings or of a layer's result
+                value = getattr(module, f"scalar_{name}", 1.0)
+                setattr(module, name, torch.full(buffer.shape, value, device=device))
 
 
 @torch.no_grad()
@@ -78,9 +89,9 @@ def as_if_trained(model: nn.Module) -> nn.Module:
     return model
 
 
-def random_decoder(sizes: Sizes, weights: str, rank: int, positions: int, device: str = "cuda") -> Decoder:
+def random_decoder(shape: Shape, weights: str, rank: int, positions: int, device: str = "cuda") -> Decoder:
     """The paged engine's view of a random policy; arguments as :func:`random_policy`."""
-    binding = Binding(as_if_trained(random_policy(sizes, weights, rank, positions, device)), positions)
+    binding = Binding(as_if_trained(random_policy(shape, weights, rank, positions, device)), positions)
     binding.refresh({})
     return binding.decoder
 

@@ -71,10 +71,11 @@ class Adapter:
 
     @property
     def copies(self) -> int:
-        """Bytes of the engine's copies: LoRA of all linears in bf16, R padded, norms and a rotary table for
-        each size of heads in fp32."""
+        """Bytes of the engine's copies: LoRA of all linears in bf16, R padded, norms and the rotary tables in
+        fp32."""
         sizes = self.sizes
-        angles = sizes.positions * sum({run.spec.mixer.head_size for run in sizes.runs})
+        tables = {run.spec.mixer.rotary for run in sizes.runs}
+        angles = sizes.positions * sum(2 * rotary.pairs for rotary in tables if rotary)
         return HALF * pad_rank(self.rank) * self._widths(sizes.targets) + FULL * (sizes.norms + angles)
 
     def _widths(self, targets: tuple[str, ...]) -> int:
@@ -105,12 +106,13 @@ class Cache:
     @property
     def demand(self) -> BlockDemand:
         """Blocks of the work's sequences at their full length."""
-        return BlockDemand(self.work.prompt_tokens, self.work.completion_tokens, self.work.group)
+        work, windows = self.work, self.geometry.windows
+        return BlockDemand(work.prompt_tokens, work.completion_tokens, work.group, windows)
 
     def bytes(self, budget: int) -> int:
         """Bytes that the engine reserves with this budget for keys and values."""
-        block, (demand, rows) = self.geometry.block_bytes, self._taken
-        return block * min(demand.blocks(rows), budget // block)
+        geometry, (demand, rows) = self.geometry, self._taken
+        return geometry.bytes(geometry.affordable(demand.blocks(rows), demand.least, budget))
 
     @property
     def state(self) -> int:
@@ -130,7 +132,7 @@ class Cache:
 
     def sequences(self, budget: int) -> int:
         """Number of sequences of full length in the budget, up to those of the work."""
-        return self.demand.rows(budget // self.geometry.block_bytes, self.work.sequences)
+        return self.demand.rows(self.geometry, budget, self.work.sequences)
 
 
 @dataclass(frozen=True)

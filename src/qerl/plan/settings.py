@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.families.sizes import SIZES, Sizes
+from qerl.families.sizes import PUBLISHED, SIZES, Sizes
 from qerl.fp4.checkpoint import check_held_format, read_config
 from qerl.models.hub import LocalModel, local_config
 from qerl.plan.phases import MemoryPlan, make_plan
@@ -145,14 +145,15 @@ def _samples(config: QeRLConfig) -> int:
 
 
 def _sizes(name: str | LocalModel, config: QeRLConfig) -> Sizes:
-    if isinstance(name, str) and name.lower() in SIZES and not Path(name).is_dir():
-        return SIZES[name.lower()]
+    known = (*SIZES, *PUBLISHED)
+    if isinstance(name, str) and name.lower() in known and not Path(name).is_dir():
+        return Sizes.by_name(name.lower())
     try:
         folder = local_config(name)
     except QeRLError as error:
         if "/" in str(name):
             raise
-        raise QeRLError(f"{error} Sizes that are known by name: {', '.join(SIZES)}.") from error
+        raise QeRLError(f"{error} Sizes that are known by name: {', '.join(known)}.") from error
     content, _, format = read_config(folder)
     check_held_format(str(name), format, config.weights)
     return Sizes.from_config(content)

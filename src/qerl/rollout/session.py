@@ -40,16 +40,14 @@ class Prompt:
         number: Position in the call or session, from 0.
         token_ids: All its tokens.
         finished: Token ids of sequences that were finished, where drafts are looked for in them.
-        blocks: In the paged engine, blocks of its keys and values, shared by its sequences; None while none
-            of them holds any.
-        readers: Sequences that hold them.
+        blocks: In the paged engine, blocks of its keys and values by pool, shared by its sequences; empty
+            while none of them holds any.
     """
 
     number: int
     token_ids: list[int]
     finished: list[list[int]] = field(default_factory=list)
-    blocks: list[int] | None = None
-    readers: int = 0
+    blocks: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def cached_tokens(self) -> int:
@@ -78,7 +76,7 @@ class Sequence:
             (of one that has stops, the tokens after each round), tokens that it has, as the host knows it.
         cached: Of its own tokens, which begin with the prompt's last, those whose keys and values its blocks
             held when it left its row.
-        blocks: Blocks of its own tokens, which it may keep while others write.
+        blocks: Blocks of its own tokens by pool, which it may keep while others write.
         row: Row of the batch while it runs.
     """
 
@@ -97,7 +95,7 @@ class Sequence:
     stage: Stage = "drawing"
     generated: int = 0
     cached: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: dict[int, list[int]] = field(default_factory=dict)
     row: int | None = None
 
     @property

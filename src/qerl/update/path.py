@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from qerl.families.layer import Attention, SwiGLU, names
+from qerl.families.layer import Attention, GatedMLP, names
 from qerl.families.table import FAMILIES
 from qerl.kernels.flash import why_not_flash4
 from qerl.lora.product import why_not_fused
@@ -196,7 +196,7 @@ def why_not_rotary(attention: Any) -> str | None:
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
     """The model's gated MLPs."""
-    linears = [name for places in SwiGLU.PLACES.values() for name in names(places)]
+    linears = [name for places in GatedMLP.PLACES.values() for name in names(places)]
     return (m for m in model.modules() if _has(m, *linears))
 
 

@@ -63,10 +63,10 @@ def test_noise_and_adapter_are_copied_not_merged(plain):
         base.model.layers[1].mlp.down_proj.lora_B["default"].weight.normal_()
     binding.refresh({"model.layers.1.input_layernorm": torch.full((128,), 0.25)})
     layer = binding.decoder.layers[1]
-    assert torch.equal(layer.input_norm_D, clean + 0.25)
+    assert torch.equal(layer.before_mixer_D, clean + 0.25)
     assert torch.equal(norm.weight, clean)
     down = base.model.layers[1].mlp.down_proj
     assert layer.mlp.down.lora is not None
     assert torch.equal(layer.mlp.down.lora.b_NR[:, :4], 2 * down.lora_B["default"].weight)
     binding.refresh({})
-    assert torch.equal(layer.input_norm_D, clean)
+    assert torch.equal(layer.before_mixer_D, clean)

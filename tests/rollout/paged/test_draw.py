@@ -32,8 +32,8 @@ def rows_of(uniform_T):
         return torch.full(shape, value, dtype=torch.int32)
 
     return RowState(
-        token_T=integers(rows), position_T=integers(rows), slot_T=integers(rows), limit_2T=integers(2, rows),
-        own_table_TB=integers(rows, 1), generated_T=integers(rows), max_new_T=integers(rows, value=1),
+        token_T=integers(rows), position_T=integers(rows), limit_2T=integers(2, rows),
+        generated_T=integers(rows), max_new_T=integers(rows, value=1),
         done_T=integers(rows), uniform_TM=uniform_T[:, None].contiguous(),
         out_token_TM=integers(rows, 1, value=-1), out_stats_2TM=torch.zeros(2, rows, 1),
     )  # fmt: skip
@@ -53,7 +53,7 @@ def drawn_by(settings, logits_TV, uniform_T, squares_PT=None, width=1, eps=0.0):
     kernel.draw_token(
         logits_TV.clone(), torch.ones(1, rows) if squares_PT is None else squares_PT,
         torch.empty(3, rows, -(-vocabulary // kernel.BLOCK_V)), state, settings,
-        page=64, width=width, eps=eps,
+        width=width, eps=eps,
     )  # fmt: skip
     return state
 
@@ -121,7 +121,7 @@ def test_rounding_draws_no_token_that_weighs_next_to_nothing(monkeypatch):
 def test_a_uniform_just_below_one_stays_below_it_in_fp32(monkeypatch):
     near = torch.full((1, 2), 1 - 2.0**-26, dtype=torch.float64)
     monkeypatch.setattr(placing, "uniform_streams", lambda *_: near)
-    rows = placing.Rows(count=1, max_new=3, table_width=1, tile_tokens=1, device=torch.device("cpu"))
+    rows = placing.Rows(count=1, max_new=3, table_width=1, pools=1, together=[1], device=torch.device("cpu"))
     rows.place(
         [Sequence(0, Prompt(0, [5], blocks=[]), 0, SamplingParams(2), max_tokens=2, blocks=[0], row=0)]
     )

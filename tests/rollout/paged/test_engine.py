@@ -28,7 +28,7 @@ from tests.support.models import move_adapter
 
 PROMPTS = [list(range(3, 8)), [9]]
 PACE = Pace(round_steps=2, prefill_tokens=(8, 80))
-BLOCK_BYTES = KVGeometry(((2, 16),) * 2, 4).block_bytes
+BLOCK_BYTES = KVGeometry((None,), ((0, 2, 16),) * 2, 4).bytes((1,))
 
 
 def paged(model, blocks=12, pace=PACE, **settings):
@@ -120,7 +120,7 @@ def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
             engine.generate([[9, 4]], 1, params)
     passes = [*engine.prefill.passes.values(), *(step.forward for step in engine.graphs.steps.values())]
     for forward in passes:
-        for left in forward.sums.values():
+        for left in (each for sums in forward._sums.values() for each in sums.values()):
             left.parts_PTR.fill_(torch.nan)
             left.sum_TR.fill_(torch.nan)
     assert engine.generate([[9, 4]], 1, params).completions == wanted.completions

@@ -68,11 +68,14 @@ class Step:
 
     def __init__(self, decoder, cache, rows, max_new, table_width, graphs, drafted):
         assert not drafted
-        self.rows, self.cache = Rows(rows, max_new, table_width, 3, torch.device("cpu")), cache
-        self.state, self.settings, self.inputs = (
+        self.rows, self.cache = Rows(rows, max_new, table_width, 1, [3], torch.device("cpu")), cache
+        self.state, self.settings = (
             SimpleNamespace(**{each.name: getattr(of, each.name).numpy() for each in fields(of)})
-            for of in (self.rows.state, self.rows.settings, self.rows.inputs)
+            for of in (self.rows.state, self.rows.settings)
         )
+        self.tables_GB = self.rows.inputs.tables[0].numpy()
+        self.item_4, self.order = (each.numpy() for each in self.rows.inputs.items[0])
+        self.table_T = self.rows.inputs.table_T.numpy()
 
     def attend(self, running, session):
         self.rows.attend(running)
@@ -85,27 +88,33 @@ class Step:
 
     def _decode(self, row):
         """As the kernels do: write the token, read what the items say, draw, and prepare the next step."""
-        state, inputs = self.state, self.inputs
-        write(self.cache, *divmod(state.slot_T[row], PAGE), state.token_T[row], state.position_T[row])
+        state = self.state
+        place, at = divmod(state.limit_2T[1, row] - 1, PAGE)
+        write(
+            self.cache,
+            self.tables_GB[self.table_T[row], place],
+            at,
+            state.token_T[row],
+            state.position_T[row],
+        )
         read = {}
-        for start, count, table, own in inputs.item_4:
-            if row in inputs.order[start : start + count]:
+        for start, count, table, own in self.item_4:
+            if row in self.order[start : start + count]:
                 assert own not in read
-                read[own] = held(self.cache, inputs.tables_GB[table], state.limit_2T[own, row])
+                read[own] = held(self.cache, self.tables_GB[table], state.limit_2T[own, row])
         tokens, positions = np.concatenate([read[own] for own in sorted(read)], axis=1)
         assert [*positions] == [*range(state.position_T[row] + 1)]
-        place, own = state.generated_T[row], state.limit_2T[1, row]
+        place = state.generated_T[row]
         token = following(tokens, state.uniform_TM[row, place])
         state.out_token_TM[row, place], state.out_stats_2TM[:, row, place] = token, (-token, token)
         state.generated_T[row] += 1
         ends, full = token in self.settings.stop_RK[row], place + 1 >= state.max_new_T[row]
         state.done_T[row] = 1 if ends else 2 * full
         if state.done_T[row]:
-            state.slot_T[row] = -1
+            state.limit_2T[1, row] = 0
             return
         state.token_T[row] = token
         state.position_T[row] += 1
-        state.slot_T[row] = state.own_table_TB[row, own // PAGE] * PAGE + own % PAGE
         state.limit_2T[1, row] += 1
 
 
@@ -125,12 +134,12 @@ class Filled:
 
     def run(self, spans, cache):
         for span in spans:
-            _, seen = held(cache, span.prompt_blocks, span.prompt_tokens)
-            before = held(cache, span.blocks, span.start)[1] if span.start else np.empty(0)
+            _, seen = held(cache, span.prompt_blocks.get(0, []), span.prompt_tokens)
+            before = held(cache, span.blocks[0], span.start)[1] if span.start else np.empty(0)
             assert [*seen, *before] == list(range(span.position))
             for i, token in enumerate(span.token_ids):
                 place = span.start + i
-                write(cache, span.blocks[place // PAGE], place % PAGE, token, span.position + i)
+                write(cache, span.blocks[0][place // PAGE], place % PAGE, token, span.position + i)
 
     def forget(self):
         pass
@@ -198,7 +207,7 @@ class Game:
             self.refused(error, filled + present, before)
             return
         if filled:
-            assert max(filled + present) <= self.machine.cache.blocks
+            assert max(filled + present) <= self.machine.cache.blocks[0]
         grown = before["keys"] is not self.machine.cache.k
         self.seen["grown while others ran"] += grown and bool(before["running"])
         for index, prompt, limit, one in zip(indices, each, limits, gone, strict=True):
@@ -216,7 +225,7 @@ class Game:
             "keys": self.machine.cache.k, "step": session._step, "samples": session._samples,
             "manager": scheduler.memory, "free": scheduler.memory.free,
             "running": dict(scheduler.running), "waiting": [*scheduler.waiting], "idle": dict(scheduler.idle),
-            "blocks": {each.index: [*each.blocks] for each in scheduler.present},
+            "blocks": {each.index: [*each.blocks.get(0, [])] for each in scheduler.present},
         }  # fmt: skip
 
     def refused(self, error, filled, before):
@@ -273,16 +282,16 @@ class Game:
         """Every block is held by whom it is said to be, and by nobody else."""
         scheduler, session = self.session._scheduler, self.session
         present = scheduler.present
-        holding = [each for each in present if each.blocks]
+        holding = [each for each in present if each.blocks.get(0)]
         prompts = {id(each.prompt): each.prompt for each in holding}
-        used = [block for each in (*holding, *prompts.values()) for block in each.blocks]
+        used = [block for each in (*holding, *prompts.values()) for block in each.blocks[0]]
         assert len(used) == len(set(used)) and len(used) + scheduler.memory.free == scheduler.memory.count
         for prompt in prompts.values():
-            assert prompt.readers == sum(each.prompt is prompt for each in holding)
+            assert scheduler.memory._readers[prompt] == sum(each.prompt is prompt for each in holding)
         assert len(present) == len({each.index for each in present})
         assert {each.index for each in present} <= set(session._sequences)
         if holding:
-            assert scheduler.memory.count == self.machine.cache.blocks
+            assert scheduler.memory.count == self.machine.cache.blocks[0]
         assert len(scheduler.running) <= self.machine.parts.max_sequences
 
 

@@ -40,12 +40,12 @@ def consistent(scheduler):
     own, prompts = [], {}
     for row, sample in scheduler.running.items():
         assert sample.row == row
-        own += sample.blocks
-        assert len(sample.blocks) * scheduler.memory.block_tokens >= sample.own_tokens_after(
+        own += sample.blocks[0]
+        assert len(sample.blocks[0]) * scheduler.memory.block_tokens >= sample.own_tokens_after(
             scheduler.pace.round_steps
         )
         prompts[id(sample.prompt)] = sample.prompt
-    shared = [block for prompt in prompts.values() for block in prompt.blocks]
+    shared = [block for prompt in prompts.values() for block in prompt.blocks[0]]
     used = own + shared
     assert len(used) == len(set(used))
     assert len(used) + scheduler.memory.free == scheduler.memory.count
@@ -89,8 +89,8 @@ def test_a_prompt_of_one_token_needs_no_prompt_block():
     scheduler = Scheduler(BlockManager(4, 8), rows=2, pace=Pace(round_steps=4))
     added = queued(scheduler, [[5]], [3] * 2)
     planned = scheduler.next_round()
-    assert planned.prompts[0].blocks == []
-    assert [len(s.blocks) for s in added] == [1, 1]
+    assert planned.prompts[0].blocks[0] == []
+    assert [len(s.blocks[0]) for s in added] == [1, 1]
 
 
 def test_the_last_admitted_is_preempted_and_comes_back_with_its_tokens():

@@ -28,7 +28,7 @@ from tests.support.speculation import drop_drafts
 
 pytestmark = pytest.mark.slow
 
-BLOCK_BYTES = KVGeometry(((2, 16),) * 1, 4).block_bytes
+BLOCK_BYTES = KVGeometry((None,), ((0, 2, 16),) * 1, 4).bytes((1,))
 CYCLE = [5, 7, 11, 5, 7, 11, 5, 7]
 
 
@@ -153,7 +153,7 @@ def test_a_round_has_blocks_for_every_draft_that_may_be_accepted(model):
         with engine.session(SamplingParams(max_tokens=100)) as session:
             session.start([[9]], 1)
             session._scheduler.next_round()
-            assert len(session._scheduler.running[0].blocks) == blocks
+            assert len(session._scheduler.running[0].blocks[0]) == blocks
 
 
 def test_a_row_is_told_what_its_siblings_drew_and_its_prompt():
@@ -162,7 +162,7 @@ def test_a_row_is_told_what_its_siblings_drew_and_its_prompt():
     row = Sequence(0, prompt, 0, nine, 9)
     idle = Sequence(1, prompt, 1, nine, 9, token_ids=[4], stage="between turns")
     drawing = Sequence(2, prompt, 2, nine, 9, token_ids=[5])
-    rows = Rows(2, 64, 1, 4, torch.device("cpu"), drafted=1)
+    rows = Rows(2, 64, 1, 1, [4], torch.device("cpu"), drafted=1)
     learn(rows.lanes, {0: row, 1: Sequence(3, other, 0, nine, 9)}, [row, idle, drawing])
     found = [
         corpus[:known].tolist()
@@ -177,7 +177,7 @@ def test_drafts_follow_the_longest_run_of_a_row_and_stop_at_its_end():
     found = 0
     for _ in range(60):
         words, lanes = rng.choice([2, 4, 9]), rng.choice([2, 4])
-        rows = Rows(2, 64, 1, 4, torch.device("cpu"), drafted=lanes - 1)
+        rows = Rows(2, 64, 1, 1, [4], torch.device("cpu"), drafted=lanes - 1)
         texts = []
         for row in range(2):
             corpus = [rng.randrange(-1, words) for _ in range(rng.randint(1, 12))]
@@ -189,7 +189,7 @@ def test_drafts_follow_the_longest_run_of_a_row_and_stop_at_its_end():
             rows.state.generated_T[row], rows.state.max_new_T[row] = len(own), most
             rows.state.done_T[row] = 0
             texts.append((corpus + own, most - len(own) - 1))
-        propose(rows.state, rows.lanes, page=64)
+        propose(rows.state, rows.lanes)
         for row, (text, room) in enumerate(texts):
             expected = by_hand(text)[: min(lanes - 1, room)]
             count = int(rows.lanes.drafts_R[row])

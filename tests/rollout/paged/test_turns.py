@@ -29,7 +29,7 @@ class Machine:
         self.preempted += len(planned.preempted)
         for span in planned.spans():
             for i, token in enumerate(span.token_ids, span.start):
-                self.slots[span.blocks[i // BLOCK], i % BLOCK] = token
+                self.slots[span.blocks[0][i // BLOCK], i % BLOCK] = token
         generated, ended = {}, []
         for row, sequence in scheduler.running.items():
             self.decode(sequence)
@@ -46,11 +46,11 @@ class Machine:
         prompt = sequence.prompt
         for _ in range(self.scheduler.pace.round_steps):
             place = len(sequence.token_ids)
-            self.slots[sequence.blocks[place // BLOCK], place % BLOCK] = sequence.last_token
-            own = [self.slots.get((sequence.blocks[i // BLOCK], i % BLOCK)) for i in range(place + 1)]
+            self.slots[sequence.blocks[0][place // BLOCK], place % BLOCK] = sequence.last_token
+            own = [self.slots.get((sequence.blocks[0][i // BLOCK], i % BLOCK)) for i in range(place + 1)]
             assert own == [prompt.token_ids[-1], *sequence.token_ids]
             shared = [
-                self.slots.get((prompt.blocks[i // BLOCK], i % BLOCK)) for i in range(prompt.cached_tokens)
+                self.slots.get((prompt.blocks[0][i // BLOCK], i % BLOCK)) for i in range(prompt.cached_tokens)
             ]
             assert shared == prompt.token_ids[:-1]
             sequence.token_ids.append(self.rng.random())
@@ -61,9 +61,9 @@ class Machine:
         """Nobody holds a block that is free or another's; all others are free."""
         scheduler = self.scheduler
         sequences = [*scheduler.running.values(), *scheduler.waiting, *scheduler.idle.values()]
-        holding = [sequence for sequence in sequences if sequence.blocks]
+        holding = [sequence for sequence in sequences if sequence.blocks.get(0)]
         prompts = {sequence.prompt.number: sequence.prompt for sequence in holding}
-        used = [block for each in (*holding, *prompts.values()) for block in each.blocks]
+        used = [block for each in (*holding, *prompts.values()) for block in each.blocks[0]]
         assert len(used) == len(set(used))
         assert len(used) + scheduler.memory.free == scheduler.memory.count
 

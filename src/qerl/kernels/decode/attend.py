@@ -10,7 +10,9 @@ shared prompts and causal prefill the same loop.
 Each work item's keys are divided into splits that run in parallel; every split leaves a normalised output and
 its log-sum-exp, and a second kernel combines them and computes x A^T for the output projection on the way.
 
-A head whose size is no power of two is computed as one of the next: what it lacks is zero.
+A head whose size is no power of two is computed as one of the next: what it lacks is zero. Heads wider than
+256 are read half a page at a time, for which shared memory has room. In a layer with a window a tile begins
+at the first key that any of its tokens sees; the pages before that may be anybody's.
 
 Shapes: T tokens, H query heads, E head size, C = H E, G block tables, B blocks of a table, Z twice the splits
 (those at shared prompts, then those at a sequence's own tokens), 2 those two kinds.
@@ -34,8 +36,11 @@ from qerl.kernels.decode.launch import NO_A, LoraA
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import WHOLE_PARTS, rank_part
 
-PREFILL_ROWS = 64
-"""Rows of a tile, (token, query head) pairs that share a kv head, where items are slices of a prompt."""
+
+def prefill_rows(grouped_heads: int, size: int) -> int:
+    """Rows of a tile, (token, query head) pairs that share a kv head, where items are slices of a prompt:
+    half as many where heads are so wide that the tile's output takes half of all registers."""
+    return max(64 if size <= 256 else 32, triton.next_power_of_2(grouped_heads))
 
 
 def decode_rows(grouped_heads: int) -> int:
@@ -51,9 +56,10 @@ def decode_rows(grouped_heads: int) -> int:
 @triton.jit
 def _attend(
     q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
-    T, table_width, scale,
+    T, table_width, scale, window,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HQ // HKV
     item, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -69,21 +75,33 @@ def _attend(
     t = tl.load(order + start + row // GROUP, mask=in_row, other=0)
     head = kv_head * GROUP + row % GROUP
     limit = tl.load(limit_2T + own * T + t, mask=in_row, other=0)
-    pages = tl.cdiv(tl.max(limit, axis=0), PAGE)
-    each = tl.cdiv(pages, SPLITS)
+    blocks = tl.cdiv(tl.max(limit, axis=0), KEYS)
+    first = 0
+    if WINDOW:
+        # The token lies behind all of its prompt that it sees and is the last of its own.
+        hidden = limit - window
+        if own == 0:
+            hidden += tl.load(limit_2T + T + t, mask=in_row, other=0)
+        hidden = tl.maximum(hidden, 0)
+        first = tl.minimum(tl.min(tl.where(in_row, hidden, blocks * KEYS), axis=0) // KEYS, blocks)
+    each = tl.cdiv(blocks - first, SPLITS)
     e = tl.arange(0, E_PADDED)
     in_e = in_head(e, E)
-    offset = tl.arange(0, PAGE)
+    offset = tl.arange(0, KEYS)
     begin(PDL)
     inside = both(in_row[:, None], in_e)
     q = tl.load(q_THE + (t[:, None] * HQ + head[:, None]) * E + e[None, :], mask=inside, other=0.0)
     best = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, E_PADDED), tl.float32)
-    for page in range(split * each, tl.minimum(split * each + each, pages)):
-        at = tl.load(tables_GB + table * table_width + page).to(tl.int64)
-        at = ((at * HKV + kv_head) * PAGE + offset)[:, None] * E + e[None, :]
-        visible = (page * PAGE + offset)[None, :] < limit[:, None]
+    for block in range(first + split * each, tl.minimum(first + split * each + each, blocks)):
+        place = block * KEYS + offset
+        page = tl.load(tables_GB + table * table_width + block // (PAGE // KEYS)).to(tl.int64)
+        at = (page * HKV + kv_head) * PAGE + block % (PAGE // KEYS) * KEYS
+        at = (at + offset)[:, None] * E + e[None, :]
+        visible = place[None, :] < limit[:, None]
+        if WINDOW:
+            visible = visible & (place[None, :] >= hidden[:, None])
         k = load_head(k_cache + at, in_e).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), out_dtype=tl.float32) * scale
         scores = tl.where(visible, scores, -float("inf"))
@@ -94,7 +112,7 @@ def _attend(
         fade = tl.exp(best - shift)
         total = total * fade + tl.sum(p, axis=1)
         # A page beyond a sequence's end holds whatever was there before: zero weight must not meet NaN.
-        seen = (page * PAGE + offset) < tl.max(limit, axis=0)
+        seen = place < tl.max(limit, axis=0)
         v = tl.load(v_cache + at, mask=both(seen[:, None], in_e), other=0.0).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * fade[:, None], out_dtype=tl.float32)
         best = new_best
@@ -109,9 +127,9 @@ def _attend(
 
 @triton.jit
 def _combine_splits(
-    out_ZTHE, lse_ZTH, a_RK, y_TC, parts_PTR, T,
+    out_ZTHE, lse_ZTH, sink_H, a_RK, y_TC, parts_PTR, T,
     HQ: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, Z: tl.constexpr,
-    A_RANKS: tl.constexpr, A_PART: tl.constexpr,
+    SINKS: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     PADDED: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -138,6 +156,8 @@ def _combine_splits(
         total = total * fade + weight
         y = y * fade[:, None] + tl.where((weight > 0)[:, None], part * weight[:, None], 0.0)
         best = new_best
+    if SINKS:
+        total += tl.exp(tl.load(sink_H + head) - best)
     inside = both(in_t[:, None], in_e)
     store_operand(y_TC, y / total[:, None], t, c, inside, HQ * E, PADDED)
     if A_RANKS > 0:
@@ -161,6 +181,8 @@ def attend(
     *,
     splits: int,
     rows: int,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> None:
     """Write the partial attention of every work item.
 
@@ -177,6 +199,9 @@ def attend(
         lse_ZTH: fp32 [2 * splits, T, heads], likewise; the caller fills uncovered halves with -inf.
         splits: Number of parallel splits of a work item's keys.
         rows: Rows of a tile, a power of two from 16 on and at least the query heads per kv head.
+        scale: Factor of the scores; None for head size ** -0.5.
+        window: Tokens that a token sees, itself included; None for all that the limits let it see. What
+            blocks behind it hold is not read.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -189,9 +214,10 @@ def attend(
         order=order, limit_2T=limit_2T, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH,
     )  # fmt: skip
     _attend[(item_4.shape[0], kv_heads, splits)](
-        *arguments, tokens, tables_GB.shape[1], size**-0.5,
-        HQ=heads, HKV=kv_heads, E=size, E_PADDED=padded, PAGE=page, ROWS=rows, SPLITS=splits,
-        **_pipeline(rows, padded, shared_bytes(q_THE)), **dependent(q_THE),
+        *arguments, tokens, tables_GB.shape[1], size**-0.5 if scale is None else scale, window or 0,
+        HQ=heads, HKV=kv_heads, E=size, E_PADDED=padded, PAGE=page,
+        KEYS=page if padded <= 256 else page // 2, ROWS=rows, SPLITS=splits,
+        WINDOW=window is not None, **_pipeline(rows, padded, shared_bytes(q_THE)), **dependent(q_THE),
     )  # fmt: skip
 
 
@@ -201,6 +227,8 @@ def _pipeline(rows: int, size: int, shared: int) -> dict[str, int]:
     Many rows of heads wider than 128 take eight warps, whose registers hold the output. Pages ahead would
     need 104 KB of shared memory; a card with less loads each where it is used.
     """
+    if size > 256:
+        return {"num_warps": 8, "num_stages": 2 if shared >= WHOLE_PARTS else 1}
     if size <= 128 or rows <= 16:
         return {"num_warps": 4, "num_stages": 3}
     return {"num_warps": 8, "num_stages": 3 if shared >= WHOLE_PARTS else 1}
@@ -212,6 +240,7 @@ def combine_splits(
     y_TC: torch.Tensor,
     *,
     padded_tokens: int = 0,
+    sink_H: torch.Tensor | None = None,
     a: LoraA = NO_A,
 ) -> None:
     """Write the attention's output y, bf16, as the output projection reads it.
@@ -220,6 +249,7 @@ def combine_splits(
         out_ZTHE, lse_ZTH: As :func:`attend` left them.
         y_TC: Written, [T, C] or in the order of ``packed_gemm``.
         padded_tokens: Tokens that ``y_TC`` has room for in the order of ``packed_gemm``; 0 for [T, C].
+        sink_H: fp32, a logit per head that takes part in the softmax and has no value.
         a: LoRA of the output projection.
 
     Raises:
@@ -228,11 +258,11 @@ def combine_splits(
     splits, tokens, heads, size = out_ZTHE.shape
     block_t, shared = 16, shared_bytes(out_ZTHE)
     arguments = pointers(
-        "combine_splits", y_TC, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH, a_RK=a.a_RK, y_TC=y_TC,
+        "combine_splits", y_TC, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH, sink_H=sink_H, a_RK=a.a_RK, y_TC=y_TC,
         parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
     _combine_splits[(heads, triton.cdiv(tokens, block_t))](
         *arguments, tokens, HQ=heads, E=size, E_PADDED=triton.next_power_of_2(size), Z=splits,
-        **a.constants(rank_part(a.ranks, shared)),
+        SINKS=sink_H is not None, **a.constants(rank_part(a.ranks, shared)),
         PADDED=padded_tokens, BLOCK_T=block_t, num_warps=4, **dependent(out_ZTHE),
     )  # fmt: skip

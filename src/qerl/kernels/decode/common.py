@@ -66,12 +66,14 @@ def load_head(at, in_e):
 
 @triton.jit
 def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.constexpr):
-    """1 / rms of each token from its partial sums of squares."""
-    p = tl.arange(0, P_PADDED)
-    squares = tl.load(
-        squares_PT + p[:, None] * T + t[None, :], mask=(p < P)[:, None] & in_t[None, :], other=0.0
-    )
-    return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / D + eps)
+    """1 / rms of each token from its partial sums of squares; 1 where there are none and so no norm."""
+    if P == 0:
+        return tl.full(t.shape, 1.0, tl.float32)
+    else:  # noqa: RET505 (Triton needs both branches)
+        p = tl.arange(0, P_PADDED)
+        at = squares_PT + p[:, None] * T + t[None, :]
+        squares = tl.load(at, mask=(p < P)[:, None] & in_t[None, :], other=0.0)
+        return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / D + eps)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ Temperature, filters and stop tokens are read of each row (`RowSettings`), so on
 all. Rows that filter have passed `apply_filters`, which makes log-probabilities of their logits.
 
 Shapes: R rows, T tokens (of each row as many; one if nothing is drafted), V vocabulary, K stop tokens, M
-tokens that a row may generate, B blocks that a row may own, P partial sums of squares.
+tokens that a row may generate, P partial sums of squares.
 """
 
 from dataclasses import dataclass
@@ -38,9 +38,8 @@ class RowState:
     Attributes:
         token_T: int32, the token whose logits are drawn from next.
         position_T: int32, its position.
-        slot_T: int32, where its key and value go, block * block tokens + offset; -1 for nowhere.
-        limit_2T: int32, cached tokens that it sees: of the shared prompt, and of the sequence itself.
-        own_table_TB: int32, blocks that the sequence itself owns.
+        limit_2T: int32, cached tokens that it sees: of the shared prompt, and of the sequence itself, of
+            which its own key and value are the last; 0 of the sequence once it has ended.
         generated_T: int32, tokens generated so far.
         max_new_T: int32, tokens that may be generated.
         done_T: int32, 0 while the sequence runs, else why it ended: 1 stop token, 2 length, 3 logits that are
@@ -52,9 +51,7 @@ class RowState:
 
     token_T: torch.Tensor
     position_T: torch.Tensor
-    slot_T: torch.Tensor
     limit_2T: torch.Tensor
-    own_table_TB: torch.Tensor
     generated_T: torch.Tensor
     max_new_T: torch.Tensor
     done_T: torch.Tensor
@@ -144,12 +141,10 @@ def _partial_softmax(
 @triton.jit
 def _choose(
     logits_TV, squares_PT, entropy_T, stats_3TB, mode_R, inverse_temperature_R, stop_RK, uniform_TM,
-    token_T, position_T, slot_T, limit_2T, own_table_TB, generated_T, max_new_T, done_T, out_token_TM,
-    out_stats_2TM,
-    T, V, D, eps, blocks, M, table_width,
+    token_T, position_T, limit_2T, generated_T, max_new_T, done_T, out_token_TM, out_stats_2TM,
+    T, V, D, eps, blocks, M,
     LANES: tl.constexpr, STOPS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
-    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr,
-    PDL: tl.constexpr,
+    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     r = t // LANES
@@ -195,14 +190,43 @@ def _choose(
     ended = ending(token, n, finite, max_new_T + t, stop_RK + r * STOPS, STOPS)
     tl.store(done_T + t, ended)
     if ended != 0:
-        tl.store(slot_T + t, -1)
+        tl.store(limit_2T + T + t, 0)
         return
     own = tl.load(limit_2T + T + t)
     tl.store(token_T + t, token)
     tl.store(position_T + t, tl.load(position_T + t) + 1)
-    page = tl.load(own_table_TB + t * table_width + own // PAGE)
-    tl.store(slot_T + t, page * PAGE + own % PAGE)
     tl.store(limit_2T + T + t, own + 1)
+
+
+@triton.jit
+def _cap_logits(
+    logits_TV, squares_PT, T, V, D, eps, cap,
+    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    begin(PDL)
+    factor = row_inverse_rms(squares_PT, t, T, D, eps, SQ_P, SQ_PADDED)
+    x = scaled_logits(logits_TV, t, v, V, factor) / cap
+    tl.store(logits_TV + t.to(tl.int64) * V + v, cap * (2.0 * tl.sigmoid(2.0 * x) - 1.0), mask=v < V)
+
+
+def cap_logits(
+    logits_TV: torch.Tensor, squares_PT: torch.Tensor, *, cap: float, width: int, eps: float
+) -> None:
+    """Replace logits before the final norm's 1/rms by ``cap tanh(logits / cap)`` behind it.
+
+    Args:
+        logits_TV: fp32, overwritten.
+        squares_PT, width, eps: As for `draw_token`.
+        cap: Bound of the logits.
+    """
+    tokens, vocabulary = logits_TV.shape
+    squares = squares_PT.shape[0]
+    _cap_logits[(tokens, triton.cdiv(vocabulary, BLOCK_V))](
+        logits_TV, squares_PT, tokens, vocabulary, width, eps, cap,
+        SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares), BLOCK_V=BLOCK_V, **dependent(logits_TV),
+    )  # fmt: skip
 
 
 def draw_token(
@@ -212,7 +236,6 @@ def draw_token(
     rows: RowState,
     settings: RowSettings,
     *,
-    page: int,
     width: int,
     eps: float,
 ) -> None:
@@ -228,7 +251,6 @@ def draw_token(
         stats_3TB: fp32 scratch [3, T, ceil(V / `BLOCK_V`)].
         rows: State of the sequences, advanced by one token.
         settings: Of the rows, each of which has as many tokens.
-        page: Tokens in a block of the cache.
         width: Hidden size of the final norm.
         eps: Added to the mean square, as the final norm does.
 
@@ -247,8 +269,8 @@ def draw_token(
         "draw_token", stats_3TB, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
         stats_3TB=stats_3TB, mode_R=settings.mode_R, inverse_temperature_R=settings.inverse_temperature_R,
         stop_RK=settings.stop_RK, uniform_TM=rows.uniform_TM, token_T=rows.token_T,
-        position_T=rows.position_T, slot_T=rows.slot_T, limit_2T=rows.limit_2T,
-        own_table_TB=rows.own_table_TB, generated_T=rows.generated_T, max_new_T=rows.max_new_T,
+        position_T=rows.position_T, limit_2T=rows.limit_2T,
+        generated_T=rows.generated_T, max_new_T=rows.max_new_T,
         done_T=rows.done_T, out_token_TM=rows.out_token_TM, out_stats_2TM=rows.out_stats_2TM,
     )  # fmt: skip
     _partial_softmax[(tokens, blocks)](
@@ -257,6 +279,5 @@ def draw_token(
     )  # fmt: skip
     _choose[(tokens,)](
         *arguments, tokens, vocabulary, width, eps, blocks, rows.uniform_TM.shape[1],
-        rows.own_table_TB.shape[1],
-        STOPS=STOP_TOKENS, BLOCKS_PADDED=triton.next_power_of_2(blocks), PAGE=page, **shared,
+        STOPS=STOP_TOKENS, BLOCKS_PADDED=triton.next_power_of_2(blocks), **shared,
     )  # fmt: skip

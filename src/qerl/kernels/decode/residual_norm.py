@@ -1,8 +1,10 @@
 """Residual add, RMSNorm weight and LoRA around one sublayer's end and the next one's start, in one launch.
 
-    y = residual + scale * GEMM + (h A_out^T) B_out^T          (or the token's embedding, at the first layer)
+    y = residual + gain * (scale * GEMM + (h A_out^T) B_out^T)  (or gain * embedding, at the first layer)
     u = y * w, the next GEMM's input; 1/rms(y) is applied by the reader of that GEMM
     partial sums of y^2 and of u A_in^T per block of columns
+
+Behind the sublayer there may be a norm of its output, and y may be multiplied by a number of the layer's.
 
 w is fp32 and may carry noise. The residual stream is fp32: rounding it to bf16 after every sublayer is most
 of what a bf16 forward pass is off by, and here the bytes hardly count.
@@ -16,6 +18,7 @@ from qerl.kernels.decode.common import (
     apply_a,
     apply_b,
     begin,
+    inverse_rms,
     load_a,
     load_b,
     partial_counts,
@@ -36,8 +39,9 @@ def block_d(tokens: int) -> int:
 @triton.jit
 def _residual_norm(
     gemm_STN, partials_G, scale_1, xa_TR, b_NR, table_VD, tokens_T,
-    residual_TD, w_D, a_RK, u_TD, squares_PT, parts_PTR,
-    T, D, N,
+    residual_TD, w_D, behind_D, behind_PT, scalar_1, a_RK, u_TD, squares_PT, parts_PTR,
+    T, D, N, gain, eps,
+    BEHIND_P: tl.constexpr, BEHIND_PADDED: tl.constexpr, SCALAR: tl.constexpr,
     S: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     EMBED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -61,11 +65,17 @@ def _residual_norm(
     begin(PDL)
     if EMBED:
         token = tl.load(tokens_T + t, mask=in_t, other=0).to(tl.int64)
-        y = tl.load(table_VD + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(table_VD + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32) * gain
     else:
-        y += sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
+        out = sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R > 0:
-            y += apply_b(xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
+            out += apply_b(xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
+        if BEHIND_P > 0:
+            rms = inverse_rms(behind_PT, t, in_t, T, D, eps, BEHIND_P, BEHIND_PADDED)
+            out *= rms[:, None] * tl.load(behind_D + d, mask=in_d, other=0.0)[None, :]
+        y += out * gain
+        if SCALAR:
+            y *= tl.load(scalar_1)
     tl.store(residual_TD + at, y, mask=inside)
     tl.store(squares_PT + block * T + t, tl.sum(y * y, axis=1), mask=in_t)
     u = (y * w[None, :]).to(u_TD.dtype.element_ty)
@@ -85,6 +95,10 @@ def residual_norm(
     partials_G: torch.Tensor | None = None,
     scale_1: torch.Tensor | None = None,
     embedding: tuple[torch.Tensor, torch.Tensor] | None = None,
+    behind: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    gain: float = 1.0,
+    scalar_1: torch.Tensor | None = None,
     b: LoraB = NO_B,
     a: LoraA = NO_A,
 ) -> None:
@@ -100,6 +114,11 @@ def residual_norm(
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         scale_1: fp32 [1], multiplies the GEMM's output.
         embedding: (table [V, D], token ids [T]), instead of a GEMM.
+        behind: (weight, fp32 [D]; partial sums of squares of the GEMM's output) of a norm behind the
+            sublayer.
+        eps: Added to the mean square by that norm.
+        gain: Multiplies what is added, or the embedding.
+        scalar_1: fp32 [1], multiplies the sum.
         b: LoRA of the sublayer's GEMM.
         a: LoRA of the next GEMM.
 
@@ -108,14 +127,19 @@ def residual_norm(
     """
     tokens, width = residual_TD.shape
     block_t, columns, shared = 16, block_d(tokens), shared_bytes(residual_TD)
-    table, ids = embedding if embedding is not None else (None, None)
+    table, ids = embedding or (None, None)
+    behind_D, behind_PT = behind or (None, None)
+    normed = 0 if behind_PT is None else behind_PT.shape[0]
     arguments = pointers(
         "residual_norm", residual_TD, gemm_STN=gemm_STN, partials_G=partials_G, scale_1=scale_1,
         xa_TR=b.xa.sum_TR, b_NR=b.b_NR, table_VD=table, tokens_T=ids, residual_TD=residual_TD, w_D=w_D,
-        a_RK=a.a_RK, u_TD=u_TD, squares_PT=squares_PT, parts_PTR=a.xa.parts_PTR,
+        behind_D=behind_D, behind_PT=behind_PT, scalar_1=scalar_1, a_RK=a.a_RK, u_TD=u_TD,
+        squares_PT=squares_PT, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
     _residual_norm[(triton.cdiv(width, columns), triton.cdiv(tokens, block_t))](
         *arguments, tokens, width, width if gemm_STN is None else gemm_STN.shape[2],
+        gain, eps,
+        BEHIND_P=normed, BEHIND_PADDED=triton.next_power_of_2(normed), SCALAR=scalar_1 is not None,
         S=1 if gemm_STN is None else gemm_STN.shape[0],
         **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
         EMBED=embedding is not None, PADDED=padded_tokens,

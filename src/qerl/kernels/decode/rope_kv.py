@@ -1,12 +1,17 @@
 """From the q/k/v GEMM's output to rotated queries and the paged KV cache, in one launch.
 
-For each head of each token: 1/rms, global scale, LoRA B, bias, q/k norm (Qwen3), rotary embedding; queries go
-to a buffer, keys and values to their slot of the cache.
+For each head of each token: 1/rms, global scale, LoRA B, bias, norms of heads, rotary embedding, a factor of
+queries by their position; queries go to a buffer, keys and values to their place in the cache.
 
 KV cache: [blocks, kv heads, 64 tokens, head size] for keys and the same for values, so that one program of
 the attention kernel reads a block's keys of one head as one contiguous piece. It is bf16, or E4M3 without a
 scale, which holds up to 448; what is larger is cut off there.
+
+Number i of a head is turned with number i + stride, for every i below pairs. A program holds a head as two
+halves, the first and the second of each pair, with what is not turned behind them.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,34 +33,62 @@ from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
 
 
-@triton.jit
-def normed_and_rotated(
-    x1, x2, cos, sin, weight_E, e, in_e, eps,
-    E: tl.constexpr, HALF: tl.constexpr, QK_NORM: tl.constexpr,
-):  # fmt: skip
-    """Both halves of a head after its norm, if queries and keys have one, and the rotary embedding."""
-    if QK_NORM:
-        norm = 1.0 / tl.sqrt((tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)) / E + eps)
-        x1 = x1 * norm[:, None] * load_head(weight_E + e, in_e)[None, :]
-        x2 = x2 * norm[:, None] * load_head(weight_E + HALF + e, in_e)[None, :]
-    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+@dataclass(frozen=True)
+class Heads:
+    """What happens to heads between the product and attention; by default whole heads are turned.
+
+    Attributes:
+        norm_N: fp32 weights of the norms of queries and keys: of a head each, [2, E], or of all heads
+            together, [(query heads + kv heads) E]; None without.
+        squares_PT: With a norm of all heads together, sums of squares of the product's blocks of columns.
+        v_norm: True if each head of values is normalised, without a weight.
+        k_is_v: True if the product has no values: they are its keys.
+        fused: True if one linear with one adapter is behind all of the product.
+        turned: Pairs, and the distance between the two of a pair; (0, 0) for none, None for halves.
+        position_scale: (beta, n): queries at position p are multiplied by 1 + beta ln(1 + floor(p / n)).
+    """
+
+    norm_N: torch.Tensor | None = None
+    squares_PT: torch.Tensor | None = None
+    v_norm: bool = False
+    k_is_v: bool = False
+    fused: bool = False
+    turned: tuple[int, int] | None = None
+    position_scale: tuple[float, int] | None = None
+
+
+PLAIN = Heads()
 
 
 @triton.jit
-def store_halves(to, x1, x2, inside, HALF: tl.constexpr):
-    """Stores both halves of a head, in the dtype of what they go to."""
-    tl.store(to, x1.to(to.dtype.element_ty), mask=inside)
-    tl.store(to + HALF, x2.to(to.dtype.element_ty), mask=inside)
+def head_norm(x1, x2, E: tl.constexpr, eps):
+    """1 / rms of each token's head, from its two halves."""
+    return 1.0 / tl.sqrt((tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)) / E + eps)
+
+
+@triton.jit
+def norm_of_all(squares_PT, part, t, in_t, T, eps, Q, K, COLUMNS: tl.constexpr, P_PADDED: tl.constexpr):
+    """1 / rms of each token over all its queries, or all its keys, from sums over blocks of columns."""
+    p = tl.arange(0, P_PADDED)
+    first = tl.where(part == 0, 0, Q // COLUMNS)
+    width = tl.where(part == 0, Q, K)
+    mine = (p >= first) & (p < first + width // COLUMNS)
+    at = squares_PT + p[:, None] * T + t[None, :]
+    squares = tl.load(at, mask=mine[:, None] & in_t[None, :], other=0.0)
+    return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / width + eps)
 
 
 @triton.jit
 def _rope_kv(
-    gemm_STN, partials_G, scale_3, squares_PT, xa_TR, b_NR, bias_N, qk_norm_2E,
-    cos_ME, sin_ME, position_T, slot_T, q_THE, k_cache, v_cache,
-    T, N, D, eps,
+    gemm_STN, partials_G, scale_L, squares_PT, xa_TR, b_NR, bias_N, norm_N, heads_PT,
+    cos_MP, sin_MP, position_T, limit_2T, table_T, tables_GB, q_THE, k_cache, v_cache,
+    T, N, D, eps, table_width, scale_beta, scale_positions,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, HALF_PADDED: tl.constexpr, PAGE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, COLUMNS: tl.constexpr, ALL_PADDED: tl.constexpr,
+    V_NORM: tl.constexpr, K_IS_V: tl.constexpr, FUSED: tl.constexpr,
+    PAIRS: tl.constexpr, STRIDE: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -63,11 +96,25 @@ def _rope_kv(
     HALF: tl.constexpr = E // 2
     e = tl.arange(0, HALF_PADDED)
     in_e = in_head(e, HALF)
-    n1 = head * E + e
-    n2 = n1 + HALF
-    part = tl.where(head < HQ, 0, tl.where(head < HQ + HKV, 1, 2))
     every = e < HALF
-    scale = tl.load(scale_3 + part)
+    if STRIDE == HALF or PAIRS == 0:
+        e1 = e
+        e2 = e + HALF
+    else:
+        e1 = tl.where(e < PAIRS, e, e + PAIRS)
+        e2 = tl.where(e < PAIRS, e + PAIRS, e + HALF)
+    part = tl.where(head < HQ, 0, tl.where(head < HQ + HKV, 1, 2))
+    column = head
+    linear = part
+    if K_IS_V:
+        column = tl.where(part == 2, head - HKV, head)
+        linear = tl.minimum(part, 1)
+    LINEARS: tl.constexpr = 1 if FUSED else 2 if K_IS_V else 3
+    if FUSED:
+        linear = 0
+    n1 = column * E + e1
+    n2 = column * E + e2
+    scale = tl.load(scale_L + linear)
     counts1, counts2 = partial_counts(partials_G, n1, every, S), partial_counts(partials_G, n2, every, S)
     if R > 0:
         b1 = load_b(b_NR, n1, every, 0, R, PART)
@@ -75,98 +122,141 @@ def _rope_kv(
     if HAS_BIAS:
         bias1 = load_head(bias_N + n1, in_e).to(tl.float32)
         bias2 = load_head(bias_N + n2, in_e).to(tl.float32)
-    slot = tl.load(slot_T + t, mask=in_t, other=-1)
-    angle = tl.load(position_T + t, mask=in_t, other=0)[:, None] * HALF + e[None, :]
-    cos, sin = load_head(cos_ME + angle, in_e), load_head(sin_ME + angle, in_e)
+    place = tl.load(limit_2T + T + t, mask=in_t, other=0) - 1
+    table = tl.load(table_T + t, mask=in_t, other=0)
+    page = tl.load(tables_GB + table * table_width + place // PAGE, mask=place >= 0, other=0).to(tl.int64)
+    position = tl.load(position_T + t, mask=in_t, other=0)
+    if PAIRS > 0:
+        angle = position[:, None] * PAIRS + e[None, :]
+        if PAIRS == HALF:
+            cos, sin = load_head(cos_MP + angle, in_e), load_head(sin_MP + angle, in_e)
+        else:
+            turns = (e < PAIRS)[None, :]
+            cos = tl.load(cos_MP + angle, mask=turns, other=1.0)
+            sin = tl.load(sin_MP + angle, mask=turns, other=0.0)
     begin(PDL)
     rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
     x1 = sum_partials(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
     x2 = sum_partials(gemm_STN, counts2, t, in_t, n2, every, T, N, S) * scale
     if R > 0:
-        x1 += apply_b(xa_TR, part * R, b1, b_NR, n1, every, t, in_t, 3 * R, R, PART)
-        x2 += apply_b(xa_TR, part * R, b2, b_NR, n2, every, t, in_t, 3 * R, R, PART)
+        x1 += apply_b(xa_TR, linear * R, b1, b_NR, n1, every, t, in_t, LINEARS * R, R, PART)
+        x2 += apply_b(xa_TR, linear * R, b2, b_NR, n2, every, t, in_t, LINEARS * R, R, PART)
     x1 *= rms[:, None]
     x2 *= rms[:, None]
     if HAS_BIAS:
         x1 += bias1[None, :]
         x2 += bias2[None, :]
     if part < 2:
-        weight_E = qk_norm_2E + part * E
-        x1, x2 = normed_and_rotated(x1, x2, cos, sin, weight_E, e, in_e, eps, E, HALF, QK_NORM)
+        if QK_NORM == 1:
+            weight = norm_N + part * E
+            norm = head_norm(x1, x2, E, eps)
+            x1 = x1 * norm[:, None] * load_head(weight + e1, in_e)[None, :]
+            x2 = x2 * norm[:, None] * load_head(weight + e2, in_e)[None, :]
+        if QK_NORM == 2:
+            norm = norm_of_all(heads_PT, part, t, in_t, T, eps, HQ * E, HKV * E, COLUMNS, ALL_PADDED)
+            x1 = x1 * norm[:, None] * load_head(norm_N + n1, in_e)[None, :]
+            x2 = x2 * norm[:, None] * load_head(norm_N + n2, in_e)[None, :]
+        if PAIRS > 0:
+            turned = x1 * cos - x2 * sin
+            x2 = x2 * cos + x1 * sin
+            x1 = turned
+    elif V_NORM:
+        norm = head_norm(x1, x2, E, eps)
+        x1 *= norm[:, None]
+        x2 *= norm[:, None]
     if part == 0:
-        at = (t[:, None] * HQ + head) * E + e[None, :]
-        store_halves(q_THE + at, x1, x2, both(in_t[:, None], in_e), HALF)
+        if SCALED:
+            factor = 1.0 + scale_beta * tl.log(1.0 + (position // scale_positions).to(tl.float32))
+            x1 *= factor[:, None]
+            x2 *= factor[:, None]
+        to = q_THE + (t[:, None] * HQ + head) * E
+        inside = both(in_t[:, None], in_e)
+        tl.store(to + e1[None, :], x1.to(q_THE.dtype.element_ty), mask=inside)
+        tl.store(to + e2[None, :], x2.to(q_THE.dtype.element_ty), mask=inside)
     else:
         kv_head = head - HQ - (part - 1) * HKV
-        page = (slot // PAGE).to(tl.int64)
-        cached = ((page * HKV + kv_head) * PAGE + slot % PAGE)[:, None] * E + e[None, :]
-        written = both((slot >= 0)[:, None], in_e)
+        cached = ((page * HKV + kv_head) * PAGE + place % PAGE)[:, None] * E
+        written = both((place >= 0)[:, None], in_e)
         if k_cache.dtype.element_ty == tl.float8e4nv:
             # A NaN must stay one: the sequence that sees it ends with a reason.
             x1 = tl.clamp(x1, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
             x2 = tl.clamp(x2, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         if part == 1:
-            store_halves(k_cache + cached, x1, x2, written, HALF)
+            tl.store(k_cache + cached + e1[None, :], x1.to(k_cache.dtype.element_ty), mask=written)
+            tl.store(k_cache + cached + e2[None, :], x2.to(k_cache.dtype.element_ty), mask=written)
         else:
-            store_halves(v_cache + cached, x1, x2, written, HALF)
+            tl.store(v_cache + cached + e1[None, :], x1.to(v_cache.dtype.element_ty), mask=written)
+            tl.store(v_cache + cached + e2[None, :], x2.to(v_cache.dtype.element_ty), mask=written)
 
 
 def rope_kv(
     gemm_STN: torch.Tensor,
-    scale_3: torch.Tensor,
+    scale_L: torch.Tensor,
     squares_PT: torch.Tensor,
-    cos_ME: torch.Tensor,
-    sin_ME: torch.Tensor,
+    cos_MP: torch.Tensor,
+    sin_MP: torch.Tensor,
     position_T: torch.Tensor,
-    slot_T: torch.Tensor,
+    limit_2T: torch.Tensor,
+    table_T: torch.Tensor,
+    tables_GB: torch.Tensor,
     q_THE: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
     width: int,
     eps: float,
+    heads: Heads = PLAIN,
     partials_G: torch.Tensor | None = None,
     bias_N: torch.Tensor | None = None,
-    qk_norm_2E: torch.Tensor | None = None,
     b: LoraB = NO_B,
 ) -> None:
-    """Write rotated queries to a buffer, and rotated keys and values to their slots of the cache.
+    """Write queries to a buffer, and keys and values to their places in the cache.
 
     Args:
-        gemm_STN: fp32 or bf16 [S, T, N], N at least (query heads + 2 kv heads) * head size.
-        scale_3: fp32 factors of q, k and v in the GEMM's output.
-        squares_PT: Partial sums of squares from :func:`residual_norm`.
-        cos_ME, sin_ME: fp32 [positions, head size / 2].
+        gemm_STN: fp32 or bf16 [S, T, N], N at least (query heads + 2 kv heads) * head size, or as many with
+            one kv heads where keys are values.
+        scale_L: fp32 factors of the product's linears.
+        squares_PT: Partial sums of squares from :func:`residual_norm`; empty where the input has no norm.
+        cos_MP, sin_MP: fp32 [positions, pairs].
         position_T: int32 position of each token.
-        slot_T: int32 block * block tokens + offset where its key and value go; -1 writes nothing.
+        limit_2T: int32 [2, T]: of the second, the token's key and value are the last; 0 writes nothing.
+        table_T: int32, the row of ``tables_GB`` that lists the blocks of each token's sequence.
+        tables_GB: int32 block tables.
         q_THE: bf16 [T, query heads, head size], written.
-        k_cache, v_cache: [blocks, kv heads, block tokens, head size], written at the slots.
+        k_cache, v_cache: [blocks, kv heads, block tokens, head size], written.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorms do.
+        heads: What else happens to heads.
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         bias_N: Bias of q, k, v, any floating dtype.
-        qk_norm_2E: fp32 weights of the query and key norm.
         b: LoRA of q, k and v: the three B on top of each other, and the sum x A^T [T, 3 R] of all.
 
     Raises:
         QeRLError: A tensor is not contiguous.
     """
     splits, tokens, columns = gemm_STN.shape
-    heads, size = q_THE.shape[1:]
+    count, size = q_THE.shape[1:]
     kv_heads, page = k_cache.shape[1:3]
     block_t, shared = 16, shared_bytes(q_THE)
-    squares = squares_PT.shape[0]
+    squares, sums = squares_PT.shape[0], heads.squares_PT
+    pairs, stride = heads.turned or (size // 2, size // 2)
+    beta, positions = heads.position_scale or (0.0, 1)
+    norm = 0 if heads.norm_N is None else 1 if sums is None else 2
     arguments = pointers(
-        "rope_kv", gemm_STN, gemm_STN=gemm_STN, partials_G=partials_G, scale_3=scale_3,
-        squares_PT=squares_PT, xa_TR=b.xa.sum_TR, b_NR=b.b_NR,
-        bias_N=bias_N, qk_norm_2E=qk_norm_2E, cos_ME=cos_ME, sin_ME=sin_ME, position_T=position_T,
-        slot_T=slot_T, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache,
+        "rope_kv", gemm_STN, gemm_STN=gemm_STN, partials_G=partials_G, scale_L=scale_L,
+        squares_PT=squares_PT, xa_TR=b.xa.sum_TR, b_NR=b.b_NR, bias_N=bias_N, norm_N=heads.norm_N,
+        heads_PT=sums, cos_MP=cos_MP, sin_MP=sin_MP, position_T=position_T, limit_2T=limit_2T,
+        table_T=table_T, tables_GB=tables_GB, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
-    _rope_kv[(heads + 2 * kv_heads, triton.cdiv(tokens, block_t))](
-        *arguments, tokens, columns, width, eps,
+    _rope_kv[(count + 2 * kv_heads, triton.cdiv(tokens, block_t))](
+        *arguments, tokens, columns, width, eps, tables_GB.shape[1], beta, positions,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)),
-        HQ=heads, HKV=kv_heads, E=size, HALF_PADDED=triton.next_power_of_2(size // 2), PAGE=page,
-        HAS_BIAS=bias_N is not None, QK_NORM=qk_norm_2E is not None,
+        HQ=count, HKV=kv_heads, E=size, HALF_PADDED=triton.next_power_of_2(size // 2), PAGE=page,
+        HAS_BIAS=bias_N is not None, QK_NORM=norm,
+        COLUMNS=1 if sums is None else columns // sums.shape[0],
+        ALL_PADDED=1 if sums is None else triton.next_power_of_2(sums.shape[0]),
+        V_NORM=heads.v_norm, K_IS_V=heads.k_is_v, FUSED=heads.fused,
+        PAIRS=pairs, STRIDE=stride, SCALED=heads.position_scale is not None,
         BLOCK_T=block_t, num_warps=4, **dependent(gemm_STN),
     )  # fmt: skip

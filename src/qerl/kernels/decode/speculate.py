@@ -63,12 +63,12 @@ def text_at(corpus_C, out_M, i, known, mask):
 
 @triton.jit
 def _propose(
-    token_T, position_T, limit_2T, own_table_TB, generated_T, max_new_T, done_T, uniform_TM, out_token_TM,
-    lane_token_T, lane_position_T, lane_slot_T, lane_limit_2T, lane_generated_T, lane_done_T, lane_uniform_T,
+    token_T, position_T, limit_2T, generated_T, max_new_T, done_T, uniform_TM, out_token_TM,
+    lane_token_T, lane_position_T, lane_limit_2T, lane_generated_T, lane_done_T, lane_uniform_T,
     draft_T, drafts_R, corpus_RC, known_R,
-    R, M, C, table_width,
+    R, M, C,
     LANES: tl.constexpr, LANES_PADDED: tl.constexpr, MATCH: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     begin(PDL)
@@ -97,14 +97,13 @@ def _propose(
     drafted = text_at(corpus, out, end + j - 1, known, used & (j > 0))
     token = tl.where(used & (j > 0), drafted, tl.load(token_T + r))
     at = n + tl.where(used, j, 0)
-    page = tl.load(own_table_TB + r * table_width + at // PAGE, mask=used, other=0)
     tl.store(draft_T + lane, token, mask=is_lane)
     # A separator is drafted where a sibling's completion ends; it is no token, and nothing agrees with it.
     tl.store(lane_token_T + lane, tl.maximum(token, 0), mask=is_lane)
     tl.store(lane_position_T + lane, tl.load(position_T + r) + at - n, mask=is_lane)
-    tl.store(lane_slot_T + lane, tl.where(used, page * PAGE + at % PAGE, -1), mask=is_lane)
     tl.store(lane_limit_2T + lane, tl.load(limit_2T + r), mask=is_lane)
-    tl.store(lane_limit_2T + R * LANES + lane, tl.load(limit_2T + R + r) + at - n, mask=is_lane)
+    own = tl.where(used, tl.load(limit_2T + R + r) + at - n, 0)
+    tl.store(lane_limit_2T + R * LANES + lane, own, mask=is_lane)
     tl.store(lane_generated_T + lane, 0, mask=is_lane)
     tl.store(lane_done_T + lane, tl.where(used, 0, 1), mask=is_lane)
     tl.store(lane_uniform_T + lane, tl.load(uniform_TM + r * M + at, mask=used, other=0.0), mask=is_lane)
@@ -112,10 +111,10 @@ def _propose(
 
 @triton.jit
 def _settle(
-    token_T, position_T, slot_T, limit_2T, own_table_TB, generated_T, max_new_T, done_T, out_token_TM,
-    out_stats_2TM, lane_done_T, lane_out_T, lane_stats_2T, draft_T, drafts_R, counts_2,
-    R, M, table_width,
-    LANES: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    token_T, position_T, limit_2T, generated_T, max_new_T, done_T, out_token_TM, out_stats_2TM, lane_done_T,
+    lane_out_T, lane_stats_2T, draft_T, drafts_R, counts_2,
+    R, M,
+    LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     begin(PDL)
@@ -142,22 +141,19 @@ def _settle(
     tl.atomic_add(counts_2, count)
     tl.atomic_add(counts_2 + 1, tl.maximum(n - first - 1, 0))
     if ended != 0:
-        tl.store(slot_T + r, -1)
+        tl.store(limit_2T + R + r, 0)
         return
     tl.store(token_T + r, last)
     tl.store(position_T + r, tl.load(position_T + r) + n - first)
-    page = tl.load(own_table_TB + r * table_width + n // PAGE)
-    tl.store(slot_T + r, page * PAGE + n % PAGE)
     tl.store(limit_2T + R + r, tl.load(limit_2T + R + r) + n - first)
 
 
-def propose(rows: RowState, lanes: LaneState, *, page: int) -> None:
+def propose(rows: RowState, lanes: LaneState) -> None:
     """Look for a draft for each row that has not ended, and write its lanes.
 
     Args:
         rows: State of the rows.
         lanes: Written, except for the corpora.
-        page: Tokens in a block of the cache.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -166,42 +162,41 @@ def propose(rows: RowState, lanes: LaneState, *, page: int) -> None:
     per_row = len(lanes.draft_T) // count
     arguments = pointers(
         "propose", lanes.draft_T, token_T=rows.token_T, position_T=rows.position_T, limit_2T=rows.limit_2T,
-        own_table_TB=rows.own_table_TB, generated_T=rows.generated_T, max_new_T=rows.max_new_T,
+        generated_T=rows.generated_T, max_new_T=rows.max_new_T,
         done_T=rows.done_T, uniform_TM=rows.uniform_TM, out_token_TM=rows.out_token_TM,
         lane_token_T=lanes.tokens.token_T, lane_position_T=lanes.tokens.position_T,
-        lane_slot_T=lanes.tokens.slot_T, lane_limit_2T=lanes.tokens.limit_2T,
+        lane_limit_2T=lanes.tokens.limit_2T,
         lane_generated_T=lanes.tokens.generated_T, lane_done_T=lanes.tokens.done_T,
         lane_uniform_T=lanes.tokens.uniform_TM, draft_T=lanes.draft_T, drafts_R=lanes.drafts_R,
         corpus_RC=lanes.corpus_RC, known_R=lanes.known_R,
     )  # fmt: skip
     _propose[(count,)](
-        *arguments, count, most, lanes.corpus_RC.shape[1], rows.own_table_TB.shape[1],
+        *arguments, count, most, lanes.corpus_RC.shape[1],
         LANES=per_row, LANES_PADDED=triton.next_power_of_2(per_row), MATCH=LONGEST_MATCH, MOST=_MOST,
-        BLOCK=_BLOCK, PAGE=page, **dependent(rows.token_T),
+        BLOCK=_BLOCK, **dependent(rows.token_T),
     )  # fmt: skip
 
 
-def settle(rows: RowState, lanes: LaneState, *, page: int) -> None:
+def settle(rows: RowState, lanes: LaneState) -> None:
     """Give each row what its lanes drew, up to the first that is not what was drafted behind it.
 
     Args:
         rows: State of the rows, advanced by one token at least.
         lanes: As `propose` wrote them and the kernel that draws advanced them.
-        page: Tokens in a block of the cache.
 
     Raises:
         QeRLError: A tensor is not contiguous.
     """
     count, most = rows.uniform_TM.shape
     arguments = pointers(
-        "settle", lanes.draft_T, token_T=rows.token_T, position_T=rows.position_T, slot_T=rows.slot_T,
-        limit_2T=rows.limit_2T, own_table_TB=rows.own_table_TB, generated_T=rows.generated_T,
+        "settle", lanes.draft_T, token_T=rows.token_T, position_T=rows.position_T,
+        limit_2T=rows.limit_2T, generated_T=rows.generated_T,
         max_new_T=rows.max_new_T, done_T=rows.done_T, out_token_TM=rows.out_token_TM,
         out_stats_2TM=rows.out_stats_2TM, lane_done_T=lanes.tokens.done_T,
         lane_out_T=lanes.tokens.out_token_TM, lane_stats_2T=lanes.tokens.out_stats_2TM,
         draft_T=lanes.draft_T, drafts_R=lanes.drafts_R, counts_2=lanes.counts_2,
     )  # fmt: skip
     _settle[(count,)](
-        *arguments, count, most, rows.own_table_TB.shape[1], LANES=len(lanes.draft_T) // count, PAGE=page,
+        *arguments, count, most, LANES=len(lanes.draft_T) // count,
         num_warps=1, **dependent(rows.token_T),
     )  # fmt: skip

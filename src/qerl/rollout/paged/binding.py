@@ -18,19 +18,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.families.layer import LayerSpec, Product
+from qerl.families.layer import LayerSpec, Rotary
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
 from qerl.families.table import FAMILIES
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.storage import stack_tiles, why_no_tiles
+from qerl.kernels.decode.rope_kv import Heads
 from qerl.kernels.weights import nf4
 from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
 from qerl.rollout.paged.adapter import Adapter, check_adapter, inner, linears_of, why_not_with_adapters
-from qerl.rollout.paged.weights import AttentionWeights, Decoder, Layer, Projection, SwiGLUWeights
+from qerl.rollout.paged.weights import AttentionWeights, Decoder, Layer, MLPWeights, Projection
 
-HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
+HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 MOST_GROUPED = 64
 """Query heads that may share a key head: the rows of an attention tile."""
 
@@ -55,24 +56,23 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
         return f"its rotary embedding is of the type {rope['rope_type']}, which changes with the length"
-    if FAMILIES[config.model_type].slides(config):
-        return "it attends to a sliding window"
-    mixer = Sizes.of(config).spec.mixer
-    size = mixer.head_size
-    if size not in HEAD_SIZES:
-        return f"its heads are {size} wide, and the kernels take {', '.join(map(str, HEAD_SIZES))}"
-    if 2 * cast(Any, base).model.rotary_emb.inv_freq.numel() != size:
-        return "its rotary embedding covers a part of each head"
-    if mixer.group > MOST_GROUPED:
-        return f"{mixer.group} query heads share a key head, and the kernels take {MOST_GROUPED}"
+    for run in Sizes.of(config).runs:
+        mixer = run.spec.mixer
+        if mixer.head_size not in HEAD_SIZES:
+            sizes = ", ".join(map(str, HEAD_SIZES))
+            return f"its heads are {mixer.head_size} wide, and the kernels take {sizes}"
+        if mixer.group > MOST_GROUPED:
+            return f"{mixer.group} query heads share a key head, and the kernels take {MOST_GROUPED}"
+        if mixer.rotary is not None:
+            found = cast(Any, base).model.get_buffer(mixer.rotary.frequencies).numel()
+            if found != mixer.rotary.stride:
+                return f"its rotary embedding has {found} angles, and {mixer.rotary.stride} by its config"
     return None
 
 
 def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     """Why the kernels cannot multiply with one of the layers."""
-    for name, product, layer in _linears(base):
-        if getattr(layer, "bias", None) is not None and product.name != "qkv":
-            return f"{name} has a bias"
+    for name, layer in _linears(base):
         if nf4.quant_state(layer) is not None:
             if reason := nf4.why_not(layer):
                 return f"{name} {reason}"
@@ -85,13 +85,13 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     return None
 
 
-def _linears(base: PreTrainedModel) -> Iterator[tuple[str, Product, nn.Module]]:
-    """The linears of all decoder layers below their adapters, each with its name and the product it is of."""
+def _linears(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The linears of all decoder layers below their adapters, each with its name."""
     specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
     for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
         for product in spec.products:
             for linear, module in zip(product.linears, linears_of(layer, product), strict=True):
-                yield f"model.layers.{index}.{linear.place}", product, inner(module)
+                yield f"model.layers.{index}.{linear.place}", inner(module)
 
 
 class Binding:
@@ -112,23 +112,21 @@ class Binding:
         body = cast(Any, self._base).model
         self._biases: list[tuple[torch.Tensor, list[nn.Module]]] = []
         self._norms: list[tuple[torch.Tensor, str, nn.Module]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._rotary: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._positions = positions
         self._copied: set[str] = set()  # of embedding and head, those that are no longer the first views
         self._names = {module: name for name, module in self._base.named_modules()}
-        frequency = body.rotary_emb.inv_freq.float()
-        sizes = Sizes.of(config)
-        angle = torch.arange(positions, device=frequency.device)[:, None] * frequency[None, :]
-        scaling = body.rotary_emb.attention_scaling
+        self._sizes = sizes = Sizes.of(config)
         self.decoder = Decoder(
             embedding_VD=self._of_vocabulary(body.embed_tokens),
             layers=[self._layer(*each) for each in zip(body.layers, sizes.specs, strict=True)],
             final_norm_D=self._norm(body.norm),
             head_VD=self._of_vocabulary(self._base.get_output_embeddings()),
-            cos_ME=angle.cos() * scaling,
-            sin_ME=angle.sin() * scaling,
             sizes=sizes,
             eps=config.rms_norm_eps,
         )
-        self._bound = [(name, _address(layer)) for name, _, layer in _linears(self._base)]
+        self._bound = [(name, _address(layer)) for name, layer in _linears(self._base)]
         self._adapter = Adapter(self._base, list(body.layers), self._dtype)
         self._adapter.bind(self.decoder)
 
@@ -146,7 +144,7 @@ class Binding:
         """
         self._check_offsets(norm_offsets)
         check_adapter(self._base)
-        for (name, address), (*_, layer) in zip(self._bound, _linears(self._base), strict=True):
+        for (name, address), (_, layer) in zip(self._bound, _linears(self._base), strict=True):
             if _address(layer) != address:
                 raise QeRLError(
                     f"The weight of {name} was replaced after the paged engine was made; make a new engine "
@@ -162,6 +160,12 @@ class Binding:
             buffer.copy_(cast(torch.Tensor, norm.weight))
             if name in norm_offsets:
                 buffer.add_(norm_offsets[name].to(buffer.device))
+            if self._sizes.unit_offset:
+                buffer.add_(1.0)
+        if self._sizes.logit_scale != 1.0:
+            self.decoder.final_norm_D.mul_(self._sizes.logit_scale)  # the head is linear
+        for buffer, source in self._copies:
+            buffer.copy_(source)
         return changed
 
     def _check_offsets(self, norm_offsets: Mapping[str, torch.Tensor]) -> None:
@@ -199,22 +203,64 @@ class Binding:
         return changed
 
     def _layer(self, layer: Any, spec: LayerSpec) -> Layer:
-        qkv, o, gate_up, down = (linears_of(layer, product) for product in spec.products)
-        mixer = AttentionWeights(
-            _stack(qkv),
-            _stack(o),
-            self._bias([inner(module) for module in qkv]),
-            self._head_norms(layer.self_attn) if spec.mixer.qk_norm else None,
+        qkv, o, gate_up, down = (self._projection(linears_of(layer, product)) for product in spec.products)
+        attention, described, around = layer.self_attn, spec.mixer, spec.around
+        heads = Heads(
+            norm_N=self._head_norms(attention) if described.qk_norm else None,
+            v_norm=described.v_norm,
+            k_is_v=described.k_is_v,
+            fused=described.fused,
+            turned=(described.rotary.pairs, described.rotary.stride) if described.rotary else (0, 0),
+            position_scale=described.position_scale,
         )
-        mlp = SwiGLUWeights(_stack(gate_up), _stack(down))
-        norms = self._norm(layer.input_layernorm), self._norm(layer.post_attention_layernorm)
-        return Layer(spec, norms[0], mixer, norms[1], mlp)
+        sink_H = self._copy(attention.sinks) if described.sinks else None
+        mixer = AttentionWeights(qkv, o, heads, *self._tables(described.rotary), sink_H)
+        norms = [self._norm(layer.get_submodule(place)) if place else None for place in around]
+        ones_D = torch.ones(spec.hidden, device=self._base.device)
+        before_mixer_D, behind_mixer_D, before_mlp_D, behind_mlp_D = norms
+        return Layer(
+            spec,
+            ones_D if before_mixer_D is None else before_mixer_D,
+            mixer,
+            ones_D if before_mlp_D is None else before_mlp_D,
+            MLPWeights(gate_up, down),
+            behind_mixer_D,
+            behind_mlp_D,
+            self._copy(getattr(layer, spec.scalar)) if spec.scalar else None,
+        )
+
+    def _projection(self, linears: list[nn.Module]) -> Projection:
+        projection = _stack(linears)
+        projection.bias_N = self._bias([inner(module) for module in linears])
+        return projection
+
+    def _tables(self, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of all positions, the same tensors for layers with the same angles."""
+        if rotary is None:
+            nothing = torch.zeros(1, device=self._base.device)
+            return nothing, nothing
+        if rotary not in self._rotary:
+            body = cast(Any, self._base).model
+            frequency = body.get_buffer(rotary.frequencies)[: rotary.pairs].float()
+            place, _, name = rotary.scaling.rpartition(".")
+            scaling = getattr(body.get_submodule(place), name)
+            angle = torch.arange(self._positions, device=frequency.device)[:, None] * frequency[None, :]
+            self._rotary[rotary] = angle.cos() * scaling, angle.sin() * scaling
+        return self._rotary[rotary]
 
     def _head_norms(self, attention: Any) -> torch.Tensor:
-        qk_norm_2E = torch.empty(2, attention.head_dim, device=self._base.device)
-        for row, norm in zip(qk_norm_2E, (attention.q_norm, attention.k_norm), strict=True):
-            self._norms.append((row, self._names[norm], norm))
-        return qk_norm_2E
+        norms = attention.q_norm, attention.k_norm
+        widths = [norm.weight.numel() for norm in norms]
+        norm_N = torch.empty(sum(widths), device=self._base.device)
+        for part, norm in zip(norm_N.split(widths), norms, strict=True):
+            self._norms.append((part, self._names[norm], norm))
+        return norm_N
+
+    def _copy(self, source: torch.Tensor) -> torch.Tensor:
+        """A number or more in fp32, copied before each call."""
+        buffer = torch.empty(source.numel(), device=self._base.device)
+        self._copies.append((buffer, source.detach()))
+        return buffer
 
     def _bias(self, linears: list[nn.Module]) -> torch.Tensor | None:
         if getattr(linears[0], "bias", None) is None:

@@ -1,33 +1,49 @@
 """Which blocks of the KV cache are free, and who holds the others: plain Python, no tensors.
 
-A block holds the keys and values of 64 tokens. A prompt's blocks are held once by each sequence that reads
-them, so the group shares them and the last to finish frees them. A sequence's own tokens start in a fresh
-block even where the prompt's last block has room: nothing is ever copied or written to while shared, at the
-price of less than one block per prompt.
+A block holds the keys and values of 64 tokens, in all layers of a pool (`qerl.rollout.paged.limits`). A
+prompt's blocks are held once by each sequence that reads them, so the group shares them and the last to
+finish frees them. A sequence's own tokens start in a fresh block even where the prompt's last block has room:
+nothing is ever copied or written to while shared, at the price of less than one block per prompt.
+
+In a pool with a window, blocks that no token to come sees are given back, and stand in tables as `GONE`.
+What is longer than window and pass of prefill together never has all its blocks at once: those that a pass
+has left behind are listed again for the tokens of a later one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from qerl.errors import QeRLError
+from qerl.rollout.paged.limits import Units, window_blocks
 
 if TYPE_CHECKING:  # the contract that sequences come from needs torch
     from qerl.rollout.session import Prompt, Sequence
 
+GONE = -1
+"""In a table, a block that was given back."""
+
 
 class BlockManager:
-    """Reference-counted blocks; a `qerl.rollout.paged.scheduler.SequenceMemory`.
+    """Reference-counted blocks of one pool; a `qerl.rollout.paged.scheduler.SequenceMemory`.
 
     Args:
-        count: Number of blocks in the cache.
+        count: Number of blocks in the pool.
         block_tokens: Number of tokens that a block holds.
+        pool: Number of the pool, by which prompts and sequences have its tables.
+        window: Tokens that its layers see; None for all.
+        pass_tokens: Tokens that a pass of prefill computes at most.
     """
 
-    def __init__(self, count: int, block_tokens: int) -> None:
+    def __init__(
+        self, count: int, block_tokens: int, pool: int = 0, window: int | None = None, pass_tokens: int = 0
+    ) -> None:
         self.count = count
         self.block_tokens = block_tokens
+        self._pool, self._window, self._pass_tokens = pool, window, pass_tokens
+        self._readers: Counter[Prompt] = Counter()
         self._free = list(range(count - 1, -1, -1))
         self._holders: Counter[int] = Counter()
 
@@ -39,6 +55,14 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         """Number of blocks that ``tokens`` tokens fill."""
         return -(-tokens // self.block_tokens)
+
+    def _at_once(self, tokens: int) -> int:
+        """Blocks that so many neighbouring tokens need at once."""
+        return window_blocks(tokens, self._window, self._pass_tokens, self.block_tokens)
+
+    def _seen_from(self, place: int) -> int:
+        """The first block that the token at a place of its table sees."""
+        return 0 if self._window is None else max(0, place - self._window + 1) // self.block_tokens
 
     def take(self, blocks: int) -> list[int]:
         """Take so many free blocks, each with one holder.
@@ -71,7 +95,7 @@ class BlockManager:
 
     def check(self, prompt: Prompt, limit: int) -> None:
         """See `SequenceMemory.check`."""
-        needed = self.blocks_for(prompt.cached_tokens) + self.blocks_for(limit)
+        needed = self._at_once(prompt.cached_tokens) + self._at_once(limit)
         if needed > self.count:
             raise QeRLError(
                 f"Prompt {prompt.number} has {len(prompt.token_ids)} tokens and with {limit} new ones needs "
@@ -81,42 +105,148 @@ class BlockManager:
 
     def held(self, sequence: Sequence) -> int:
         """See `SequenceMemory.held`."""
-        return len(sequence.blocks)
+        return len(self._held(sequence.blocks.get(self._pool, [])))
 
     def missing(self, sequence: Sequence, steps: int) -> int:
         """See `SequenceMemory.missing`."""
-        return max(0, self.blocks_for(sequence.own_tokens_after(steps)) - len(sequence.blocks))
+        first, end = self._needed(sequence, steps)
+        kept = self._held(sequence.blocks.get(self._pool, [])[first:])
+        return max(0, self._at_once((end - first) * self.block_tokens) - len(kept))
 
     def prompt_missing(self, sequence: Sequence) -> int:
         """See `SequenceMemory.prompt_missing`."""
         prompt = sequence.prompt
-        return 0 if prompt.blocks is not None else self.blocks_for(prompt.cached_tokens)
+        return 0 if self._pool in prompt.blocks else self._at_once(prompt.cached_tokens)
 
     def copy(self, sequence: Sequence) -> bool:
         """See `SequenceMemory.copy`; blocks of a prompt are never written to again, so they are shared."""
         prompt = sequence.prompt
-        if sequence.blocks:
+        if self._pool in sequence.blocks:
             return False
-        fresh = prompt.blocks is None
-        if prompt.blocks is None:
-            prompt.blocks = self.take(self.blocks_for(prompt.cached_tokens))
+        fresh = self._pool not in prompt.blocks
+        if fresh:
+            prompt.blocks[self._pool] = self._extended([], 0, self.blocks_for(prompt.cached_tokens))
         else:
-            self.share(prompt.blocks)
-        prompt.readers += 1
+            self.share(self._held(prompt.blocks[self._pool]))
+        sequence.blocks[self._pool] = []
+        self._readers[prompt] += 1
         return fresh
 
     def reserve(self, sequence: Sequence, steps: int) -> None:
         """See `SequenceMemory.reserve`."""
-        sequence.blocks += self.take(self.missing(sequence, steps))
+        first, end = self._needed(sequence, steps)
+        table = sequence.blocks[self._pool]
+        self._leave_behind(table, first, 1)
+        if sequence.row is not None:  # its prompt has been computed
+            prompt = sequence.prompt
+            seen = self._seen_from(prompt.cached_tokens)
+            self._leave_behind(prompt.blocks[self._pool], seen, self._readers[prompt])
+        sequence.blocks[self._pool] = self._extended(table, first, end)
 
     def give_up(self, sequence: Sequence) -> None:
         """See `SequenceMemory.give_up`."""
-        prompt = sequence.prompt
-        if sequence.blocks:
-            assert prompt.blocks is not None
-            self.release(sequence.blocks)
-            self.release(prompt.blocks)
-            prompt.readers -= 1
-            if prompt.readers == 0:
-                prompt.blocks = None
-        sequence.blocks, sequence.cached = [], 0
+        prompt, table = sequence.prompt, sequence.blocks.pop(self._pool, None)
+        if table is not None:
+            self.release(self._held(table))
+            self.release(self._held(prompt.blocks[self._pool]))
+            self._readers[prompt] -= 1
+            if not self._readers[prompt]:
+                del self._readers[prompt], prompt.blocks[self._pool]
+        sequence.cached = 0
+
+    def _held(self, table: list[int]) -> list[int]:
+        """The blocks of a table, each once."""
+        if self._window is None:
+            return table
+        return list(dict.fromkeys(block for block in table if block != GONE))
+
+    def _needed(self, sequence: Sequence, steps: int) -> tuple[int, int]:
+        """The first block that a sequence's next token sees, and the end of those for so many steps."""
+        place = sequence.cached if sequence.row is None else sequence.generated
+        return self._seen_from(place), self.blocks_for(sequence.own_tokens_after(steps))
+
+    def _extended(self, table: list[int], first: int, end: int) -> list[int]:
+        """A table up to ``end`` blocks, of which those from ``first`` on are needed at once."""
+        most = self._at_once((end - first) * self.block_tokens)
+        new = iter(self.take(max(0, min(end, first + most) - len(table))))
+        table = table.copy()
+        while len(table) < end:
+            page = len(table)
+            table.append(next(new) if page < first + most else table[page - most])
+        return table
+
+    def _leave_behind(self, table: list[int], first: int, holders: int) -> None:
+        """Give back the blocks of a table that stand before the first needed one and not behind it."""
+        if not first:
+            return
+        needed = set(table[first:])
+        gone = [block for block in self._held(table[:first]) if block not in needed]
+        for _ in range(holders):
+            self.release(gone)
+        table[:first] = [GONE] * len(table[:first])
+
+
+class Pools:
+    """The pools of a model in which some layers have a window and others do not.
+
+    It is a `qerl.rollout.paged.scheduler.SequenceMemory` whose numbers are those of each pool.
+    """
+
+    def __init__(self, pools: Items[BlockManager]) -> None:
+        self._pools = pools
+        self.count = Units(pool.count for pool in pools)
+
+    @property
+    def free(self) -> Units:
+        """Number of blocks that nobody holds, of each pool."""
+        return Units(pool.free for pool in self._pools)
+
+    def check(self, prompt: Prompt, limit: int) -> None:
+        """See `SequenceMemory.check`."""
+        for pool in self._pools:
+            pool.check(prompt, limit)
+
+    def held(self, sequence: Sequence) -> Units:
+        """See `SequenceMemory.held`."""
+        return Units(pool.held(sequence) for pool in self._pools)
+
+    def missing(self, sequence: Sequence, steps: int) -> Units:
+        """See `SequenceMemory.missing`."""
+        return Units(pool.missing(sequence, steps) for pool in self._pools)
+
+    def prompt_missing(self, sequence: Sequence) -> Units:
+        """See `SequenceMemory.prompt_missing`."""
+        return Units(pool.prompt_missing(sequence) for pool in self._pools)
+
+    def copy(self, sequence: Sequence) -> bool:
+        """See `SequenceMemory.copy`."""
+        fresh = [pool.copy(sequence) for pool in self._pools]
+        return fresh[0]  # and so all
+
+    def reserve(self, sequence: Sequence, steps: int) -> None:
+        """See `SequenceMemory.reserve`."""
+        for pool in self._pools:
+            pool.reserve(sequence, steps)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """See `SequenceMemory.give_up`."""
+        for pool in self._pools:
+            pool.give_up(sequence)
+
+
+def memory_of(
+    counts: Items[int], windows: Items[int | None], block_tokens: int, pass_tokens: int
+) -> BlockManager | Pools:
+    """The blocks of a cache with these pools, all of them free.
+
+    Args:
+        counts: Blocks of each pool.
+        windows: Of each pool.
+        block_tokens: Tokens of a block.
+        pass_tokens: Tokens that a pass of prefill computes at most.
+    """
+    pools = [
+        BlockManager(count, block_tokens, pool, window, pass_tokens)
+        for pool, (count, window) in enumerate(zip(counts, windows, strict=True))
+    ]
+    return pools[0] if len(pools) == 1 else Pools(pools)

@@ -17,7 +17,7 @@ import torch
 import triton
 
 from qerl.kernels.decode import attend as attention
-from qerl.kernels.decode.draw import BLOCK_V, draw_token
+from qerl.kernels.decode.draw import BLOCK_V, cap_logits, draw_token
 from qerl.kernels.decode.speculate import propose, settle
 from qerl.kernels.device import multiprocessors
 from qerl.kernels.limits import PAGE
@@ -29,7 +29,7 @@ from qerl.rollout.paged.limits import rows_of_step
 from qerl.rollout.paged.machine import Graphs, Machine
 from qerl.rollout.paged.rows import Rows, learn
 from qerl.rollout.paged.scheduler import Scheduler
-from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.paged.weights import Decoder, Kind, kinds_of
 from qerl.rollout.session import Sequence
 
 LONG, FEW = 64, 8
@@ -83,15 +83,24 @@ class DecodeStep:
         graphs: Graphs,
         drafted: int = 0,
     ) -> None:
-        device, mixer = decoder.embedding_VD.device, decoder.sizes.spec.mixer
+        device, kinds = decoder.embedding_VD.device, kinds_of(decoder.sizes)
         tokens = rows * (drafted + 1)
-        splits = attention_splits(tokens, mixer.kv_heads, multiprocessors(device), table_width)
+
+        def splits(kind: Kind) -> int:
+            seen = table_width if kind.window is None else min(table_width, kind.window // PAGE + 1)
+            return attention_splits(tokens, kind.kv_heads, multiprocessors(device), seen)
+
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
-        self.forward = Forward(decoder, tokens, splits, attention.decode_rows(mixer.group))
-        tile = self.forward.tile // mixer.group
-        self.rows = Rows(rows, max_new, table_width, tile, device, drafted)
+        tiles = [attention.decode_rows(kind.group) for kind in kinds]
+        self.forward = Forward(decoder, tokens, [splits(kind) for kind in kinds], tiles)
+        together = [tile // kind.group for tile, kind in zip(tiles, kinds, strict=True)]
+        pools = len(cache.geometry.windows)
+        self.rows = Rows(rows, max_new, table_width, pools, together, device, drafted)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
         self._stats_3TB = torch.empty(3, tokens, blocks, device=device)
+        # Sums of squares of logits that a cap has already divided by their rms.
+        width, eps = decoder.sizes.hidden, decoder.eps
+        self._unit_1T = torch.full((1, tokens), width * (1.0 - eps), device=device)
         self._replay: Callable[[], None] | None = None
 
     def attend(self, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence] = ()) -> None:
@@ -100,7 +109,7 @@ class DecodeStep:
         self.rows.attend(running)
         if self.rows.lanes is not None:
             learn(self.rows.lanes, running, session)
-        self.forward.lse_ZTH.fill_(-torch.inf)  # of rows and halves that no item covers
+        self.forward.forget_attention()
 
     def decode(self, steps: int) -> None:
         """Decode so many tokens of every row that has not ended."""
@@ -112,27 +121,31 @@ class DecodeStep:
         """Decode one token, and those of its draft, as a captured step does, without a graph."""
         state, lanes = self.rows.state, self.rows.lanes
         if lanes is not None:
-            propose(state, lanes, page=PAGE)
+            propose(state, lanes)
         u_TD = self.forward(self._cache, self.rows.inputs)
         logits_TV = product(u_TD, self._decoder.head_VD.T)
+        sizes, eps, squares_PT = self._decoder.sizes, self._decoder.eps, self.forward.squares_PT
+        if sizes.logit_cap is not None:
+            cap_logits(logits_TV, squares_PT, cap=sizes.logit_cap, width=sizes.hidden, eps=eps)
+            squares_PT = self._unit_1T
         draw_token(
-            logits_TV, self.forward.squares_PT, self._stats_3TB, state if lanes is None else lanes.tokens,
-            self.rows.settings, page=PAGE, width=self._decoder.sizes.hidden, eps=self._decoder.eps,
+            logits_TV, squares_PT, self._stats_3TB, state if lanes is None else lanes.tokens,
+            self.rows.settings, width=sizes.hidden, eps=eps,
         )  # fmt: skip
         if lanes is not None:
-            settle(state, lanes, page=PAGE)
+            settle(state, lanes)
 
     def capture(self) -> Callable[[], None]:
         """Record the step, which `decode` otherwise does when it is first called."""
         # Warming up must compile every kernel but change nothing: with all rows ended it does not.
         state = self.rows.state
-        done_T, slot_T = state.done_T.clone(), state.slot_T.clone()
+        done_T, limit_2T = state.done_T.clone(), state.limit_2T.clone()
         self.rows.clear()
         try:
             self._replay = self._graphs.capture(self.run, done_T.device)
         finally:
             state.done_T.copy_(done_T)
-            state.slot_T.copy_(slot_T)
+            state.limit_2T.copy_(limit_2T)
         return self._replay
 
 

@@ -6,31 +6,34 @@ What a layer computes, by the names of transformers and vLLM, with ours behind t
                                                        # reader with B; h A^T is left by the maker of h
     h = rmsnorm(x, input_layernorm)                    # residual_norm; 1/rms is applied behind the next GEMM
     q, k, v = qkv_proj(h)                              # Layer.mixer.qkv: fused QKV
-    q, k = rope(head_norm(q), head_norm(k), position)  # rope_kv; head_norm in Qwen3 alone (qk_norm)
-    kv_cache[slot] = k, v                              # the page and the place in it (slot_T; slot mapping)
+    q, k = rope(head_norm(q), head_norm(k), position)  # rope_kv, as the layer's description says (Heads)
+    kv_cache[place] = k, v                             # the page and the place in it
     y = paged_attention(q, kv_cache, block_tables)     # attend, combine_splits: the prompt's pages, its own
     x = x + o_proj(y)                                  # Layer.mixer.o; the sum is in the next residual_norm
     h = rmsnorm(x, post_attention_layernorm)           # residual_norm
     gate, up = gate_up_proj(h)                         # Layer.mlp.gate_up
-    x = x + down_proj(silu(gate) * up)                 # silu_mul: SwiGLU; then Layer.mlp.down
+    x = x + down_proj(act(gate) * up)                  # act_mul: SwiGLU or GELU; then Layer.mlp.down
 
-Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, silu_mul, GEMM,
-residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. See
-qerl.kernels.decode.common for how LoRA and normalisation ride along.
+Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, act_mul, GEMM,
+residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. A norm
+behind attention or MLP, one of all heads together, and a bias elsewhere than at q, k and v cost a sum_product
+each. See qerl.kernels.decode.common for how LoRA and normalisation ride along.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
+from qerl.families.layer import LayerSpec
+from qerl.kernels.decode import act_mul, residual_norm, rope_kv
 from qerl.kernels.decode import attend as attention
-from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
+from qerl.kernels.decode.sum_product import block_of, sum_product
 from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.weights import Decoder, Layer, Projection, look_ahead
+from qerl.rollout.paged.weights import Decoder, Kind, Layer, Projection, kinds_of, look_ahead
 
 
 @dataclass
@@ -39,19 +42,40 @@ class Inputs:
 
     Attributes:
         token_T, position_T: The tokens and their positions.
-        slot_T: Where the key and value of each go, as `rope_kv` takes it; -1 for nowhere.
-        limit_2T: Cached tokens that each sees: of the shared prompt, and of its own sequence.
-        tables_GB: Block tables.
-        item_4, order: Attention items and the tokens of each, as `attend` takes them.
+        limit_2T: Cached tokens that each sees: of the shared prompt, and of its own sequence, of which it is
+            the last; 0 of the latter for a token whose key and value go nowhere.
+        table_T: The row of block tables that lists each token's own blocks.
+        tables: Block tables [G, B] of each pool.
+        items: Of each kind of attention, items [.., 4] and the tokens of each, as `attend` takes them.
     """
 
     token_T: torch.Tensor
     position_T: torch.Tensor
-    slot_T: torch.Tensor
     limit_2T: torch.Tensor
-    tables_GB: torch.Tensor
-    item_4: torch.Tensor
-    order: torch.Tensor
+    table_T: torch.Tensor
+    tables: list[torch.Tensor]
+    items: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Attending:
+    """Buffers of one kind of attention, in the memory that all kinds share, and its splits.
+
+    Attributes:
+        pool: Of its keys and values.
+        splits: Number of parallel splits of each item's keys.
+        tile: Rows of a tile, see :func:`qerl.kernels.decode.attend.attend`.
+        q_THE: Queries.
+        out_ZTHE: Outputs of splits.
+        lse_ZTH: Their log-sum-exp, this kind's own: halves that no item covers stay at -inf.
+    """
+
+    pool: int
+    splits: int
+    tile: int
+    q_THE: torch.Tensor
+    out_ZTHE: torch.Tensor
+    lse_ZTH: torch.Tensor
 
 
 class Forward:
@@ -60,16 +84,18 @@ class Forward:
     Args:
         decoder: The weights.
         tokens: T.
-        splits: Number of parallel splits of each attention item's keys.
-        tile: Rows of an attention tile, see :func:`qerl.kernels.decode.attend.attend`.
+        splits: Of each kind of attention, number of parallel splits of an item's keys.
+        tiles: Of each kind of attention, rows of a tile.
+
+    Attributes:
+        attending: By kind, in the order of :func:`qerl.rollout.paged.weights.kinds_of`.
+        squares_PT: Sums of squares of the residual stream, of which 1/rms is made.
     """
 
-    def __init__(self, decoder: Decoder, tokens: int, splits: int, tile: int) -> None:
-        device = decoder.embedding_VD.device
-        spec = decoder.sizes.spec
-        hidden, heads, size = spec.hidden, spec.mixer.heads, spec.mixer.head_size
-        self.decoder, self.tokens, self.splits = decoder, tokens, splits
-        self.tile = tile
+    def __init__(self, decoder: Decoder, tokens: int, splits: list[int], tiles: list[int]) -> None:
+        device, specs = decoder.embedding_VD.device, [run.spec for run in decoder.sizes.runs]
+        hidden = decoder.sizes.hidden
+        self.decoder, self.tokens = decoder, tokens
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -85,14 +111,48 @@ class Forward:
             padded = max(tokens, *(weight.padded_tokens(tokens) for weight in weights))
             return torch.zeros(padded * width, dtype=decoder.dtype, device=device)
 
-        self.u, self.attended, self.h = operand(hidden), operand(heads * size), operand(spec.mlp.intermediate)
+        queries, inner = max(s.mixer.queries for s in specs), max(s.mlp.intermediate for s in specs)
+        self.u, self.attended, self.h = operand(hidden), operand(queries), operand(inner)
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
-        self.squares_PT = new(columns, tokens)
-        self.q_THE = new(tokens, heads, size, dtype=decoder.dtype)
-        self.out_ZTHE = new(2 * splits, tokens, heads, size)
-        self.lse_ZTH = new(2 * splits, tokens, heads).fill_(-torch.inf)
-        self.sums = _lora_sums(decoder, tokens)
+        self.squares_PT, self._no_squares_PT = new(columns, tokens), new(0, tokens)
+        kinds, windows = kinds_of(decoder.sizes), list(dict.fromkeys(s.mixer.window for s in specs))
+        q = new(tokens * queries, dtype=decoder.dtype)
+        most = max(2 * count * tokens * k.heads * k.head_size for k, count in zip(kinds, splits, strict=True))
+        out = new(most)
+
+        def of_kind(kind: Kind, count: int, tile: int) -> Attending:
+            shape = (2 * count, tokens, kind.heads)
+            heads = (tokens, kind.heads, kind.head_size)
+            whole = (*shape, kind.head_size)
+            return Attending(
+                windows.index(kind.window), count, tile, q[: math.prod(heads)].view(heads),
+                out[: math.prod(whole)].view(whole), new(*shape).fill_(-torch.inf),
+            )  # fmt: skip
+
+        self.attending = [of_kind(*each) for each in zip(kinds, splits, tiles, strict=True)]
+        self._kind_of = {spec: self.attending[kinds.index(Kind.of(spec))] for spec in specs}
+        self._items = {spec: kinds.index(Kind.of(spec)) for spec in specs}
+        self._sums = _lora_sums(decoder, tokens)
+        widest = max((p.weight.shape[0] for p in self._summed_by_itself()), default=0)
+        self._summed = new(tokens * widest)
+        self._one_L = torch.ones(3, device=device)
+
+    def _summed_by_itself(self) -> list[Projection]:
+        """Those whose output a sum_product finishes."""
+        found = []
+        for layer in self.decoder.layers:
+            mixer, mlp = layer.mixer, layer.mlp
+            found += [mixer.qkv] if layer.spec.mixer.qk_norm == "all" else []
+            found += [mixer.o] if layer.behind_mixer_D is not None else []
+            found += [mlp.down] if layer.behind_mlp_D is not None else []
+            found += [each for each in (mixer.o, mlp.gate_up, mlp.down) if each.bias_N is not None]
+        return found
+
+    def forget_attention(self) -> None:
+        """Forget what attended before, for tokens whose halves no item covers."""
+        for each in self.attending:
+            each.lse_ZTH.fill_(-torch.inf)
 
     def _multiply(self, x: torch.Tensor, projection: Projection, xa: LoraSum) -> Product:
         return projection.weight.multiply(x, self.tokens, self.scratch, xa)
@@ -100,6 +160,23 @@ class Forward:
     def _padded(self, projection: Projection) -> int:
         """Tokens for which the operand of this weight has room, 0 if it is [T, K]."""
         return projection.weight.padded_tokens(self.tokens)
+
+    def _squares(self, norm: str) -> torch.Tensor:
+        """Sums of squares behind a place of a norm; none where there is no norm."""
+        return self.squares_PT if norm else self._no_squares_PT
+
+    def _sum(
+        self, product: Product, projection: Projection, xa: LoraSum, outputs: tuple[int, ...], norm: str
+    ) -> tuple[Product, torch.Tensor]:
+        """A product with its LoRA, 1/rms and bias, and sums of its squares by blocks of columns."""
+        width = sum(outputs)
+        y_TN = self._summed[: self.tokens * width].view(self.tokens, width)
+        squares_PT = torch.empty(width // block_of(outputs), self.tokens, device=y_TN.device)
+        sum_product(
+            product, self._squares(norm), y_TN, squares_PT, outputs=outputs, width=self.decoder.sizes.hidden,
+            eps=self.decoder.eps, bias_N=projection.bias_N, b=_b(projection, xa),
+        )  # fmt: skip
+        return Product(y_TN[None], None, self._one_L), squares_PT
 
     def __call__(self, cache: KVCache, inputs: Inputs) -> torch.Tensor:
         """Write the tokens' keys and values and return the final norm's output [T, D] without its 1/rms.
@@ -109,9 +186,9 @@ class Forward:
         decoder = self.decoder
         first = decoder.layers[0]
         residual_norm.residual_norm(
-            self.residual_TD, first.input_norm_D, self.u, self.squares_PT,
+            self.residual_TD, first.before_mixer_D, self.u, self.squares_PT,
             padded_tokens=self._padded(first.mixer.qkv), embedding=(decoder.embedding_VD, inputs.token_T),
-            a=_a(first.mixer.qkv, self.sums["qkv"]),
+            gain=decoder.sizes.embedding_scale, a=_a(first.mixer.qkv, self._sums[first.spec]["qkv"]),
         )  # fmt: skip
         for i, layer in enumerate(decoder.layers):
             self._attention(layer, cache.k[i], cache.v[i], inputs)
@@ -120,86 +197,114 @@ class Forward:
 
     def _attention(self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> None:
         """From the first norm's output to the second's."""
-        decoder, mixer, following = self.decoder, layer.mixer, layer.mlp.gate_up
-        qkv, o, gate_up = self.sums["qkv"], self.sums["o"], self.sums["gate_up"]
-        product = self._multiply(self.u, mixer.qkv, qkv)
+        decoder, mixer, following, spec = self.decoder, layer.mixer, layer.mlp.gate_up, layer.spec
+        sums, kind = self._sums[spec], self._kind_of[spec]
+        tables_GB, (item_4, order) = inputs.tables[kind.pool], inputs.items[self._items[spec]]
+        product = self._multiply(self.u, mixer.qkv, sums["qkv"])
+        heads, norm = mixer.heads, spec.around.before_mixer
+        b, bias_N = _b(mixer.qkv, sums["qkv"]), mixer.qkv.bias_N
+        if spec.mixer.qk_norm == "all":
+            outputs = tuple(linear.outputs for linear in spec.products[0].linears)
+            product, squares_PT = self._sum(product, mixer.qkv, sums["qkv"], outputs, norm)
+            heads, norm, b, bias_N = replace(heads, squares_PT=squares_PT), "", NO_B, None
         rope_kv.rope_kv(
-            product.out_STN, product.scale_L, self.squares_PT, decoder.cos_ME, decoder.sin_ME,
-            inputs.position_T, inputs.slot_T, self.q_THE, k, v, width=layer.spec.hidden, eps=decoder.eps,
-            partials_G=product.partials_G, bias_N=mixer.bias_N, qk_norm_2E=mixer.qk_norm_2E,
-            b=_b(mixer.qkv, qkv),
+            product.out_STN, product.scale_L, self._squares(norm), mixer.cos_MP, mixer.sin_MP,
+            inputs.position_T, inputs.limit_2T, inputs.table_T, tables_GB, kind.q_THE, k, v,
+            width=spec.hidden, eps=decoder.eps, heads=heads, partials_G=product.partials_G, bias_N=bias_N,
+            b=b,
         )  # fmt: skip
         attention.attend(
-            self.q_THE, k, v, inputs.tables_GB, inputs.item_4, inputs.order, inputs.limit_2T,
-            self.out_ZTHE, self.lse_ZTH, splits=self.splits, rows=self.tile,
+            kind.q_THE, k, v, tables_GB, item_4, order, inputs.limit_2T, kind.out_ZTHE, kind.lse_ZTH,
+            splits=kind.splits, rows=kind.tile, scale=spec.mixer.scale, window=spec.mixer.window,
         )  # fmt: skip
         attention.combine_splits(
-            self.out_ZTHE, self.lse_ZTH, self.attended, padded_tokens=self._padded(mixer.o),
-            a=_a(mixer.o, o),
+            kind.out_ZTHE, kind.lse_ZTH, self.attended, padded_tokens=self._padded(mixer.o),
+            sink_H=mixer.sink_H, a=_a(mixer.o, sums["o"]),
         )  # fmt: skip
-        self._residual_norm(
-            self._multiply(self.attended, mixer.o, o), layer.post_norm_D, self._padded(following),
-            b=_b(mixer.o, o), a=_a(following, gate_up),
+        self._add(
+            layer, mixer.o, self.attended, sums["o"], layer.behind_mixer_D, None,
+            layer.before_mlp_D, self._padded(following), _a(following, sums["gate_up"]),
         )  # fmt: skip
 
     def _mlp(self, layer: Layer, following: Layer | None) -> None:
         """From the second norm's output to the following layer's first, or to the final norm's."""
         decoder, spec, mlp = self.decoder, layer.spec, layer.mlp
-        gate_up, down = self.sums["gate_up"], self.sums["down"]
-        product = self._multiply(self.u, mlp.gate_up, gate_up)
-        silu_mul.silu_mul(
-            product.out_STN, product.scale_L, self.squares_PT, self.h,
+        sums, norm = self._sums[spec], spec.around.before_mlp
+        product, b = self._multiply(self.u, mlp.gate_up, sums["gate_up"]), _b(mlp.gate_up, sums["gate_up"])
+        if mlp.gate_up.bias_N is not None:
+            outputs = tuple(linear.outputs for linear in spec.products[2].linears)
+            product, _ = self._sum(product, mlp.gate_up, sums["gate_up"], outputs, norm)
+            norm, b = "", NO_B
+        act_mul.act_mul(
+            product.out_STN, product.scale_L, self._squares(norm), self.h,
             intermediate=spec.mlp.intermediate, width=spec.hidden, eps=decoder.eps,
-            padded_tokens=self._padded(mlp.down), partials_G=product.partials_G,
-            b=_b(mlp.gate_up, gate_up), a=_a(mlp.down, down),
+            gelu=spec.mlp.activation == "gelu_tanh", fused=spec.mlp.fused,
+            padded_tokens=self._padded(mlp.down), partials_G=product.partials_G, b=b,
+            a=_a(mlp.down, sums["down"]),
         )  # fmt: skip
         if following is not None:
             qkv = following.mixer.qkv
-            norm, padded, a = following.input_norm_D, self._padded(qkv), _a(qkv, self.sums["qkv"])
+            padded, a = self._padded(qkv), _a(qkv, self._sums[following.spec]["qkv"])
+            before_D = following.before_mixer_D
         else:
-            norm, padded, a = decoder.final_norm_D, 0, NO_A
-        self._residual_norm(
-            self._multiply(self.h, mlp.down, down), norm, padded, b=_b(mlp.down, down), a=a
+            before_D, padded, a = decoder.final_norm_D, 0, NO_A
+        self._add(
+            layer, mlp.down, self.h, sums["down"], layer.behind_mlp_D, layer.scalar_1, before_D, padded, a
         )  # fmt: skip
 
-    def _residual_norm(
+    def _add(
         self,
-        product: Product,
-        norm_D: torch.Tensor,
+        layer: Layer,
+        projection: Projection,
+        x: torch.Tensor,
+        xa: LoraSum,
+        behind_D: torch.Tensor | None,
+        scalar_1: torch.Tensor | None,
+        before_D: torch.Tensor,
         padded_tokens: int,
-        *,
-        b: LoraB,
         a: LoraA,
     ) -> None:
+        """Add what a part gives to the residual stream, and make the input of the next part."""
+        product, b, behind = self._multiply(x, projection, xa), _b(projection, xa), None
+        if behind_D is not None or projection.bias_N is not None:
+            product, squares_PT = self._sum(product, projection, xa, (layer.spec.hidden,), "")
+            b, behind = NO_B, None if behind_D is None else (behind_D, squares_PT)
         residual_norm.residual_norm(
-            self.residual_TD, norm_D, self.u, self.squares_PT, padded_tokens=padded_tokens,
-            gemm_STN=product.out_STN, partials_G=product.partials_G, scale_1=product.scale_L, b=b, a=a,
+            self.residual_TD, before_D, self.u, self.squares_PT, padded_tokens=padded_tokens,
+            gemm_STN=product.out_STN, partials_G=product.partials_G, scale_1=product.scale_L,
+            behind=behind, eps=self.decoder.eps, gain=layer.spec.gain, scalar_1=scalar_1, b=b, a=a,
         )  # fmt: skip
 
 
-def _lora_sums(decoder: Decoder, tokens: int) -> dict[str, LoraSum]:
-    """The sums x A^T of a pass over ``tokens`` tokens, by product; used again by every layer.
+def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, dict[str, LoraSum]]:
+    """The sums x A^T of a pass over ``tokens`` tokens, by product; used again by every layer of a kind.
 
     Those of products without an adapter are empty. The parts of a sum live from the kernel that makes x to
-    the product after it, so those of all products lie in one place. All layers have the first one's
-    description and adapters.
+    the product after it, so those of all products lie in one place. Layers with one description have the
+    adapters of the first of them.
     """
-    layer, spec = decoder.layers[0], decoder.sizes.spec
-    columns = triton.cdiv(spec.hidden, residual_norm.block_d(tokens))
-    blocks = triton.cdiv(spec.mlp.intermediate, silu_mul.BLOCK_I)
-    made_by = {"qkv": columns, "o": spec.mixer.heads, "gate_up": columns, "down": blocks}
-    shapes = {
-        product.name: (made_by[product.name], tokens, each.lora.a_RK.shape[0])
-        for product, each in zip(spec.products, layer.projections, strict=True)
-        if each.lora is not None
-    }
-    most = max((math.prod(shape) for shape in shapes.values()), default=0)
-    parts = torch.empty(most, dtype=torch.float32, device=layer.input_norm_D.device)
+    shapes: dict[LayerSpec, dict[str, tuple[int, int, int]]] = {}
+    for layer in decoder.layers:
+        if layer.spec not in shapes:
+            spec = layer.spec
+            columns = triton.cdiv(spec.hidden, residual_norm.block_d(tokens))
+            blocks = triton.cdiv(spec.mlp.intermediate, act_mul.BLOCK_I)
+            made_by = {"qkv": columns, "o": spec.mixer.heads, "gate_up": columns, "down": blocks}
+            shapes[spec] = {
+                product.name: (made_by[product.name], tokens, each.lora.a_RK.shape[0])
+                for product, each in zip(spec.products, layer.projections, strict=True)
+                if each.lora is not None
+            }
+    most = max((math.prod(shape) for each in shapes.values() for shape in each.values()), default=0)
+    parts = torch.empty(most, dtype=torch.float32, device=decoder.embedding_VD.device)
 
-    def of(shape: tuple[int, int, int]) -> LoraSum:
+    def of(shape: tuple[int, int, int] | None) -> LoraSum:
+        if shape is None:
+            return NO_SUM
         return LoraSum(parts[: math.prod(shape)].view(shape), parts.new_empty(shape[1:]))
 
-    return {name: of(shapes[name]) if name in shapes else NO_SUM for name in made_by}
+    names = ("qkv", "o", "gate_up", "down")
+    return {spec: {name: of(each.get(name)) for name in names} for spec, each in shapes.items()}
 
 
 def _a(projection: Projection, xa: LoraSum) -> LoraA:

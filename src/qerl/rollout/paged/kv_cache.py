@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from qerl.errors import QeRLError
-from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.limits import KVGeometry, Units
 from qerl.rollout.paged.memory import Memory, PlainMemory
 from qerl.rollout.paged.weights import Decoder
 
@@ -24,7 +24,7 @@ class KVCache:
 
     Attributes:
         k, v: Of each layer [blocks, kv heads, block tokens, head size].
-        blocks: Number of blocks.
+        blocks: Number of blocks of each pool.
         geometry: Shape and size of a block.
         is_limited: True if the blocks were reserved for a call that wanted more of them than its budget gave.
     """
@@ -33,12 +33,13 @@ class KVCache:
         self._dtype, self._make_memory = dtype or decoder.dtype, memory
         self.geometry = KVGeometry.of(decoder.sizes, self._dtype.itemsize)
         self._device = decoder.embedding_VD.device
-        self._set(PlainMemory(0, self._device), 0)
+        self._set(PlainMemory(0, self._device), self._none)
         self.is_limited = False
 
     @classmethod
-    def of_blocks(cls, decoder: Decoder, blocks: int, dtype: torch.dtype | None = None) -> "KVCache":
-        """A cache of zeros with so many blocks in memory of torch's allocator, beside the model."""
+    def of_blocks(cls, decoder: Decoder, blocks: Units, dtype: torch.dtype | None = None) -> "KVCache":
+        """A cache of zeros with so many blocks of each pool in memory of torch's allocator, beside the
+        model."""
         cache = cls(decoder, dtype, lambda size: PlainMemory(size, decoder.embedding_VD.device))
         cache._allocate(blocks)
         return cache
@@ -46,9 +47,9 @@ class KVCache:
     @property
     def held_bytes(self) -> int:
         """Bytes that are free once the cache is closed."""
-        return 0 if self._memory.given_up else self.blocks * self.geometry.block_bytes
+        return 0 if self._memory.given_up else self.geometry.bytes(self.blocks)
 
-    def serves(self, wanted: int, least: int) -> bool:
+    def serves(self, wanted: Units, least: Units) -> bool:
         """True if a call can run with the blocks there are.
 
         One that took all it may take is not made anew for a call that wants more: sequences wait instead.
@@ -58,8 +59,8 @@ class KVCache:
         """
         return self.blocks >= (least if self.is_limited else wanted)
 
-    def affordable(self, least: int, budget: int) -> int:
-        """Blocks that a budget gives.
+    def check_affordable(self, least: Units, budget: int) -> None:
+        """Refuse what a budget cannot hold.
 
         Args:
             least, budget: As in `reserve`.
@@ -67,29 +68,27 @@ class KVCache:
         Raises:
             QeRLError: The budget does not hold one sequence.
         """
-        block = self.geometry.block_bytes
-        blocks = budget // block
-        if blocks < least:
+        if budget < (needed := self.geometry.bytes(least)):
             raise QeRLError(
-                f"Keys and values may have {blocks * block / 1e9:.1f} GB of the GPU memory that is free "
-                f"here, and one sequence needs {least * block / 1e9:.1f}: lower max_tokens or free memory."
+                f"Keys and values may have {max(0, budget) / 1e9:.1f} GB of the GPU memory that is free "
+                f"here, and one sequence needs {needed / 1e9:.1f}: lower max_tokens or free memory."
             )
-        return blocks
 
-    def reserve(self, wanted: int, least: int, budget: int) -> None:
+    def reserve(self, wanted: Units, least: Units, budget: int) -> None:
         """Take memory for a call, as much as it wants or as the budget gives.
 
         Args:
-            wanted: Blocks that the call would have.
+            wanted: Blocks of each pool that the call would have.
             least: Blocks of the sequence that fills most.
             budget: Bytes that keys and values may take.
 
         Raises:
             QeRLError: The budget does not hold one sequence.
         """
-        affordable = self.affordable(least, budget)
-        self.is_limited = affordable < wanted
-        self._allocate(min(wanted, affordable))
+        self.check_affordable(least, budget)
+        blocks = self.geometry.affordable(wanted, least, budget)
+        self.is_limited = blocks < wanted
+        self._allocate(blocks)
 
     def give_up(self) -> None:
         """Free the memory until `take_back`; keys and values are lost, addresses stay."""
@@ -104,15 +103,19 @@ class KVCache:
     def close(self) -> None:
         """Free memory and addresses; the cache has no block then."""
         self._memory.close()
-        self._set(PlainMemory(0, self._device), 0)
+        self._set(PlainMemory(0, self._device), self._none)
 
-    def _allocate(self, blocks: int) -> None:
-        self._set(self._make_memory(blocks * self.geometry.block_bytes), blocks)
+    @property
+    def _none(self) -> Units:
+        return Units([0] * len(self.geometry.windows))
+
+    def _allocate(self, blocks: Units) -> None:
+        self._set(self._make_memory(self.geometry.bytes(blocks)), blocks)
         self._clear()
 
-    def _set(self, memory: Memory, blocks: int) -> None:
+    def _set(self, memory: Memory, blocks: Units) -> None:
         self._memory, self.blocks = memory, blocks
-        self.k, self.v = self._views(0), self._views(blocks * self.geometry.block_bytes // 2)
+        self.k, self.v = self._views(0), self._views(self.geometry.bytes(blocks) // 2)
 
     def _views(self, offset: int) -> list[torch.Tensor]:
         """Keys or values of each layer, which lie one after the other from this byte on."""
@@ -124,4 +127,4 @@ class KVCache:
 
     def _clear(self) -> None:
         """Fresh memory may hold NaN, which a masked key would carry into a product with zero."""
-        self._memory.tensor((self.blocks * self.geometry.block_bytes,), torch.uint8).zero_()
+        self._memory.tensor((self.geometry.bytes(self.blocks),), torch.uint8).zero_()

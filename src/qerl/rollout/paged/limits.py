@@ -4,10 +4,16 @@ The engine reserves memory by these numbers and functions, and the plan predicts
 here needs torch or a GPU.
 
 Keys and values lie in blocks of `PAGE` tokens. A prompt is cached once for all its samples, without its last
-token, which the first decode step reads; each sample has blocks of its own for the tokens that it generates.
+token, which the first decode step reads; each sample has blocks of its own for the tokens it generates.
+
+Layers that see as far as each other share a pool: a block of it holds its tokens in all of them. A model has
+a pool of layers that see everything, or one of layers with a window, or both. In a pool with a window nobody
+needs more blocks than the window and the longest pass of prefill fill (`window_blocks`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import add
 
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
@@ -19,6 +25,9 @@ A step has a state of its own (`state_bytes`), so all of these together take 1.2
 two alone; the graphs share their memory. On an H200 a step of 192 rows took longer than one of 256, and one
 of 384 longer than two of 256 (rollout-7b-h200-8ab9739.json).
 """
+
+PREFILL_TOKENS = (64, 512, 2048)
+"""Tokens that passes of prefill are made for."""
 
 MAX_ROWS = ROW_COUNTS[-1]
 """Sequences that decode side by side at most."""
@@ -75,32 +84,98 @@ def rows_of_step(running: int, present: int | None, small: int) -> int:
     return count_for(least)
 
 
+class Units(tuple[int, ...]):
+    """Blocks of each pool. They add up pool by pool, and are more than others if they are in any pool."""
+
+    __slots__ = ()
+
+    def __add__(self, other: object) -> "Units":
+        return Units(map(add, self, other)) if isinstance(other, tuple) else self
+
+    def __radd__(self, nothing: int) -> "Units":
+        """``sum`` begins with 0."""
+        return self
+
+    def __gt__(self, other: object) -> bool:
+        return any(mine > theirs for mine, theirs in zip(self, _units(other, len(self)), strict=True))
+
+    def __le__(self, other: object) -> bool:
+        return not self > other
+
+    def __ge__(self, other: object) -> bool:
+        return all(mine >= theirs for mine, theirs in zip(self, _units(other, len(self)), strict=True))
+
+    def __lt__(self, other: object) -> bool:
+        return not self >= other
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+
+def _units(other: object, count: int) -> Iterable[int]:
+    return other if isinstance(other, tuple) else (0,) * count
+
+
+def window_blocks(tokens: int, window: int | None, pass_tokens: int, block_tokens: int = PAGE) -> int:
+    """Blocks that so many neighbouring tokens need at once in a pool with this window.
+
+    Args:
+        tokens: Of a prompt, or of a sequence itself.
+        window: Of the pool; None if its layers see everything.
+        pass_tokens: Tokens that a pass of prefill computes at most.
+        block_tokens: Tokens of a block.
+    """
+    whole = -(-tokens // block_tokens)
+    return whole if window is None else min(whole, -(-(window + pass_tokens) // block_tokens) + 1)
+
+
 @dataclass(frozen=True)
 class KVGeometry:
     """Shape and size of a model's cache.
 
     Attributes:
-        heads: Of each layer with attention, heads of keys (as many of values) and numbers per head and token.
+        windows: Of each pool; None for that of the layers that see everything.
+        layers: Of each layer its pool, heads of keys (as many of values), and numbers per head and token.
         item_bytes: Bytes per number: 2 for bf16, 1 for E4M3.
     """
 
-    heads: tuple[tuple[int, int], ...]
+    windows: tuple[int | None, ...]
+    layers: tuple[tuple[int, int, int], ...]
     item_bytes: int
 
     @classmethod
     def of(cls, sizes: Sizes, item_bytes: int) -> "KVGeometry":
         """The cache of a model of these sizes."""
-        mixers = (spec.mixer for spec in sizes.specs)
-        return cls(tuple((mixer.kv_heads, mixer.head_size) for mixer in mixers), item_bytes)
+        mixers = [spec.mixer for spec in sizes.specs]
+        windows = tuple(dict.fromkeys(mixer.window for mixer in mixers))
+        layers = [(windows.index(mixer.window), mixer.kv_heads, mixer.head_size) for mixer in mixers]
+        return cls(windows, tuple(layers), item_bytes)
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of all layers."""
-        return 2 * PAGE * self.item_bytes * sum(count * size for count, size in self.heads)
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block of each pool: keys and values of all its layers."""
+        numbers = [0] * len(self.windows)
+        for pool, count, size in self.layers:
+            numbers[pool] += count * size
+        return tuple(2 * PAGE * self.item_bytes * each for each in numbers)
 
-    def shapes(self, blocks: int) -> list[tuple[int, int, int, int]]:
-        """Shape of the keys, and of the values, in that many blocks, of each layer."""
-        return [(blocks, count, PAGE, size) for count, size in self.heads]
+    def bytes(self, blocks: tuple[int, ...]) -> int:
+        """Bytes of so many blocks of each pool."""
+        return sum(count * each for count, each in zip(blocks, self.block_bytes, strict=True))
+
+    def shapes(self, blocks: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+        """Shape of the keys, and of the values, of each layer in that many blocks of each pool."""
+        return [(blocks[pool], count, PAGE, size) for pool, count, size in self.layers]
+
+    def affordable(self, wanted: Units, least: Units, budget: int) -> Units:
+        """Blocks of each pool in the budget: those that are wanted, or as many beyond the least as their
+        share of all that is wanted beyond it; fewer than the least where not even those fit."""
+        room, more = budget - self.bytes(least), self.bytes(wanted) - self.bytes(least)
+        if more <= room:
+            return wanted
+        if room < 0:
+            return Units([0] * len(least))
+        return Units(few + (many - few) * room // more for few, many in zip(least, wanted, strict=True))
 
 
 @dataclass(frozen=True)
@@ -111,11 +186,15 @@ class BlockDemand:
         prompt_tokens: Tokens of the longest prompt.
         completion_tokens: Tokens that a completion may have.
         samples: Completions per prompt.
+        windows: Of the cache's pools.
+        pass_tokens: Tokens that a pass of prefill computes at most.
     """
 
     prompt_tokens: int
     completion_tokens: int
     samples: int
+    windows: tuple[int | None, ...] = (None,)
+    pass_tokens: int = PREFILL_TOKENS[-1]
 
     def ahead(self, positions: int) -> "BlockDemand":
         """A demand that holds this one and many that may follow: lengths are the next powers of two, as far
@@ -124,38 +203,37 @@ class BlockDemand:
             min(positions, 1 << (tokens - 1).bit_length())
             for tokens in (self.prompt_tokens, self.completion_tokens)
         )
-        return BlockDemand(prompt, completion, samples=1)
-
-    @property
-    def prompt_blocks(self) -> int:
-        """Blocks of a prompt, which its samples share."""
-        return -(-(self.prompt_tokens - 1) // PAGE)
-
-    @property
-    def own_blocks(self) -> int:
-        """Blocks of a sample's own tokens."""
-        return -(-self.completion_tokens // PAGE)
+        return replace(self, prompt_tokens=prompt, completion_tokens=completion, samples=1)
 
     @property
     def table_width(self) -> int:
         """Blocks that a row of the block table must list, those of a prompt or those of a sample."""
-        return max(self.prompt_blocks, self.own_blocks, 1)
+        return max(-(-(self.prompt_tokens - 1) // PAGE), -(-self.completion_tokens // PAGE), 1)
 
     @property
-    def least(self) -> int:
+    def least(self) -> Units:
         """Blocks without which not even one sequence can run."""
-        return self.prompt_blocks + self.own_blocks
+        return self._blocks(1, 1)
 
-    def blocks(self, rows: int) -> int:
+    def blocks(self, rows: int) -> Units:
         """Blocks with which that many rows never wait for one another: one prompt more than their groups
         need, because a group's first samples may end while the last still wait."""
-        return rows * self.own_blocks + (-(-rows // self.samples) + 1) * self.prompt_blocks
+        return self._blocks(rows, -(-rows // self.samples) + 1)
 
-    def rows(self, blocks: int, most: int) -> int:
-        """Rows, up to ``most``, that never wait for one another with these blocks; 0 if none can run."""
-        if blocks < self.least:
+    def _blocks(self, rows: int, prompts: int) -> Units:
+        return Units(
+            rows * window_blocks(self.completion_tokens, window, self.pass_tokens)
+            + prompts * window_blocks(self.prompt_tokens - 1, window, self.pass_tokens)
+            for window in self.windows
+        )
+
+    def rows(self, geometry: KVGeometry, budget: int, most: int) -> int:
+        """Rows, up to ``most``, that never wait for one another with this budget in bytes; 0 if none can
+        run."""
+        if geometry.bytes(self.least) > budget:
             return 0
-        return next((rows for rows in range(most, 1, -1) if self.blocks(rows) <= blocks), 1)
+        counts = range(most, 1, -1)
+        return next((rows for rows in counts if geometry.bytes(self.blocks(rows)) <= budget), 1)
 
 
 def cache_budget(

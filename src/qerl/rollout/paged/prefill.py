@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from qerl.kernels.decode import attend as attention
-from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import upload
 from qerl.rollout.paged.forward import Forward, Inputs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.scheduler import Span
-from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.paged.weights import Decoder, kinds_of
 
 
 class Piece(NamedTuple):
@@ -41,6 +40,9 @@ class Prefill:
 
     def __init__(self, decoder: Decoder, pass_tokens: tuple[int, ...]) -> None:
         self._decoder, self._pass_tokens = decoder, pass_tokens
+        kinds = kinds_of(decoder.sizes)
+        self._tiles = [attention.prefill_rows(kind.group, kind.head_size) for kind in kinds]
+        self._together = [tile // kind.group for tile, kind in zip(self._tiles, kinds, strict=True)]
         self.passes: dict[int, Forward] = {}
 
     def forget(self) -> None:
@@ -56,51 +58,60 @@ class Prefill:
         tokens = sum(piece.stop - piece.start for piece in pieces)
         size = next(size for size in self._pass_tokens if size >= tokens)
         if size not in self.passes:
-            self.passes[size] = Forward(self._decoder, size, splits=1, tile=attention.PREFILL_ROWS)
+            self.passes[size] = Forward(self._decoder, size, [1] * len(self._tiles), self._tiles)
         forward = self.passes[size]
+        # A padded token's key goes nowhere, because it sees none of its own.
         columns_6S = np.zeros((6, size), np.int32)
-        token_S, position_S, slot_S, shared_S, own_S, order_S = columns_6S
-        slot_S.fill(-1)
+        token_S, position_S, shared_S, own_S, table_S, order_S = columns_6S
         order_S[:] = np.arange(size)
-        end = 0
+        end = row = 0
         for span, start, stop in pieces:
             here, of_span = slice(end, end + stop - start), np.arange(start, stop)
-            end, place = here.stop, span.start + of_span
+            end = here.stop
             token_S[here] = span.token_ids[start:stop]
             position_S[here] = span.position + of_span
-            slot_S[here] = np.asarray(span.blocks)[place // PAGE] * PAGE + place % PAGE
-            shared_S[here], own_S[here] = span.prompt_tokens, place + 1
-        items_4, tables = (np.asarray(rows, np.int32) for rows in self._items(pieces))
+            shared_S[here], own_S[here] = span.prompt_tokens, span.start + of_span + 1
+            table_S[here] = row
+            row += 2
+        tables = [_tables(pieces, pool) for pool in range(len(cache.geometry.windows))]
+        items = [np.asarray(_items(pieces, together), np.int32) for together in self._together]
         # One copy from pinned memory, so that the host goes on to the next pass. Tables are last: odd widths
         # would leave what follows unaligned.
-        whole = np.concatenate([columns_6S.ravel(), items_4.ravel(), tables.ravel()])
+        parts = [columns_6S, *items, *tables]
+        whole = np.concatenate([part.ravel() for part in parts])
         on_device = upload(torch.from_numpy(whole), self._decoder.embedding_VD.device)
-        columns, items, of_tables = on_device.split([columns_6S.size, items_4.size, tables.size])
-        token, position, slots, *_, order = columns.view(6, size)
-        limits = columns.view(6, size)[3:5]
+        split = on_device.split([part.size for part in parts])
+        columns, *others = [each.view(part.shape) for each, part in zip(split, parts, strict=True)]
         inputs = Inputs(
-            token, position, slots, limits, of_tables.view(tables.shape), items.view(items_4.shape), order
-        )
-        forward.lse_ZTH.fill_(-torch.inf)
+            columns[0], columns[1], columns[2:4], columns[4], others[len(items) :],
+            [(item_4, columns[5]) for item_4 in others[: len(items)]],
+        )  # fmt: skip
+        forward.forget_attention()
         forward(cache, inputs)
 
-    def _items(self, pieces: list[Piece]) -> tuple[list[list[int]], list[list[int]]]:
-        """Attention items and block tables of a pass: each span at its own keys, and at its prompt if it has
-        one."""
-        tile = attention.PREFILL_ROWS // self._decoder.sizes.spec.mixer.group
-        width = max(max(len(piece.span.blocks), len(piece.span.prompt_blocks)) for piece in pieces)
-        items: list[list[int]] = []
-        tables: list[list[int]] = []
-        begin = 0
-        for span, start, stop in pieces:
-            end = begin + stop - start
-            rows = [(span.blocks, 1)] + ([(span.prompt_blocks, 0)] if span.prompt_tokens else [])
-            for blocks, half in rows:
-                for first in range(begin, end, tile):
-                    items.append([first, min(tile, end - first), len(tables), half])
-                tables.append(blocks + [0] * (width - len(blocks)))
-            begin = end
-        return items, tables
+
+def _tables(pieces: list[Piece], pool: int) -> np.ndarray:
+    """Block tables of a pass in one pool: of each piece its own, and behind it its prompt's."""
+    spans = [piece.span for piece in pieces]
+    rows = [each.get(pool, []) for span in spans for each in (span.blocks, span.prompt_blocks)]
+    tables_GB = np.zeros((len(rows), max(1, *map(len, rows))), np.int32)
+    for table, row in zip(tables_GB, rows, strict=True):
+        table[: len(row)] = row
+    return tables_GB
+
+
+def _items(pieces: list[Piece], together: int) -> list[list[int]]:
+    """Attention items of so many tokens at most: each piece at its own keys, and at its prompt if it has
+    one."""
+    items: list[list[int]] = []
+    begin = 0
+    for number, (span, start, stop) in enumerate(pieces):
+        end = begin + stop - start
+        for table, half in [(2 * number, 1)] + ([(2 * number + 1, 0)] if span.prompt_tokens else []):
+            for first in range(begin, end, together):
+                items.append([first, min(together, end - first), table, half])
+        begin = end
+    return items
 
 
 def _passes(spans: Sequence[Span], most: int) -> Iterator[list[Piece]]:

@@ -20,10 +20,10 @@ import torch
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.decode.filters import FILTERED, FREE, GREEDY, RowSettings
 from qerl.kernels.decode.speculate import LaneState
-from qerl.kernels.limits import PAGE, STOP_TOKENS
+from qerl.kernels.limits import STOP_TOKENS
 from qerl.rollout.engine import SamplingParams, uniform_streams
 from qerl.rollout.paged.forward import Inputs
-from qerl.rollout.session import Sequence
+from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import Cut, FinishReason
 
 CORPUS = 8192
@@ -42,7 +42,8 @@ class Rows:
         count: T.
         max_new: M.
         table_width: Blocks that a sequence may own, and a prompt too.
-        tile_tokens: Tokens that one work item of the attention may hold.
+        pools: Of the cache.
+        together: Of each kind of attention, tokens that one work item may hold.
         device: Where they are.
         drafted: Tokens of a draft at most, for each of which a row has a lane beside its first.
 
@@ -50,9 +51,9 @@ class Rows:
         state: What the kernel that draws advances.
         settings: How each row draws, and which tokens end it.
         lanes: Lanes of the rows, None where nothing is drafted.
-        inputs: What a pass reads. Of its ``tables_GB`` [2 T, B] the first half are prompts of groups, the
-            second each row's own blocks; ``item_4`` [2 T, 4] and ``order`` [2 T] likewise, T there the
-            lanes of all rows.
+        inputs: What a pass reads. Of each of its tables [2 T, B] the first half are prompts of groups, the
+            second each row's own blocks; items [2 T, 4] and their order [2 T] likewise, T there the lanes of
+            all rows.
     """
 
     def __init__(
@@ -60,21 +61,19 @@ class Rows:
         count: int,
         max_new: int,
         table_width: int,
-        tile_tokens: int,
+        pools: int,
+        together: abc.Sequence[int],
         device: torch.device,
         drafted: int = 0,
     ) -> None:
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.count, self._tile_tokens, self._device = count, tile_tokens, device
-        tables_GB = integers(2 * count, table_width)
+        self.count, self._together, self._device = count, together, device
         self.state = RowState(
             token_T=integers(count),
             position_T=integers(count),
-            slot_T=integers(count),
             limit_2T=integers(2, count),
-            own_table_TB=tables_GB[count:],
             generated_T=integers(count),
             max_new_T=integers(count),
             done_T=integers(count),
@@ -84,18 +83,20 @@ class Rows:
         )
         self.settings = RowSettings.free(count, device)
         self._lanes_each, tokens = drafted + 1, count * (drafted + 1)
-        self.lanes = _make_lanes(count, drafted + 1, table_width, device) if drafted else None
+        self.lanes = _make_lanes(count, drafted + 1, device) if drafted else None
         read = self.state if self.lanes is None else self.lanes.tokens
+        own_T = count + torch.arange(tokens, dtype=torch.int32, device=device) // self._lanes_each
         self.inputs = Inputs(
-            read.token_T, read.position_T, read.slot_T, read.limit_2T, tables_GB,
-            integers(2 * tokens, 4), integers(2 * tokens),
+            read.token_T, read.position_T, read.limit_2T, own_T.to(torch.int32),
+            [integers(2 * count, table_width) for _ in range(pools)],
+            [(integers(2 * tokens, 4), integers(2 * tokens)) for _ in together],
         )  # fmt: skip
         self.clear()
 
     def clear(self) -> None:
         """End every row."""
         self.state.done_T.fill_(1)
-        self.state.slot_T.fill_(-1)
+        self.state.limit_2T[1].fill_(0)
 
     def place(self, sequences: list[Sequence]) -> None:
         """Write the state of sequences that enter rows.
@@ -111,7 +112,7 @@ class Rows:
         values = torch.tensor(columns, dtype=torch.int32, device=self._device)
         state = self.state
         by_column = (
-            state.token_T, state.position_T, state.slot_T, state.generated_T, state.max_new_T, state.done_T,
+            state.token_T, state.position_T, state.generated_T, state.max_new_T, state.done_T,
         )  # fmt: skip
         for column, of_rows in enumerate(by_column):
             of_rows.index_copy_(0, at, values[:, column])
@@ -127,8 +128,7 @@ class Rows:
     def _column(sequence: Sequence) -> list[int]:
         """What the row's tensors hold, in the order of `place`; the last two are the limits."""
         cached, own = sequence.prompt.cached_tokens, sequence.generated
-        slot = sequence.blocks[own // PAGE] * PAGE + own % PAGE
-        return [sequence.last_token, cached + own, slot, own, sequence.max_tokens, 0, cached, own + 1]
+        return [sequence.last_token, cached + own, own, sequence.max_tokens, 0, cached, own + 1]
 
     def _write_outputs(self, sequences: list[Sequence]) -> None:
         """What they have from before, drawn or written, in three uploads for all of them."""
@@ -157,7 +157,7 @@ class Rows:
         if rows:
             at = torch.tensor(rows, device=self._device)
             self.state.done_T.index_fill_(0, at, 1)
-            self.state.slot_T.index_fill_(0, at, -1)
+            self.state.limit_2T[1].index_fill_(0, at, 0)
 
     def move(self, source: "Rows", rows: dict[int, int]) -> None:
         """Continue sequences of other rows.
@@ -171,10 +171,9 @@ class Rows:
         there, here = (torch.tensor(list(side), device=self._device) for side in (rows.keys(), rows.values()))
         for mine, theirs in ((self.state, source.state), (self.settings, source.settings)):
             for tensor in fields(mine):
-                if tensor.name != "own_table_TB":  # `attend` writes it
-                    dim = int(tensor.name in _BY_KIND)
-                    moved = getattr(theirs, tensor.name).index_select(dim, there)
-                    getattr(mine, tensor.name).index_copy_(dim, here, moved)
+                dim = int(tensor.name in _BY_KIND)
+                moved = getattr(theirs, tensor.name).index_select(dim, there)
+                getattr(mine, tensor.name).index_copy_(dim, here, moved)
 
     def attend(self, running: abc.Mapping[int, Sequence]) -> None:
         """Write block tables and attention work items of everything that runs.
@@ -182,36 +181,45 @@ class Rows:
         A group's samples read their prompt together, in items of as many tokens as a tile takes; each sample
         reads its own tokens alone.
         """
-        rows, lanes, width = self.count, self._lanes_each, self.inputs.tables_GB.shape[1]
+        numbers = {prompt: i for i, prompt in enumerate({each.prompt: None for each in running.values()})}
+        for pool, to in enumerate(self.inputs.tables):
+            tables_GB = np.zeros(to.shape, np.int32)
+            for prompt, group in numbers.items():
+                tables_GB[group, : len(prompt.blocks[pool])] = prompt.blocks[pool]
+            for row, sequence in running.items():
+                tables_GB[self.count + row, : len(sequence.blocks[pool])] = sequence.blocks[pool]
+            to.copy_(torch.from_numpy(tables_GB))
+        for together, (to_item_4, to_order) in zip(self._together, self.inputs.items, strict=True):
+            item_4, order = self._items(running, numbers, together)
+            to_item_4.copy_(torch.from_numpy(item_4))
+            to_order.copy_(torch.from_numpy(order))
+
+    def _items(
+        self, running: abc.Mapping[int, Sequence], numbers: abc.Mapping[Prompt, int], together: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Work items of one kind of attention, of so many tokens at most, and the tokens of each."""
+        rows, lanes = self.count, self._lanes_each
         tokens = rows * lanes
-        tables_GB = np.zeros((2 * rows, width), np.int32)
         item_4 = np.zeros((2 * tokens, 4), np.int32)
         order = np.zeros(2 * tokens, np.int32)
         order[tokens:] = np.arange(tokens)
         item_4[tokens:, 0] = np.arange(tokens, 2 * tokens)
         item_4[tokens:, 2] = rows + np.arange(tokens) // lanes
         item_4[tokens:, 3] = 1
-        groups: dict[int, list[int]] = {}
+        members: dict[Prompt, list[int]] = {}
         for row, sequence in running.items():
-            tables_GB[rows + row, : len(sequence.blocks)] = sequence.blocks
-            own = range(row * lanes, (row + 1) * lanes)
             item_4[tokens + row * lanes : tokens + (row + 1) * lanes, 1] = 1
-            groups.setdefault(sequence.prompt.number, []).extend(own)
+            members.setdefault(sequence.prompt, []).extend(range(row * lanes, (row + 1) * lanes))
         item = place = 0
-        for group, members in enumerate(groups.values()):
-            prompt = running[members[0] // lanes].prompt
-            blocks = prompt.blocks or []
-            tables_GB[group, : len(blocks)] = blocks
+        for prompt, of_prompt in members.items():
             if not prompt.cached_tokens:
                 continue
-            for first in range(0, len(members), self._tile_tokens):
-                together = members[first : first + self._tile_tokens]
-                item_4[item] = place, len(together), group, 0
-                order[place : place + len(together)] = together
-                item, place = item + 1, place + len(together)
-        self.inputs.tables_GB.copy_(torch.from_numpy(tables_GB))
-        self.inputs.item_4.copy_(torch.from_numpy(item_4))
-        self.inputs.order.copy_(torch.from_numpy(order))
+            for first in range(0, len(of_prompt), together):
+                chosen = of_prompt[first : first + together]
+                item_4[item] = place, len(chosen), numbers[prompt], 0
+                order[place : place + len(chosen)] = chosen
+                item, place = item + 1, place + len(chosen)
+        return item_4, order
 
     def read(self, running: abc.Mapping[int, Sequence]) -> tuple[dict[int, int], list[int]]:
         """Look who has ended, and read what those have generated.
@@ -295,13 +303,12 @@ def write_settings(settings: RowSettings, at: torch.Tensor, params: abc.Sequence
     settings.stop_RK.index_copy_(0, at, counts_SK[:, 2:])
 
 
-def _make_lanes(rows: int, each: int, table_width: int, device: torch.device) -> LaneState:
+def _make_lanes(rows: int, each: int, device: torch.device) -> LaneState:
     """Lanes that nothing was written to.
 
     Args:
         rows: R.
         each: L.
-        table_width: Blocks that a sequence may own.
         device: Where they are.
     """
 
@@ -312,9 +319,7 @@ def _make_lanes(rows: int, each: int, table_width: int, device: torch.device) ->
     state = RowState(
         token_T=integers(tokens),
         position_T=integers(tokens),
-        slot_T=integers(tokens),
         limit_2T=integers(2, tokens),
-        own_table_TB=integers(tokens, table_width + 1),  # the slot after the last one is asked for, not used
         generated_T=integers(tokens),
         max_new_T=integers(tokens).fill_(2),  # none ends by its length
         done_T=integers(tokens),

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections import abc, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl.errors import QeRLError
+from qerl.rollout.paged.limits import PREFILL_TOKENS
 
 if TYPE_CHECKING:  # the contract that sequences come from needs torch
     from qerl.rollout.session import Prompt, Sequence
@@ -44,7 +45,7 @@ class Pace:
     round_steps: int = 16
     spare_rounds: int = 4
     small_rows: int = 8
-    prefill_tokens: tuple[int, ...] = (64, 512, 2048)
+    prefill_tokens: tuple[int, ...] = PREFILL_TOKENS
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,16 @@ class Span:
     Attributes:
         token_ids: The tokens.
         position: Position of the first token.
-        blocks: Blocks that take keys and values.
-        prompt_blocks: Blocks of a prompt that all of the tokens see in full.
+        blocks: Blocks that take keys and values, by pool.
+        prompt_blocks: Blocks of a prompt that stands before all of the tokens.
         prompt_tokens: Tokens in those; 0 for a prompt itself.
         start: Place in the blocks where the first token goes; those before it are computed, and seen.
     """
 
     token_ids: list[int]
     position: int
-    blocks: list[int]
-    prompt_blocks: list[int] = field(default_factory=list)
+    blocks: dict[int, list[int]]
+    prompt_blocks: dict[int, list[int]] = field(default_factory=dict)
     prompt_tokens: int = 0
     start: int = 0
 
@@ -85,18 +86,14 @@ class Round:
     def spans(self) -> list[Span]:
         """What to prefill, prompts before the sequences that read them."""
         spans = [
-            Span(prompt.token_ids[:-1], 0, prompt.blocks or [])
-            for prompt in self.prompts
-            if prompt.cached_tokens
+            Span(prompt.token_ids[:-1], 0, prompt.blocks) for prompt in self.prompts if prompt.cached_tokens
         ]
         for sequence in self.admitted:
             if sequence.cached < sequence.generated:
                 prompt, start = sequence.prompt, sequence.cached
                 own = [prompt.token_ids[-1], *sequence.token_ids[:-1]]
                 seen = prompt.cached_tokens
-                spans.append(
-                    Span(own[start:], seen + start, sequence.blocks, prompt.blocks or [], seen, start)
-                )
+                spans.append(Span(own[start:], seen + start, sequence.blocks, prompt.blocks, seen, start))
         return spans
 
     @property
@@ -106,21 +103,25 @@ class Round:
         return own + sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
+Amount = Any  # an int, or Units: what adds up and compares
+
+
 class SequenceMemory(Protocol):
     """Who holds how much of the memory in which a model keeps what it has read of sequences.
 
-    Keys and values in pages are one kind (`qerl.rollout.paged.blocks.BlockManager`), whose unit is a page. A
-    mixer that carries a state has one of a slot per sequence, in which `copy` also has the prompt's state
-    copied, because a state is overwritten and a page is not. The numbers lie in `KVCache`.
+    Amounts are numbers, or `qerl.rollout.paged.limits.Units` where there are several kinds of memory, which
+    add up and compare alike. Keys and values in pages are one kind (`qerl.rollout.paged.blocks`), whose unit
+    is a page. A mixer that carries a state has one of a slot per sequence, in which `copy` also has the
+    prompt's state copied, because a state is overwritten and a page is not. The numbers lie in `KVCache`.
 
     Attributes:
         count: Units in all.
     """
 
-    count: int
+    count: Amount
 
     @property
-    def free(self) -> int:
+    def free(self) -> Amount:
         """Units that nobody holds."""
 
     def check(self, prompt: Prompt, limit: int) -> None:
@@ -130,13 +131,13 @@ class SequenceMemory(Protocol):
             QeRLError: It does.
         """
 
-    def held(self, sequence: Sequence) -> int:
+    def held(self, sequence: Sequence) -> Amount:
         """Units that a sequence holds beside its prompt's."""
 
-    def missing(self, sequence: Sequence, steps: int) -> int:
+    def missing(self, sequence: Sequence, steps: int) -> Amount:
         """Units that a sequence lacks for so many steps; it never needs more than its last token does."""
 
-    def prompt_missing(self, sequence: Sequence) -> int:
+    def prompt_missing(self, sequence: Sequence) -> Amount:
         """Units that the prompt of a sequence lacks; 0 where another sequence has it there."""
 
     def copy(self, sequence: Sequence) -> bool:
@@ -310,7 +311,7 @@ class Scheduler:
             self.running[row] = sequence
             planned.admitted.append(sequence)
 
-    def _make_room(self, entering: Sequence, spare: int) -> bool:
+    def _make_room(self, entering: Sequence, spare: Amount) -> bool:
         """Have the memory free that a sequence lacks to enter.
 
         Args:
@@ -328,11 +329,11 @@ class Scheduler:
                 return False
         return True
 
-    def _needed(self, sequence: Sequence) -> int:
+    def _needed(self, sequence: Sequence) -> Amount:
         """Memory that a waiting sequence and its prompt lack for the next round."""
         return self.memory.prompt_missing(sequence) + self._missing(sequence)
 
-    def _missing(self, sequence: Sequence, rounds: int = 1) -> int:
+    def _missing(self, sequence: Sequence, rounds: int = 1) -> Amount:
         """Memory that a sequence lacks for so many rounds."""
         return self.memory.missing(sequence, rounds * self.pace.round_steps)
 

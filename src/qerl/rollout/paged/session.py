@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from qerl.kernels.limits import PAGE, STOP_TOKENS
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.blocks import BlockManager
+from qerl.rollout.paged.blocks import memory_of
 from qerl.rollout.paged.decode import DecodeGraphs, DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.limits import BlockDemand, count_for
+from qerl.rollout.paged.limits import BlockDemand, Units, count_for
 from qerl.rollout.paged.prefill import Prefill
-from qerl.rollout.paged.scheduler import Pace, Scheduler
+from qerl.rollout.paged.scheduler import Pace, Scheduler, SequenceMemory
 from qerl.rollout.session import Sequence, TrackedSession
 from qerl.rollout.stops import StopTokens
 
@@ -65,7 +65,7 @@ class PagedSession(TrackedSession):
         self._parts, self._growing, self._most_positions = parts, growing, positions
         most = parts.pace.round_steps * (parts.graphs.drafted + 1)  # tokens that a round may give a sequence
         pace = replace(parts.pace, round_steps=most)
-        self._scheduler = Scheduler(BlockManager(parts.cache.blocks, PAGE), parts.max_sequences, pace)
+        self._scheduler = Scheduler(self._memory(), parts.max_sequences, pace)
         self._step: DecodeStep | None = None
         self._samples = 0  # of each prompt, at least
 
@@ -77,9 +77,10 @@ class PagedSession(TrackedSession):
             fewest = min(self._samples, samples) if present else samples
             together = present + with_room
             longest, limit = (max(column) for column in zip(*together, strict=True))
-            least = max(BlockDemand(prompt, own, samples=1).least for prompt, own in set(together))
+            needs = [self._demand(prompt, own, 1).least for prompt, own in set(together)]
+            least = Units(max(of_pool) for of_pool in zip(*needs, strict=True))
             rows = min(self._parts.max_sequences, len(together))
-            self._reserve(BlockDemand(longest, limit, fewest), least, rows)
+            self._reserve(self._demand(longest, limit, fewest), least, rows)
             self._samples = fewest
         self._scheduler.add(sequences)
         for sequence in sequences:
@@ -126,7 +127,16 @@ class PagedSession(TrackedSession):
             self.drafted_tokens += drafted
             self.accepted_tokens += accepted
 
-    def _reserve(self, demand: BlockDemand, least: int, rows: int) -> None:
+    def _demand(self, prompt: int, own: int, samples: int) -> BlockDemand:
+        parts = self._parts
+        return BlockDemand(prompt, own, samples, parts.cache.geometry.windows, parts.pace.prefill_tokens[-1])
+
+    def _memory(self) -> SequenceMemory:
+        """The blocks of the cache as it is, all of them free."""
+        cache, passes = self._parts.cache, self._parts.pace.prefill_tokens
+        return memory_of(cache.blocks, cache.geometry.windows, PAGE, passes[-1])
+
+    def _reserve(self, demand: BlockDemand, least: Units, rows: int) -> None:
         """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped.
 
         Args:
@@ -145,7 +155,7 @@ class PagedSession(TrackedSession):
             parts.cache.take_back()
             return
         if self._scheduler.present:  # they need what is dropped below
-            parts.cache.affordable(least, parts.budget(parts.cache.held_bytes))
+            parts.cache.check_affordable(least, parts.budget(parts.cache.held_bytes))
         if self._growing:
             taken, rows = demand.ahead(self._most_positions), min(parts.max_sequences, count_for(rows))
         if self._step is not None:
@@ -154,7 +164,7 @@ class PagedSession(TrackedSession):
         parts.graphs.forget()
         parts.prefill.forget()
         parts.cache.close()
-        self._scheduler.suspend(BlockManager(0, PAGE))  # before what may fail: nobody holds what is closed
+        self._scheduler.suspend(self._memory())  # before what may fail: nobody holds what is closed
         parts.cache.reserve(taken.blocks(rows), least, parts.budget(0))
         parts.graphs.make_room(taken.completion_tokens, taken.table_width)
-        self._scheduler.suspend(BlockManager(parts.cache.blocks, PAGE))
+        self._scheduler.suspend(self._memory())

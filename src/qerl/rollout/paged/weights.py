@@ -4,18 +4,20 @@ Built once over a loaded model. Packed weights are moved, not copied: afterwards
 the same tensors. LoRA matrices are copied into stacked bf16 buffers before each rollout (megabytes), RMSNorm
 weights into fp32 buffers that may carry noise; both are written in place, so captured graphs stay valid.
 
-Shapes: D hidden, N out-features, K in-features, I intermediate, R padded rank, E head size, V
-vocabulary.
+Shapes: D hidden, N out-features, K in-features, I intermediate, R padded rank, E head size, H query heads, V
+vocabulary, M positions, P pairs of numbers that are turned.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from qerl.families.layer import LayerSpec
 from qerl.families.sizes import Sizes
+from qerl.kernels.decode.rope_kv import Heads
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
 from qerl.kernels.weights.packed_gemm import Ahead
 from qerl.kernels.weights.product import GemmWeight
@@ -35,10 +37,12 @@ class Projection:
 
     Attributes:
         lora: None without an adapter.
+        bias_N: Of all its linears; None where they have none.
     """
 
     weight: GemmWeight
     lora: Lora | None = None
+    bias_N: torch.Tensor | None = None
 
 
 @dataclass
@@ -46,19 +50,22 @@ class AttentionWeights:
     """What `qerl.families.layer.Attention` computes with.
 
     Attributes:
-        bias_N: Of q, k and v together; None where they have none.
-        qk_norm_2E: Weights of the norms of query and key heads; None where heads are not normalised.
+        heads: What happens to heads between product and attention.
+        cos_MP, sin_MP: fp32, of the positions; empty without rotary embedding.
+        sink_H: fp32; None without sinks.
     """
 
     qkv: Projection
     o: Projection
-    bias_N: torch.Tensor | None = None
-    qk_norm_2E: torch.Tensor | None = None
+    heads: Heads
+    cos_MP: torch.Tensor
+    sin_MP: torch.Tensor
+    sink_H: torch.Tensor | None = None
 
 
 @dataclass
-class SwiGLUWeights:
-    """What `qerl.families.layer.SwiGLU` computes with."""
+class MLPWeights:
+    """What `qerl.families.layer.GatedMLP` computes with."""
 
     gate_up: Projection
     down: Projection
@@ -66,18 +73,56 @@ class SwiGLUWeights:
 
 @dataclass
 class Layer:
-    """One decoder layer, with the weights of the norms in front of its two parts."""
+    """One decoder layer, with the weights of the norms around its two parts.
+
+    Attributes:
+        before_mixer_D, before_mlp_D: fp32, what the input of each part is multiplied by; ones without a norm.
+        behind_mixer_D, behind_mlp_D: fp32; None without a norm there.
+        scalar_1: fp32, multiplies the layer's result; None without.
+    """
 
     spec: LayerSpec
-    input_norm_D: torch.Tensor
+    before_mixer_D: torch.Tensor
     mixer: AttentionWeights
-    post_norm_D: torch.Tensor
-    mlp: SwiGLUWeights
+    before_mlp_D: torch.Tensor
+    mlp: MLPWeights
+    behind_mixer_D: torch.Tensor | None = None
+    behind_mlp_D: torch.Tensor | None = None
+    scalar_1: torch.Tensor | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         """All GEMMs, in the order of the description's products."""
         return self.mixer.qkv, self.mixer.o, self.mlp.gate_up, self.mlp.down
+
+
+class Kind(NamedTuple):
+    """Layers whose attention has the same shape, and so the same buffers and work items.
+
+    Attributes:
+        window: Tokens that a token sees; None for all.
+    """
+
+    window: int | None
+    heads: int
+    kv_heads: int
+    head_size: int
+
+    @classmethod
+    def of(cls, spec: LayerSpec) -> "Kind":
+        """That of a layer."""
+        mixer = spec.mixer
+        return cls(mixer.window, mixer.heads, mixer.kv_heads, mixer.head_size)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+
+def kinds_of(sizes: Sizes) -> tuple[Kind, ...]:
+    """The kinds of a model's layers, each once."""
+    return tuple(dict.fromkeys(Kind.of(run.spec) for run in sizes.runs))
 
 
 @dataclass
@@ -86,7 +131,6 @@ class Decoder:
 
     Attributes:
         embedding_VD, head_VD: bf16, the same tensor when tied.
-        cos_ME, sin_ME: fp32 [positions, E / 2].
         sizes: Of the model, by its config.
         eps: What RMSNorm adds to the mean square.
     """
@@ -95,8 +139,6 @@ class Decoder:
     layers: list[Layer]
     final_norm_D: torch.Tensor
     head_VD: torch.Tensor
-    cos_ME: torch.Tensor
-    sin_ME: torch.Tensor
     sizes: Sizes
     eps: float
 

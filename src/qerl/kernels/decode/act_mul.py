@@ -1,4 +1,4 @@
-"""silu(gate) * up with LoRA on both, and down's x A^T, in one launch.
+"""silu(gate) * up, or GELU(gate) * up, with LoRA on both, and down's x A^T, in one launch.
 
 A program owns 128 columns of the intermediate size. With many tokens it takes several blocks of 16 tokens in
 turn, so that A and B of its columns are read once for all of them.
@@ -25,11 +25,12 @@ from qerl.kernels.limits import rank_part
 
 
 @triton.jit
-def _silu_mul(
+def _act_mul(
     gemm_STN, partials_G, scale_2, squares_PT, xa_TR, b_NR, a_RK, h_TI, parts_PTR,
     T, N, INNER, D, eps,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
     R: tl.constexpr, PART: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
+    FUSED: tl.constexpr, GELU: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr, ROUNDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +39,8 @@ def _silu_mul(
     in_n = n < INNER
     gate_counts = partial_counts(partials_G, n, in_n, S)
     up_counts = partial_counts(partials_G, INNER + n, in_n, S)
-    gate_scale, up_scale = tl.load(scale_2), tl.load(scale_2 + 1)
+    LINEARS: tl.constexpr = 1 if FUSED else 2
+    gate_scale, up_scale = tl.load(scale_2), tl.load(scale_2 + LINEARS - 1)
     if R > 0:
         gate_b = load_b(b_NR, n, in_n, 0, R, PART)
         up_b = load_b(b_NR, INNER + n, in_n, 0, R, PART)
@@ -52,11 +54,16 @@ def _silu_mul(
         gate = sum_partials(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S) * gate_scale
         up = sum_partials(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S) * up_scale
         if R > 0:
-            gate += apply_b(xa_TR, 0, gate_b, b_NR, n, in_n, t, in_t, 2 * R, R, PART)
-            up += apply_b(xa_TR, R, up_b, b_NR, INNER + n, in_n, t, in_t, 2 * R, R, PART)
+            gate += apply_b(xa_TR, 0, gate_b, b_NR, n, in_n, t, in_t, LINEARS * R, R, PART)
+            up += apply_b(
+                xa_TR, (LINEARS - 1) * R, up_b, b_NR, INNER + n, in_n, t, in_t, LINEARS * R, R, PART
+            )
         gate *= rms[:, None]
         up *= rms[:, None]
-        h = (gate * tl.sigmoid(gate) * up).to(h_TI.dtype.element_ty)
+        bent = gate
+        if GELU:
+            bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+        h = (gate * tl.sigmoid(bent) * up).to(h_TI.dtype.element_ty)
         store_operand(h_TI, h, t, n, in_t[:, None] & in_n[None, :], INNER, PADDED)
         if A_RANKS > 0:
             apply_a(parts_PTR, block, h, a, a_RK, n, in_n, INNER, t, in_t, T, A_RANKS, A_PART)
@@ -73,7 +80,7 @@ def blocks_in_turn(tokens: int) -> int:
     return triton.cdiv(tokens, 32) if tokens <= 64 else min(4, triton.cdiv(tokens, 64))
 
 
-def silu_mul(
+def act_mul(
     gemm_STN: torch.Tensor,
     scale_2: torch.Tensor,
     squares_PT: torch.Tensor,
@@ -82,12 +89,14 @@ def silu_mul(
     intermediate: int,
     width: int,
     eps: float,
+    gelu: bool = False,
+    fused: bool = False,
     padded_tokens: int = 0,
     partials_G: torch.Tensor | None = None,
     b: LoraB = NO_B,
     a: LoraA = NO_A,
 ) -> None:
-    """Write silu(gate) * up, the input of the down projection.
+    """Write activation(gate) * up, the input of the down projection.
 
     Args:
         gemm_STN: fp32 or bf16 [S, T, N], columns 0..I gate and I..2I up.
@@ -97,6 +106,8 @@ def silu_mul(
         intermediate: I.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
+        gelu: GELU by its approximation with tanh, in the place of SiLU.
+        fused: True if one linear with one adapter makes both.
         padded_tokens: Tokens that ``h_TI`` has room for in the order of ``packed_gemm``; 0 for [T, I].
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         b: LoRA of gate and up: B of gate on top of B of up, and the sum x A^T [T, 2 R] of both.
@@ -114,13 +125,14 @@ def silu_mul(
     # 128 ranks shared memory has room for two anyway, and fewer registers would only spill.
     capped = {"maxnreg": 128} if tokens > 64 and b.ranks <= 64 else {}
     arguments = pointers(
-        "silu_mul", h_TI, gemm_STN=gemm_STN, partials_G=partials_G, scale_2=scale_2, squares_PT=squares_PT,
+        "act_mul", h_TI, gemm_STN=gemm_STN, partials_G=partials_G, scale_2=scale_2, squares_PT=squares_PT,
         xa_TR=b.xa.sum_TR, b_NR=b.b_NR, a_RK=a.a_RK, h_TI=h_TI, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
-    _silu_mul[(triton.cdiv(intermediate, BLOCK_I), triton.cdiv(tokens, block_t * rounds))](
+    _act_mul[(triton.cdiv(intermediate, BLOCK_I), triton.cdiv(tokens, block_t * rounds))](
         *arguments, tokens, columns, intermediate, width, eps,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)), **a.constants(rank_part(a.ranks, shared)),
+        FUSED=fused, GELU=gelu,
         PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
         **capped, **dependent(gemm_STN),
     )  # fmt: skip

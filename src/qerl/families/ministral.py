@@ -1,0 +1,18 @@
+"""Ministral 3: Llama with YaRN, and queries that grow with their position."""
+
+from typing import Any
+
+from qerl.families.common import decoder, heads, layer, rotary
+from qerl.families.layer import Attention, PositionScale
+from qerl.families.sizes import Sizes
+
+
+def sizes(config: Any) -> Sizes:
+    """The decoder by its config."""
+    rope = config.rope_parameters
+    beta = rope.get("llama_4_scaling_beta")
+    scale = PositionScale(beta, rope["original_max_position_embeddings"]) if beta else None
+    mixer = Attention(
+        *heads(config), window=config.sliding_window, rotary=rotary(config), position_scale=scale
+    )
+    return decoder(config, [layer(config, mixer)] * config.num_hidden_layers)

@@ -1,0 +1,14 @@
+"""Phi-3 and Phi-4: one linear for q, k and v, one for gate and up; some turn a part of each head."""
+
+from typing import Any
+
+from qerl.families.common import decoder, heads, layer, rotary
+from qerl.families.layer import Attention, GatedMLP
+from qerl.families.sizes import Sizes
+
+
+def sizes(config: Any) -> Sizes:
+    """The decoder by its config."""
+    mixer = Attention(*heads(config), fused=True, window=config.sliding_window, rotary=rotary(config))
+    mlp = GatedMLP(config.intermediate_size, fused=True)
+    return decoder(config, [layer(config, mixer, mlp)] * config.num_hidden_layers)

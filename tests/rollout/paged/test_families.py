@@ -1,0 +1,62 @@
+"""Every described family on the paged engine in Triton's interpreter: windows, sinks, layers without rotary
+embedding, norms of other forms, heads of two sizes. Completions are those of the portable engine, and
+log-probabilities those of transformers' own forward pass, in FP32."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
+
+from qerl.families.sizes import Sizes
+from qerl.lora.adapter import add_lora
+from qerl.noise.norms import noisy_norms
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.scheduler import Pace
+from qerl.rollout.portable.engine import PortableEngine
+from tests.support.families import NAMES, tiny
+from tests.support.machine import Eager
+from tests.support.models import move_adapter
+
+PACE = Pace(round_steps=4, prefill_tokens=(96,))
+
+
+@pytest.fixture(params=NAMES)
+def model(request):
+    torch.manual_seed(1)
+    adapted = add_lora(tiny(request.param), rank=4, alpha=8, dropout=0.0)
+    return move_adapter(adapted, 0.1).eval()
+
+
+def noise_of(model):
+    """Noise for every norm of a decoder layer that stands around its parts."""
+    generator = torch.Generator().manual_seed(3)
+    around = {
+        f"model.layers.{i}.{place}": model.get_base_model().get_submodule(f"model.layers.{i}.{place}")
+        for i, spec in enumerate(Sizes.of(model.config).specs)
+        for place in spec.around
+        if place
+    }
+    return {name: 0.1 * torch.randn(norm.weight.shape, generator=generator) for name, norm in around.items()}
+
+
+def test_completions_are_those_of_the_model(model):
+    noise = noise_of(model)
+    params = SamplingParams(max_tokens=6, seed=1)
+    longest = min(90, Sizes.of(model.config).positions - 6)  # of Ministral past its original positions
+    prompts = [torch.randint(2, 128, (count,)).tolist() for count in (longest, 21)]
+    engine = PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE)
+    found = engine.generate(prompts, 2, params, noise)
+    wanted = PortableEngine(model, 0).generate(prompts, 2, params, noise)
+    for i, (mine, theirs) in enumerate(zip(found.completions, wanted.completions, strict=True)):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        assert mine.entropies == pytest.approx(theirs.entropies, abs=1e-5)
+        prompt = prompts[i // 2]
+        ids = torch.tensor([prompt + mine.token_ids])
+        with torch.no_grad(), noisy_norms(model, noise):
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        exact = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        assert mine.logprobs == pytest.approx(exact.tolist(), abs=1e-5)
