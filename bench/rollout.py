@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def _own_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What :func:`measure` gives for each format, batch and, if asked for, without the adapter."""
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     for weights in args.weights:
@@ -195,7 +195,7 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
         del decoder
 
 
-def _own_calls(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def _own_calls(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What :func:`measure_calls` gives for each format, with and without the adapter, and batch."""
     for weights, rank in itertools.product(args.weights, _ranks(args)):
         shape, positions = shape_of(args.shape, args.layers or 0), args.prompt + args.decode + PAGE
@@ -280,7 +280,7 @@ def main(arguments: list[str]) -> None:
     rows: list[dict[str, Any]] = []
     own = _own_calls if args.lengths else _own_rows
     with gauge() as state:
-        for row in itertools.chain(own(args, sizes), _peer_rows(args, sizes)):
+        for row in itertools.chain(own(args), _peer_rows(args, sizes)):
             if not args.lengths:
                 row = _with_bandwidth(row, args, sizes, limit)
             rows.append(row | common | {"gpu_state": state.take()})
