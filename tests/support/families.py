@@ -1,0 +1,81 @@
+"""Tiny random models of the families with windows, sinks, layers without rotary embedding, and the like.
+
+Each has four layers, of every kind that its family has, and what tells the family from Llama is set to a
+value that shows: a window shorter than a test's samples, norms and sinks that are not what they start as.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.models import TINY
+
+WINDOW = 8
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": _ALTERNATING,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    },
+    "gemma4_text": {
+        "sliding_window": WINDOW,
+        "layer_types": _ALTERNATING,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+    },
+    "ministral3": {"rope_parameters": _YARN, "max_position_embeddings": 64},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "olmo3": {"sliding_window": WINDOW},
+    "granite_swa": {
+        "sliding_window": WINDOW,
+        "layer_rope_theta": [0, 1e4, 1e4, 1e5],
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 1.5,
+    },
+}
+NAMES = tuple(_SETTINGS)
+"""Every ``model_type`` that `tiny` knows."""
+
+
+def tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random model in FP32 and eval mode: 4 layers, hidden 64, heads of 16, vocabulary 128.
+
+    Args:
+        model_type: One of `NAMES`.
+        seed: Of its weights.
+        overrides: Fields of its config.
+    """
+    settings = TINY | {"num_hidden_layers": 4, "max_position_embeddings": 512} | _SETTINGS[model_type]
+    config = AutoConfig.for_model(model_type, **(settings | overrides))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # around what it starts as: 1, or 0 where 1 is added
+                parameter += 0.2 * torch.randn_like(parameter)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.1)
+            elif name.endswith("sinks"):
+                parameter.normal_()
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
+    return model
