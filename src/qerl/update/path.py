@@ -5,29 +5,36 @@ not give (a gradient for a norm's weight, dropout in front of an adapter), the m
 slower and larger. What that costs depends on the model and on settings, so a run says at its start which path
 it takes, and its metrics keep it.
 
-Norms are found as noise finds them, by structure (`qerl.noise.norms.is_norm`), and one of each class is
-measured against the kernel's formula: a list of class names goes stale with each new family. Attention that
-turns its heads goes by the family (`qerl.families.table`), because nothing short of its source says what
-else it does between the product of q, k and v and the rotary embedding.
+Modules are measured against the kernels' formulas, because a list of class names or families goes stale with
+each new one. Norms are found as noise finds them, by structure (`qerl.noise.norms.is_norm`), and one of each
+class is run. Attention and MLPs are run with drawn tensors in the place of what their linears give: what
+reaches attention says whether heads are only turned in between, what reaches the last linear whether the MLP
+is gated as the kernel's.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qerl.families.layer import Attention, SwiGLU, names
-from qerl.families.table import FAMILIES
+from qerl.families.parts import eval_mode
 from qerl.kernels.flash import why_not_flash4
 from qerl.lora.product import why_not_fused
 from qerl.noise.norms import is_norm
 from qerl.seeding import generator
 
-_SILU = ("SiLU", "SiLUActivation")
+_FAILURES = (TypeError, AttributeError, ValueError, KeyError, RuntimeError)  # of a module run by itself
+_RECORDER = "qerl_recorder"
 
 NO_GPU = "its kernels need a CUDA GPU"
 
@@ -93,7 +100,7 @@ class UpdatePath:
             "adapted layers": self.products,
         }
         kernel = f"FlashAttention-2 ({self.why_not_flash4})"
-        kernel = kernel if self.why_not_flash4 else "FlashAttention-4 for long rows"
+        kernel = kernel if self.why_not_flash4 else "FlashAttention-4 for long rows, not in windows"
         flash = {"attention kernel": kernel} if self.by_segment else {}
         return {name: str(share) for name, share in parts.items() if share.total} | flash
 
@@ -125,8 +132,8 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return UpdatePath(
         attention=Share(0, layers, why_dense_masks) if why_dense_masks else Share(layers, layers),
-        norms=_share([why_not_norm(norm, measured) for norm, measured in norms(model)]),
-        rotary=_share([why_dense_masks or why_not_rotary(module) for module in attentions(model)]),
+        norms=_share([why_not_norm(norm, formula) for norm, formula in norms(model)]),
+        rotary=_share([why_dense_masks or _reason(turned_heads(module)) for module in attentions(model)]),
         mlps=_share([why_not_swiglu(module) for module in mlps(model)]),
         products=_share(
             [why_not_fused(m, training=True) for m in model.modules() if isinstance(m, BaseTunerLayer)]
@@ -136,43 +143,65 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
     )
 
 
+def _reason(found: "Heads | str") -> str | None:
+    return found if isinstance(found, str) else None
+
+
 def _share(reasons: list[str | None]) -> Share:
     left = [reason for reason in reasons if reason]
     return Share(len(reasons) - len(left), len(reasons), left[0] if left else "")
 
 
-def norms(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """The model's norms, each with whether its class computes the kernel's RMSNorm."""
-    measured: dict[type, bool] = {}
+class RMSNorm(NamedTuple):
+    """``(added + w) x / sqrt(mean(x^2) + eps)``, as the kernel is told of it.
+
+    Attributes:
+        rounds_unit: Whether 16-bit numbers are rounded before the product with the weight as well.
+    """
+
+    eps: float
+    added: float
+    rounds_unit: bool
+
+
+def norms(model: nn.Module) -> Iterator[tuple[nn.Module, RMSNorm | None]]:
+    """The model's norms, each with the RMSNorm that its class computes, None where it is none."""
+    measured: dict[type, RMSNorm | None] = {}
     for module in model.modules():
         if is_norm(module):
             if type(module) not in measured:
-                measured[type(module)] = _computes_rms_norm(module)
+                measured[type(module)] = _rms_norm(module)
             yield module, measured[type(module)]
 
 
-def why_not_norm(norm: nn.Module, computes_rms_norm: bool) -> str | None:
+def why_not_norm(norm: nn.Module, formula: RMSNorm | None) -> str | None:
     """Why a norm keeps its own code; None where the kernel computes it."""
-    if not computes_rms_norm:
+    if formula is None:
         return f"{type(norm).__name__} is no plain RMSNorm"
     return "their weights train" if norm.get_parameter("weight").requires_grad else None
 
 
-def _computes_rms_norm(norm: Any) -> bool:
-    """Whether a norm's own code gives ``w x / sqrt(mean(x^2) + eps)``, but for rounding."""
-    eps = getattr(norm, "variance_epsilon", None)
+def _rms_norm(norm: Any) -> RMSNorm | None:
+    """The RMSNorm that a norm's own code computes."""
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if eps is None:
-        return False
+        return None
     x = torch.randn(3, norm.weight.numel(), generator=generator("norm")) + 0.5  # its mean is not 0
-    x = x.to(norm.weight.device)
-    weight = norm.weight.detach().float()
-    exact = weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    x = x.to(norm.weight.device, norm.weight.dtype)
+    weight, wide = norm.weight.detach(), x.float()
+    unit = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     try:
         with torch.no_grad():
-            found = type(norm).forward(norm, x).float()
-        return bool((found - exact).norm() <= 1e-2 * exact.norm())
-    except (TypeError, AttributeError, ValueError, RuntimeError):  # it takes more than x, a gate for one
-        return False
+            found, rounded = (type(norm).forward(norm, given).float() for given in (wide, x))
+    except _FAILURES:  # it takes more than x, a gate for one
+        return None
+    for added in (0.0, 1.0):
+        exact = (added + weight.float()) * unit
+        if (found - exact).norm() <= 1e-2 * exact.norm():
+            twice = (added + weight) * unit.to(x.dtype)
+            once = exact.to(x.dtype)
+            return RMSNorm(eps, added, bool((rounded - twice).norm() <= (rounded - once).norm()))
+    return None
 
 
 def attentions(model: nn.Module) -> Iterator[nn.Module]:
@@ -180,18 +209,55 @@ def attentions(model: nn.Module) -> Iterator[nn.Module]:
     return (m for m in model.modules() if _has(m, *names(Attention.PLACES["qkv"])))
 
 
-def why_not_rotary(attention: Any) -> str | None:
-    """Why an attention module turns its heads by its own code; None where the kernel does."""
-    family = FAMILIES.get(getattr(getattr(attention, "config", None), "model_type", ""))
-    if family is None:
+class Heads(NamedTuple):
+    """An attention module that turns whole heads of q and k, and nothing else, before it calls attention.
+
+    Attributes:
+        queries, keys: Numbers of heads.
+        settings: What it gives attention by name: the scale, a window, sinks.
+    """
+
+    queries: int
+    keys: int
+    settings: dict[str, Any]
+
+
+def turned_heads(attention: Any) -> Heads | str:
+    """What an attention module is to the rotary kernel, or why it turns its heads by its own code."""
+    projections = {name: getattr(attention, name) for name in names(Attention.PLACES["qkv"])}
+    for layer in projections.values():
+        if reason := why_not_fused(layer, training=True):
+            return reason
+    config, size = getattr(attention, "config", None), getattr(attention, "head_dim", None)
+    if config is None or size is None:
         return f"{type(attention).__name__} is not known"
-    if not family.fused_qkv:
-        return "heads are normalised before they are turned"
-    rope = getattr(attention.config, "rope_parameters", None) or {}
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0:
         return "a part of each head is not turned"
-    projections = [getattr(attention, name) for name in names(Attention.PLACES["qkv"])]
-    return next(filter(None, (why_not_fused(layer, training=True) for layer in projections)), None)
+    outputs = {name: _drawn(layer.out_features) for name, layer in projections.items()}
+    cos, sin = _drawn(2 * size).chunk(2, dim=-1)
+    far = torch.arange(1, 5)[None] << 20  # where queries are scaled by position, it shows
+    calls: list[Any] = []
+
+    def record(*called: Any, **settings: Any) -> tuple[torch.Tensor, None]:
+        calls.append((called[1:4], settings))
+        return called[1].transpose(1, 2), None
+
+    before, ALL_ATTENTION_FUNCTIONS[_RECORDER] = config._attn_implementation, record
+    config._attn_implementation = _RECORDER
+    try:
+        with _in_place_of_linears(attention, outputs):
+            given = {"hidden_states": cos, "position_embeddings": (cos, sin), "position_ids": far}
+            type(attention).forward(attention, attention_mask=None, **given)
+    except _FAILURES:
+        calls.clear()
+    finally:
+        config._attn_implementation = before
+        del ALL_ATTENTION_FUNCTIONS[_RECORDER]
+    q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in outputs.values())
+    if len(calls) != 1 or not all(map(_equal, calls[0][0], (*apply_rotary_pos_emb(q, k, cos, sin), v))):
+        return "more is done to heads than to turn them, or less"
+    settings = {name: x for name, x in calls[0][1].items() if name not in ("dropout", "position_ids")}
+    return Heads(q.shape[1], k.shape[1], settings)
 
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
@@ -200,10 +266,48 @@ def mlps(model: nn.Module) -> Iterator[nn.Module]:
     return (m for m in model.modules() if _has(m, *linears))
 
 
+def gate_of(mlp: Any) -> str:
+    """The activation of an MLP that computes ``down(activation(gate x) * up x)``; empty for another one."""
+    gate, up = (3 * x for x in _drawn(128).chunk(2, dim=-1))
+    (gate_name, up_name), _ = (names(places) for places in SwiGLU.PLACES.values())
+    try:
+        with _in_place_of_linears(mlp, {gate_name: gate, up_name: up}):
+            found = type(mlp).forward(mlp, up)
+    except _FAILURES:
+        return ""
+    exact = {"silu": functional.silu(gate), "gelu": functional.gelu(gate, approximate="tanh")}
+    return next((name for name, gated in exact.items() if _equal(found, gated * up)), "")
+
+
 def why_not_swiglu(mlp: Any) -> str | None:
-    """Why an MLP keeps its own code; None where the kernel computes its activation."""
-    kind = type(getattr(mlp, "act_fn", None)).__name__
-    return None if kind in _SILU else f"the activation is {kind}"
+    """Why an MLP keeps its own code; None where the kernel computes its gate."""
+    return None if gate_of(mlp) else f"the activation is {type(getattr(mlp, 'act_fn', None)).__name__}"
+
+
+def _drawn(columns: int) -> torch.Tensor:
+    """Numbers [1, 4, columns] for four tokens."""
+    return torch.randn(1, 4, columns, generator=generator("module", columns))
+
+
+def _equal(found: Any, wanted: torch.Tensor) -> bool:
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def _given(output: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return x if output is None else output
+
+
+@contextmanager
+def _in_place_of_linears(module: nn.Module, outputs: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Inside the block some linears of a module return given tensors, all others their input."""
+    linears = {name: m for name, m in module.named_children() if hasattr(m, "out_features")}
+    with torch.no_grad(), eval_mode(module):
+        for name in linears:
+            module._modules[name] = cast(nn.Module, partial(_given, outputs.get(name)))
+        try:
+            yield
+        finally:
+            module._modules.update(linears)
 
 
 def _has(module: nn.Module, *names: str) -> bool:
