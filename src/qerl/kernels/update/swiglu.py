@@ -31,7 +31,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, gelu: bool = Fals
 
 
 @triton.jit
-def _sigmoid_of(g, GELU: tl.constexpr):
+def sigmoid_of(g, GELU: tl.constexpr):
     """The sigmoid that g is multiplied with, and the derivative of its argument."""
     if GELU:
         u, du = 1.5957691216 * (g + 0.044715 * g * g * g), 1.5957691216 * (1.0 + 0.134145 * g * g)
@@ -46,7 +46,7 @@ def _swiglu(gate, up, out_TI, stride, INNER, GELU: tl.constexpr, BLOCK: tl.const
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate + t * stride + i, mask=i < INNER, other=0.0).to(tl.float32)
     u = tl.load(up + t * stride + i, mask=i < INNER, other=0.0).to(tl.float32)
-    sigmoid, _ = _sigmoid_of(g, GELU)
+    sigmoid, _ = sigmoid_of(g, GELU)
     activated = (g * sigmoid).to(out_TI.dtype.element_ty).to(tl.float32)
     tl.store(out_TI + t * INNER + i, activated * u, mask=i < INNER)
 
@@ -58,7 +58,7 @@ def _swiglu_backward(dout_TI, gate, up, dgate, dup, stride, INNER, GELU: tl.cons
     g = tl.load(gate + t * stride + i, mask=i < INNER, other=0.0).to(tl.float32)
     u = tl.load(up + t * stride + i, mask=i < INNER, other=0.0).to(tl.float32)
     d = tl.load(dout_TI + t * INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
-    sigmoid, slope = _sigmoid_of(g, GELU)
+    sigmoid, slope = sigmoid_of(g, GELU)
     activated = g * sigmoid
     derivative = sigmoid + activated * (1.0 - sigmoid) * slope
     tl.store(dgate + t * stride + i, d * u * derivative, mask=i < INNER)
