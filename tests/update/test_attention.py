@@ -4,9 +4,11 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.granite_swa.modeling_granite_swa import eager_attention_forward
 
+from qerl.kernels import flash
 from qerl.kernels.flash import _deterministic, segments_in_backward
 from qerl.update import attention
 from qerl.update.packed_row import RowBuilder
@@ -128,3 +130,55 @@ def test_what_no_kernel_computes_is_declined(size, settings, sentence):
     q = torch.zeros(1, 4, 3, size)
     with pytest.raises(attention._Declined, match=sentence):
         attention.branch_attention(torch.nn.Module(), q, q, q, None, branches=object(), **settings)
+
+
+class Called(TorchDispatchMode):
+    """Arguments of each of torch's attention kernels, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, kwargs = function._schema.name.removeprefix("aten::"), kwargs or {}
+        if "attention" in name:
+            names = (argument.name for argument in function._schema.arguments)
+            self.calls[name] = dict(zip(names, args, strict=False)) | kwargs
+        if (
+            name == "_efficient_attention_backward"
+        ):  # its meta function leaves out an argument, up to torch 2.13
+            return tuple(torch.empty_like(x) for x in (*args[1:4], args[1]))
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("size", [64, 256, 264, 512])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_what_torchs_kernels_are_told(monkeypatch, size, window):
+    """On the meta device, where their arguments and the shapes of their results are checked."""
+    monkeypatch.setattr(flash, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(flash, "why_not_flash4", lambda device: "")
+    wide = size > flash.MAX_HEAD
+    if wide and window:
+        pytest.skip("declined")
+    shapes = (9, 4, size), (13, 2, size), (13, 2, size)
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    offsets = (torch.tensor(ends, dtype=torch.int32, device="meta") for ends in ([0, 5, 9], [0, 5, 13]))
+    extents, scoring = flash.Extents(*offsets, 5, 8), flash.Scoring(0.3, window)
+    with Called() as told:
+        outputs = flash.forward(q, k, v, extents, scoring)
+        gradients = flash.backward(torch.empty_like(q), (q, k, v), outputs, extents, scoring)
+    assert [x.shape for x in (outputs[0], *gradients)] == [x.shape for x in (q, q, k, v)]
+    assert wide or outputs[1].shape == (4, 9), "logarithms of sums, for sinks"
+    kind = "efficient" if wide else "flash"
+    assert list(told.calls) == [f"_{kind}_attention_{way}" for way in ("forward", "backward")]
+    for told_of in told.calls.values():
+        assert told_of["scale"] == 0.3
+        if wide:
+            assert told_of["custom_mask_type"] == 2, "causal, aligned at the ends"
+        else:
+            ends = (None, None) if window is None else (window - 1, 0)
+            assert told_of["is_causal"] is True
+            assert (told_of.get("window_size_left"), told_of.get("window_size_right")) == ends
+    if wide:
+        assert told.calls["_efficient_attention_forward"]["compute_log_sumexp"] is True
+        assert told.calls["_efficient_attention_backward"]["num_splits_key"] == 1, "a fixed order"

@@ -26,7 +26,17 @@ from qerl.kernels.update.swiglu import swiglu
 from qerl.lora.product import fused_forward, is_16bit_cuda
 from qerl.noise.norms import takes_float32_weight
 from qerl.update.attention import branch_attention
-from qerl.update.path import Heads, RMSNorm, attentions, gate_of, mlps, norms, turned_heads, why_not_norm
+from qerl.update.path import (
+    JOINED,
+    Heads,
+    RMSNorm,
+    attentions,
+    gate_of,
+    mlps,
+    norms,
+    turned_heads,
+    why_not_norm,
+)
 
 
 def fuse(model: nn.Module) -> None:
@@ -80,6 +90,7 @@ def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
 def _mlp_forward(self: Any, x: torch.Tensor, gelu: bool) -> torch.Tensor:
     if not is_16bit_cuda(x):
         return cast(torch.Tensor, type(self).forward(self, x))
-    both = fused_forward(x, self.gate_proj, self.up_proj)
+    joined = getattr(self, JOINED, None)
+    both = joined(x) if joined else fused_forward(x, self.gate_proj, self.up_proj)
     product = swiglu(self.gate_proj(x), self.up_proj(x), gelu) if both is None else swiglu(both, None, gelu)
     return self.down_proj(product)

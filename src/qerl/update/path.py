@@ -33,6 +33,9 @@ from qerl.lora.product import why_not_fused
 from qerl.noise.norms import is_norm
 from qerl.seeding import generator
 
+JOINED = "gate_up_proj"
+"""Name of a linear that gives gate and up side by side."""
+
 _FAILURES = (TypeError, AttributeError, ValueError, KeyError, RuntimeError)  # of a module run by itself
 _RECORDER = "qerl_recorder"
 
@@ -206,7 +209,7 @@ def _rms_norm(norm: Any) -> RMSNorm | None:
 
 def attentions(model: nn.Module) -> Iterator[nn.Module]:
     """The model's attention modules."""
-    return (m for m in model.modules() if _has(m, *names(Attention.PLACES["qkv"])))
+    return (m for m in model.modules() if _has(m, *names(Attention.PLACES["qkv"])) or _has(m, "qkv_proj"))
 
 
 class Heads(NamedTuple):
@@ -224,6 +227,8 @@ class Heads(NamedTuple):
 
 def turned_heads(attention: Any) -> Heads | str:
     """What an attention module is to the rotary kernel, or why it turns its heads by its own code."""
+    if _has(attention, "qkv_proj"):
+        return "q, k and v are one linear layer"
     projections = {name: getattr(attention, name) for name in names(Attention.PLACES["qkv"])}
     for layer in projections.values():
         if reason := why_not_fused(layer, training=True):
@@ -233,8 +238,7 @@ def turned_heads(attention: Any) -> Heads | str:
         return f"{type(attention).__name__} is not known"
     if (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0:
         return "a part of each head is not turned"
-    outputs = {name: _drawn(layer.out_features) for name, layer in projections.items()}
-    cos, sin = _drawn(2 * size).chunk(2, dim=-1)
+    *outputs, cos, sin = _drawn(*(layer.out_features for layer in projections.values()), size, size)
     far = torch.arange(1, 5)[None] << 20  # where queries are scaled by position, it shows
     calls: list[Any] = []
 
@@ -245,7 +249,7 @@ def turned_heads(attention: Any) -> Heads | str:
     before, ALL_ATTENTION_FUNCTIONS[_RECORDER] = config._attn_implementation, record
     config._attn_implementation = _RECORDER
     try:
-        with _in_place_of_linears(attention, outputs):
+        with _in_place_of_linears(attention, dict(zip(projections, outputs, strict=True))):
             given = {"hidden_states": cos, "position_embeddings": (cos, sin), "position_ids": far}
             type(attention).forward(attention, attention_mask=None, **given)
     except _FAILURES:
@@ -253,7 +257,7 @@ def turned_heads(attention: Any) -> Heads | str:
     finally:
         config._attn_implementation = before
         del ALL_ATTENTION_FUNCTIONS[_RECORDER]
-    q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in outputs.values())
+    q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in outputs)
     if len(calls) != 1 or not all(map(_equal, calls[0][0], (*apply_rotary_pos_emb(q, k, cos, sin), v))):
         return "more is done to heads than to turn them, or less"
     settings = {name: x for name, x in calls[0][1].items() if name not in ("dropout", "position_ids")}
@@ -261,17 +265,20 @@ def turned_heads(attention: Any) -> Heads | str:
 
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """The model's gated MLPs."""
-    linears = [name for places in SwiGLU.PLACES.values() for name in names(places)]
-    return (m for m in model.modules() if _has(m, *linears))
+    """The model's gated MLPs, whose gate and up are two linears or one."""
+    gate_up, down = (names(places) for places in SwiGLU.PLACES.values())
+    either = (*gate_up, *down), (JOINED, *down)
+    return (m for m in model.modules() if any(_has(m, *linears) for linears in either))
 
 
 def gate_of(mlp: Any) -> str:
     """The activation of an MLP that computes ``down(activation(gate x) * up x)``; empty for another one."""
-    gate, up = (3 * x for x in _drawn(128).chunk(2, dim=-1))
-    (gate_name, up_name), _ = (names(places) for places in SwiGLU.PLACES.values())
+    gate, up = (3 * x for x in _drawn(64, 64))
+    linears = *names(SwiGLU.PLACES["gate_up"]), JOINED
     try:
-        with _in_place_of_linears(mlp, {gate_name: gate, up_name: up}):
+        with _in_place_of_linears(
+            mlp, dict(zip(linears, (gate, up, torch.cat((gate, up), -1)), strict=True))
+        ):
             found = type(mlp).forward(mlp, up)
     except _FAILURES:
         return ""
@@ -279,14 +286,15 @@ def gate_of(mlp: Any) -> str:
     return next((name for name, gated in exact.items() if _equal(found, gated * up)), "")
 
 
-def why_not_swiglu(mlp: Any) -> str | None:
+def why_not_swiglu(mlp: nn.Module) -> str | None:
     """Why an MLP keeps its own code; None where the kernel computes its gate."""
-    return None if gate_of(mlp) else f"the activation is {type(getattr(mlp, 'act_fn', None)).__name__}"
+    return None if gate_of(mlp) else f"{type(mlp).__name__} has no gate by SiLU or tanh's GELU"
 
 
-def _drawn(columns: int) -> torch.Tensor:
+def _drawn(*columns: int) -> list[torch.Tensor]:
     """Numbers [1, 4, columns] for four tokens."""
-    return torch.randn(1, 4, columns, generator=generator("module", columns))
+    rng = generator("modules")
+    return [torch.randn(1, 4, n, generator=rng) for n in columns]
 
 
 def _equal(found: Any, wanted: torch.Tensor) -> bool:
@@ -311,4 +319,4 @@ def _in_place_of_linears(module: nn.Module, outputs: dict[str, torch.Tensor]) ->
 
 
 def _has(module: nn.Module, *names: str) -> bool:
-    return all(hasattr(module, name) for name in names)
+    return module._modules.keys() >= set(names)
