@@ -146,7 +146,7 @@ class Called(TorchDispatchMode):
             self.calls[name] = dict(zip(names, args, strict=False)) | kwargs
         if (
             name == "_efficient_attention_backward"
-        ):  # its meta function leaves out an argument, up to torch 2.13
+        ):  # its meta function leaves out an argument in torch 2.13
             return tuple(torch.empty_like(x) for x in (*args[1:4], args[1]))
         return function(*args, **kwargs)
 
