@@ -39,17 +39,17 @@ def test_rms_norm_and_its_gradient(added, rounds_unit):
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm, Gemma4RMSNorm, Olmo3RMSNorm])
 def test_norms_round_as_their_own_code(kind):
     """What differs on a GPU are sums in FP32 in another order, and with them a rounding here and there."""
-    norm = kind(100, EPS).to(DEVICE, HALF).requires_grad_(False)
-    norm.weight += 0.2 * half(100)
-    ((_, formula),) = norms(norm)
-    x = half(2, 500, 100)
+    dtype = HALF if HALF.itemsize == 2 else torch.float16
+    norm = kind(100, EPS).to(DEVICE).requires_grad_(False)
+    norm.weight += 0.2 * torch.randn(100, device=DEVICE)
+    ((_, formula),) = norms(norm.to(dtype))
+    x = torch.randn(2, 500, 100, device=DEVICE).to(dtype)
     wanted = norm(x)
     for rounds_unit in (formula.rounds_unit, not formula.rounds_unit):
         found = rms_norm(x, norm.weight, formula.eps, formula.added, rounds_unit)
         torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-5)
-        if HALF.itemsize == 2:
-            apart = (found != wanted).float().mean()
-            assert apart < 5e-3 if rounds_unit == formula.rounds_unit else apart > 0.1
+        apart = (found != wanted).float().mean()
+        assert apart < 1e-2 if rounds_unit == formula.rounds_unit else apart > 0.1
 
 
 def test_rms_norm_keeps_noise_below_the_spacing_of_its_dtype():
@@ -78,9 +78,10 @@ def test_swiglu_and_its_gradients(joint, gelu):
     activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
     truth = activation(gate64) * up64
     truth.backward(dout.double())
-    assert error(out.detach(), truth.detach()) < 6e-3
-    assert error(gate.grad, gate64.grad) < 8e-3
-    assert error(up.grad, up64.grad) < 8e-3
+    limits = (6e-3, 8e-3) if HALF.itemsize == 2 else (1e-6, 1e-6)
+    assert error(out.detach(), truth.detach()) < limits[0]
+    assert error(gate.grad, gate64.grad) < limits[1]
+    assert error(up.grad, up64.grad) < limits[1]
 
 
 @pytest.mark.parametrize("heads,kv_heads,size,tables", [(6, 2, 64, 1), (28, 4, 128, 1), (3, 3, 24, 2)])

@@ -111,7 +111,7 @@ def test_sinks_without_a_packed_row(tokens, masked):
         seen[1, ..., :2] = False
         seen[..., 0] |= ~seen.any(-1)  # a token of padding sees something
     settings = {"scaling": module.scaling, "s_aux": module.sinks}
-    given = seen if masked or queries != keys else None
+    given = seen if masked or tokens == (3, 7) else None  # as transformers leaves masks out
     out, _ = attention.branch_attention(module, q, k, v, given, **settings)
     bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
     truth, _ = eager_attention_forward(module, q, k, v, bias, **settings)
@@ -144,9 +144,7 @@ class Called(TorchDispatchMode):
         if "attention" in name:
             names = (argument.name for argument in function._schema.arguments)
             self.calls[name] = dict(zip(names, args, strict=False)) | kwargs
-        if (
-            name == "_efficient_attention_backward"
-        ):  # its meta function leaves out an argument in torch 2.13
+        if name == "_efficient_attention_backward":  # its meta function leaves out an argument in torch 2.13
             return tuple(torch.empty_like(x) for x in (*args[1:4], args[1]))
         return function(*args, **kwargs)
 

@@ -287,8 +287,11 @@ def test_families_with_windows_sinks_and_the_like_on_the_kernels(calls, monkeypa
     assert (path.norms.fused, path.rotary.fused, path.mlps.fused) == (norms, turned, mlps)
     assert path.by_segment and path.attention == Share(4, 4) and not path.is_slow
     fused.fuse(model)
+    joined, product = [], fused.fused_forward
+    monkeypatch.setattr(fused, "fused_forward", lambda *args: joined.append(len(args)) or product(*args))
     calls.clear()
     found, found_gradients = logits_and_gradients(model, **kwargs)
+    assert joined.count(1 + 3) == turns, "q, k and v are one product where the kernel turns them"
     names = [name for name, _ in calls]
     counts = [names.count(kernel) for kernel in ("rms_norm", "rotated_heads", "swiglu")]
     assert counts == [norms, turns, mlps]
