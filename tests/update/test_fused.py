@@ -261,6 +261,15 @@ def test_mlps_are_fused_for_what_they_compute():
     assert isinstance(mlp.gate_proj, torch.nn.Linear), "each linear is where it was"
 
 
+def test_the_path_says_what_computes_attention(monkeypatch):
+    """Long rows on Hopper, and the full layers of Gemma 4, whose heads no FlashAttention takes."""
+    monkeypatch.setattr(update_path, "why_not_flash4", lambda device: "")
+    long = "FlashAttention-4 for long rows without windows or sinks"
+    for size, wide in ((32, ""), (512, ", memory-efficient attention for heads above 256 columns")):
+        record = fit(monkeypatch, tiny("gemma4_text", global_head_dim=size)).record()
+        assert record["attention kernel"] == long + wide
+
+
 FAMILY_PATHS = {  # norms, layers whose heads are turned, forward passes that turn them, MLPs
     "mistral": (9, 4, 4, 4),
     "qwen2": (9, 4, 4, 4),

@@ -25,38 +25,28 @@ from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
 from qerl.lora.product import fused_forward, is_16bit_cuda
 from qerl.noise.norms import takes_float32_weight
+from qerl.update import path
 from qerl.update.attention import branch_attention
-from qerl.update.path import (
-    JOINED,
-    Heads,
-    RMSNorm,
-    attentions,
-    gate_of,
-    mlps,
-    norms,
-    turned_heads,
-    why_not_norm,
-)
 
 
 def fuse(model: nn.Module) -> None:
     """Let norms, attention, SwiGLU blocks and adapted layers use the kernels for 16-bit tensors on a GPU."""
-    for norm, formula in norms(model):
-        if formula and not why_not_norm(norm, formula):
+    for norm, formula in path.norms(model):
+        if formula and not path.why_not_norm(norm, formula):
             norm.forward = types.MethodType(partial(_norm_forward, formula=formula), norm)
             takes_float32_weight(norm)
-    for attention in attentions(model):
-        if isinstance(heads := turned_heads(attention), Heads):
-            attention.forward = types.MethodType(partial(_attention_forward, heads=heads), attention)
-    for mlp in mlps(model):
-        if gate := gate_of(mlp):
+    for attention in path.attentions(model):
+        if isinstance(settings := path.turned_heads(attention), dict):
+            attention.forward = types.MethodType(partial(_attention_forward, settings=settings), attention)
+    for mlp in path.mlps(model):
+        if gate := path.gate_of(mlp):
             mlp.forward = types.MethodType(partial(_mlp_forward, gelu=gate == "gelu"), mlp)
     for layer in model.modules():
         if type(layer) is LoraLinear:  # our own are one product wherever they run
             layer.forward = types.MethodType(_lora_forward, layer)
 
 
-def _norm_forward(self: Any, x: torch.Tensor, formula: RMSNorm) -> torch.Tensor:
+def _norm_forward(self: Any, x: torch.Tensor, formula: path.RMSNorm) -> torch.Tensor:
     if self.weight.requires_grad or not is_16bit_cuda(x):
         return cast(torch.Tensor, type(self).forward(self, x))
     return rms_norm(x, self.weight, *formula)
@@ -67,18 +57,18 @@ def _attention_forward(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     attention_mask: torch.Tensor | None,
-    heads: Heads,
+    settings: dict[str, Any],
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    qkv = None
-    if position_embeddings and kwargs.get("branches") is not None and kwargs.get("past_key_values") is None:
+    qkv, whole = None, position_embeddings and position_embeddings[0].shape[-1] == self.head_dim
+    if whole and kwargs.get("branches") is not None and kwargs.get("past_key_values") is None:
         qkv = fused_forward(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     if qkv is None or position_embeddings is None:
         own = type(self).forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
         return cast(tuple[torch.Tensor, torch.Tensor | None], own)
-    rotated = rotated_heads(qkv, *position_embeddings, heads.queries, heads.keys)
-    q, k, v = (x.transpose(1, 2) for x in rotated)
-    out, _ = branch_attention(self, q, k, v, attention_mask, **(kwargs | heads.settings))
+    heads, kv_heads = (linear.out_features // self.head_dim for linear in (self.q_proj, self.k_proj))
+    q, k, v = (x.transpose(1, 2) for x in rotated_heads(qkv, *position_embeddings, heads, kv_heads))
+    out, _ = branch_attention(self, q, k, v, attention_mask, **(kwargs | settings))
     return self.o_proj(out.flatten(-2)), None
 
 
@@ -90,7 +80,7 @@ def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
 def _mlp_forward(self: Any, x: torch.Tensor, gelu: bool) -> torch.Tensor:
     if not is_16bit_cuda(x):
         return cast(torch.Tensor, type(self).forward(self, x))
-    joined = getattr(self, JOINED, None)
+    joined = getattr(self, path.JOINED, None)
     both = joined(x) if joined else fused_forward(x, self.gate_proj, self.up_proj)
     product = swiglu(self.gate_proj(x), self.up_proj(x), gelu) if both is None else swiglu(both, None, gelu)
     return self.down_proj(product)

@@ -15,8 +15,7 @@ is gated as the kernel's.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -28,7 +27,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qerl.families.layer import Attention, SwiGLU, names
 from qerl.families.parts import eval_mode
-from qerl.kernels.flash import why_not_flash4
+from qerl.kernels.flash import MAX_HEAD, why_not_flash4
 from qerl.lora.product import why_not_fused
 from qerl.noise.norms import is_norm
 from qerl.seeding import generator
@@ -71,6 +70,7 @@ class UpdatePath:
         products: Layers with an adapter that are one product with it; none in full tuning.
         unfit: Why no kernel can serve this model where it is; empty where they can.
         why_not_flash4: Why attention of long rows is FlashAttention-2; empty where it is FlashAttention-4.
+        has_wide_heads: Whether a layer has heads that neither takes.
     """
 
     attention: Share
@@ -80,6 +80,7 @@ class UpdatePath:
     products: Share
     unfit: str = ""
     why_not_flash4: str = ""
+    has_wide_heads: bool = False
 
     @property
     def by_segment(self) -> bool:
@@ -103,7 +104,8 @@ class UpdatePath:
             "adapted layers": self.products,
         }
         kernel = f"FlashAttention-2 ({self.why_not_flash4})"
-        kernel = kernel if self.why_not_flash4 else "FlashAttention-4 for long rows, not in windows"
+        kernel = kernel if self.why_not_flash4 else "FlashAttention-4 for long rows without windows or sinks"
+        kernel += ", memory-efficient attention for heads above 256 columns" if self.has_wide_heads else ""
         flash = {"attention kernel": kernel} if self.by_segment else {}
         return {name: str(share) for name, share in parts.items() if share.total} | flash
 
@@ -133,21 +135,19 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
         why_dense_masks: Why its attention reads dense masks; None where it reads segments.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    heads = [why_dense_masks or turned_heads(module) for module in attentions(model)]
     return UpdatePath(
         attention=Share(0, layers, why_dense_masks) if why_dense_masks else Share(layers, layers),
         norms=_share([why_not_norm(norm, formula) for norm, formula in norms(model)]),
-        rotary=_share([why_dense_masks or _reason(turned_heads(module)) for module in attentions(model)]),
+        rotary=_share([found if isinstance(found, str) else None for found in heads]),
         mlps=_share([why_not_swiglu(module) for module in mlps(model)]),
         products=_share(
             [why_not_fused(m, training=True) for m in model.modules() if isinstance(m, BaseTunerLayer)]
         ),
         unfit=(unfit := why_unfit(model)),
         why_not_flash4="" if unfit or why_dense_masks else why_not_flash4(model.device),
+        has_wide_heads=any((getattr(m, "head_dim", None) or 0) > MAX_HEAD for m in model.modules()),
     )
-
-
-def _reason(found: "Heads | str") -> str | None:
-    return found if isinstance(found, str) else None
 
 
 def _share(reasons: list[str | None]) -> Share:
@@ -156,11 +156,7 @@ def _share(reasons: list[str | None]) -> Share:
 
 
 class RMSNorm(NamedTuple):
-    """``(added + w) x / sqrt(mean(x^2) + eps)``, as the kernel is told of it.
-
-    Attributes:
-        rounds_unit: Whether 16-bit numbers are rounded before the product with the weight as well.
-    """
+    """What tells one RMSNorm from another, as arguments of the kernel."""
 
     eps: float
     added: float
@@ -212,21 +208,9 @@ def attentions(model: nn.Module) -> Iterator[nn.Module]:
     return (m for m in model.modules() if _has(m, *names(Attention.PLACES["qkv"])) or _has(m, "qkv_proj"))
 
 
-class Heads(NamedTuple):
-    """An attention module that turns whole heads of q and k, and nothing else, before it calls attention.
-
-    Attributes:
-        queries, keys: Numbers of heads.
-        settings: What it gives attention by name: the scale, a window, sinks.
-    """
-
-    queries: int
-    keys: int
-    settings: dict[str, Any]
-
-
-def turned_heads(attention: Any) -> Heads | str:
-    """What an attention module is to the rotary kernel, or why it turns its heads by its own code."""
+def turned_heads(attention: Any) -> dict[str, Any] | str:
+    """What an attention module gives attention by name (a scale, a window, sinks), if all that it does before
+    is to turn whole heads of q and k; or why it runs its own code."""
     if _has(attention, "qkv_proj"):
         return "q, k and v are one linear layer"
     projections = {name: getattr(attention, name) for name in names(Attention.PLACES["qkv"])}
@@ -260,8 +244,7 @@ def turned_heads(attention: Any) -> Heads | str:
     q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in outputs)
     if len(calls) != 1 or not all(map(_equal, calls[0][0], (*apply_rotary_pos_emb(q, k, cos, sin), v))):
         return "more is done to heads than to turn them, or less"
-    settings = {name: x for name, x in calls[0][1].items() if name not in ("dropout", "position_ids")}
-    return Heads(q.shape[1], k.shape[1], settings)
+    return {name: x for name, x in calls[0][1].items() if name not in ("dropout", "position_ids")}
 
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
@@ -301,17 +284,13 @@ def _equal(found: Any, wanted: torch.Tensor) -> bool:
     return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def _given(output: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return x if output is None else output
-
-
 @contextmanager
 def _in_place_of_linears(module: nn.Module, outputs: dict[str, torch.Tensor]) -> Iterator[None]:
     """Inside the block some linears of a module return given tensors, all others their input."""
     linears = {name: m for name, m in module.named_children() if hasattr(m, "out_features")}
+    given: dict[str, Any] = {name: lambda x, name=name: outputs.get(name, x) for name in linears}
     with torch.no_grad(), eval_mode(module):
-        for name in linears:
-            module._modules[name] = cast(nn.Module, partial(_given, outputs.get(name)))
+        module._modules.update(given)
         try:
             yield
         finally:
