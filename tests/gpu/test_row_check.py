@@ -21,6 +21,7 @@ from qerl.update.attention import use_branch_attention
 from qerl.update.fused import fuse
 from qerl.update.head import score
 from qerl.update.row_check import check_packed_row
+from tests.support.families import NAMES, tiny
 
 SIZES = {
     "vocab_size": 512,
@@ -34,12 +35,19 @@ SIZES = {
 }
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}, True),
-    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 40}, False),
+    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 40}, True),
     "gemma2-eager": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 40}, False),
 }
+OF_FAMILIES = {"gemma4_text": {"global_head_dim": 512}, "gemma3_text": {"head_dim": 256}}
 
 
 def built(name):
+    if name in NAMES:
+        sizes = SIZES | {"num_hidden_layers": 4} | OF_FAMILIES.get(name, {})
+        model = tiny(name, **sizes).bfloat16().cuda().requires_grad_(False)
+        assert use_branch_attention(model) is None
+        fuse(model)
+        return model, True
     config, family, changes, by_kernel = MODELS[name]
     torch.manual_seed(0)
     settings = config(**SIZES, **changes)
@@ -50,7 +58,7 @@ def built(name):
     return model, by_kernel
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *NAMES])
 def test_a_right_row_passes_and_a_wrong_one_does_not(name, monkeypatch):
     model, by_kernel = built(name)
 

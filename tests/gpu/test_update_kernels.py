@@ -1,14 +1,21 @@
 """Kernels of the update and their gradients against torch, on a GPU or in Triton's interpreter."""
 
+from functools import partial
+
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from torch.nn import functional
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
+from qerl.update.path import norms
 from tests.support.kernels import DEVICE, EPS, HALF, error, half
 
 
@@ -16,15 +23,33 @@ def with_gradient(*shape):
     return half(*shape).requires_grad_()
 
 
-def test_rms_norm_and_its_gradient():
+@pytest.mark.parametrize("added", [0.0, 1.0])
+@pytest.mark.parametrize("rounds_unit", [False, True])
+def test_rms_norm_and_its_gradient(added, rounds_unit):
     x, w, dy = with_gradient(2, 5, 100), torch.rand(100, device=DEVICE).to(HALF) + 0.5, half(2, 5, 100)
-    y = rms_norm(x, w, EPS)
+    y = rms_norm(x, w, EPS, added, rounds_unit)
     y.backward(dy)
     x64 = x.detach().double().requires_grad_()
-    truth = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * w.double()
+    truth = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * (added + w.double())
     truth.backward(dy.double())
     assert error(y.detach(), truth.detach()) < 6e-3
     assert error(x.grad, x64.grad) < 8e-3
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm, Gemma4RMSNorm, Olmo3RMSNorm])
+def test_norms_round_as_their_own_code(kind):
+    """What differs on a GPU are sums in FP32 in another order, and with them a rounding here and there."""
+    dtype = HALF if HALF.itemsize == 2 else torch.float16
+    norm = kind(100, EPS).to(DEVICE).requires_grad_(False)
+    norm.weight += 0.2 * torch.randn(100, device=DEVICE)
+    ((_, formula),) = norms(norm.to(dtype))
+    x = torch.randn(2, 500, 100, device=DEVICE).to(dtype)
+    wanted = norm(x)
+    for rounds_unit in (formula.rounds_unit, not formula.rounds_unit):
+        found = rms_norm(x, norm.weight, formula.eps, formula.added, rounds_unit)
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-5)
+        apart = (found != wanted).float().mean()
+        assert apart < 1e-2 if rounds_unit == formula.rounds_unit else apart > 0.1
 
 
 def test_rms_norm_keeps_noise_below_the_spacing_of_its_dtype():
@@ -44,16 +69,19 @@ def test_rms_norm_keeps_noise_below_the_spacing_of_its_dtype():
 
 
 @pytest.mark.parametrize("joint", [False, True])
-def test_swiglu_and_its_gradients(joint):
+@pytest.mark.parametrize("gelu", [False, True])
+def test_swiglu_and_its_gradients(joint, gelu):
     gate, up, dout = with_gradient(3, 5, 1100), with_gradient(3, 5, 1100), half(3, 5, 1100)
-    out = swiglu(torch.cat([gate, up], -1)) if joint else swiglu(gate, up)
+    out = swiglu(torch.cat([gate, up], -1), None, gelu) if joint else swiglu(gate, up, gelu)
     out.backward(dout)
     gate64, up64 = (t.detach().double().requires_grad_() for t in (gate, up))
-    truth = torch.nn.functional.silu(gate64) * up64
+    activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
+    truth = activation(gate64) * up64
     truth.backward(dout.double())
-    assert error(out.detach(), truth.detach()) < 6e-3
-    assert error(gate.grad, gate64.grad) < 8e-3
-    assert error(up.grad, up64.grad) < 8e-3
+    limits = (6e-3, 8e-3) if HALF.itemsize == 2 else (1e-6, 1e-6)
+    assert error(out.detach(), truth.detach()) < limits[0]
+    assert error(gate.grad, gate64.grad) < limits[1]
+    assert error(up.grad, up64.grad) < limits[1]
 
 
 @pytest.mark.parametrize("heads,kv_heads,size,tables", [(6, 2, 64, 1), (28, 4, 128, 1), (3, 3, 24, 2)])

@@ -108,7 +108,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from qerl.kernels.update.rms_norm import _norm
-signature = {"x_TD": "*bf16", "w_D": "*bf16", "y_TD": "*bf16", "rstd_T": "*fp32", "D": "i32", "eps": "fp32"}
+signature = {"x_TD": "*bf16", "w_D": "*bf16", "y_TD": "*bf16", "rstd_T": "*fp32"}
+signature |= {"D": "i32", "eps": "fp32", "added": "fp32"}
 constants = {"ROUND_UNIT": True, "BLOCK": 512}
 source = ASTSource(_norm, signature | dict.fromkeys(constants, "constexpr"), constants, {})
 kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
@@ -272,8 +273,9 @@ def walk(recorder: Recorder, target: int) -> None:
         recorder.walk = "heads of 80"
         decode(128, 32, 80, fp8=False)
     if target == HOPPER:
-        recorder.walk = "noise"  # a norm's weight in fp32
-        rms_norm(x, torch.ones(3584), 1e-6).sum().backward()
+        recorder.walk = "Gemma with noise"  # a norm's weight in fp32
+        rms_norm(x, torch.ones(3584), 1e-6, 1.0, False).sum().backward()
+        swiglu(x, x, gelu=True).sum().backward()
         recorder.walk = "few"
         decode(8, 32, 128, fp8=False)
 

@@ -1,6 +1,7 @@
 """The model as the update runs it on a GPU, in FP32 and Triton's interpreter, against plain transformers.
 
-Attention is a dense one here, because the kernel of segments has no CPU form; tests/gpu runs it.
+Attention of segments is computed by its definition here, because its kernels have no CPU form; tests/gpu runs
+them.
 """
 
 from functools import partial
@@ -9,8 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers.activations import ACT2FN
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.xglm.modeling_xglm import XGLMAttention
 
@@ -28,30 +33,28 @@ from qerl.models.load import load_model
 from qerl.noise.norms import find_noise_norms, is_norm, noisy_norms
 from qerl.update import fused
 from qerl.update import path as update_path
+from qerl.update.attention import NAME, attention_kwargs
+from qerl.update.packed_row import RowBuilder
 from qerl.update.path import Share, find_path
+from tests.support.families import NAMES, tiny
 from tests.support.models import move_adapter
+from tests.support.segments import use_dense_segments
 
 IDS = torch.randint(3, 60, (1, 17), generator=torch.Generator().manual_seed(0))
 TURNED = {"llama": 2, "mistral": 2, "qwen2": 2, "qwen3": 0}  # layers whose heads the kernel turns
 
 
-def dense_attention(module, q, k, v, mask, *, scaling, branches, **_):
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2), None
-
-
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """Kernels' names in the order of their calls; everything is taken as if it were 16-bit on a GPU."""
+    """Kernels' names and numbers of tensors in the order of their calls; everything is taken as if it were
+    16-bit on a GPU."""
     made = []
 
     def counted(name):
         kernel = getattr(fused, name)
 
         def call(*args):
-            made.append((name, len(args)))
+            made.append((name, sum(isinstance(x, torch.Tensor) for x in args)))
             return kernel(*args)
 
         monkeypatch.setattr(fused, name, call)
@@ -60,7 +63,7 @@ def calls(monkeypatch):
         counted(name)
     for module in (lora_product, fused):
         monkeypatch.setattr(module, "is_16bit_cuda", lambda x: True)
-    monkeypatch.setattr(fused, "branch_attention", dense_attention)
+    use_dense_segments(monkeypatch)
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None, **kwargs: mm(a, b, **kwargs))
     return made
@@ -87,9 +90,14 @@ def logits_and_gradients(model, **kwargs):
     return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def packed_row():
-    """What marks a forward pass of a packed row: somebody to attend along, and a mask that nobody reads."""
-    return {"branches": object(), "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+def packed_row(model):
+    """The arguments of a forward pass of a packed row, of one sample here; the model takes them."""
+    builder = RowBuilder()
+    builder.begin_group(IDS[0, :0])
+    builder.add_branch(0, IDS[0], IDS[0])
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.set_attn_implementation(NAME)
+    return attention_kwargs(builder.finish(IDS.device).branches)
 
 
 @pytest.mark.slow
@@ -102,8 +110,8 @@ def test_logits_and_gradients_are_those_of_the_plain_model(adapted, calls, monke
         logits, gradients = logits_and_gradients(model)
     assert not calls
     fused.fuse(model)
-    found, found_gradients = logits_and_gradients(model, **(packed_row() if TURNED[family] else {}))
-    assert calls.count(("rotated_heads", 5)) == TURNED[family]
+    found, found_gradients = logits_and_gradients(model, **packed_row(model))
+    assert calls.count(("rotated_heads", 3)) == TURNED[family]
     assert calls.count(("swiglu", 1)) == 2, "gate and up side by side"
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     assert found_gradients.keys() == gradients.keys() and len(gradients) == 2 * 7 * 2
@@ -140,7 +148,7 @@ def test_adapted_layers_are_one_product_whoever_made_them(tiny_model, monkeypatc
     assert path.products == Share(14, 14)
     fused.fuse(model)
     monkeypatch.setattr(lora_product, "_LoraProduct", counting)
-    found, found_gradients = logits_and_gradients(model, **packed_row())
+    found, found_gradients = logits_and_gradients(model, **packed_row(model))
     assert len(made) == 2 * 4, "q, k and v; o; gate and up; down"
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     for name, gradient in gradients.items():
@@ -153,7 +161,7 @@ PATHS = {
     "qwen3": {
         "attention": "2/2",
         "norms": "9/9",
-        "rotary embeddings": "0/2 (heads are normalised before they are turned)",
+        "rotary embeddings": "0/2 (more is done to heads than to turn them, or less)",
         "MLPs": "2/2",
         "adapted layers": "14/14",
     },
@@ -169,8 +177,9 @@ def test_the_path_says_what_the_kernels_do(adapted, calls, monkeypatch, family):
     assert record.pop("attention kernel") == "FlashAttention-2 (FlashAttention-4 was run on Hopper alone)"
     assert record == PATHS[family] and path.by_segment and not path.is_slow
     fused.fuse(model)
+    calls.clear()
     with torch.no_grad():
-        model(input_ids=IDS, use_cache=False, **packed_row())
+        model(input_ids=IDS, use_cache=False, **packed_row(model))
     names = [name for name, _ in calls]
     assert [names.count(name) for name in ("rms_norm", "rotated_heads", "swiglu")] == [
         path.norms.fused, path.rotary.fused, path.mlps.fused,
@@ -195,21 +204,114 @@ def test_nf4_layers_are_left_to_peft(tiny_model, to_nf4, monkeypatch):
 
 
 def test_norms_are_fused_for_what_they_compute(adapted, monkeypatch):
-    """Not for their names: one trains, one centres, one adds to its weight, one has a gate."""
+    """Not for their names: one trains, one centres, one has a gate; those of Gemma and OLMo are others."""
     model = adapted("llama").get_base_model()
     first, second, *_ = (module for module in model.modules() if is_norm(module))
     first.weight.requires_grad_(True)
     assert fit(monkeypatch, model).norms == Share(4, 5, "their weights train")
     first.weight.requires_grad_(False)
-    for kind in (CohereLayerNorm, GemmaRMSNorm, Qwen3NextRMSNormGated):
+    for kind in (CohereLayerNorm, Qwen3NextRMSNormGated):
         other = kind(64)
         other.variance_epsilon, other.weight = second.variance_epsilon, second.weight
         model.model.layers[0].input_layernorm = other
         assert fit(monkeypatch, model).norms == Share(4, 5, f"{kind.__name__} is no plain RMSNorm")
 
 
+@pytest.mark.parametrize(
+    ("kind", "added", "rounds_unit"),
+    [
+        (LlamaRMSNorm, 0.0, True),
+        (Gemma3RMSNorm, 1.0, False),
+        (Gemma4RMSNorm, 0.0, False),
+        (Olmo3RMSNorm, 0.0, False),
+    ],
+)
+def test_norms_are_measured_with_their_rounding(kind, added, rounds_unit):
+    norm = kind(64, eps=0.1).bfloat16().requires_grad_(False)
+    norm.weight += 0.2 * torch.randn(64)
+    ((_, formula),) = update_path.norms(norm)
+    assert formula == (0.1, added, rounds_unit)
+
+
+class Sparse(torch.nn.Module):
+    """Gemma 3n's MLP, but for its size: small gates are left out before the activation."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn = mlp.act_fn
+
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        gate = torch.relu(gate - gate.mean(-1, keepdim=True))
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+
+def test_mlps_are_fused_for_what_they_compute():
+    model = tiny("gemma3_text")
+    mlp = model.model.layers[0].mlp
+    assert (
+        update_path.gate_of(mlp) == "gelu"
+        and update_path.gate_of(tiny("mistral").model.layers[0].mlp) == "silu"
+    )
+    assert update_path.gate_of(Sparse(mlp)) == ""
+    for activation in ("gelu", "quick_gelu", "relu"):
+        mlp.act_fn = ACT2FN[activation]
+        assert update_path.why_not_swiglu(mlp) == "Gemma3MLP has no gate by SiLU or tanh's GELU"
+    assert isinstance(mlp.gate_proj, torch.nn.Linear), "each linear is where it was"
+
+
+def test_the_path_says_what_computes_attention(monkeypatch):
+    """Long rows on Hopper, and the full layers of Gemma 4, whose heads no FlashAttention takes."""
+    monkeypatch.setattr(update_path, "why_not_flash4", lambda device: "")
+    long = "FlashAttention-4 for long rows without windows or sinks"
+    for size, wide in ((32, ""), (512, ", memory-efficient attention for heads above 256 columns")):
+        record = fit(monkeypatch, tiny("gemma4_text", global_head_dim=size)).record()
+        assert record["attention kernel"] == long + wide
+
+
+FAMILY_PATHS = {  # norms, layers whose heads are turned, forward passes that turn them, MLPs
+    "mistral": (9, 4, 4, 4),
+    "qwen2": (9, 4, 4, 4),
+    "phi3": (9, 0, 0, 4),
+    "gemma3_text": (4 * 6 + 1, 0, 0, 4),
+    "gemma4_text": (4 * 6 + 1, 0, 0, 4),
+    "ministral3": (9, 0, 0, 4),
+    "smollm3": (9, 3, 3, 4),
+    "olmo3": (4 * 4 + 1, 0, 0, 4),
+    "granite_swa": (9, 4, 3, 4),  # a layer that is given no angles runs its own code
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_families_with_windows_sinks_and_the_like_on_the_kernels(calls, monkeypatch, name):
+    model = add_lora(tiny(name).requires_grad_(False), rank=8, alpha=16, dropout=0.0)
+    move_adapter(model, 0.2).train()
+    with monkeypatch.context() as plain:
+        plain.setattr(lora_product, "is_16bit_cuda", lambda x: False)
+        logits, gradients = logits_and_gradients(model)
+    path, kwargs = fit(monkeypatch, model), packed_row(model)
+    norms, turned, turns, mlps = FAMILY_PATHS[name]
+    assert (path.norms.fused, path.rotary.fused, path.mlps.fused) == (norms, turned, mlps)
+    assert path.by_segment and path.attention == Share(4, 4) and not path.is_slow
+    fused.fuse(model)
+    joined, product = [], fused.fused_forward
+    monkeypatch.setattr(fused, "fused_forward", lambda *args: joined.append(len(args)) or product(*args))
+    calls.clear()
+    found, found_gradients = logits_and_gradients(model, **kwargs)
+    assert joined.count(1 + 3) == turns, "q, k and v are one product where the kernel turns them"
+    names = [name for name, _ in calls]
+    counts = [names.count(kernel) for kernel in ("rms_norm", "rotated_heads", "swiglu")]
+    assert counts == [norms, turns, mlps]
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=2e-5)
+    assert found_gradients.keys() == gradients.keys()
+    for parameter, gradient in gradients.items():
+        assert (found_gradients[parameter] - gradient).norm() < 1e-4 * gradient.norm(), parameter
+
+
 def test_attention_that_does_not_know_its_config_is_left_as_it_is():
-    assert update_path.why_not_rotary(XGLMAttention(8, 2)) == "XGLMAttention is not known"
+    assert update_path.turned_heads(XGLMAttention(8, 2)) == "a layer has no adapter"
 
 
 def test_a_model_on_a_cpu_has_no_kernel(adapted):
@@ -255,8 +357,8 @@ def test_noise_in_a_fused_model_is_that_of_the_plain_one(adapted, calls):
     calls.clear()
     with noisy_norms(model, offsets):
         assert not any(is_norm(m) and (m._forward_pre_hooks or m._forward_hooks) for m in model.modules())
-        found, found_gradients = logits_and_gradients(model, **packed_row())
-    assert calls.count(("rms_norm", 3)) == 5
+        found, found_gradients = logits_and_gradients(model, **packed_row(model))
+    assert calls.count(("rms_norm", 2)) == 5
     assert (logits - clean).abs().mean() > 1e-2
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     for name, gradient in gradients.items():
@@ -278,5 +380,5 @@ def test_a_bias_that_trains_gets_its_gradient(adapted):
         if name.endswith("k_proj.base_layer.bias"):
             parameter.requires_grad_(True)
     fused.fuse(model)
-    _, gradients = logits_and_gradients(model, **packed_row())
+    _, gradients = logits_and_gradients(model, **packed_row(model))
     assert sum(name.endswith("bias") for name in gradients) == 2

@@ -9,6 +9,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from qerl.errors import QeRLError
@@ -20,6 +21,7 @@ from qerl.update import attention
 from qerl.update.head import Transform, score
 from qerl.update.packed_row import PackedRow, masked_by_branch, pack_row
 from qerl.update.row_check import check_packed_row
+from tests.support.families import NAMES, tiny
 from tests.support.models import TINY
 from tests.support.samples import samples_of
 
@@ -321,7 +323,7 @@ def test_noise_without_a_norm_is_refused_before_the_first_rollout(start):
 def dense_kernel(monkeypatch):
     class Dense:
         @staticmethod
-        def apply(q_LHE, k_LGE, v_LGE, branches, scale):
+        def apply(q_LHE, k_LGE, v_LGE, branches, scoring, sinks_H):
             assert branches.longest_key == 3
             return torch.zeros_like(q_LHE)
 
@@ -335,14 +337,28 @@ def test_the_kernel_serves_causal_attention(dense_kernel, family):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernel_serves_windows_and_sinks(dense_kernel, name):
+    model = tiny(name).requires_grad_(False)
+    before = model.config._attn_implementation
+    assert attention.why_not(model) is None
+    assert model.config._attn_implementation == before
+    assert attention.NAME not in ALL_ATTENTION_FUNCTIONS._local_mapping
+
+
+def test_the_kernel_declines_a_window_that_only_the_mask_or_only_attention_knows(dense_kernel):
+    for change in (None, 5):
+        model = tiny("gemma3_text")
+        model.model.layers[2].self_attn.sliding_window = change
+        assert "Gemma3Attention has another mask" in attention.why_not(model)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mistral-window", "not every layer"),
-        ("qwen2-window", "not every layer"),
-        ("gemma3-alternating", "not every layer"),
-        ("llama4-chunks", "not every layer"),
-        ("gpt-oss-sinks", "not every layer"),
+        ("gemma2-soft-caps", "attention is called with softcap"),
+        ("llama4-chunks", "attends to something else than all that came before or a window of it"),
+        ("gpt-oss-sinks", "its sinks train"),
         ("odd-heads", "heads have 12"),
         ("dropout", "dropout"),
         ("gpt-neo", "replace its attention"),
@@ -364,15 +380,12 @@ def test_the_kernel_declines_what_it_would_leave_out(dense_kernel, name, reason)
     assert model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize(
-    "extra", [{"softcap": 5.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"is_causal": False}]
-)
+@pytest.mark.parametrize("extra", [{"softcap": 5.0}, {"dropout": 0.1}, {"is_causal": False}])
 def test_the_kernel_takes_no_argument_that_it_would_ignore(dense_kernel, extra):
     heads = torch.zeros(1, 4, 3, 16)
     harmless = {
         "softcap": None,
         "dropout": 0.0,
-        "sliding_window": None,
         "is_causal": True,
         "branches": object(),
     }
@@ -393,7 +406,7 @@ def test_gradients_of_the_kernel_are_not_copied(monkeypatch):
         @staticmethod
         def backward(ctx, gradient):
             written.extend(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
-            return *written, None, None
+            return *written, None, None, None
 
     monkeypatch.setattr(attention, "_BranchAttention", Kernel)
     heads = [torch.zeros(1, 3, count, 16, requires_grad=True) for count in (4, 2, 2)]

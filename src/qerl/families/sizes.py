@@ -213,7 +213,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
 }  # fmt: skip
-"""Well-known models of other families by their published config, as far as it is not transformers' default."""
+"""Well-known models of other families by published config, as far as it is not transformers' default."""
 
 
 def check_counts(config: Any) -> None:

@@ -26,18 +26,16 @@ class Family:
     Attributes:
         name: As people write it.
         sizes: Makes the description of a model's layers from its config, a ``transformers.PreTrainedConfig``.
-        fused_qkv: True if the update computes q, k and v as one product and turns its heads as they come out.
     """
 
     name: str
     sizes: Callable[[Any], Sizes]
-    fused_qkv: bool = False
 
 
 FAMILIES = {
-    "llama": Family("Llama", llama.sizes, fused_qkv=True),
-    "mistral": Family("Mistral", llama.sizes, fused_qkv=True),
-    "qwen2": Family("Qwen2", llama.sizes, fused_qkv=True),
+    "llama": Family("Llama", llama.sizes),
+    "mistral": Family("Mistral", llama.sizes),
+    "qwen2": Family("Qwen2", llama.sizes),
     "qwen3": Family("Qwen3", llama.sizes),
     "gemma3_text": Family("Gemma 3", gemma.sizes3),
     "gemma4_text": Family("Gemma 4", gemma.sizes4),

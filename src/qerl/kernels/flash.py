@@ -7,7 +7,11 @@ bits. torch's does so in several FP32 copies; those that no block of keys would 
 FlashAttention-4 was faster on an H200 from rows of 8192 tokens on, of 400 or more per segment, with heads of
 128 columns: one sample of 16384 tokens takes 12 ms per layer of 7B instead of 32, two groups of 8 x 1024 take
 2.1 instead of 3.2 (attention-fa4-h200.json). For more than 256 segments it has other kernels, which were not
-run. What is called of it is private, so no other version is used.
+run, and neither were its windows and sinks. What is called of it is private, so no other version is used.
+
+Neither takes heads of more than 256 columns (512 in the full layers of Gemma 4). Those get torch's
+memory-efficient attention, with keys and values written out for each query head. It is slower, and adds in a
+fixed order as long as keys are not split.
 
 Shapes: L queries of all segments, M keys of all segments, N segments and one, H query heads, G key heads,
 E head size.
@@ -27,7 +31,11 @@ from qerl.errors import QeRLError
 from qerl.kernels.cards import card_of
 from qerl.kernels.device import multiprocessors
 
+MAX_HEAD = 256
+"""Columns of the largest head that FlashAttention takes."""
+
 _FLASH4 = "4.0.0b36"
+_CAUSAL_AT_THE_ENDS = 2  # CustomMaskType::CausalFromBottomRight of torch's memory-efficient attention
 _ONE_THREAD = threading.Lock()
 
 
@@ -46,6 +54,20 @@ class Extents(NamedTuple):
     longest_key: int
 
 
+class Scoring(NamedTuple):
+    """How a layer makes weights of queries and keys.
+
+    Attributes:
+        scale: Multiplies their products.
+        window: Keys that a query sees, its own among them; None for all up to its own.
+        has_sinks: Whether the caller puts a sink into the softmax of each head.
+    """
+
+    scale: float
+    window: int | None = None
+    has_sinks: bool = False
+
+
 @cache
 def why_not_flash4(device: torch.device) -> str:
     """Why no row on a device gets FlashAttention-4; empty where long ones do."""
@@ -59,8 +81,10 @@ def why_not_flash4(device: torch.device) -> str:
     return "" if found == _FLASH4 else advice
 
 
-def takes_flash4(q_LHE: torch.Tensor, extents: Extents) -> bool:
-    """Whether a row gets FlashAttention-4, which does not depend on other rows."""
+def takes_flash4(q_LHE: torch.Tensor, extents: Extents, scoring: Scoring) -> bool:
+    """Whether a row gets FlashAttention-4 in a layer, which does not depend on other rows."""
+    if scoring.window is not None or scoring.has_sinks:
+        return False
     tokens, _, size = q_LHE.shape
     segments = len(extents.query_offsets_N) - 1
     if tokens < max(8192, 400 * segments) or segments > 256 or size != 128 or q_LHE.dtype != torch.bfloat16:
@@ -73,21 +97,41 @@ def _named(extents: Extents) -> dict[str, Any]:
     return {**dict(zip(names, extents, strict=True)), "causal": True}
 
 
+def _settings(scoring: Scoring) -> dict[str, Any]:
+    if scoring.window is None:
+        return {"scale": scoring.scale}
+    return {"scale": scoring.scale, "window_size_left": scoring.window - 1, "window_size_right": 0}
+
+
 def forward(
-    q_LHE: torch.Tensor, k_MGE: torch.Tensor, v_MGE: torch.Tensor, extents: Extents, scale: float
+    q_LHE: torch.Tensor, k_MGE: torch.Tensor, v_MGE: torch.Tensor, extents: Extents, scoring: Scoring
 ) -> tuple[torch.Tensor, ...]:
-    """The output [L, H, E] in 16 bits, and what else backward needs."""
-    if takes_flash4(q_LHE, extents):
+    """The output [L, H, E] in 16 bits, the logarithm of each softmax's sum, and what else backward needs.
+
+    Those logarithms are FP32 and [H, L], except where heads have more than `MAX_HEAD` columns.
+    """
+    if q_LHE.shape[-1] > MAX_HEAD:
+        k_MHE, v_MHE = (_for_each_query_head(x, q_LHE) for x in (k_MGE, v_MGE))
+        wide = torch.ops.aten._efficient_attention_forward(
+            q_LHE[None], k_MHE[None], v_MHE[None], None, *extents, 0.0, _CAUSAL_AT_THE_ENDS, True,
+            **_settings(scoring),
+        )  # fmt: skip
+        return wide[0][0], *wide[1:4]
+    if takes_flash4(q_LHE, extents, scoring):
         from flash_attn.cute import interface  # compiles at its first call, in 5 to 6 s
 
         of_4 = interface._flash_attn_fwd(
-            q_LHE, k_MGE, v_MGE, softmax_scale=scale, return_lse=True, **_named(extents)
+            q_LHE, k_MGE, v_MGE, softmax_scale=scoring.scale, return_lse=True, **_named(extents)
         )
         return tuple(of_4[:2])
     found = torch.ops.aten._flash_attention_forward(
-        q_LHE, k_MGE, v_MGE, *extents, 0.0, True, False, scale=scale
+        q_LHE, k_MGE, v_MGE, *extents, 0.0, True, False, **_settings(scoring)
     )
     return tuple(found[:4])
+
+
+def _for_each_query_head(x_MGE: torch.Tensor, q_LHE: torch.Tensor) -> torch.Tensor:
+    return x_MGE.repeat_interleave(q_LHE.shape[1] // x_MGE.shape[1], dim=1)
 
 
 def backward(
@@ -95,20 +139,29 @@ def backward(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     outputs: tuple[torch.Tensor, ...],
     extents: Extents,
-    scale: float,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the inputs q, k and v of forward, given all it returned; the same bits each time."""
-    if takes_flash4(inputs[0], extents):
+    if takes_flash4(inputs[0], extents, scoring):
         from flash_attn.cute import interface
 
         out_LHE, lse = outputs
-        settings = {"softmax_scale": scale, "deterministic": True, **_named(extents)}
+        settings = {"softmax_scale": scoring.scale, "deterministic": True, **_named(extents)}
         return tuple(interface._flash_attn_bwd(*inputs, out_LHE, dout_LHE, lse, **settings)[:3])
     out_LHE, lse, state, unused = outputs
+    q_LHE, k_MGE, v_MGE = inputs
+    if q_LHE.shape[-1] > MAX_HEAD:
+        k_MHE, v_MHE = (_for_each_query_head(x, q_LHE) for x in (k_MGE, v_MGE))
+        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+            dout_LHE[None], q_LHE[None], k_MHE[None], v_MHE[None], None, out_LHE[None], *extents, lse, 0.0,
+            state, unused, _CAUSAL_AT_THE_ENDS, False, num_splits_key=1, **_settings(scoring),
+        )  # fmt: skip
+        dk, dv = (x[0].unflatten(1, (k_MGE.shape[1], -1)).sum(2) for x in (dk, dv))
+        return dq[0], dk, dv
     with _deterministic():
         dq_LHE, dk_MGE, dv_MGE = torch.ops.aten._flash_attention_backward(
-            dout_LHE, *inputs, out_LHE, lse, *_with_empty(extents, inputs[0]), 0.0, True, state, unused,
-            scale=scale,
+            dout_LHE, *inputs, out_LHE, lse, *_with_empty(extents, q_LHE), 0.0, True, state, unused,
+            **_settings(scoring),
         )  # fmt: skip
     return dq_LHE, dk_MGE, dv_MGE
 

@@ -10,6 +10,11 @@ Three decisions, each against a way in which this went wrong elsewhere:
 - Clean weights are never written. The norm gets another Parameter for as long as there is noise; nothing can
   accumulate, and the clean tensor is the same object with the same bits afterwards.
 
+A norm behind attention or MLP (all of OLMo 2 and 3, every second one of Gemma 2 to 4) gets no noise. In front
+of a linear W it is noise of W: W diag(w + Z) has each column scaled. Behind a block its output is added to
+the residual stream, and Z would scale what the block adds for all later layers. That is noise of no linear:
+what the last one of the block gives is normalised before.
+
 Given up: a router or fused expert tensor that is no linear module (mixture-of-experts models) is not seen, so
 there only the norms before attention are perturbed.
 """

@@ -7,12 +7,22 @@ kernel's causal mask is aligned at the ends of queries and keys, which is exactl
 prompt needs. Backward gathers again, so nothing beyond queries, keys, values and output is kept, and adds the
 gradients of a prompt's copies up in fp32, in a fixed order.
 
+A layer may see a window: counted from the end of a segment it is the window of the sample. And each head may
+have a sink, a logit s in the softmax that no value belongs to. With l the logarithm of the softmax's sum, it
+makes output o and l into
+
+    o' = o sigmoid(l - s),    l' = log(e^l + e^s)
+
+and the gradient of a score from dP - sum(do o) into the same of o' and P' = exp(score - l'). So the kernel
+knows nothing of sinks: its backward is given o' and l'.
+
 The implementation is registered with transformers under `NAME`. A forward pass without `branches`
 (evaluation, a padded batch) is plain SDPA.
 
 Shapes: L tokens of the row, M keys of all segments, H query heads, G key heads, E head size.
 """
 
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -25,7 +35,9 @@ from transformers.masking_utils import (
     AttentionMaskInterface,
     causal_mask_function,
     sdpa_mask,
+    sliding_window_causal_mask_function,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl.families.parts import eval_mode
 from qerl.kernels import flash
@@ -34,9 +46,8 @@ from qerl.update.packed_row import Branches, MaskFunction, Sample, pack_row
 NAME = "qerl_branches"
 
 
-# What transformers' models hand to an attention function and plain causal attention has no use for.
-_HARMLESS = {"branches", "scaling", "sliding_window", "position_ids", "use_cache"}
-_MAX_HEAD = 256
+# What transformers' models hand to an attention function that is computed here, or has no effect.
+_KNOWN = {"branches", "scaling", "sliding_window", "s_aux", "position_ids", "use_cache"}
 
 
 class _Declined(Exception):
@@ -60,7 +71,8 @@ def why_not(model: PreTrainedModel) -> str | None:
     """The reason why the kernel cannot stand for the model's attention; None where it can.
 
     A row of a few tokens is run through the model. What its layers ask of masks and hand to attention says
-    more than a list of families would.
+    more than a list of families would. In place of each mask the layers get the window that it means, which
+    has to be the window that they name to attention.
     """
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", None):
         return "attention has dropout, which it has in training alone"
@@ -69,7 +81,8 @@ def why_not(model: PreTrainedModel) -> str | None:
     model.set_attn_implementation(NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return f"{type(model).__name__} lets nobody replace its attention"
-    ALL_MASK_ATTENTION_FUNCTIONS[NAME] = _causal_only
+    ALL_MASK_ATTENTION_FUNCTIONS[NAME] = _window_in_place_of_mask
+    ALL_ATTENTION_FUNCTIONS[NAME] = _checked_attention
     try:
         with torch.no_grad(), eval_mode(model):
             model.base_model(
@@ -82,28 +95,63 @@ def why_not(model: PreTrainedModel) -> str | None:
     except (_Declined, TypeError) as error:  # TypeError: it takes no `branches`
         return str(error)
     finally:
-        del ALL_MASK_ATTENTION_FUNCTIONS[NAME]
+        del ALL_MASK_ATTENTION_FUNCTIONS[NAME], ALL_ATTENTION_FUNCTIONS[NAME]
         model.set_attn_implementation(before)
     return None
 
 
-def _causal_only(*, mask_function: MaskFunction, **_: Any) -> None:
+def _window_in_place_of_mask(
+    *, mask_function: MaskFunction, device: Any, local_size: int | None = None, **_: Any
+) -> torch.Tensor:
+    """The width of the window that a mask is asked for, 0 for none, where a layer expects the mask."""
+    window = 0
     if mask_function is not causal_mask_function:
-        raise _Declined("not every layer attends to all that came before")
+        if not local_size or not _same(mask_function, sliding_window_causal_mask_function(local_size)):
+            raise _Declined("a layer attends to something else than all that came before or a window of it")
+        window = local_size
+    return torch.full((1, 1, 1, 1), window, device=device)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions are the same code with the same values."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        values = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, other))
+        return one.__code__ is other.__code__ and _same(*values)
+    return type(one) is type(other) is int and one == other
+
+
+def _checked_attention(
+    module: nn.Module,
+    query_1HLE: torch.Tensor,
+    key_1GLE: torch.Tensor,
+    value_1GLE: torch.Tensor,
+    window: torch.Tensor | None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    if window is None or window.numel() != 1 or int(window) != (settings.get("sliding_window") or 0):
+        raise _Declined(f"{type(module).__name__} has another mask than it tells attention of")
+    return branch_attention(module, query_1HLE, key_1GLE, value_1GLE, None, **settings)
 
 
 def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: dict[str, Any]) -> None:
-    """Raise `_Declined` for what the kernel would leave out: soft caps, sinks, biases, other head sizes."""
-    asked = {name for name, value in settings.items() if value is not None and name not in _HARMLESS}
+    """Raise `_Declined` for what the kernel would leave out: soft caps, biases, other head sizes."""
+    asked = {name for name, value in settings.items() if value is not None and name not in _KNOWN}
     if settings.get("is_causal") is True:
         asked.discard("is_causal")
     if settings.get("dropout") == 0.0:
         asked.discard("dropout")
     if asked:
         raise _Declined(f"attention is called with {', '.join(sorted(asked))}")
+    window, sinks_H = settings.get("sliding_window"), settings.get("s_aux")
+    if sinks_H is not None and sinks_H.requires_grad:
+        raise _Declined("its sinks train")
     size = query_1HLE.size(-1)
-    if size % 8 or size > _MAX_HEAD or value_1GLE.size(-1) != size:
+    if size % 8 or value_1GLE.size(-1) != size:
         raise _Declined(f"heads have {size} and {value_1GLE.size(-1)} columns")
+    if size > flash.MAX_HEAD and (window or sinks_H is not None):
+        raise _Declined(f"heads have {size} columns, and windows or sinks")
 
 
 def attention_kwargs(branches: Branches) -> dict[str, Any]:
@@ -124,14 +172,39 @@ def branch_attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls; its output is [1, L, H, E]."""
     if branches is None:
-        return sdpa_attention_forward(
-            module, query_1HLE, key_1GLE, value_1GLE, attention_mask, **kwargs
-        )  # fmt: skip
+        return _plain_attention(module, query_1HLE, key_1GLE, value_1GLE, attention_mask, **kwargs)
     _check_call(query_1HLE, value_1GLE, kwargs)
     # Not [0], whose backward writes the gradient into zeros of the whole.
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query_1HLE, key_1GLE, value_1GLE))
-    out_LHE = _BranchAttention.apply(*rows, branches, kwargs.get("scaling"))
+    scale, sinks_H = kwargs.get("scaling"), kwargs.get("s_aux")
+    scale = query_1HLE.shape[-1] ** -0.5 if scale is None else scale
+    scoring = flash.Scoring(scale, kwargs.get("sliding_window"), sinks_H is not None)
+    out_LHE = _BranchAttention.apply(*rows, branches, scoring, sinks_H)
     return out_LHE[None], None
+
+
+def _plain_attention(
+    module: nn.Module,
+    query_BHLE: torch.Tensor,
+    key_BGTE: torch.Tensor,
+    value_BGTE: torch.Tensor,
+    mask: torch.Tensor | None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """SDPA, for which a sink is one more key, of zeros, whose score the mask adds."""
+    if s_aux is not None:
+        shape = (*query_BHLE.shape[:3], key_BGTE.shape[2])
+        if mask is None:
+            mask = torch.ones(shape[2:], dtype=torch.bool, device=query_BHLE.device).tril(shape[3] - shape[2])
+        bias = query_BHLE.new_zeros(shape).masked_fill(~mask, -torch.inf)
+        sink = s_aux.to(bias.dtype)[:, None, None].expand(*shape[:3], 1)
+        mask = torch.cat((bias, sink), dim=-1)
+        key_BGTE, value_BGTE = (nn.functional.pad(x, (0, 0, 0, 1)) for x in (key_BGTE, value_BGTE))
+    return cast(
+        tuple[torch.Tensor, None],
+        sdpa_attention_forward(module, query_BHLE, key_BGTE, value_BGTE, mask, **kwargs),
+    )
 
 
 class _BranchAttention(torch.autograd.Function):
@@ -144,13 +217,18 @@ class _BranchAttention(torch.autograd.Function):
         k_LGE: torch.Tensor,
         v_LGE: torch.Tensor,
         branches: Branches,
-        scale: float | None,
+        scoring: flash.Scoring,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.branches, ctx.scale = branches, q_LHE.shape[-1] ** -0.5 if scale is None else scale
-        keys_M, extents = branches.keys_M, _extents(branches)
-        outputs = flash.forward(q_LHE, k_LGE[keys_M], v_LGE[keys_M], extents, ctx.scale)
-        ctx.save_for_backward(q_LHE, k_LGE, v_LGE, *outputs)
-        return cast(torch.Tensor, outputs[0])
+        ctx.branches, ctx.scoring = branches, scoring
+        keys_M = branches.keys_M
+        out_LHE, *others = flash.forward(q_LHE, k_LGE[keys_M], v_LGE[keys_M], _extents(branches), scoring)
+        if sinks_H is not None:
+            lse_HL, sinks_H1 = others[0], sinks_H[:, None].to(others[0].dtype)
+            out_LHE.mul_((lse_HL - sinks_H1).sigmoid().T[..., None])
+            others[0] = torch.logaddexp(lse_HL, sinks_H1)
+        ctx.save_for_backward(q_LHE, k_LGE, v_LGE, out_LHE, *others)
+        return out_LHE
 
     @staticmethod
     @once_differentiable
@@ -159,9 +237,9 @@ class _BranchAttention(torch.autograd.Function):
         branches: Branches = ctx.branches
         inputs = q_LHE, k_LGE[branches.keys_M], v_LGE[branches.keys_M]
         dq_LHE, dk_MGE, dv_MGE = flash.backward(
-            dout_LHE.contiguous(), inputs, tuple(outputs), _extents(branches), ctx.scale
+            dout_LHE.contiguous(), inputs, tuple(outputs), _extents(branches), ctx.scoring
         )
-        return dq_LHE, _add_copies(dk_MGE, branches), _add_copies(dv_MGE, branches), None, None
+        return dq_LHE, _add_copies(dk_MGE, branches), _add_copies(dv_MGE, branches), None, None, None
 
 
 def _extents(branches: Branches) -> flash.Extents:

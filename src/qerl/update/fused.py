@@ -13,6 +13,7 @@ else about them changes, and what is not 16-bit on a GPU is computed as before.
 """
 
 import types
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,50 +25,50 @@ from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
 from qerl.lora.product import fused_forward, is_16bit_cuda
 from qerl.noise.norms import takes_float32_weight
+from qerl.update import path
 from qerl.update.attention import branch_attention
-from qerl.update.path import attentions, mlps, norms, why_not_norm, why_not_rotary, why_not_swiglu
 
 
 def fuse(model: nn.Module) -> None:
     """Let norms, attention, SwiGLU blocks and adapted layers use the kernels for 16-bit tensors on a GPU."""
-    for norm, computes_rms_norm in norms(model):
-        if not why_not_norm(norm, computes_rms_norm):
-            norm.forward = types.MethodType(_norm_forward, norm)
+    for norm, formula in path.norms(model):
+        if formula and not path.why_not_norm(norm, formula):
+            norm.forward = types.MethodType(partial(_norm_forward, formula=formula), norm)
             takes_float32_weight(norm)
-    for attention in attentions(model):
-        if not why_not_rotary(attention):
-            attention.forward = types.MethodType(_attention_forward, attention)
-    for mlp in mlps(model):
-        if not why_not_swiglu(mlp):
-            mlp.forward = types.MethodType(_mlp_forward, mlp)
+    for attention in path.attentions(model):
+        if isinstance(settings := path.turned_heads(attention), dict):
+            attention.forward = types.MethodType(partial(_attention_forward, settings=settings), attention)
+    for mlp in path.mlps(model):
+        if gate := path.gate_of(mlp):
+            mlp.forward = types.MethodType(partial(_mlp_forward, gelu=gate == "gelu"), mlp)
     for layer in model.modules():
         if type(layer) is LoraLinear:  # our own are one product wherever they run
             layer.forward = types.MethodType(_lora_forward, layer)
 
 
-def _norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _norm_forward(self: Any, x: torch.Tensor, formula: path.RMSNorm) -> torch.Tensor:
     if self.weight.requires_grad or not is_16bit_cuda(x):
         return cast(torch.Tensor, type(self).forward(self, x))
-    return rms_norm(x, self.weight, self.variance_epsilon)
+    return rms_norm(x, self.weight, *formula)
 
 
 def _attention_forward(
     self: Any,
     hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     attention_mask: torch.Tensor | None,
+    settings: dict[str, Any],
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    qkv = None
-    whole_heads = position_embeddings[0].shape[-1] == self.head_dim
-    if whole_heads and kwargs.get("branches") is not None and kwargs.get("past_key_values") is None:
+    qkv, whole = None, position_embeddings and position_embeddings[0].shape[-1] == self.head_dim
+    if whole and kwargs.get("branches") is not None and kwargs.get("past_key_values") is None:
         qkv = fused_forward(hidden_states, self.q_proj, self.k_proj, self.v_proj)
-    if qkv is None:
+    if qkv is None or position_embeddings is None:
         own = type(self).forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
         return cast(tuple[torch.Tensor, torch.Tensor | None], own)
-    heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+    heads, kv_heads = (linear.out_features // self.head_dim for linear in (self.q_proj, self.k_proj))
     q, k, v = (x.transpose(1, 2) for x in rotated_heads(qkv, *position_embeddings, heads, kv_heads))
-    out, _ = branch_attention(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
+    out, _ = branch_attention(self, q, k, v, attention_mask, **(kwargs | settings))
     return self.o_proj(out.flatten(-2)), None
 
 
@@ -76,9 +77,10 @@ def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
     return type(self).forward(self, x, *args, **kwargs) if fused is None else fused
 
 
-def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _mlp_forward(self: Any, x: torch.Tensor, gelu: bool) -> torch.Tensor:
     if not is_16bit_cuda(x):
         return cast(torch.Tensor, type(self).forward(self, x))
-    both = fused_forward(x, self.gate_proj, self.up_proj)
-    product = swiglu(self.gate_proj(x), self.up_proj(x)) if both is None else swiglu(both)
+    joined = getattr(self, path.JOINED, None)
+    both = joined(x) if joined else fused_forward(x, self.gate_proj, self.up_proj)
+    product = swiglu(self.gate_proj(x), self.up_proj(x), gelu) if both is None else swiglu(both, None, gelu)
     return self.down_proj(product)

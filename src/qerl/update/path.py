@@ -5,29 +5,38 @@ not give (a gradient for a norm's weight, dropout in front of an adapter), the m
 slower and larger. What that costs depends on the model and on settings, so a run says at its start which path
 it takes, and its metrics keep it.
 
-Norms are found as noise finds them, by structure (`qerl.noise.norms.is_norm`), and one of each class is
-measured against the kernel's formula: a list of class names goes stale with each new family. Attention that
-turns its heads goes by the family (`qerl.families.table`), because nothing short of its source says what
-else it does between the product of q, k and v and the rotary embedding.
+Modules are measured against the kernels' formulas, because a list of class names or families goes stale with
+each new one. Norms are found as noise finds them, by structure (`qerl.noise.norms.is_norm`), and one of each
+class is run. Attention and MLPs are run with drawn tensors in the place of what their linears give: what
+reaches attention says whether heads are only turned in between, what reaches the last linear whether the MLP
+is gated as the kernel's.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qerl.families.layer import Attention, GatedMLP, names
-from qerl.families.table import FAMILIES
-from qerl.kernels.flash import why_not_flash4
+from qerl.families.parts import eval_mode
+from qerl.kernels.flash import MAX_HEAD, why_not_flash4
 from qerl.lora.product import why_not_fused
 from qerl.noise.norms import is_norm
 from qerl.seeding import generator
 
-_SILU = ("SiLU", "SiLUActivation")
+JOINED = "gate_up_proj"
+"""Name of a linear that gives gate and up side by side."""
+
+_FAILURES = (TypeError, AttributeError, ValueError, KeyError, RuntimeError)  # of a module run by itself
+_RECORDER = "qerl_recorder"
 
 NO_GPU = "its kernels need a CUDA GPU"
 
@@ -61,6 +70,7 @@ class UpdatePath:
         products: Layers with an adapter that are one product with it; none in full tuning.
         unfit: Why no kernel can serve this model where it is; empty where they can.
         why_not_flash4: Why attention of long rows is FlashAttention-2; empty where it is FlashAttention-4.
+        has_wide_heads: Whether a layer has heads that neither takes.
     """
 
     attention: Share
@@ -70,6 +80,7 @@ class UpdatePath:
     products: Share
     unfit: str = ""
     why_not_flash4: str = ""
+    has_wide_heads: bool = False
 
     @property
     def by_segment(self) -> bool:
@@ -93,7 +104,8 @@ class UpdatePath:
             "adapted layers": self.products,
         }
         kernel = f"FlashAttention-2 ({self.why_not_flash4})"
-        kernel = kernel if self.why_not_flash4 else "FlashAttention-4 for long rows"
+        kernel = kernel if self.why_not_flash4 else "FlashAttention-4 for long rows without windows or sinks"
+        kernel += ", memory-efficient attention for heads above 256 columns" if self.has_wide_heads else ""
         flash = {"attention kernel": kernel} if self.by_segment else {}
         return {name: str(share) for name, share in parts.items() if share.total} | flash
 
@@ -123,16 +135,18 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
         why_dense_masks: Why its attention reads dense masks; None where it reads segments.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    heads = [why_dense_masks or turned_heads(module) for module in attentions(model)]
     return UpdatePath(
         attention=Share(0, layers, why_dense_masks) if why_dense_masks else Share(layers, layers),
-        norms=_share([why_not_norm(norm, measured) for norm, measured in norms(model)]),
-        rotary=_share([why_dense_masks or why_not_rotary(module) for module in attentions(model)]),
+        norms=_share([why_not_norm(norm, formula) for norm, formula in norms(model)]),
+        rotary=_share([found if isinstance(found, str) else None for found in heads]),
         mlps=_share([why_not_swiglu(module) for module in mlps(model)]),
         products=_share(
             [why_not_fused(m, training=True) for m in model.modules() if isinstance(m, BaseTunerLayer)]
         ),
         unfit=(unfit := why_unfit(model)),
         why_not_flash4="" if unfit or why_dense_masks else why_not_flash4(model.device),
+        has_wide_heads=any((getattr(m, "head_dim", None) or 0) > MAX_HEAD for m in model.modules()),
     )
 
 
@@ -141,70 +155,147 @@ def _share(reasons: list[str | None]) -> Share:
     return Share(len(reasons) - len(left), len(reasons), left[0] if left else "")
 
 
-def norms(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """The model's norms, each with whether its class computes the kernel's RMSNorm."""
-    measured: dict[type, bool] = {}
+class RMSNorm(NamedTuple):
+    """What tells one RMSNorm from another, as arguments of the kernel."""
+
+    eps: float
+    added: float
+    rounds_unit: bool
+
+
+def norms(model: nn.Module) -> Iterator[tuple[nn.Module, RMSNorm | None]]:
+    """The model's norms, each with the RMSNorm that its class computes, None where it is none."""
+    measured: dict[type, RMSNorm | None] = {}
     for module in model.modules():
         if is_norm(module):
             if type(module) not in measured:
-                measured[type(module)] = _computes_rms_norm(module)
+                measured[type(module)] = _rms_norm(module)
             yield module, measured[type(module)]
 
 
-def why_not_norm(norm: nn.Module, computes_rms_norm: bool) -> str | None:
+def why_not_norm(norm: nn.Module, formula: RMSNorm | None) -> str | None:
     """Why a norm keeps its own code; None where the kernel computes it."""
-    if not computes_rms_norm:
+    if formula is None:
         return f"{type(norm).__name__} is no plain RMSNorm"
     return "their weights train" if norm.get_parameter("weight").requires_grad else None
 
 
-def _computes_rms_norm(norm: Any) -> bool:
-    """Whether a norm's own code gives ``w x / sqrt(mean(x^2) + eps)``, but for rounding."""
-    eps = getattr(norm, "variance_epsilon", None)
+def _rms_norm(norm: Any) -> RMSNorm | None:
+    """The RMSNorm that a norm's own code computes."""
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if eps is None:
-        return False
+        return None
     x = torch.randn(3, norm.weight.numel(), generator=generator("norm")) + 0.5  # its mean is not 0
-    x = x.to(norm.weight.device)
-    weight = norm.weight.detach().float()
-    exact = weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    x = x.to(norm.weight.device, norm.weight.dtype)
+    weight, wide = norm.weight.detach(), x.float()
+    unit = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     try:
         with torch.no_grad():
-            found = type(norm).forward(norm, x).float()
-        return bool((found - exact).norm() <= 1e-2 * exact.norm())
-    except (TypeError, AttributeError, ValueError, RuntimeError):  # it takes more than x, a gate for one
-        return False
+            found, rounded = (type(norm).forward(norm, given).float() for given in (wide, x))
+    except _FAILURES:  # it takes more than x, a gate for one
+        return None
+    for added in (0.0, 1.0):
+        exact = (added + weight.float()) * unit
+        if (found - exact).norm() <= 1e-2 * exact.norm():
+            twice = (added + weight) * unit.to(x.dtype)
+            once = exact.to(x.dtype)
+            return RMSNorm(eps, added, bool((rounded - twice).norm() <= (rounded - once).norm()))
+    return None
 
 
 def attentions(model: nn.Module) -> Iterator[nn.Module]:
     """The model's attention modules."""
-    return (m for m in model.modules() if _has(m, *names(Attention.PLACES["qkv"])))
+    return (m for m in model.modules() if _has(m, *names(Attention.PLACES["qkv"])) or _has(m, "qkv_proj"))
 
 
-def why_not_rotary(attention: Any) -> str | None:
-    """Why an attention module turns its heads by its own code; None where the kernel does."""
-    family = FAMILIES.get(getattr(getattr(attention, "config", None), "model_type", ""))
-    if family is None:
+def turned_heads(attention: Any) -> dict[str, Any] | str:
+    """What an attention module gives attention by name (a scale, a window, sinks), if all that it does before
+    is to turn whole heads of q and k; or why it runs its own code."""
+    if _has(attention, "qkv_proj"):
+        return "q, k and v are one linear layer"
+    projections = {name: getattr(attention, name) for name in names(Attention.PLACES["qkv"])}
+    for layer in projections.values():
+        if reason := why_not_fused(layer, training=True):
+            return reason
+    config, size = getattr(attention, "config", None), getattr(attention, "head_dim", None)
+    if config is None or size is None:
         return f"{type(attention).__name__} is not known"
-    if not family.fused_qkv:
-        return "heads are normalised before they are turned"
-    rope = getattr(attention.config, "rope_parameters", None) or {}
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0:
         return "a part of each head is not turned"
-    projections = [getattr(attention, name) for name in names(Attention.PLACES["qkv"])]
-    return next(filter(None, (why_not_fused(layer, training=True) for layer in projections)), None)
+    *outputs, cos, sin = _drawn(*(layer.out_features for layer in projections.values()), size, size)
+    far = torch.arange(1, 5)[None] << 20  # where queries are scaled by position, it shows
+    calls: list[Any] = []
+
+    def record(*called: Any, **settings: Any) -> tuple[torch.Tensor, None]:
+        calls.append((called[1:4], settings))
+        return called[1].transpose(1, 2), None
+
+    before, ALL_ATTENTION_FUNCTIONS[_RECORDER] = config._attn_implementation, record
+    config._attn_implementation = _RECORDER
+    try:
+        with _in_place_of_linears(attention, dict(zip(projections, outputs, strict=True))):
+            given = {"hidden_states": cos, "position_embeddings": (cos, sin), "position_ids": far}
+            type(attention).forward(attention, attention_mask=None, **given)
+    except _FAILURES:
+        calls.clear()
+    finally:
+        config._attn_implementation = before
+        del ALL_ATTENTION_FUNCTIONS[_RECORDER]
+    q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in outputs)
+    if len(calls) != 1 or not all(map(_equal, calls[0][0], (*apply_rotary_pos_emb(q, k, cos, sin), v))):
+        return "more is done to heads than to turn them, or less"
+    return {name: x for name, x in calls[0][1].items() if name not in ("dropout", "position_ids")}
 
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """The model's gated MLPs."""
-    linears = [name for places in GatedMLP.PLACES.values() for name in names(places)]
-    return (m for m in model.modules() if _has(m, *linears))
+    """The model's gated MLPs, whose gate and up are two linears or one."""
+    gate_up, down = (names(places) for places in GatedMLP.PLACES.values())
+    either = (*gate_up, *down), (JOINED, *down)
+    return (m for m in model.modules() if any(_has(m, *linears) for linears in either))
 
 
-def why_not_swiglu(mlp: Any) -> str | None:
-    """Why an MLP keeps its own code; None where the kernel computes its activation."""
-    kind = type(getattr(mlp, "act_fn", None)).__name__
-    return None if kind in _SILU else f"the activation is {kind}"
+def gate_of(mlp: Any) -> str:
+    """The activation of an MLP that computes ``down(activation(gate x) * up x)``; empty for another one."""
+    gate, up = (3 * x for x in _drawn(64, 64))
+    linears = *names(GatedMLP.PLACES["gate_up"]), JOINED
+    try:
+        with _in_place_of_linears(
+            mlp, dict(zip(linears, (gate, up, torch.cat((gate, up), -1)), strict=True))
+        ):
+            found = type(mlp).forward(mlp, up)
+    except _FAILURES:
+        return ""
+    exact = {"silu": functional.silu(gate), "gelu": functional.gelu(gate, approximate="tanh")}
+    return next((name for name, gated in exact.items() if _equal(found, gated * up)), "")
+
+
+def why_not_swiglu(mlp: nn.Module) -> str | None:
+    """Why an MLP keeps its own code; None where the kernel computes its gate."""
+    return None if gate_of(mlp) else f"{type(mlp).__name__} has no gate by SiLU or tanh's GELU"
+
+
+def _drawn(*columns: int) -> list[torch.Tensor]:
+    """Numbers [1, 4, columns] for four tokens."""
+    rng = generator("modules")
+    return [torch.randn(1, 4, n, generator=rng) for n in columns]
+
+
+def _equal(found: Any, wanted: torch.Tensor) -> bool:
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@contextmanager
+def _in_place_of_linears(module: nn.Module, outputs: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Inside the block some linears of a module return given tensors, all others their input."""
+    linears = {name: m for name, m in module.named_children() if hasattr(m, "out_features")}
+    given: dict[str, Any] = {name: lambda x, name=name: outputs.get(name, x) for name in linears}
+    with torch.no_grad(), eval_mode(module):
+        module._modules.update(given)
+        try:
+            yield
+        finally:
+            module._modules.update(linears)
 
 
 def _has(module: nn.Module, *names: str) -> bool:
-    return all(hasattr(module, name) for name in names)
+    return module._modules.keys() >= set(names)

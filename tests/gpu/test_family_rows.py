@@ -1,0 +1,81 @@
+"""Rows of each family with windows, sinks or layers without rotary embedding, on all kernels of the update in
+bf16, against FP32 through dense masks; and that the same row gives the same bits."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from qerl.lora.adapter import add_lora
+from qerl.update.head import score
+from qerl.update.kernels import use_kernels
+from qerl.update.packed_row import PackedRow, pack_row
+from tests.support.families import NAMES, tiny
+from tests.support.models import move_adapter
+from tests.support.samples import samples_of
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "initializer_range": 0.05,
+    "sliding_window": 40,
+}
+OF_FAMILIES = {
+    "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "gemma4_text": {"head_dim": 256, "global_head_dim": 512},
+    "ministral3": {"sliding_window": None},
+    "phi3": {"sliding_window": None},
+    "smollm3": {"sliding_window": None},
+}
+PATHS = {  # norms, layers whose heads the kernel turns, MLPs
+    "mistral": (9, 4, 4), "qwen2": (9, 4, 4), "phi3": (9, 0, 4), "gemma3_text": (25, 0, 4),
+    "gemma4_text": (25, 0, 4), "ministral3": (9, 0, 4), "smollm3": (9, 3, 4), "olmo3": (17, 0, 4),
+    "granite_swa": (9, 4, 4),
+}  # fmt: skip
+PULLS = torch.randn(2, 520, generator=torch.Generator().manual_seed(1))
+
+
+def drawn_row() -> PackedRow:
+    """Prompts longer than a window, and one shorter; as many positions as `PULLS` has are scored."""
+    draw = lambda n: torch.randint(3, 500, (n,)).tolist()  # noqa: E731
+    groups = (130, [100, 30, 65]), (7, [200, 64]), (61, [1, 60])
+    pairs = [(prompt, draw(n)) for tokens, rest in groups for prompt in [draw(tokens)] for n in rest]
+    samples = samples_of(*zip(*pairs, strict=True))
+    return pack_row(samples, range(len(samples)), torch.device("cuda"))
+
+
+def computed(model, row: PackedRow, by_segment: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities, and gradients of the adapters."""
+    model.zero_grad()
+    logps, entropies = score(model, model.get_base_model(), row, by_segment, 0.8, entropy_has_gradient=True)
+    pulls = PULLS.to(logps.device)
+    (logps @ pulls[0] + entropies @ pulls[1]).backward()
+    return logps.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_on_the_kernels_is_as_near_to_fp32_as_bf16(name) -> None:
+    torch.manual_seed(0)
+    model = tiny(name, **(SIZES | OF_FAMILIES.get(name, {}))).requires_grad_(False)
+    for layer in model.model.layers if name == "gemma4_text" else ():  # which scales no scores
+        layer.self_attn.q_norm.weight *= layer.self_attn.head_dim**-0.5
+    model = model.bfloat16().cuda()
+    model = move_adapter(add_lora(model, rank=16, alpha=32, dropout=0.0), 0.05).train()
+    exact, row = copy.deepcopy(model).float(), drawn_row()
+    path = use_kernels(model.get_base_model())
+    assert path.by_segment and not path.is_slow, path.sentence()
+    assert (path.norms.fused, path.rotary.fused, path.mlps.fused) == PATHS[name]
+    truth, gradients = computed(exact, row, by_segment=False)
+    logps, found = computed(model, row, by_segment=True)
+    gaps = {n: float((found[n] - g).norm() / g.norm()) for n, g in gradients.items()}
+    worst, off = max(gaps, key=gaps.get), float((logps - truth).abs().mean())
+    print(f"{name}: {off:.4f} nats; gradients off by {gaps[worst]:.1e} at most ({worst})")
+    assert off < 0.05 and gaps[worst] < 0.1 and found.keys() == gradients.keys()
+    again, repeated = computed(model, row, by_segment=True)
+    assert torch.equal(again, logps) and all(torch.equal(repeated[n], found[n]) for n in found)
