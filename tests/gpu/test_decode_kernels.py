@@ -161,8 +161,8 @@ def test_nan_stays_nan_in_an_fp8_cache():
     rope_kv.rope_kv(
         product, torch.ones(3, device=DEVICE), torch.ones(1, tokens, device=DEVICE),
         torch.ones(4, size // 2, device=DEVICE), torch.zeros(4, size // 2, device=DEVICE),
-        torch.tensor([0, 1], **as_int), torch.tensor([0, 1], **as_int),
-        poison(tokens, 1, size, dtype=HALF), *caches, width=1, eps=0.0,
+        torch.tensor([0, 1], **as_int), torch.tensor([[0, 0], [1, 2]], **as_int),
+        torch.tensor([0, 0], **as_int), torch.zeros(1, 1, **as_int), poison(tokens, 1, size, dtype=HALF), *caches, width=1, eps=0.0,
     )  # fmt: skip
     for cache in caches:
         assert not cache[0, 0, 0].float().isnan().any() and cache[0, 0, 1].float().isnan().any()

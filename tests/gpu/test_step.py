@@ -20,6 +20,7 @@ from qerl.measure.decode import fill_rows
 from qerl.measure.random_model import random_decoder
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.limits import Units
 from tests.support.machine import NoGraphs
 
 SIZES = Sizes.uniform(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
@@ -41,7 +42,7 @@ def as_dense(layer, names=("qkv", "o", "gate_up", "down")):
 def output(decoder, rows, passes=1):
     """The last pass's output; every pass computes the same token."""
     torch.manual_seed(1)
-    cache = KVCache.of_blocks(decoder, 4 * rows)
+    cache = KVCache.of_blocks(decoder, Units([4 * rows]))
     for layer in (*cache.k, *cache.v):
         layer.normal_()
     step = DecodeStep(decoder, cache, rows, 4, 2, NoGraphs())

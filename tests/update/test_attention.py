@@ -10,6 +10,7 @@ from transformers.models.granite_swa.modeling_granite_swa import eager_attention
 
 from qerl.kernels import flash
 from qerl.kernels.flash import _deterministic, segments_in_backward
+from qerl.kernels.limits import MAX_HEAD
 from qerl.update import attention
 from qerl.update.packed_row import RowBuilder
 from tests.support.families import tiny
@@ -155,7 +156,7 @@ def test_what_torchs_kernels_are_told(monkeypatch, size, window):
     """On the meta device, where their arguments and the shapes of their results are checked."""
     monkeypatch.setattr(flash, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(flash, "why_not_flash4", lambda device: "")
-    wide = size > flash.MAX_HEAD
+    wide = size > MAX_HEAD
     if wide and window:
         pytest.skip("declined")
     shapes = (9, 4, size), (13, 2, size), (13, 2, size)

@@ -30,9 +30,7 @@ from torch.nn.attention import current_flash_attention_impl
 from qerl.errors import QeRLError
 from qerl.kernels.cards import card_of
 from qerl.kernels.device import multiprocessors
-
-MAX_HEAD = 256
-"""Columns of the largest head that FlashAttention takes."""
+from qerl.kernels.limits import MAX_HEAD
 
 _FLASH4 = "4.0.0b36"
 _CAUSAL_AT_THE_ENDS = 2  # CustomMaskType::CausalFromBottomRight of torch's memory-efficient attention

@@ -20,6 +20,9 @@ PART = 128
 STACKED_PART = 512
 """Rows of several A on top of each other that a kernel holds at once: those of q, k and v at rank `PART`."""
 
+MAX_HEAD = 256
+"""Widest heads that FlashAttention takes."""
+
 WHOLE_PARTS = 160 * 1024
 """Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
 

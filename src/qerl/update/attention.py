@@ -41,6 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl.families.parts import eval_mode
 from qerl.kernels import flash
+from qerl.kernels.limits import MAX_HEAD
 from qerl.update.packed_row import Branches, MaskFunction, Sample, pack_row
 
 NAME = "qerl_branches"
@@ -150,7 +151,7 @@ def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: di
     size = query_1HLE.size(-1)
     if size % 8 or value_1GLE.size(-1) != size:
         raise _Declined(f"heads have {size} and {value_1GLE.size(-1)} columns")
-    if size > flash.MAX_HEAD and (window or sinks_H is not None):
+    if size > MAX_HEAD and (window or sinks_H is not None):
         raise _Declined(f"heads have {size} columns, and windows or sinks")
 
 

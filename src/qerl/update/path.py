@@ -27,7 +27,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qerl.families.layer import Attention, GatedMLP, names
 from qerl.families.parts import eval_mode
-from qerl.kernels.flash import MAX_HEAD, why_not_flash4
+from qerl.kernels.flash import why_not_flash4
+from qerl.kernels.limits import MAX_HEAD
 from qerl.lora.product import why_not_fused
 from qerl.noise.norms import is_norm
 from qerl.seeding import generator

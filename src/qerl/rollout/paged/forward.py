@@ -155,7 +155,8 @@ class Forward:
             each.lse_ZTH.fill_(-torch.inf)
 
     def _multiply(self, x: torch.Tensor, projection: Projection, xa: LoraSum) -> Product:
-        return projection.weight.multiply(x, self.tokens, self.scratch, xa)
+        used = self._padded(projection) * projection.weight.shape[1]  # the operand may be of wider layers
+        return projection.weight.multiply(x[: used or None], self.tokens, self.scratch, xa)
 
     def _padded(self, projection: Projection) -> int:
         """Tokens for which the operand of this weight has room, 0 if it is [T, K]."""
