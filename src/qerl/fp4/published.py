@@ -73,8 +73,8 @@ def stored_format(module: str, tensors: Mapping[str, Header], where: object) -> 
             return "fp8"
         elif scale is None and not any(_is_quantised(header) for header in tensors.values()):
             return "bf16"
-    odd = next((name for name in ("pre_quant_scale", "weight_packed", "weight") if name in tensors), None)
-    odd = odd or next(name for name, header in tensors.items() if _is_quantised(header))
+    quantised = [name for name, header in tensors.items() if _is_quantised(header)]
+    odd = next(name for name in ("pre_quant_scale", *quantised, *tensors) if name in tensors)
     raise QeRLError(
         f"{where} holds {module} in a format that is not read here ({odd} is {tensors[odd].dtype}); use its "
         "16-bit model, or a checkpoint in NVFP4, MXFP4 or FP8."
@@ -93,7 +93,8 @@ def check_declared(quantization: Mapping[str, Any], where: object) -> None:
     """
     method = quantization.get("quant_method")
     try:
-        declared_format(quantization, "model.layers.0.mlp.up_proj")
+        for module in ("model.layers.0.mlp.up_proj", *(quantization.get("quantized_layers") or ())):
+            declared_format(quantization, module)
         block_shape(quantization)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, re.error) as error:
         raise QeRLError(
@@ -123,8 +124,9 @@ def declared_format(quantization: Mapping[str, Any] | None, module: str) -> Held
         return "bf16"
     layers = quantization.get("quantized_layers")
     if layers is not None:
-        algorithm = next((at["quant_algo"] for name, at in layers.items() if _matches(name, module)), "")
-        return _of_algorithm(algorithm)
+        exact = (name for name in spellings(module) if name in layers)
+        name = next(exact, None) or next((name for name in layers if _matches(name, module)), None)
+        return "bf16" if name is None else _of_algorithm(layers[name]["quant_algo"])
     groups = list((quantization.get("config_groups") or {}).values())
     for general in (False, True):  # a name or a pattern counts before the type
         for group in groups:

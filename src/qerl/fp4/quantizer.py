@@ -99,7 +99,8 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of ``config.json``: the description of compressed-tensors."""
-        assert self.format is not None
+        if self.format is None:  # asked while loading; a model without packed layers is saved without an entry
+            return {"quant_method": QUANT_METHOD}
         return quantization_config(self.format, self.ignore)
 
 
