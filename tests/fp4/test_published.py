@@ -10,73 +10,16 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.fp4.checkpoint import open_checkpoint
-from qerl.fp4.format import MXFP4, NVFP4, dequantize
+from qerl.fp4.format import NVFP4
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.published import block_shape, choose_weights, declared_format, dequantize_fp8
 from qerl.fp4.rounding import quantize
 from qerl.models.decide import Choices, Source, decide
 from qerl.models.fingerprint import checkpoint_fingerprint, linears_fingerprint
 from qerl.models.load import check_model, load_model
-from tests.support.models import make_tiny_model
+from tests.support.published import fp8, write
 
 IDS = torch.arange(3, 43).reshape(2, 20)
-FP8_MAX = 448.0
-
-
-def fp8(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A weight in E4M3, its scales (one, one a row, or one for each block of 32 x 48), and what they stand for,
-    in FP64."""
-    n, k = weight.shape
-    if kind == "tensor":
-        scale = weight.abs().max() / FP8_MAX
-        whole = scale
-    elif kind == "channel":
-        scale = whole = weight.abs().amax(1, keepdim=True) / FP8_MAX
-    else:
-        scale = torch.empty(-(-n // 32), -(-k // 48))
-        whole = torch.empty(n, k)
-        for i in range(scale.shape[0]):
-            for j in range(scale.shape[1]):
-                place = (slice(32 * i, 32 * i + 32), slice(48 * j, 48 * j + 48))
-                scale[i, j] = weight[place].abs().max() / FP8_MAX
-                whole[place] = scale[i, j]
-    codes = (weight / whole).to(torch.float8_e4m3fn)
-    return codes, scale, codes.double() * whole.double()
-
-
-def write(
-    folder,
-    formats,
-    declared,
-    layout="compressed-tensors",
-    model=None,
-    scale="weight_scale",
-    fp8_kind="tensor",
-):
-    """A folder whose modules are held as ``formats(module)`` says, and the dense weights that they stand for."""
-    model = model or make_tiny_model("qwen3", seed=int(torch.randint(1 << 30, ())))
-    model.save_pretrained(folder)
-    stored, dense = load_file(folder / "model.safetensors"), {}
-    for name in list(stored):
-        module = name.removesuffix(".weight")
-        held = formats(module) if name != module and stored[name].ndim == 2 else None
-        weight = stored[name]
-        if held == "fp8":
-            stored[name], scales, dense[module] = fp8(weight, fp8_kind)
-            stored[f"{module}.{scale}"] = scales
-            stored[f"{module}.input_scale"] = torch.tensor(0.5)
-        elif held in ("nvfp4", "mxfp4"):
-            packed = quantize(stored.pop(name), NVFP4 if held == "nvfp4" else MXFP4, "rtn")
-            dense[module] = dequantize(packed)
-            if layout == "modelopt":
-                stored |= {name: packed.codes, f"{module}.weight_scale": packed.scales}
-                stored[f"{module}.weight_scale_2"] = (1 / packed.global_scale).squeeze()
-            else:
-                stored |= {f"{module}.{key}": tensor for key, tensor in packed.tensors().items()}
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
-    return model, dense
 
 
 def load(folder, weights=None, dtype=torch.float32, **settings):
@@ -95,7 +38,7 @@ def replaced(model: nn.Module, dense: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def mixed(module: str) -> str | None:
-    """As NVIDIA publishes Qwen3.6: MLP and head in NVFP4, attention in FP8, one of its matrices in 16 bits."""
+    """As NVIDIA publishes Qwen3.6: MLP and head in NVFP4, attention in FP8 but for one matrix."""
     if ".mlp." in module or module == "lm_head":
         return "nvfp4"
     return "fp8" if "self_attn" in module and not module.endswith("k_proj") else None
@@ -211,7 +154,7 @@ ALL_FP8 = {
     "compressed by block": (
         "block", "weight_scale",
         {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
-         "config_groups": {"group_0": {"targets": ["Linear"], "weights": EIGHT_BITS | {"block_structure": [32, 48]}}}},
+         "config_groups": {"group_0": {"weights": EIGHT_BITS | {"block_structure": [32, 48]}}}},
     ),
 }  # fmt: skip
 
@@ -261,7 +204,7 @@ def test_scales_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("mlp.up_proj.qweight", torch.zeros(2, 2, dtype=torch.int32), r"mlp\.up_proj in a format .*qweight is I32"),
+        ("mlp.up_proj.qweight", torch.zeros(2, 2).int(), r"mlp\.up_proj in a format .*qweight is I32"),
         ("mlp.up_proj.pre_quant_scale", torch.ones(4), r"mlp\.up_proj in a format .*pre_quant_scale is F32"),
         ("mlp.up_proj.weight", torch.zeros(128, 64, dtype=torch.int8), r"mlp\.up_proj in a .*weight is I8"),
     ],

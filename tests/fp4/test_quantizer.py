@@ -18,7 +18,7 @@ from transformers import (
 
 from qerl.errors import QeRLError
 from qerl.fp4.checkpoint import open_checkpoint
-from qerl.fp4.format import MXFP4, NVFP4, dequantize
+from qerl.fp4.format import NVFP4, dequantize
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
@@ -133,15 +133,6 @@ def test_compressed_tensors_reads_what_was_saved(saved, tmp_path) -> None:
             assert torch.equal(theirs.get_submodule(name).bias, layer.bias)
 
 
-def test_from_pretrained_works_without_load_model(saved) -> None:
-    folder = saved()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=QeRLQuantizationConfig("mxfp4"), dtype=torch.float32
-    )
-    assert all(layer.format is MXFP4 for layer in packed_layers(model).values())
-    assert torch.equal(logits(model), logits(load(folder, "mxfp4", rounding="mse")))
-
-
 def test_modelopt_checkpoint(saved, tmp_path) -> None:
     model = load(saved())
     model.save_pretrained(tmp_path / "packed")
@@ -221,13 +212,6 @@ def test_tensors_that_come_from_no_file_cannot_be_quantised(tiny_model) -> None:
             state_dict=model.state_dict(),
             quantization_config=QeRLQuantizationConfig(),
         )
-
-
-def test_missing_tensor_without_load_model(saved) -> None:
-    folder = saved()
-    edit(folder, NAME, lambda weight: None)
-    with pytest.raises(QeRLError, match=f"no tensor {NAME}"):
-        AutoModelForCausalLM.from_pretrained(folder, quantization_config=QeRLQuantizationConfig())
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "bf16"])

@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
@@ -33,7 +32,6 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qerl.errors import QeRLError
-from qerl.families.supported import check_dense
 from qerl.fp4.checkpoint import packed_tensors, quantization_config
 from qerl.fp4.format import BLOCK_FORMATS, BlockFormat, block_format
 from qerl.fp4.groups import fused_group, is_quantized, left_out
@@ -72,7 +70,7 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
         format: str = DEFAULT_FORMAT,
         rounding: Rounding = DEFAULT_ROUNDING,
         held: Mapping[str, Held] | None = None,
-        stored: Callable[[str], torch.Tensor | None] | None = None,
+        stored: Callable[[str], torch.Tensor | None] = lambda _: None,
         block: tuple[int, int] = (128, 128),
     ) -> None:
         if format not in FORMATS:
@@ -99,7 +97,9 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of ``config.json``: the description of compressed-tensors."""
-        if self.format is None:  # asked while loading; a model without packed layers is saved without an entry
+        if (
+            self.format is None
+        ):  # asked while loading; a model without packed layers is saved without an entry
             return {"quant_method": QUANT_METHOD}
         return quantization_config(self.format, self.ignore)
 
@@ -121,7 +121,6 @@ class QeRLQuantizer(HfQuantizer):
         self._shapes: dict[str, torch.Size] = {}
         self._kept_in_fp32: set[str] = set()  # of the family itself
         self._amax: dict[tuple[str, ...], float] = {}
-        self._stored = quantization_config.stored
 
     def is_serializable(self) -> bool:
         return True
@@ -164,16 +163,7 @@ class QeRLQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _QuantizeOnArrival(self)
 
-    def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
-    ) -> PreTrainedModel:
-        if self._stored is None:
-            tensors: dict[str, torch.Tensor] = {}
-            for file in checkpoint_files or []:
-                with safe_open(file, framework="pt") as shard:
-                    tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
-            self._stored = tensors.get
-        check_dense(type(model).__name__, (name for name, _ in model.named_parameters()))
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         self._insert_empty_layers(model)
         if self.quantization_config.pack is not None:
             self._prepare_to_quantize(model)
@@ -190,11 +180,8 @@ class QeRLQuantizer(HfQuantizer):
                     f"{name} has shape {list(tensor.shape)} in the checkpoint but the config asks for "
                     f"{list(expected)}; the two do not belong together."
                 )
-        dense = list(_linears(model))
-        if missing := next((name for name in dense if self.to_pack(name)), None):
-            raise QeRLError(f"The checkpoint has no tensor {missing}.weight; fetch it again.")
-        self.quantization_config.ignore = dense
-        self.quantization_config.stored = self._stored = None
+        self.quantization_config.ignore = list(_linears(model))
+        self.quantization_config.stored = lambda _: None
         if self.quantization_config.pack is not None:
             model._keep_in_fp32_modules_strict = self._kept_in_fp32
         if self.quantization_config.format is None:
@@ -280,10 +267,9 @@ class QeRLQuantizer(HfQuantizer):
         Raises:
             QeRLError: The tensor is not in the checkpoint under that name.
         """
-        assert self._stored is not None
-        group = fused_group(key.removesuffix(".weight"))
+        group, stored = fused_group(key.removesuffix(".weight")), self.quantization_config.stored
         if group not in self._amax:
-            members = [(module, self._stored(f"{module}.weight")) for module in group]
+            members = [(module, stored(f"{module}.weight")) for module in group]
             found = [self.dense(module, weight) for module, weight in members if weight is not None]
             if not found:
                 raise QeRLError(
@@ -298,12 +284,11 @@ class QeRLQuantizer(HfQuantizer):
         Raises:
             QeRLError: The scales of one in FP8 do not fit it.
         """
-        if self.quantization_config.held.get(module) != "fp8":
+        config = self.quantization_config
+        if config.held.get(module) != "fp8":
             return weight_NK
-        assert self._stored is not None
-        scales = [self._stored(f"{module}.{name}") for name in FP8_SCALES]
-        scale = next(scale for scale in scales if scale is not None)
-        return dequantize_fp8(weight_NK, scale, self.quantization_config.block)
+        scales = [config.stored(f"{module}.{name}") for name in FP8_SCALES]
+        return dequantize_fp8(weight_NK, next(scale for scale in scales if scale is not None), config.block)
 
 
 class _QuantizeOnArrival(ConversionOps):

@@ -24,21 +24,14 @@ from qerl.weight_formats import WeightFormat
 
 @dataclass(frozen=True)
 class Weights:
-    """The frozen model: ``4-bit or 16-bit linears + 2 (V D [twice unless tied] + norms + biases)``.
-
-    Attributes:
-        published: Bytes of the linears where each has its own format; None where all have ``format``.
-    """
+    """The frozen model: ``4-bit or 16-bit linears + 2 (V D [twice unless tied] + norms + biases)``."""
 
     sizes: Sizes
     format: WeightFormat
-    published: int | None = None
 
     @property
     def linears(self) -> int:
         """Bytes of the linears of all decoder layers, scales included."""
-        if self.published is not None:
-            return self.published
         matrices = self.format.matrix_bytes
         return sum(run.layers * matrices(x.elements) for run in self.sizes.runs for x in run.spec.linears)
 

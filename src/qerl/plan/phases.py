@@ -79,9 +79,10 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
     idle = (work.adapters - 1) * (
         adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters
     )
+    weights = Weights(sizes, work.format.on_engine)
     published = work.published if work.weights == AS_PUBLISHED else None
     resident = {
-        "weights": Weights(sizes, work.format.on_engine, published).bytes,
+        "weights": weights.bytes if published is None else published + weights.dense,
         "LoRA": adapter.bytes,
         "LoRA of the reference": adapter.bytes if work.copies_adapter else 0,
         "LoRA for sampling": adapter.copies,
