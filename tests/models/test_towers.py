@@ -10,16 +10,20 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.families.towers import decoder_name
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.lora.adapter import add_lora, exchange_adapter, load_adapter
-from qerl.models.fingerprint import checkpoint_fingerprint, fingerprint
+from qerl.models.decide import Choices, Source, decide
+from qerl.models.fingerprint import check_base, checkpoint_fingerprint, fingerprint
 from qerl.models.load import load_model, load_tokenizer
 from qerl.noise.norms import find_noise_norms
 from tests.support.models import make_tiny_tokenizer, move_adapter
 from tests.support.wrappers import CAUSAL, WRAPPERS, make_wrapper, text_logits
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def load(folder, weights="bf16", **settings):
@@ -188,3 +192,23 @@ def test_a_config_and_tensors_that_do_not_fit_are_named(tmp_path):
 )
 def test_names(stored, own):
     assert decoder_name(stored) == own
+
+
+@pytest.mark.slow
+def test_a_run_on_a_wrapper_resumes_and_its_policy_is_loaded(tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    make_wrapper("Gemma3", max_position_embeddings=512).save_pretrained(base)
+    make_tiny_tokenizer().save_pretrained(base)
+    words = (
+        f"train --task arithmetic --model {base} --output_dir {run} --use_cpu true --noise false --lora_r 4 "
+        "--num_generations 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --save_steps 1 "
+        "--max_completion_length 8"
+    ).split()
+    assert main([*words, "--max_steps", "1"]) == 0
+    assert main([*words, "--max_steps", "2", "--resume_from_checkpoint", "true"]) == 0
+    assert "weights: nvfp4" in (run / "config.yaml").read_text()
+    assert all(".model.language_model." in name for name in load_file(run / "adapter_model.safetensors"))
+    assert check_base(run, str(base)) == ""
+    loading = decide(Source(str(base), run), Choices())
+    again = load_adapter(loading.load(), run)
+    assert again.peft_config["default"].target_modules == set(TARGETS)
