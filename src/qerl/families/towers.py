@@ -34,14 +34,9 @@ _DECODER = re.compile(
 _SAME_ON_TEXT = {"qwen3_vl_text": "qwen3", "qwen2_5_vl_text": "qwen2"}
 
 
-def is_wrapper(config: PreTrainedConfig) -> bool:
-    """True if the model of this config has its text decoder inside."""
-    return getattr(config, "text_config", None) is not None and not config.is_encoder_decoder
-
-
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the causal LM: that of a wrapper's text decoder, or the config itself."""
-    if not is_wrapper(config):
+    if getattr(config, "text_config", None) is None or config.is_encoder_decoder:
         return config
     text = copy.deepcopy(config.get_text_config(decoder=True))
     if same := _SAME_ON_TEXT.get(text.model_type):

@@ -81,7 +81,8 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
         self.held = dict(held or {})
         self.stored = stored  # a function, since transformers copies configs with all that is in them
         self.block = block
-        self.to_format = format
+        projections = {held for module, held in self.held.items() if is_quantized(module)}
+        self.to_format = format if projections != {format} else ""
         self.ignore: list[str] = []
 
     @property
@@ -118,7 +119,6 @@ class QeRLQuantizer(HfQuantizer):
         )
         self.failure: QeRLError | None = None
         self._narrow: set[str] = set()  # layers whose inputs no blocks divide, which stay as they are
-        self._shapes: dict[str, torch.Size] = {}
         self._kept_in_fp32: set[str] = set()  # of the family itself
         self._amax: dict[tuple[str, ...], float] = {}
 
@@ -167,19 +167,11 @@ class QeRLQuantizer(HfQuantizer):
         self._insert_empty_layers(model)
         if self.quantization_config.pack is not None:
             self._prepare_to_quantize(model)
-        self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         if self.failure is not None:
             raise self.failure
-        for name, tensor in model.state_dict().items():
-            expected = self._shapes.get(name, tensor.shape)
-            if tensor.shape != expected:
-                raise QeRLError(
-                    f"{name} has shape {list(tensor.shape)} in the checkpoint but the config asks for "
-                    f"{list(expected)}; the two do not belong together."
-                )
         self.quantization_config.ignore = list(_linears(model))
         self.quantization_config.stored = lambda _: None
         if self.quantization_config.pack is not None:
@@ -312,7 +304,7 @@ class _QuantizeOnArrival(ConversionOps):
             name = full_layer_name.removesuffix(".weight")
             linear = model.get_submodule(name)
             try:
-                weight_NK = self._checked(linear, name, weight_NK)
+                weight_NK = self.quantizer.dense(name, weight_NK)
                 format = self.quantizer.to_pack(name)
                 if format is None:
                     return {full_layer_name: weight_NK.to(linear.weight.dtype)}
@@ -320,14 +312,6 @@ class _QuantizeOnArrival(ConversionOps):
             except QeRLError as error:
                 self.quantizer.failure = QeRLError(f"{name}: {error}")
         return {}  # nothing is left for transformers to put anywhere
-
-    def _checked(self, linear: Any, name: str, weight_NK: torch.Tensor) -> torch.Tensor:
-        if weight_NK.shape != linear.weight.shape:
-            raise QeRLError(
-                f"the checkpoint has shape {list(weight_NK.shape)} but the config asks for "
-                f"{list(linear.weight.shape)}; the two do not belong together."
-            )
-        return self.quantizer.dense(name, weight_NK)
 
     def _pack(self, linear: Any, weight_NK: torch.Tensor, key: str, format: BlockFormat) -> PackedLinear:
         amax = self.quantizer.group_amax(key)

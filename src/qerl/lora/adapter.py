@@ -321,21 +321,13 @@ def _quiet() -> Iterator[None]:
 def own_name(stored: str, base: nn.Module) -> str:
     """Name of a matrix of a saved adapter as PEFT has it around this base model."""
     wrapped = f"{PEFT_PREFIX}{WRAPPED}"
-    return (
-        f"{PEFT_PREFIX}model.{stored.removeprefix(wrapped)}"
-        if of_wrapper(base) and stored.startswith(wrapped)
-        else stored
-    )
+    return stored.replace(wrapped, f"{PEFT_PREFIX}model.", 1) if of_wrapper(base) else stored
 
 
 def stored_name(own: str, base: nn.Module) -> str:
     """Name under which a matrix of an adapter around this base model is saved."""
     inner = f"{PEFT_PREFIX}model."
-    return (
-        f"{PEFT_PREFIX}{WRAPPED}{own.removeprefix(inner)}"
-        if of_wrapper(base) and own.startswith(inner)
-        else own
-    )
+    return own.replace(inner, f"{PEFT_PREFIX}{WRAPPED}", 1) if of_wrapper(base) else own
 
 
 def stored_targets(targets: Collection[str], base: nn.Module) -> str | list[str]:
@@ -353,14 +345,9 @@ def _targets_of(own: Collection[str], base: nn.Module) -> list[str]:
     """The adapted modules by the last parts of their names, or by whole names where others end so too."""
     found = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in own if ".lora_" in name}
     ends = {name.rpartition(".")[2] for name in found}
-    modules = (
-        name.replace(".base_layer", "")
-        for name, module in base.named_modules()
-        if hasattr(module, "in_features")
-    )
-    return sorted(
-        ends if all(name in found for name in modules if name.rpartition(".")[2] in ends) else found
-    )
+    linears = (name for name, module in base.named_modules() if hasattr(module, "in_features"))
+    others = {name.replace(".base_layer", "") for name in linears} - found
+    return sorted(found if ends & {name.rpartition(".")[2] for name in others} else ends)
 
 
 def _state(model: PeftModel) -> dict[str, torch.Tensor]:

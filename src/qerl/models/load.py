@@ -40,14 +40,7 @@ from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.kernels.needs import how_to_install
 from qerl.models.hub import LocalModel, local_checkpoint
 from qerl.ranks import is_first_process
-from qerl.weight_formats import (
-    AS_PUBLISHED,
-    DEFAULT_FORMAT,
-    DEFAULT_ROUNDING,
-    FORMATS,
-    Rounding,
-    WeightFormatName,
-)
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +79,13 @@ def load_model(
     device = torch.device(device)
     checkpoint, config, skeleton, weights = _checked(name_or_path, weights, trust_remote_code, lora_targets)
     stored, held = _read(checkpoint, name_or_path, weights, dtype)
+    block = block_shape(checkpoint.quantization)
     model_class: Any = type(skeleton)
     model, report = model_class.from_pretrained(
         None,
         config=config,
         state_dict=stored,
-        quantization_config=_quantization_config(checkpoint, stored, held, weights, rounding, dtype, device),
+        quantization_config=_quantization_config(weights, rounding, held, stored, block, dtype, device),
         dtype=dtype,
         device_map=None if device.type == "cpu" else {"": device},
         attn_implementation=_attention(skeleton),
@@ -154,11 +148,8 @@ def _read(
         said.append(f"{others} tensors of images, sound or prediction of several tokens are not read")
     if held.get(_HEAD) in BLOCK_FORMATS:
         format = BLOCK_FORMATS[held.pop(_HEAD)]
-        own = {
-            key.rpartition(".")[2]: stored.pop(key)
-            for key in list(stored)
-            if key.startswith(f"{_HEAD}.weight")
-        }
+        names = [name for name in stored if name.startswith(f"{_HEAD}.weight")]
+        own = {name.rpartition(".")[2]: stored.pop(name) for name in names}
         stored[f"{_HEAD}.weight"] = dequantize(PackedRows.of_tensors(own, format), dtype)
         said.append(f"the head in {format.name} becomes 16 bits")
     packs = FORMATS[weights].packed
@@ -236,7 +227,7 @@ def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedC
     except Exception as error:  # given a file alone; the validators of fields have classes of their own
         raise _unsupported(checkpoint, error) from error
     check_counts(text.get_text_config(decoder=True))
-    if checkpoint.is_wrapper and f"{_HEAD}.weight" in checkpoint.names.values():
+    if checkpoint.is_wrapper and any(name.startswith(_HEAD) for name in checkpoint.names.values()):
         text.tie_word_embeddings = False  # whatever the config says
     vars(text).pop("quantization_config", None)
     return text
@@ -291,29 +282,26 @@ def check_format(weights: WeightFormatName, device: torch.device) -> None:
 
 
 def _quantization_config(
-    checkpoint: Checkpoint,
-    stored: dict[str, torch.Tensor],
-    held: dict[str, Held],
     weights: WeightFormatName,
     rounding: Rounding,
+    held: dict[str, Held],
+    stored: dict[str, torch.Tensor],
+    block: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """transformers' settings for what becomes of the checkpoint's layers; None leaves them as they are."""
+    """transformers' settings for what becomes of a checkpoint's layers; None leaves them as they are."""
     format = FORMATS[weights]
-    if format.package is not None:
-        check_format(weights, device)
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
-    if not format.packed and set(held.values()) <= {"bf16"}:
-        return None
-    if set(checkpoint.held) == {weights}:
-        weights = AS_PUBLISHED  # nothing is left to pack
-    return QeRLQuantizationConfig(weights, rounding, held, stored.get, block_shape(checkpoint.quantization))
+    if format.package is None:
+        quantised = format.packed or not set(held.values()) <= {"bf16"}
+        return QeRLQuantizationConfig(weights, rounding, held, stored.get, block) if quantised else None
+    check_format(weights, device)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def _check_shapes(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> None:

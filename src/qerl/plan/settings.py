@@ -59,14 +59,13 @@ def plan_settings(
         QeRLError: The model is not found or its family is not planned, full tuning, FP8 keys of a model whose
             keys have a bias, or samples beyond the model's positions.
     """
-    model = _read_model(found or str(config.model), config)
-    sizes = model.sizes
+    sizes, weights, published = _read_model(found or str(config.model), config)
     check_keys(config.kv_cache_dtype, sizes)
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
     work = dataclasses.replace(
-        _work(config, model, processes), adapters=adapters, serves=serves, may_offload=may_offload,
-        host_bytes=host_bytes,
+        _work(config, sizes, processes), weights=weights, published=published, adapters=adapters,
+        serves=serves, may_offload=may_offload, host_bytes=host_bytes,
     )  # fmt: skip
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
@@ -100,7 +99,7 @@ def refuse_full_tuning_that_cannot_fit(
         QeRLError: They exceed it.
     """
     try:
-        sizes = _read_model(found or str(config.model), config).sizes
+        sizes = _read_model(found or str(config.model), config)[0]
     except QeRLError:
         return  # a family or a name that the plan does not know may still be loaded
     if _full_tuning_bytes(sizes, config) > capacity:
@@ -150,24 +149,11 @@ def _samples(config: QeRLConfig) -> int:
     return config.per_device_train_batch_size * (config.steps_per_generation or 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Model:
-    """What the plan reads of a model.
-
-    Attributes:
-        weights: The format in which it is loaded.
-        published: Bytes of its linears, each in the format in which its folder holds it.
-    """
-
-    sizes: Sizes
-    weights: WeightFormatName
-    published: int | None = None
-
-
-def _read_model(name: str | LocalModel, config: QeRLConfig) -> _Model:
-    """The model of the settings: by its config, and by the headers of its tensors where they are."""
+def _read_model(name: str | LocalModel, config: QeRLConfig) -> tuple[Sizes, WeightFormatName, int | None]:
+    """Sizes of the settings' model, the format in which it is loaded, and bytes of its linears as its folder
+    holds them: by its config, and by the headers of its tensors where they are."""
     if isinstance(name, str) and name.lower() in SIZES and not Path(name).is_dir():
-        return _Model(SIZES[name.lower()], config.weights or DEFAULT_FORMAT)
+        return SIZES[name.lower()], config.weights or DEFAULT_FORMAT, None
     try:
         folder = local_config(name)
     except QeRLError as error:
@@ -177,13 +163,13 @@ def _read_model(name: str | LocalModel, config: QeRLConfig) -> _Model:
     content, quantization = read_config(folder)
     sizes = Sizes.from_config(text_fields(content))
     if quantization is None:
-        return _Model(sizes, choose_weights(name, [], config.weights))
+        return sizes, choose_weights(name, [], config.weights), None
     check_declared(quantization, folder)
     stored = open_checkpoint(folder).formats if any(folder.glob("*.safetensors")) else {}
     linears = [(stored.get(at) or declared_format(quantization, at), x.elements) for at, x in _linears(sizes)]
     weights = choose_weights(name, [held for held, _ in linears], config.weights)
     as_loaded = ((FORMATS["bf16" if held == "fp8" else held], elements) for held, elements in linears)
-    return _Model(sizes, weights, sum(form.on_engine.matrix_bytes(count) for form, count in as_loaded))
+    return sizes, weights, sum(form.on_engine.matrix_bytes(count) for form, count in as_loaded)
 
 
 def _linears(sizes: Sizes) -> Iterator[tuple[str, Linear]]:
@@ -192,14 +178,13 @@ def _linears(sizes: Sizes) -> Iterator[tuple[str, Linear]]:
         yield from ((f"model.layers.{index}.{linear.place}", linear) for linear in spec.linears)
 
 
-def _work(config: QeRLConfig, model: _Model, processes: int) -> Work:
+def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
     assert config.num_generations is not None and config.max_completion_length is not None
     checkpointing = _checkpointing(config)
     return Work(
-        weights=model.weights,
-        published=model.published,
+        weights=config.weights or DEFAULT_FORMAT,
         rank=config.lora_r,
-        targets=tuple(config.lora_target_modules or model.sizes.targets),
+        targets=tuple(config.lora_target_modules or sizes.targets),
         prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,
         completion_tokens=config.max_completion_length,
         group=config.num_generations,
