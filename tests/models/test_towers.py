@@ -61,6 +61,16 @@ def test_the_text_decoder_computes_what_the_wrapper_does(tmp_path, caplog, famil
     assert checkpoint_fingerprint(tmp_path) == fingerprint(model.named_parameters())
 
 
+def test_a_head_that_is_stored_counts_whatever_the_config_says(tmp_path):
+    wrapper, texts = make_wrapper("Mistral3", tied=False), ids()
+    wrapper.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    torch.testing.assert_close(
+        text_logits(load(tmp_path), texts), text_logits(wrapper, texts), rtol=0, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_both_namings_are_read(tmp_path, family):
     make_wrapper(family, tied=False).save_pretrained(tmp_path)

@@ -227,8 +227,6 @@ def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedC
     except Exception as error:  # given a file alone; the validators of fields have classes of their own
         raise _unsupported(checkpoint, error) from error
     check_counts(text.get_text_config(decoder=True))
-    if checkpoint.is_wrapper and any(name.startswith(_HEAD) for name in checkpoint.names.values()):
-        text.tie_word_embeddings = False  # whatever the config says
     vars(text).pop("quantization_config", None)
     return text
 
