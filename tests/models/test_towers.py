@@ -49,7 +49,7 @@ def test_the_text_decoder_computes_what_the_wrapper_does(tmp_path, caplog, famil
         model = load(tmp_path)
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("qerl")]
     stored = load_file(tmp_path / "model.safetensors")
-    others = sum("language_model" not in name and name != "lm_head.weight" for name in stored)
+    others = sum(any(word in name for word in ("vis", "multi_modal")) for name in stored)
     assert (
         others
         and line
@@ -78,7 +78,9 @@ def test_both_namings_are_read(tmp_path, family):
     if (names := list(load_file(tmp_path / "model.safetensors"))) and any(
         n.startswith("model.l") for n in names
     ):
-        rename(tmp_path, r"^model\.language_model\.", "language_model.model.")
+        rename(
+            tmp_path, r"^model\.(?:language_model\.)?(?=layers|norm|embed_tokens)", "language_model.model."
+        )
         rename(tmp_path, r"^lm_head\.", "language_model.lm_head.")
     else:
         rename(tmp_path, r"^language_model\.model\.", "model.language_model.")
@@ -222,3 +224,14 @@ def test_a_run_on_a_wrapper_resumes_and_its_policy_is_loaded(tmp_path):
     loading = decide(Source(str(base), run), Choices())
     again = load_adapter(loading.load(), run)
     assert again.peft_config["default"].target_modules == set(TARGETS)
+
+
+def test_a_packed_wrapper_lists_what_stays_under_the_names_of_its_folder(tmp_path):
+    make_wrapper("Gemma3", tied=False).save_pretrained(tmp_path / "plain")
+    rename(tmp_path / "plain", r"^lm_head\.", "language_model.lm_head.")
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "packed")
+    ignored = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "language_model.lm_head" in ignored
+    assert any(name.startswith("vision_tower.") for name in ignored)
+    packed = {name for name in load_file(tmp_path / "packed" / "model.safetensors") if "packed" in name}
+    assert packed and all(name.startswith("language_model.model.layers.") for name in packed)

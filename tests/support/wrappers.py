@@ -41,12 +41,17 @@ WRAPPERS = {
         "text_config": TEXT | {"model_type": "ministral3", "rope_parameters": YARN},
         "vision_config": SIGHT | {"model_type": "pixtral"},
     },
+    "Qwen2_5_VL": {
+        "text_config": TEXT | {"rope_parameters": MROPE | {"rope_type": "mrope", "type": "mrope"}},
+        "vision_config": QWEN_SIGHT | {"intermediate_size": 64, "fullatt_block_indexes": [0]},
+    },
     "Qwen3VL": {"text_config": TEXT | {"rope_parameters": MROPE}, "vision_config": QWEN_SIGHT},
 }
 CAUSAL = {
     "Gemma3": "Gemma3ForCausalLM",
     "Gemma4": "Gemma4ForCausalLM",
     "Mistral3": "Ministral3ForCausalLM",
+    "Qwen2_5_VL": "Qwen2ForCausalLM",
     "Qwen3VL": "Qwen3ForCausalLM",
 }
 

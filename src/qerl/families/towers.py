@@ -12,8 +12,8 @@ Everything under other names belongs to towers of images or sound, their project
 several tokens (MTP), and is not read. An adapter is saved under the wrapper's own names
 (`qerl.lora.adapter`), so that it fits the model as it was published.
 
-Qwen3-VL's text decoder has no causal LM in transformers and needs none: on text its three positions per token
-are equal, and then it is a Qwen3.
+The text decoders of Qwen2.5-VL and Qwen3-VL have no causal LM in transformers and need none: on text their
+three positions per token are equal, and then they are a Qwen2 and a Qwen3.
 """
 
 import copy

@@ -265,5 +265,5 @@ def _other_linears(checkpoint: Checkpoint, layers: Mapping[str, Header]) -> list
     return [
         module
         for module in matrices
-        if module not in layers and not module.endswith(("embed_tokens", "lm_head"))
+        if module not in layers and module != "lm_head" and not module.endswith("embed_tokens")
     ]
