@@ -31,6 +31,7 @@ WRAPPED = "model.language_model."
 _DECODER = re.compile(
     r"(?:model\.)?language_model\.(?:model\.)?|model\.(?=layers\.|embed_tokens\.|norm\.)|(?=lm_head\.)"
 )
+_TO_CAUSAL_LM = {f"^{re.escape(WRAPPED)}": "model."}
 _SAME_ON_TEXT = {"qwen3_vl_text": "qwen3", "qwen2_5_vl_text": "qwen2"}
 
 
@@ -41,11 +42,12 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     text = copy.deepcopy(config.get_text_config(decoder=True))
     if same := _SAME_ON_TEXT.get(text.model_type):
         fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
-        rope = dict(fields.pop("rope_parameters", None) or {})
-        kept = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+        rope = fields.pop("rope_parameters", None) or {}
+        kept = {
+            name: value for name, value in rope.items() if name != "type" and not name.startswith("mrope")
+        }
         if kept.get("rope_type") == "mrope":
             kept["rope_type"] = "default"
-        kept.pop("type", None)
         text = CONFIG_MAPPING[same](**fields, rope_parameters=kept)
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)  # the wrapper's counts
     text.dtype = config.dtype
@@ -88,11 +90,10 @@ def spellings(module: str) -> tuple[str, ...]:
 
 
 def remember_wrapper(model: PreTrainedModel) -> None:
-    """Note on a causal LM that it is a wrapper's: under a name that PEFT reads, too, when it loads an adapter
-    (`PeftModel.from_pretrained`)."""
-    model._checkpoint_conversion_mapping = {f"^{re.escape(WRAPPED)}": "model."}
+    """Note on a causal LM that it is a wrapper's, under the name that PEFT reads when it loads an adapter."""
+    model._checkpoint_conversion_mapping = _TO_CAUSAL_LM
 
 
 def of_wrapper(model: object) -> bool:
     """True if `remember_wrapper` has noted it."""
-    return WRAPPED in str(getattr(model, "_checkpoint_conversion_mapping", "")).replace("\\", "")
+    return getattr(model, "_checkpoint_conversion_mapping", None) == _TO_CAUSAL_LM
