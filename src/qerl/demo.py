@@ -31,7 +31,7 @@ from qerl.run_folder import read_metrics
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import changed
 from qerl.trainer.run import train
-from qerl.weight_formats import FORMATS
+from qerl.weight_formats import DEFAULT_FORMAT, FORMATS
 
 _SHOWN = 3
 """Conversations that are printed."""
@@ -90,13 +90,14 @@ def one_microbatch(config: QeRLConfig) -> dict[str, Any]:
 def _packed(config: QeRLConfig, console: Console) -> str:
     """The model in the settings' format; a four-bit one is quantised once and kept."""
     assert config.model is not None
-    if not FORMATS[config.weights].packed:
+    weights = config.weights or DEFAULT_FORMAT
+    if not FORMATS[weights].packed:
         return config.model
-    name = f"{Path(config.model).name}-{config.weights}-{config.rounding}"
+    name = f"{Path(config.model).name}-{weights}-{config.rounding}"
     target = cache_folder() / name
     if not target.exists():
         console.print(f"Quantising {config.model} to {target}, once.")
-        quantize_checkpoint(local_checkpoint(config.model), target, config.weights, config.rounding)
+        quantize_checkpoint(local_checkpoint(config.model), target, weights, config.rounding)
     return str(target)
 
 

@@ -10,7 +10,7 @@ This module imports neither torch nor another room, so a command that only print
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-WeightFormatName = Literal["nvfp4", "mxfp4", "nf4", "bf16"]
+WeightFormatName = Literal["nvfp4", "mxfp4", "nf4", "bf16", "as-published"]
 """Name of a format in recipes and on the command line."""
 
 Rounding = Literal["rtn", "mse"]
@@ -19,6 +19,8 @@ Rounding = Literal["rtn", "mse"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 DEFAULT_FORMAT: WeightFormatName = "nvfp4"
+"""Of a folder in 16 bits; one that is quantised has its own (`qerl.fp4.published.choose_weights`)."""
+AS_PUBLISHED: WeightFormatName = "as-published"
 DEFAULT_ROUNDING: Rounding = "mse"
 
 
@@ -108,6 +110,12 @@ FORMATS: dict[WeightFormatName, WeightFormat] = {
             summary="unquantised, in the dtype that the model is loaded in",
             element_bits=16,
             trains_in_full=True,
+        ),
+        WeightFormat(
+            name=AS_PUBLISHED,
+            summary="each layer as its folder holds it: four bits stay packed, FP8 becomes 16 bits",
+            element_bits=16,  # of what is not packed; the plan counts each layer by its own format
+            engine_format="bf16",
         ),
     )
 }

@@ -16,6 +16,7 @@ from bench.peers.process import peer_rows
 from qerl.families.sizes import Sizes
 from qerl.fp4.checkpoint import read_config
 from qerl.fp4.format import NVFP4
+from qerl.fp4.published import check_declared, declared_format
 from qerl.measure.model_config import model_config
 from tests.support.peers import LLAMA, TINY
 
@@ -168,6 +169,7 @@ def test_zeros_take_no_disk(tmp_path):
 
 def test_nvfp4_config_is_what_this_package_reads(tmp_path):
     model_config(TINY, "nvfp4", 128).save_pretrained(tmp_path)
-    config, layout, format = read_config(tmp_path)
-    assert (layout, format) == ("compressed-tensors", NVFP4)
-    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    _, declared = read_config(tmp_path)
+    check_declared(declared, tmp_path)
+    assert declared_format(declared, "model.layers.0.mlp.up_proj") == NVFP4.name
+    assert declared["ignore"] == ["lm_head"]

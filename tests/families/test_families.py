@@ -7,8 +7,6 @@ import json
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import save_file
 
 from qerl.cli import main
 from qerl.errors import QeRLError
@@ -20,7 +18,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.update.head import score
 from qerl.update.row_check import check_packed_row
-from tests.support.models import TINY, move_adapter
+from tests.support.models import move_adapter
 from tests.update.test_row_check import ALTERNATING, build
 
 LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -116,40 +114,6 @@ def test_a_family_with_other_projections_is_not_quantised_by_half(saved, tmp_pat
     with pytest.raises(QeRLError, match=r"named \*_proj"):
         quantize_checkpoint(folder, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
-
-
-TEXT = TINY | {"max_position_embeddings": 64}
-SIGHT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
-WRAPPERS = {
-    "Gemma3": {"text_config": TEXT, "vision_config": SIGHT, "mm_tokens_per_image": 4},
-    "Gemma4": {"text_config": TEXT | GEMMA4, "vision_config": SIGHT, "audio_config": None},
-    "Mistral3": {
-        "text_config": TEXT | {"model_type": "ministral3"},
-        "vision_config": SIGHT | {"model_type": "pixtral"},
-    },
-    "Qwen3VL": {
-        "text_config": TEXT,
-        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
-    },
-}
-
-
-@pytest.mark.parametrize("family", WRAPPERS)
-def test_a_text_model_inside_a_model_for_images_is_refused_for_what_it_is(tmp_path, family):
-    getattr(transformers, f"{family}Config")(**WRAPPERS[family]).save_pretrained(tmp_path)
-    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    for weights in ("nvfp4", "bf16"):
-        with pytest.raises(QeRLError, match="use a checkpoint of the text model alone"):
-            load(tmp_path, weights)
-    with pytest.raises(QeRLError, match="use a checkpoint of the text model alone"):
-        quantize_checkpoint(tmp_path, tmp_path / "packed")
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat, fold_system
 from qerl.tasks import get_task
+from tests.support.models import make_tiny_tokenizer
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 CHATML = (
@@ -184,3 +185,14 @@ def test_a_completion_is_judged_with_the_thinking_that_the_template_opened(with_
     columns = {"prompts": [ONE_SHOT] * 6, "completions": chats, "answer": ["7"] * 6}
     assert accuracy(**columns) == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     assert form(**columns) == [0.1, 0.0, 0.1, 0.0, 0.0, 0.1]
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_a_prompt_with_more_than_text_is_refused_by_the_name_of_its_part(kind):
+    chat = Chat(make_tiny_tokenizer())
+    parts = [{"type": kind, kind: "x"}, {"type": "text", "text": "What is it?"}]
+    for render in (chat.messages, chat.ids):
+        with pytest.raises(
+            QeRLError, match=rf"a part that is no text \({kind}\); models read text alone here"
+        ):
+            render([{"role": "user", "content": parts}])

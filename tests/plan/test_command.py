@@ -159,7 +159,7 @@ def test_other_families_and_formats(tmp_path, capsys):
     quantised = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     config = {"model_type": "llama", "quantization_config": quantised}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["plan", str(tmp_path)]) == 2
+    assert main(["plan", str(tmp_path), "--weights", "nvfp4"]) == 2
     assert "holds mxfp4 weights, which cannot become nvfp4" in " ".join(capsys.readouterr().err.split())
     assert main(["plan", "model.gguf"]) == 2
     assert "has no config.json" in capsys.readouterr().err

@@ -16,8 +16,10 @@ from qerl.errors import QeRLError
 from qerl.eval.policy import choices_of
 from qerl.lora.adapter import load_adapter
 from qerl.models.decide import Source
+from qerl.models.load import load_model
 from qerl_serve.types import AdamParams, Notes, WeightsInfo
 from tests.support.serve import DATA, lora, request, sampled, small_model, tiny_backend, weights
+from tests.support.wrappers import make_wrapper, text_logits
 
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.01)
 
@@ -367,3 +369,18 @@ def change(file, **values):
     listed["files"][file.name] = len(text)
     manifest.write_text(json.dumps(listed))
     file.write_text(text)
+
+
+def test_what_is_saved_of_a_text_decoder_fits_the_model_for_images(tmp_path):
+    wrapper = make_wrapper("Gemma3")
+    wrapper.save_pretrained(tmp_path / "base")
+    backend = tiny_backend(tmp_path, load_model(tmp_path / "base", "bf16", torch.float32, "cpu"))
+    backend.create_model("s:train:0", lora(rank=4, seed=7))
+    train(backend, "s:train:0")
+    folder = backend._store.folder(backend.save_state("s:train:0", "000002"))
+    ids = torch.tensor([[5, 9, 77, 31]])
+    again = load_adapter(load_model(tmp_path / "base", "bf16", torch.float32, "cpu"), folder)
+    wanted = text_logits(again, ids)
+    assert not torch.equal(wanted, text_logits(wrapper, ids))
+    theirs = PeftModel.from_pretrained(wrapper, folder)
+    torch.testing.assert_close(text_logits(theirs, ids), wanted, rtol=0, atol=1e-5)

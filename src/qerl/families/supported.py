@@ -32,14 +32,6 @@ def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
     return None
 
 
-def wrapped(name: str) -> QeRLError:
-    """The refusal of a checkpoint whose text model is one part of a model for images or sound."""
-    return QeRLError(
-        f"{name} has its text model inside a model for images or sound, from which it is not loaded by "
-        "itself yet; use a checkpoint of the text model alone."
-    )
-
-
 _EXPERT = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
 
 

@@ -1,17 +1,20 @@
-"""Model folders: reading plain and packed safetensors, writing packed ones.
+"""Model folders: reading plain and quantised safetensors, writing packed ones.
 
-Three layouts are read, all of them a ``config.json`` beside one ``model.safetensors`` or several shards with
-an index. They differ in the tensors of a quantised linear layer:
+A folder is a ``config.json`` beside one ``model.safetensors`` or several shards with an index. Layers may be
+held in several formats (`qerl.fp4.published`), whose tensors are named in two ways:
 
-* ``plain``: ``weight``, BF16, FP16 or FP32.
+* plain: ``weight``, BF16, FP16 or FP32; in FP8 ``weight`` E4M3 and ``weight_scale`` or
+  ``weight_scale_inv``, by which it is multiplied, whatever the name says.
 * ``compressed-tensors`` (llm-compressor, vLLM, and what this project writes): ``weight_packed`` uint8
   [N, K/2], ``weight_scale`` [N, G], and for NVFP4 ``weight_global_scale`` fp32 [1], a divisor.
 * ``modelopt`` (NVIDIA): the same bytes named ``weight`` and ``weight_scale``, and ``weight_scale_2`` fp32 [],
   the reciprocal of that divisor.
 
-A reader sees only the names of compressed-tensors. Weights are all that is taken: scales of activations and
-of the KV cache, which W4A4 checkpoints carry, are left out, because activations stay in 16 bits here. The
-reciprocal of ``weight_scale_2`` is rounded to FP32, a change of at most 2^-23 of a weight's value.
+`Checkpoint.tensors` gives those of the causal LM under its own names, also of a folder in which it is one
+part of a model for images (`qerl.families.towers`), and packed ones under the names of compressed-tensors.
+Weights are all that is taken: scales of activations and of the KV cache are left out, because activations
+stay in 16 bits here. The reciprocal of ``weight_scale_2`` is rounded to FP32, a change of at most 2^-23 of a
+weight's value.
 
 What a folder promises is checked when it is opened, from the headers alone: every shard is there and
 complete, every tensor of the index is in its shard. Pickles are never opened.
@@ -20,39 +23,25 @@ Shapes: N outputs, K inputs, G = K / block size.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from qerl.atomic import new_folder
 from qerl.errors import QeRLError
-from qerl.fp4.format import BLOCK_FORMATS, NVFP4, BlockFormat, PackedRows
-
-Layout = Literal["plain", "compressed-tensors", "modelopt"]
+from qerl.families.towers import decoder_name
+from qerl.fp4.format import BLOCK_FORMATS, BlockFormat, PackedRows
+from qerl.fp4.groups import is_quantized
+from qerl.fp4.published import ACTIVATIONS, Header, Held, check_declared, stored_format
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-_BY_CHECKPOINT_NAME = {format.checkpoint_format: format for format in BLOCK_FORMATS.values()}
-_ACTIVATION_TENSORS = ("input_scale", "input_global_scale", "k_scale", "v_scale")
-
-
-@dataclass(frozen=True)
-class Header:
-    """A shard's entry for a tensor, before any of its bytes are read.
-
-    Attributes:
-        shape: As stored.
-        dtype: Name in safetensors, such as ``BF16`` or ``F8_E4M3``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -61,34 +50,104 @@ class Checkpoint:
 
     Attributes:
         config: Its ``config.json``.
-        layout: Names and form of the tensors of quantised layers.
-        format: Their format; None in a plain checkpoint.
+        quantization: What it declares of quantised layers; None in a plain checkpoint.
         shards: File name -> tensor name as stored -> header, in the order of the index.
     """
 
     folder: Path
     config: dict[str, Any]
-    layout: Layout
-    format: BlockFormat | None
+    quantization: dict[str, Any] | None
     shards: dict[str, dict[str, Header]]
 
+    @property
+    def headers(self) -> Iterator[tuple[str, Header]]:
+        """Names as stored, and headers of all shards."""
+        for headers in self.shards.values():
+            yield from headers.items()
+
+    @property
+    def is_wrapper(self) -> bool:
+        """True if the text decoder is one part of the model."""
+        return isinstance(self.config.get("text_config"), dict)
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Name as stored -> name in the causal LM, of all its tensors, without those of activations.
+
+        Raises:
+            QeRLError: The model is a wrapper, and none of its tensors is named as one of a text decoder.
+        """
+        weights = [name for name, _ in self.headers if name.rpartition(".")[2] not in ACTIVATIONS]
+        if not self.is_wrapper:
+            return {name: name for name in weights}
+        found = {name: own for name in weights if (own := decoder_name(name)) is not None}
+        if not any(own.startswith("model.") for own in found.values()):
+            raise QeRLError(
+                f"{self.folder} has its text decoder inside a model for images or sound, under names that "
+                f"are not known (one is {min(weights, default='')!r}); use a checkpoint of the text model "
+                "alone."
+            )
+        return found
+
+    @property
+    def others(self) -> int:
+        """Number of a wrapper's tensors that are not of its text decoder."""
+        return sum(decoder_name(name) is None for name, _ in self.headers) if self.is_wrapper else 0
+
+    @cached_property
+    def formats(self) -> dict[str, Held]:
+        """Format of each module of the causal LM, by its name there; empty in a plain checkpoint.
+
+        Raises:
+            QeRLError: One of them, or the whole folder, is in a format that is not read.
+        """
+        if self.quantization is None:
+            return {}
+        check_declared(self.quantization, self.folder)
+        modules: dict[str, dict[str, Header]] = {}
+        for stored, header in self.headers:
+            if stored in self.names:
+                module, _, kind = self.names[stored].rpartition(".")
+                modules.setdefault(module, {})[kind] = header
+        return {module: stored_format(module, found, self.folder) for module, found in modules.items()}
+
+    @property
+    def held(self) -> list[Held]:
+        """Formats of the projections of decoder layers; empty in a plain checkpoint."""
+        return [format for module, format in self.formats.items() if is_quantized(module)]
+
+    @property
+    def format(self) -> BlockFormat | None:
+        """The four-bit format of its packed layers; None where none is packed."""
+        return next((BLOCK_FORMATS[name] for name in self.formats.values() if name in BLOCK_FORMATS), None)
+
     def read(self, shard: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of one file, one at a time, under the names of compressed-tensors.
+        """Tensors of one file as they are stored, one at a time.
 
         They are backed by the file mapped into memory: untouched pages cost nothing.
         """
         with _open_shard(self.folder / shard) as file:
-            for name, header in self.shards[shard].items():
-                if name.rpartition(".")[2] in _ACTIVATION_TENSORS:
-                    continue
-                tensor = file.get_tensor(name)
-                if self.layout == "modelopt":
-                    name, tensor = _from_modelopt(name, header, tensor)
-                yield name, tensor
+            for name in self.shards[shard]:
+                yield name, file.get_tensor(name)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All tensors, under the names of compressed-tensors."""
-        return {name: tensor for shard in self.shards for name, tensor in self.read(shard)}
+    def tensors(self, wanted: Callable[[str], bool] = bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The causal LM's tensors whose names there are wanted, mapped into memory as those of `read`."""
+        for shard, headers in self.shards.items():
+            chosen = {name: self.names[name] for name in headers if wanted(self.names.get(name, ""))}
+            if not chosen:
+                continue
+            with _open_shard(self.folder / shard) as file:
+                for stored, name in chosen.items():
+                    yield self._as_compressed_tensors(name, file.get_tensor(stored))
+
+    def _as_compressed_tensors(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """Name and content of a tensor; of one of ModelOpt's, as compressed-tensors would have it."""
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and self.formats.get(module) in BLOCK_FORMATS:
+            return f"{module}.weight_packed", tensor
+        if kind == "weight_scale_2":
+            return f"{module}.weight_global_scale", tensor.float().reciprocal().reshape(1)
+        return name, tensor
 
     def size(self) -> int:
         """Bytes of all shards on disk."""
@@ -100,9 +159,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
     Raises:
         QeRLError: No such folder or no config, no safetensors, a missing or truncated shard, a tensor that
-            its shard lacks, or an unsupported quantisation.
+            its shard lacks.
     """
-    config, layout, format = read_config(folder)
+    config, quantization = read_config(folder)
     shards = {}
     for shard, names in _shard_names(folder).items():
         with _open_shard(folder / shard) as file:
@@ -116,35 +175,28 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             shards[shard] = {
                 name: Header(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
             }
-    return Checkpoint(folder, config, layout, format, shards)
+    return Checkpoint(folder, config, quantization, shards)
 
 
-def check_held_format(name: str | Path, held: BlockFormat | None, wanted: str) -> None:
-    """Raise for a packed checkpoint that is to be loaded in another format than its own.
+def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """A model's ``config.json``, and what it or ModelOpt's own file beside it declares of quantised layers.
 
-    Args:
-        name: The user's name for the model.
-        held: Format of its weights, None where they are not packed.
-        wanted: Name of the format in which it is to be loaded.
+    No shard needs to be there.
 
     Raises:
-        QeRLError: It holds another one.
+        QeRLError: No config, or none that can be read.
     """
-    if held is not None and held.name != wanted:
+    config, name = _read_json(folder / "config.json"), "quantization_config"
+    text = config.get("text_config")
+    declared = config.get(name) or (text.get(name) if isinstance(text, dict) else None)
+    if declared is None and (folder / "hf_quant_config.json").is_file():
+        declared = _read_json(folder / "hf_quant_config.json").get("quantization", {})
+        declared = {"quant_method": "modelopt", **declared}
+    if declared is not None and not isinstance(declared, dict):
         raise QeRLError(
-            f"{name} holds {held.name} weights, which cannot become {wanted}; set weights to {held.name} or "
-            "name the 16-bit model."
+            f"{folder / 'config.json'} has a {name} that is no JSON object; fetch the file again."
         )
-
-
-def read_config(folder: Path) -> tuple[dict[str, Any], Layout, BlockFormat | None]:
-    """A model's ``config.json``, and the layout and format of its weights; no shard needs to be there.
-
-    Raises:
-        QeRLError: No config, or an unsupported quantisation.
-    """
-    config = _read_json(folder / "config.json")
-    return config, *_packing(folder, config)
+    return config, declared
 
 
 def packed_tensors(module: str, packed: PackedRows) -> dict[str, torch.Tensor]:
@@ -210,39 +262,6 @@ def new_checkpoint(target: Path) -> Iterator[Path]:
         raise QeRLError(
             f"{target} could not be written ({error}) and was removed; make room or choose another folder."
         ) from error
-
-
-def _packing(folder: Path, config: dict[str, Any]) -> tuple[Layout, BlockFormat | None]:
-    """Layout and format that ``config.json``, or ModelOpt's own file beside it, declares."""
-    declared = config.get("quantization_config")
-    if declared is None and (folder / "hf_quant_config.json").is_file():
-        declared = _read_json(folder / "hf_quant_config.json").get("quantization", {})
-        declared = {"quant_method": "modelopt", **declared}
-    if declared is None:
-        return "plain", None
-    method = declared.get("quant_method")
-    if method == "modelopt" and declared.get("quant_algo") == "NVFP4":
-        return "modelopt", NVFP4
-    if method == "compressed-tensors":
-        format = _BY_CHECKPOINT_NAME.get(declared.get("format", ""))
-        # A transform rotates weights against activations; weights alone would be a different model.
-        if format is not None and not declared.get("transform_config"):
-            return "compressed-tensors", format
-    detail = declared.get("quant_algo") or declared.get("format") or "unknown format"
-    raise QeRLError(
-        f"{folder} is quantised with {method} ({detail}), which is not read here; use the 16-bit model, an "
-        "NVFP4 or MXFP4 checkpoint of compressed-tensors without transforms, or an NVFP4 one of ModelOpt."
-    )
-
-
-def _from_modelopt(name: str, header: Header, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Name and content of a ModelOpt tensor as compressed-tensors would have it."""
-    module, _, kind = name.rpartition(".")
-    if kind == "weight" and header.dtype == "U8":
-        return f"{module}.weight_packed", tensor
-    if kind == "weight_scale_2":
-        return f"{module}.weight_global_scale", tensor.float().reciprocal().reshape(1)
-    return name, tensor
 
 
 def _shard_names(folder: Path) -> dict[str, list[str]]:

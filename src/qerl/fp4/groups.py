@@ -14,8 +14,8 @@ import re
 
 from qerl.families.layer import FUSED
 
-# "layers" at the start or right after "model": the text decoder, and no vision encoder.
-_DECODER_LAYER = re.compile(r"(?:^|.*\bmodel\.)layers\.\d+\.")
+# "layers" at the start or right after "model", or after a wrapper's "language_model": no encoder of images.
+_DECODER_LAYER = re.compile(r"(?:^|.*\b(?:language_)?model\.)layers\.\d+\.")
 _PROJECTION = re.compile(_DECODER_LAYER.pattern + r"(?:.+\.)?\w+_proj")
 
 

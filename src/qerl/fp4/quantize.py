@@ -21,12 +21,11 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 
 from qerl.errors import QeRLError
-from qerl.families.supported import check_dense, wrapped
+from qerl.families.supported import check_dense
 from qerl.fp4.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     Checkpoint,
-    Header,
     new_checkpoint,
     open_checkpoint,
     packed_tensors,
@@ -35,6 +34,7 @@ from qerl.fp4.checkpoint import (
 )
 from qerl.fp4.format import BlockFormat, block_format
 from qerl.fp4.groups import fused_group, is_quantized, left_out
+from qerl.fp4.published import Header
 from qerl.fp4.rounding import check_rounding, error_sums, largest_magnitude, quantize, relative_error
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding
 
@@ -111,8 +111,8 @@ def quantize_checkpoint(
     blocks = block_format(format)
     check_rounding(rounding)
     checkpoint = open_checkpoint(source)
-    if checkpoint.format is not None:
-        raise QeRLError(f"{source} is already {checkpoint.format.name}; quantise its 16-bit model.")
+    if checkpoint.quantization is not None:
+        raise QeRLError(f"{source} is quantised already; quantise its 16-bit model.")
     layers = _layers_to_quantize(checkpoint, blocks)
     console = Console()
     with new_checkpoint(target) as folder, Progress(console=console, transient=True) as progress:
@@ -153,8 +153,6 @@ def _layers_to_quantize(checkpoint: Checkpoint, format: BlockFormat) -> dict[str
                     f"{format.block_size}, so {format.name} cannot store it."
                 )
             layers[module] = header
-    if not layers and "text_config" in checkpoint.config:
-        raise wrapped(str(checkpoint.folder))
     if not layers:
         raise QeRLError(
             f"{checkpoint.folder} has no decoder layers with projections named *_proj, as Llama, Qwen and "
@@ -267,5 +265,5 @@ def _other_linears(checkpoint: Checkpoint, layers: Mapping[str, Header]) -> list
     return [
         module
         for module in matrices
-        if module not in layers and not module.endswith(("embed_tokens", "lm_head"))
+        if module not in layers and module != "lm_head" and not module.endswith("embed_tokens")
     ]

@@ -5,13 +5,19 @@ that is not saved with the adapter. So adapters are made by `add_lora` and read 
 the hook, and what is saved is a plain PEFT adapter: it loads with `PeftModel.from_pretrained` on the 16-bit
 model that the packed one came from.
 
+An adapter of a wrapper's text decoder (`qerl.families.towers`) is saved under the wrapper's names, so it
+loads on the model as it was published: with PEFT on the wrapper's class, and in vLLM. Here either naming is
+read.
+
 An adapter's matrices are FP32 over a base of any dtype. Merging is refused: the sum rounded to four bits
 again would lose most of what was learned, since a typical update is smaller than the rounding step.
 """
 
 import copy
+import json
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +27,7 @@ from peft import (
     LoraConfig,
     PeftConfig,
     PeftModel,
+    PeftModelForCausalLM,
     get_peft_model,
     get_peft_model_state_dict,
     set_peft_model_state_dict,
@@ -28,17 +35,21 @@ from peft import (
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError, first_line
 from qerl.families.supported import lora_targets
+from qerl.families.towers import WRAPPED, of_wrapper
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.product import DenseLoraLinear, PackedLoraLinear
 from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from qerl.seeding import derive_seed
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT writes in front of the names of the base model's modules."""
 
 _NEEDS_DENSE = (
     "use_dora", "use_qalora", "use_bdlora", "velora_config", "monteclora_config", "kasa_config",
@@ -106,7 +117,7 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
     with _making(model, seed):
         adapted = get_peft_model(model, _with_own_layers(config, model))
     _check_head(adapted)
-    return _skip_packed_buffers_in_ddp(adapted)
+    return _finished(adapted)
 
 
 def add_adapter(model: PeftModel, name: str, config: LoraConfig, seed: int = 0, empty: bool = False) -> None:
@@ -198,11 +209,13 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
                 "bf16."
             )
         with safe_open(file, framework="pt") as weights:
-            stored = set(weights.keys())
+            stored = {own_name(name, model) for name in weights.keys()}  # noqa: SIM118
+        if of_wrapper(model) and isinstance(config.target_modules, str):
+            config.target_modules = set(_targets_of(stored, model))  # the pattern is for the wrapper's names
         with _quiet():
             config = _with_own_layers(config, model)
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable, config=config)
-        read = set(get_peft_model_state_dict(adapted))
+        read = set(_state(adapted))
     unmatched = sorted(stored ^ read)
     if unmatched:
         raise QeRLError(
@@ -211,7 +224,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
         )
     if trainable:
         _check_head(adapted)
-    return _skip_packed_buffers_in_ddp(adapted)
+    return _finished(adapted)
 
 
 def exchange_adapter(model: PeftModel, folder: Path) -> None:
@@ -222,8 +235,9 @@ def exchange_adapter(model: PeftModel, folder: Path) -> None:
         QeRLError: The files are damaged or do not fit.
     """
     with _reading(folder):
-        weights = load_file(adapter_file(folder))
-        unmatched = sorted(weights.keys() ^ get_peft_model_state_dict(model).keys())
+        base = model.get_base_model()
+        weights = {own_name(name, base): tensor for name, tensor in load_file(adapter_file(folder)).items()}
+        unmatched = sorted(weights.keys() ^ _state(model).keys())
         if not unmatched:
             set_peft_model_state_dict(model, weights)
     if unmatched:
@@ -302,6 +316,79 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Unsupported layer type")
         warnings.filterwarnings("ignore", "Found missing adapter keys")
         yield
+
+
+def own_name(stored: str, base: nn.Module) -> str:
+    """Name of a matrix of a saved adapter as PEFT has it around this base model."""
+    wrapped = f"{PEFT_PREFIX}{WRAPPED}"
+    return stored.replace(wrapped, f"{PEFT_PREFIX}model.", 1) if of_wrapper(base) else stored
+
+
+def stored_name(own: str, base: nn.Module) -> str:
+    """Name under which a matrix of an adapter around this base model is saved."""
+    inner = f"{PEFT_PREFIX}model."
+    return own.replace(inner, f"{PEFT_PREFIX}{WRAPPED}", 1) if of_wrapper(base) else own
+
+
+def stored_targets(targets: Collection[str], base: nn.Module) -> str | list[str]:
+    """``target_modules`` of a saved adapter around this base model.
+
+    Of a wrapper's text decoder they are a pattern, since towers of images have layers of the same names.
+    """
+    if not of_wrapper(base):
+        return list(targets)
+    ends = "|".join(re.escape(name.removeprefix("model.")) for name in targets)
+    return rf"{re.escape(WRAPPED)}.*\b({ends})"
+
+
+def _targets_of(own: Collection[str], base: nn.Module) -> list[str]:
+    """The adapted modules by the last parts of their names, or by whole names where others end so too."""
+    found = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in own if ".lora_" in name}
+    ends = {name.rpartition(".")[2] for name in found}
+    linears = (name for name, module in base.named_modules() if hasattr(module, "in_features"))
+    others = {name.replace(".base_layer", "") for name in linears} - found
+    return sorted(found if ends & {name.rpartition(".")[2] for name in others} else ends)
+
+
+def _state(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The matrices of the adapter, by the names of PEFT."""
+    layers = False if of_wrapper(model.get_base_model()) else "auto"  # as `_OfWrapper` saves it
+    return get_peft_model_state_dict(model, save_embedding_layers=layers)
+
+
+class _OfWrapper(PeftModelForCausalLM):
+    """PEFT's model around a wrapper's text decoder: its adapters are files for the wrapper."""
+
+    def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        """As PEFT, under the wrapper's names.
+
+        Embeddings are left out: PEFT would look for the size of the vocabulary in the wrapper's config.
+        """
+        kwargs.setdefault("save_embedding_layers", False)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        base = self.get_base_model()
+        for name in kwargs.get("selected_adapters") or self.peft_config:
+            folder = Path(save_directory) / ("" if name == "default" else name)
+            if not (folder / ADAPTER_FILE).is_file():
+                continue  # not the first process
+            weights = load_file(folder / ADAPTER_FILE)
+            renamed = {stored_name(key, base): tensor.clone() for key, tensor in weights.items()}
+            config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+            config["target_modules"] = stored_targets(_targets_of(weights, base), base)
+            save_file(renamed, folder / ADAPTER_FILE, metadata={"format": "pt"})
+            (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True))
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """As PEFT, from either naming."""
+        kwargs.setdefault("key_mapping", self.get_base_model()._checkpoint_conversion_mapping)
+        return super().load_adapter(*args, **kwargs)
+
+
+def _finished(model: PeftModel) -> PeftModel:
+    """The model, ready to be saved and to be trained by several processes."""
+    if of_wrapper(model.get_base_model()):
+        model.__class__ = _OfWrapper
+    return _skip_packed_buffers_in_ddp(model)
 
 
 def _skip_packed_buffers_in_ddp(model: PeftModel) -> PeftModel:

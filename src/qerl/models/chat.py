@@ -19,6 +19,7 @@ its content is not found out.
 
 import inspect
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -60,6 +61,29 @@ def fold_system(messages: Sequence[Message]) -> list[Message]:
     return folded
 
 
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content, whose parts are joined.
+
+    Args:
+        content: Text, or parts as models for images take them.
+        where: What has the message.
+
+    Raises:
+        QeRLError: A part is an image or anything else that is no text.
+    """
+    texts = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if kind != "text" or not isinstance(text, str):
+            odd = kind if kind not in (None, "text") else reprlib.repr(part)
+            raise QeRLError(
+                f"{where} has a message with a part that is no text ({odd}); models read text alone here, so "
+                "leave such prompts out."
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
 class Chat:
     """The chat template of a tokenizer, with the arguments that every prompt of a run gets.
 
@@ -97,8 +121,11 @@ class Chat:
         """The messages as the template takes them: themselves, or with the system message folded.
 
         Raises:
-            QeRLError: The template cannot be rendered, or leaves out a message.
+            QeRLError: The template cannot be rendered, or leaves out a message, or one is no text.
         """
+        for message in prompt:
+            if isinstance(message["content"], list):
+                text_of(message["content"], "A prompt")
         roles = tuple(message["role"] for message in prompt)
         if roles not in self._folds:
             self._folds[roles] = self._must_fold(roles)

@@ -20,7 +20,7 @@ from qerl.fp4.checkpoint import read_config
 from qerl.lora.adapter import adapter_file, check_adapter
 from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.models.hub import LocalModel, find_model
-from qerl.models.load import load_model
+from qerl.models.load import check_model, load_model
 from qerl.user_code import foreign_code, named_again
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
@@ -34,7 +34,7 @@ class Source:
     Attributes:
         model: Hub id, local folder or .gguf file.
         adapter: Folder of a PEFT adapter, or None.
-        weights: Format of the linears; else that of a packed checkpoint, else nvfp4.
+        weights: Format of the linears; else that in which a quantised checkpoint is held, else nvfp4.
         rounding: For checkpoints that are not packed yet; else mse.
         dtype: Of everything that is not quantised; else auto: bfloat16 on a GPU, float32 on a CPU.
         chat_template_kwargs: Arguments of the chat template; else none.
@@ -161,18 +161,19 @@ def decide(source: Source, choices: Choices) -> Loading:
         QeRLError: The model is not found, the adapter is damaged, or it was trained on another rounding.
     """
     model = find_model(source.model)
-    config, _, format = read_config(model.folder)
-    packed, packed_with = (None, None) if format is None else (format.name, config.get("qerl_rounding"))
-    if packed and source.adapter is None and source.weights is None:
-        weights = choices.note("weights", packed, source.model)
+    config, quantization = read_config(model.folder)
+    held = check_model(model, None, source.trust_remote_code) if quantization else None
+    packed_with = config.get("qerl_rounding") if held else None
+    if held and source.adapter is None and source.weights is None:
+        weights = choices.note("weights", held, source.model)
     else:
-        weights = choices.take("weights", source.weights, packed or DEFAULT_FORMAT)
+        weights = choices.take("weights", source.weights, held or DEFAULT_FORMAT)
     if source.adapter is not None:
         check_adapter(source.adapter)
-        if packed and source.rounding is None and source.weights is None:
+        if held and source.rounding is None and source.weights is None:
             _check_rounding(source.model, packed_with, choices.of_run.get("rounding"))
     rounding: Any = packed_with
-    if FORMATS[weights].packed and not packed:
+    if FORMATS[weights].packed and weights != held:
         rounding = choices.take("rounding", source.rounding, DEFAULT_ROUNDING)
     dtype = choices.take("dtype", source.dtype, "auto")
     if dtype == "auto":

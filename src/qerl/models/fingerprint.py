@@ -8,7 +8,7 @@ leaves them alone; fine-tuning of all weights does not, and neither do methods t
 into norms, on whose result the adapter of the original would be wrong too.
 
 A copy into whose linear layers an adapter was merged has the norms and embeddings of the original. Where both
-are in 16 bits, a row of each linear layer tells them apart (`linears_fingerprint`); packed weights do not.
+are in 16 bits, a row of each linear layer tells them apart (`linears_fingerprint`); quantised weights do not.
 
 Training writes both into an adapter's policy.json, so `check_base` can tell, before a model is loaded, if the
 adapter belongs to it. For an adapter without that file the base named in its adapter_config.json is looked
@@ -57,26 +57,19 @@ def checkpoint_fingerprint(folder: Path) -> str | None:
     Raises:
         QeRLError: The folder is not a complete checkpoint.
     """
-    checkpoint = open_checkpoint(folder)
-    shards = [shard for shard, headers in checkpoint.shards.items() if any(map(_is_looked_at, headers))]
-    return fingerprint(pair for shard in shards for pair in checkpoint.read(shard))
+    return fingerprint(open_checkpoint(folder).tensors(_is_looked_at))
 
 
 def linears_fingerprint(folder: Path) -> str | None:
-    """Hash of a row of each projection of the base model in a folder; None where they are packed.
+    """Hash of a row of each projection of the base model in a folder; None where any are quantised.
 
     Raises:
         QeRLError: The folder is not a complete checkpoint.
     """
     checkpoint = open_checkpoint(folder)
-    if checkpoint.format is not None:
+    if checkpoint.quantization is not None:
         return None
-    rows = {
-        name: tensor[len(tensor) // 2]
-        for shard in checkpoint.shards
-        for name, tensor in checkpoint.read(shard)
-        if name.endswith(".weight") and is_quantized(name.removesuffix(".weight"))
-    }
+    rows = {name: tensor[len(tensor) // 2] for name, tensor in checkpoint.tensors(_is_linear)}
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(rows):
         digest.update(rows[name].to(torch.bfloat16).view(torch.int16).numpy().tobytes())
@@ -145,6 +138,10 @@ def _fingerprint_here(named: str) -> str | None:
         return None if folder is None else checkpoint_fingerprint(folder)
     except QeRLError:
         return None
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith(".weight") and is_quantized(name.removesuffix(".weight"))
 
 
 def _is_looked_at(name: str) -> bool:

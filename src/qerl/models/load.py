@@ -1,8 +1,10 @@
 """From a model's name and a weight format to a model on a device, and its tokenizer.
 
-The weight format is an argument, never guessed from the name. A packed checkpoint is loaded as it is, in any
-layout that `qerl.fp4.checkpoint` reads; a plain one is quantised while it loads. In both cases the dense
-model never exists as a whole.
+The weight format is an argument, never guessed from the name; without one the folder decides. What is packed
+in a checkpoint is loaded as it is, in any layout that `qerl.fp4.checkpoint` reads; the rest is quantised
+while it loads, or has 16 bits. The dense model never exists as a whole.
+
+Of a model for images or sound its text decoder is loaded, as a causal LM (`qerl.families.towers`).
 
 transformers warns when a checkpoint lacks tensors, and makes them up. Here that is an error.
 """
@@ -29,7 +31,11 @@ from transformers import (
 from qerl.errors import QeRLError, first_line
 from qerl.families import supported as families
 from qerl.families.sizes import check_counts, positions_of
-from qerl.fp4.checkpoint import Checkpoint, check_held_format, open_checkpoint
+from qerl.families.towers import remember_wrapper, text_config
+from qerl.fp4.checkpoint import Checkpoint, open_checkpoint
+from qerl.fp4.format import BLOCK_FORMATS, PackedRows, dequantize
+from qerl.fp4.groups import is_quantized
+from qerl.fp4.published import Held, block_shape, choose_weights
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.kernels.needs import how_to_install
 from qerl.models.hub import LocalModel, local_checkpoint
@@ -41,12 +47,13 @@ logger = logging.getLogger(__name__)
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
 """What families call padding, for tokenizers that have such a token without declaring it."""
 
+_HEAD = "lm_head"
 _OWN_CODE = "it brings its own code, which runs only with trust_remote_code"
 
 
 def load_model(
     name_or_path: str | Path | LocalModel,
-    weights: WeightFormatName,
+    weights: WeightFormatName | None,
     dtype: torch.dtype,
     device: torch.device | str,
     rounding: Rounding = DEFAULT_ROUNDING,
@@ -57,7 +64,8 @@ def load_model(
 
     Args:
         name_or_path: Local folder, Hub id, ``.gguf`` file, or a model that has been found.
-        weights: Format of the projections in decoder layers. Head, embeddings and norms are never quantised.
+        weights: Format of the projections in decoder layers; None lets the folder decide
+            (`qerl.fp4.published.choose_weights`). Head, embeddings and norms are never quantised.
         dtype: Of everything that is not quantised, and of activations.
         device: Of the whole model.
         rounding: Rounding of a plain checkpoint to ``nvfp4`` or ``mxfp4``.
@@ -69,26 +77,26 @@ def load_model(
             or has no such layers; before weights are read wherever config and names tell.
     """
     device = torch.device(device)
-    checkpoint, config, skeleton = _checked(name_or_path, weights, trust_remote_code, lora_targets)
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "device_map": None if device.type == "cpu" else {"": device},
-        "attn_implementation": _attention(skeleton),
-        "ignore_mismatched_sizes": True,  # reported below, in one sentence
-        "output_loading_info": True,
-    }
+    checkpoint, config, skeleton, weights = _checked(name_or_path, weights, trust_remote_code, lora_targets)
+    stored, held = _read(checkpoint, name_or_path, weights, dtype)
+    block = block_shape(checkpoint.quantization)
     model_class: Any = type(skeleton)
-    if checkpoint.format is not None:
-        config.quantization_config = QeRLQuantizationConfig.for_checkpoint(checkpoint)
-        state_dict = checkpoint.state_dict()
-        model, report = model_class.from_pretrained(None, config=config, state_dict=state_dict, **settings)
-        if (checkpoint.folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
-    else:
-        settings["quantization_config"] = _quantization_config(weights, rounding, dtype, device)
-        settings["use_safetensors"] = True
-        model, report = model_class.from_pretrained(checkpoint.folder, config=config, **settings)
+    model, report = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=stored,
+        quantization_config=_quantization_config(weights, rounding, held, stored, block, dtype, device),
+        dtype=dtype,
+        device_map=None if device.type == "cpu" else {"": device},
+        attn_implementation=_attention(skeleton),
+        ignore_mismatched_sizes=True,  # reported below, in one sentence
+        output_loading_info=True,
+    )
     _check_report(report, checkpoint.folder)
+    if (checkpoint.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+    if checkpoint.is_wrapper:
+        remember_wrapper(model)
     # What an adapter's config and saved folders refer to is the name that the user gave.
     model.name_or_path = model.config._name_or_path = str(name_or_path)
     return model
@@ -96,33 +104,62 @@ def load_model(
 
 def check_model(
     name_or_path: str | Path | LocalModel,
-    weights: WeightFormatName,
+    weights: WeightFormatName | None,
     trust_remote_code: bool = False,
     lora_targets: Sequence[str] | None = None,
-) -> None:
-    """Refuse a model that `load_model` would refuse before it reads weights; arguments and errors as there.
+) -> WeightFormatName:
+    """The format in which `load_model` loads a model, which is refused where that refuses it before it reads
+    weights; arguments and errors as there.
 
     Nothing that a user adds to such a model helps, so this comes before its tokenizer is looked at.
     """
-    _checked(name_or_path, weights, trust_remote_code, lora_targets)
+    return _checked(name_or_path, weights, trust_remote_code, lora_targets)[-1]
 
 
 def _checked(
     name_or_path: str | Path | LocalModel,
-    weights: WeightFormatName,
+    weights: WeightFormatName | None,
     trust_remote_code: bool,
     lora_targets: Sequence[str] | None,
-) -> tuple[Checkpoint, PreTrainedConfig, PreTrainedModel]:
-    """The checkpoint, its config, and the model without memory, of a supported family and format."""
-    if weights not in FORMATS:
+) -> tuple[Checkpoint, PreTrainedConfig, PreTrainedModel, WeightFormatName]:
+    """The checkpoint, the causal LM's config, that model without memory, and the format; layers that are not
+    supported are refused before formats are looked at."""
+    if weights is not None and weights not in FORMATS:
         raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
     checkpoint = open_checkpoint(local_checkpoint(name_or_path))
-    check_held_format(str(name_or_path), checkpoint.format, weights)
     config = _read_config(checkpoint, trust_remote_code)
     skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
     _check_family(config, skeleton, lora_targets)
+    weights = choose_weights(name_or_path, checkpoint.held, weights)
     _check_shapes(skeleton, checkpoint)
-    return checkpoint, config, skeleton
+    return checkpoint, config, skeleton, weights
+
+
+def _read(
+    checkpoint: Checkpoint, name: object, weights: WeightFormatName, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, Held]]:
+    """The causal LM's tensors, mapped into memory, and the formats of its modules; what is not taken as it is
+    published is said.
+
+    A packed head becomes 16 bits here, because the update multiplies with the head's own weight.
+    """
+    stored, held, said = dict(checkpoint.tensors()), dict(checkpoint.formats), []
+    if others := checkpoint.others:
+        said.append(f"{others} tensors of images, sound or prediction of several tokens are not read")
+    if held.get(_HEAD) in BLOCK_FORMATS:
+        format = BLOCK_FORMATS[held.pop(_HEAD)]
+        names = [name for name in stored if name.startswith(f"{_HEAD}.weight")]
+        own = {name.rpartition(".")[2]: stored.pop(name) for name in names}
+        stored[f"{_HEAD}.weight"] = dequantize(PackedRows.of_tensors(own, format), dtype)
+        said.append(f"the head in {format.name} becomes 16 bits")
+    packs = FORMATS[weights].packed
+    converted = [key for key, format in held.items() if format == "fp8" and not (packs and is_quantized(key))]
+    if converted:
+        size = 2 * sum(stored[f"{key}.weight"].numel() for key in converted)
+        said.append(f"{len(converted)} layers in FP8 become 16 bits ({size / 1e6:.1f} MB)")
+    if said and is_first_process():
+        logger.warning("%s: %s.", name, "; ".join(said))
+    return stored, held
 
 
 def load_tokenizer(
@@ -183,12 +220,15 @@ def model_positions(model: LocalModel, trust_remote_code: bool = False) -> int |
 
 
 def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config of the causal LM, which says nothing of quantised layers: the checkpoint does."""
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+        text = text_config(config)
     except Exception as error:  # given a file alone; the validators of fields have classes of their own
         raise _unsupported(checkpoint, error) from error
-    check_counts(config.get_text_config(decoder=True))
-    return config
+    check_counts(text.get_text_config(decoder=True))
+    vars(text).pop("quantization_config", None)
+    return text
 
 
 def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
@@ -197,8 +237,6 @@ def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_cod
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # sizes that no tensor can have end in torch's own classes
-        if hasattr(config, "text_config"):
-            raise families.wrapped(str(checkpoint.folder)) from error
         raise _unsupported(checkpoint, error) from error
 
 
@@ -206,8 +244,6 @@ def _check_family(config: PreTrainedConfig, skeleton: PreTrainedModel, targets: 
     if reason := families.why_not(config, type(skeleton)):
         raise QeRLError(f"{reason}; use a family of docs/families.md.")
     families.check_dense(type(skeleton).__name__, (name for name, _ in skeleton.named_parameters()))
-    if hasattr(skeleton.config, "text_config"):
-        raise families.wrapped(type(skeleton).__name__)
     if targets is not None:
         families.lora_targets(skeleton, targets)
 
@@ -244,14 +280,19 @@ def check_format(weights: WeightFormatName, device: torch.device) -> None:
 
 
 def _quantization_config(
-    weights: WeightFormatName, rounding: Rounding, dtype: torch.dtype, device: torch.device
+    weights: WeightFormatName,
+    rounding: Rounding,
+    held: dict[str, Held],
+    stored: dict[str, torch.Tensor],
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Any:
-    """transformers' settings to quantise a plain checkpoint; None leaves it as it is."""
+    """transformers' settings for what becomes of a checkpoint's layers; None leaves them as they are."""
     format = FORMATS[weights]
-    if format.packed:
-        return QeRLQuantizationConfig(weights, rounding)
     if format.package is None:
-        return None
+        quantised = format.packed or not set(held.values()) <= {"bf16"}
+        return QeRLQuantizationConfig(weights, rounding, held, stored.get, block) if quantised else None
     check_format(weights, device)
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -264,10 +305,10 @@ def _quantization_config(
 def _check_shapes(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Refuse tensors that the config wants in another shape, before memory is taken for that."""
     wanted = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
-    for headers in checkpoint.shards.values():
-        for name, header in headers.items():
-            if header.dtype != "U8" and header.shape != wanted.get(name, header.shape):
-                raise _mismatch(name, header.shape, wanted[name], checkpoint.folder)
+    for stored, header in checkpoint.headers:
+        name = checkpoint.names.get(stored, "")
+        if header.dtype != "U8" and header.shape != wanted.get(name, header.shape):
+            raise _mismatch(name, header.shape, wanted[name], checkpoint.folder)
 
 
 def _mismatch(name: str, stored: Sequence[int], wanted: Sequence[int], folder: Path) -> QeRLError:

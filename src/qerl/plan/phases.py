@@ -6,6 +6,7 @@ from qerl.families.sizes import Sizes
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.work import Work
 from qerl.rollout.paged.limits import CONTEXT_BYTES, cache_budget
+from qerl.weight_formats import AS_PUBLISHED
 
 SLACK = 0.12
 """Memory that torch's allocator holds without a use, as a share of the inputs of layers and of what one layer
@@ -78,8 +79,10 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
     idle = (work.adapters - 1) * (
         adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters
     )
+    weights = Weights(sizes, work.format.on_engine)
+    published = work.published if work.weights == AS_PUBLISHED else None
     resident = {
-        "weights": Weights(sizes, work.format.on_engine).bytes,
+        "weights": weights.bytes if published is None else published + weights.dense,
         "LoRA": adapter.bytes,
         "LoRA of the reference": adapter.bytes if work.copies_adapter else 0,
         "LoRA for sampling": adapter.copies,

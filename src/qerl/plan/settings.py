@@ -5,12 +5,16 @@ printed here.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from qerl.errors import QeRLError
+from qerl.families.layer import Linear
 from qerl.families.sizes import PUBLISHED, SIZES, Sizes
-from qerl.fp4.checkpoint import check_held_format, read_config
+from qerl.families.towers import text_fields
+from qerl.fp4.checkpoint import open_checkpoint, read_config
+from qerl.fp4.published import check_declared, choose_weights, declared_format
 from qerl.models.hub import LocalModel, local_config
 from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import beyond_host, fastest, fits, propose
@@ -18,6 +22,7 @@ from qerl.plan.work import FULL, HALF, Work
 from qerl.rollout.engine import KV_DTYPES, check_keys
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.settings.config import QeRLConfig
+from qerl.weight_formats import DEFAULT_FORMAT, FORMATS, WeightFormatName
 
 DEFAULT_PROMPT = 512
 """Tokens of a prompt where max_prompt_length sets no limit."""
@@ -54,13 +59,13 @@ def plan_settings(
         QeRLError: The model is not found or its family is not planned, full tuning, FP8 keys of a model whose
             keys have a bias, or samples beyond the model's positions.
     """
-    sizes = _sizes(found or str(config.model), config)
+    sizes, weights, published = _read_model(found or str(config.model), config)
     check_keys(config.kv_cache_dtype, sizes)
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
     work = dataclasses.replace(
-        _work(config, sizes, processes), adapters=adapters, serves=serves, may_offload=may_offload,
-        host_bytes=host_bytes,
+        _work(config, sizes, processes), weights=weights, published=published, adapters=adapters,
+        serves=serves, may_offload=may_offload, host_bytes=host_bytes,
     )  # fmt: skip
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
@@ -94,7 +99,7 @@ def refuse_full_tuning_that_cannot_fit(
         QeRLError: They exceed it.
     """
     try:
-        sizes = _sizes(found or str(config.model), config)
+        sizes = _read_model(found or str(config.model), config)[0]
     except QeRLError:
         return  # a family or a name that the plan does not know may still be loaded
     if _full_tuning_bytes(sizes, config) > capacity:
@@ -144,26 +149,41 @@ def _samples(config: QeRLConfig) -> int:
     return config.per_device_train_batch_size * (config.steps_per_generation or 1)
 
 
-def _sizes(name: str | LocalModel, config: QeRLConfig) -> Sizes:
+def _read_model(name: str | LocalModel, config: QeRLConfig) -> tuple[Sizes, WeightFormatName, int | None]:
+    """Sizes of the settings' model, the format in which it is loaded, and bytes of its linears as its folder
+    holds them: by its config, and by the headers of its tensors where they are."""
     known = (*SIZES, *PUBLISHED)
     if isinstance(name, str) and name.lower() in known and not Path(name).is_dir():
-        return Sizes.by_name(name.lower())
+        return Sizes.by_name(name.lower()), config.weights or DEFAULT_FORMAT, None
     try:
         folder = local_config(name)
     except QeRLError as error:
         if "/" in str(name):
             raise
         raise QeRLError(f"{error} Sizes that are known by name: {', '.join(known)}.") from error
-    content, _, format = read_config(folder)
-    check_held_format(str(name), format, config.weights)
-    return Sizes.from_config(content)
+    content, quantization = read_config(folder)
+    sizes = Sizes.from_config(text_fields(content))
+    if quantization is None:
+        return sizes, choose_weights(name, [], config.weights), None
+    check_declared(quantization, folder)
+    stored = open_checkpoint(folder).formats if any(folder.glob("*.safetensors")) else {}
+    linears = [(stored.get(at) or declared_format(quantization, at), x.elements) for at, x in _linears(sizes)]
+    weights = choose_weights(name, [held for held, _ in linears], config.weights)
+    as_loaded = ((FORMATS["bf16" if held == "fp8" else held], elements) for held, elements in linears)
+    return sizes, weights, sum(form.on_engine.matrix_bytes(count) for form, count in as_loaded)
+
+
+def _linears(sizes: Sizes) -> Iterator[tuple[str, Linear]]:
+    """The linears of all decoder layers, each with its qualified name."""
+    for index, spec in enumerate(sizes.specs):
+        yield from ((f"model.layers.{index}.{linear.place}", linear) for linear in spec.linears)
 
 
 def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
     assert config.num_generations is not None and config.max_completion_length is not None
     checkpointing = _checkpointing(config)
     return Work(
-        weights=config.weights,
+        weights=config.weights or DEFAULT_FORMAT,
         rank=config.lora_r,
         targets=tuple(config.lora_target_modules or sizes.targets),
         prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,

@@ -17,6 +17,7 @@ class Work:
 
     Attributes:
         weights: Name of the linears' format.
+        published: Bytes of the linears as their folder holds them, for weights as published.
         rank: LoRA rank R.
         targets: Names of the adapted linears.
         prompt_tokens, completion_tokens: Of the longest prompt and of the longest completion.
@@ -66,6 +67,7 @@ class Work:
     adapters: int = 1
     serves: bool = False
     max_sequences: int = MAX_ROWS
+    published: int | None = None
 
     @property
     def format(self) -> WeightFormat:

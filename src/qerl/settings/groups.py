@@ -51,9 +51,10 @@ def _default(group: Group, name: str) -> Any:
 
 
 def _full_needs_dense_weights(model: Any) -> None:
-    if model.tuning == "full" and not FORMATS[model.weights].trains_in_full:
+    weights = model.weights or DEFAULT_FORMAT
+    if model.tuning == "full" and not FORMATS[weights].trains_in_full:
         raise QeRLError(
-            f"tuning: full cannot train packed {model.weights} weights; set weights: bf16 or tuning: lora."
+            f"tuning: full cannot train packed {weights} weights; set weights: bf16 or tuning: lora."
         )
 
 
@@ -65,8 +66,9 @@ class Model(Group):
 
     name: Text | None = None
     """Hub id, local folder or .gguf file of the base model; required."""
-    weights: WeightFormatName = DEFAULT_FORMAT
-    """Format of the frozen linear layers: nvfp4, mxfp4, nf4 or bf16 (unquantised)."""
+    weights: WeightFormatName | None = None
+    """Format of the frozen linear layers: nvfp4, mxfp4, nf4, bf16 (unquantised) or as-published (each as its
+    folder holds it); unset, that of a packed folder, as-published for one in several, else nvfp4."""
     rounding: Rounding = DEFAULT_ROUNDING
     """How an unquantised checkpoint is rounded while loading: mse (least error) or rtn (nearest)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -59,12 +59,13 @@ def make_policy(
 
 
 def check_trainable(config: QeRLConfig, model: LocalModel) -> None:
-    """Refuse a model that cannot be the policy of these settings, by its config and the names of its tensors.
+    """Refuse a model that cannot be the policy of these settings, by its config and the names of its tensors;
+    the format that the settings leave to its folder is written into them.
 
     Raises:
         QeRLError: As `load_model`, before it reads weights.
     """
-    check_model(model, config.weights, config.trust_remote_code, _targets(config))
+    config.weights = check_model(model, config.weights, config.trust_remote_code, _targets(config))
 
 
 def _targets(config: QeRLConfig) -> list[str] | None:

@@ -32,6 +32,7 @@ from qerl.tasks.base import RewardFunction, Task
 from qerl.trainer.data import check_enough
 from qerl.trainer.rewards import with_length_penalty
 from qerl.user_code import load_object
+from qerl.weight_formats import DEFAULT_FORMAT
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _others(config: QeRLConfig) -> Others:
 
 
 def _check_machine(config: QeRLConfig) -> None:
-    check_format(config.weights, config.device)
+    check_format(config.weights or DEFAULT_FORMAT, config.device)
     if config.kv_cache_dtype != "auto":
         on_gpu = config.device.type == "cuda"
         found = needs.obstacles(fp8=True) if on_gpu else [needs.NO_CUDA]

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.families.sizes import positions_of
-from qerl.models.chat import Chat
+from qerl.models.chat import Chat, text_of
 from qerl.models.hub import LocalModel
 from qerl.models.load import model_positions
 from qerl.ranks import is_first_process
@@ -95,19 +95,7 @@ def _of_text(message: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where} has a message without content (role {message['role']}); give it a text, or leave it "
             "out."
         )
-    texts = [_text(part) for part in content] if isinstance(content, list) else [None]
-    if None in texts:
-        raise QeRLError(
-            f"{where} has a message whose content is not text alone but {reprlib.repr(content)}; models are "
-            "trained on text here, so leave other parts out."
-        )
-    return message | {"content": "".join(map(str, texts))}
-
-
-def _text(part: Any) -> str | None:
-    """The text of a part, None for a part of another kind."""
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    return text if isinstance(text, str) else None
+    return message | {"content": text_of(content if isinstance(content, list) else [content], where)}
 
 
 def check_template(

@@ -273,7 +273,7 @@ def test_a_model_in_hand_resumes_what_a_named_one_saved(llama_folder, tiny_token
         return QeRLTrainer(model, first_letter, args, ROWS, processing_class=tiny_tokenizer, peft_config=lora)
 
     trainer(str(llama_folder), 1, "bf16").train()
-    again = trainer(AutoModelForCausalLM.from_pretrained(llama_folder), 2, "nvfp4")
+    again = trainer(AutoModelForCausalLM.from_pretrained(llama_folder), 2, None)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
     assert "lora_target_modules" not in caplog.text

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.families.supported import lora_targets
-from qerl.lora.adapter import adapt, add_adapter
+from qerl.lora.adapter import PEFT_PREFIX, adapt, add_adapter, stored_name, stored_targets
 from qerl.update.recompute import accept_every_n_layers
 
 ALPHA = 32
@@ -38,7 +38,6 @@ Matrices = dict[str, nn.Parameter]
 """A and B of every adapted layer, in the order of the modules, by their names in the files of PEFT."""
 
 _FRESH = "fresh"
-_FILE_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,9 @@ class Seats:
     def config(self, shape: Shape) -> LoraConfig:
         """The config that PEFT needs to read such an adapter from a folder."""
         config = copy.copy(self._config(shape))
-        config.base_model_name_or_path = base_model(self.model).name_or_path
+        base = base_model(self.model)
+        config.base_model_name_or_path = base.name_or_path
+        config.target_modules = stored_targets(config.target_modules or [], base)
         config.inference_mode = True
         return config
 
@@ -185,10 +186,12 @@ class Seats:
 
     def _linears(self, seat: str) -> Iterator[tuple[str, nn.Linear]]:
         """The linears that hold A and B of a seat, each with its name in a file."""
-        for name, module in self.model.get_base_model().named_modules():
+        base = self.model.get_base_model()
+        for name, module in base.named_modules():
             if isinstance(module, LoraLayer) and seat in module.lora_A:
                 for kind in ("lora_A", "lora_B"):
-                    yield f"{_FILE_PREFIX}{name}.{kind}.weight", getattr(module, kind)[seat]
+                    own = f"{PEFT_PREFIX}{name}.{kind}.weight"
+                    yield stored_name(own, base), getattr(module, kind)[seat]
 
     def _empty(self, seat: str) -> None:
         """Put a single zero in the place of each matrix of a seat."""

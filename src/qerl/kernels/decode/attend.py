@@ -75,15 +75,19 @@ def _attend(
     t = tl.load(order + start + row // GROUP, mask=in_row, other=0)
     head = kv_head * GROUP + row % GROUP
     limit = tl.load(limit_2T + own * T + t, mask=in_row, other=0)
+    if WINDOW:
+        # The token lies behind all of its prompt that it sees and is the last of its own. One that has ended
+        # sees nothing: its place is not known, and pages may be gone.
+        hidden = limit - window
+        if own == 0:
+            drawn = tl.load(limit_2T + T + t, mask=in_row, other=0)
+            limit = tl.where(drawn > 0, limit, 0)
+            hidden += drawn
+        hidden = tl.maximum(hidden, 0)
     blocks = tl.cdiv(tl.max(limit, axis=0), KEYS)
     first = 0
     if WINDOW:
-        # The token lies behind all of its prompt that it sees and is the last of its own.
-        hidden = limit - window
-        if own == 0:
-            hidden += tl.load(limit_2T + T + t, mask=in_row, other=0)
-        hidden = tl.maximum(hidden, 0)
-        first = tl.minimum(tl.min(tl.where(in_row, hidden, blocks * KEYS), axis=0) // KEYS, blocks)
+        first = tl.minimum(tl.min(tl.where(limit > 0, hidden, blocks * KEYS), axis=0) // KEYS, blocks)
     each = tl.cdiv(blocks - first, SPLITS)
     e = tl.arange(0, E_PADDED)
     in_e = in_head(e, E)

@@ -122,10 +122,11 @@ def _rope_kv(
     if HAS_BIAS:
         bias1 = load_head(bias_N + n1, in_e).to(tl.float32)
         bias2 = load_head(bias_N + n2, in_e).to(tl.float32)
+    # Asked for together, so that what depends on them waits once.
+    position = tl.load(position_T + t, mask=in_t, other=0)
     place = tl.load(limit_2T + T + t, mask=in_t, other=0) - 1
     table = tl.load(table_T + t, mask=in_t, other=0)
     page = tl.load(tables_GB + table * table_width + place // PAGE, mask=place >= 0, other=0).to(tl.int64)
-    position = tl.load(position_T + t, mask=in_t, other=0)
     if PAIRS > 0:
         angle = position[:, None] * PAIRS + e[None, :]
         if PAIRS == HALF:

@@ -178,6 +178,7 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
         )
     then = _settings(without_gone(read_mapping(checkpoint / CONFIG_FILE, "file of settings")))
     then = {"learning_rate": _FORMER_RATE} | then | {"processes": manifest.processes}
+    config.weights = config.weights or then.get("weights")  # what the run's folder decided
     now = _settings(resolved(config)) | {"processes": config.world_size}
     in_hand = "None" in (then["model"], now["model"])  # nobody knows its name, nor that of its adapter
     changes = [
