@@ -162,7 +162,8 @@ def test_nan_stays_nan_in_an_fp8_cache():
         product, torch.ones(3, device=DEVICE), torch.ones(1, tokens, device=DEVICE),
         torch.ones(4, size // 2, device=DEVICE), torch.zeros(4, size // 2, device=DEVICE),
         torch.tensor([0, 1], **as_int), torch.tensor([[0, 0], [1, 2]], **as_int),
-        torch.tensor([0, 0], **as_int), torch.zeros(1, 1, **as_int), poison(tokens, 1, size, dtype=HALF), *caches, width=1, eps=0.0,
+        torch.tensor([0, 0], **as_int), torch.zeros(1, 1, **as_int), poison(tokens, 1, size, dtype=HALF),
+        *caches, width=1, eps=0.0,
     )  # fmt: skip
     for cache in caches:
         assert not cache[0, 0, 0].float().isnan().any() and cache[0, 0, 1].float().isnan().any()
@@ -202,19 +203,23 @@ def test_act_mul(tokens, rank, padded):
 
 
 @pytest.mark.parametrize(
-    "size,padded,rows,cached",
+    "size,padded,rows,cached,window",
     [
-        (64, 0, 64, HALF),
-        (64, 8, 16, HALF),
-        pytest.param(64, 8, 32, FP8, marks=without_fp8),
-        (96, 8, 16, HALF),
+        (64, 0, 64, HALF, None),
+        (64, 8, 16, HALF, 40),
+        pytest.param(64, 8, 32, FP8, None, marks=without_fp8),
+        (96, 8, 16, HALF, 100),
+        (512, 8, 32, HALF, None),
+        (512, 0, 16, HALF, 3),
     ],
 )
-def test_attention_shares_prompts(size, padded, rows, cached):
-    """Two groups at their prompts and each sample at its own tokens, merged, against dense attention."""
+def test_attention_shares_prompts(size, padded, rows, cached, window):
+    """Two groups at their prompts and each sample at its own tokens, merged, against dense attention; with a
+    window, sinks too. The last sample has ended: it has no token of its own, and with a window it sees
+    nothing."""
     heads, kv_heads, splits, rank = 4, 2, 2, 16
     group, members = heads // kv_heads, [[0, 3, 1], [2]]
-    prompts, owns = [70, 130], [5, 64, 1, 0]
+    prompts, owns = [66, 130], [5, 64, 1, 0]
     tokens = 4
     k_cache, v_cache = (half(12, kv_heads, 64, size).to(cached) for _ in range(2))
     pages = torch.randperm(12, device=DEVICE, dtype=torch.int32)
@@ -231,32 +236,45 @@ def test_attention_shares_prompts(size, padded, rows, cached):
         order.append(t)
     of = {t: g for g, m in enumerate(members) for t in m}
     limit = torch.tensor([[prompts[of[t]] for t in range(tokens)], owns], device=DEVICE, dtype=torch.int32)
+    sinks = torch.randn(heads, device=DEVICE) if window else None
+    for row, length in enumerate([*prompts, *owns]) if window else ():
+        # Nobody may read what no token of a table sees: pages that were given back.
+        places = [prompts[of[t]] + owns[t] for t in range(tokens) if owns[t] and row in (of[t], 2 + t)]
+        begins = 0 if row < 2 else prompts[of[row - 2]]
+        first = max(0, min(places, default=0) - window - begins) // 64
+        tables[row, : min(first, -(-length // 64))] = -(10**6)
     q = half(tokens, heads, size)
     out, lse = poison(2 * splits, tokens, heads, size), poison(2 * splits, tokens, heads)
     as_int = {"device": DEVICE, "dtype": torch.int32}
     attention.attend(
         q, k_cache, v_cache, tables, torch.tensor(items, **as_int), torch.tensor(order, **as_int), limit,
         out, lse,
-        splits=splits, rows=rows,
+        splits=splits, rows=rows, window=window,
     )  # fmt: skip
     y, a = poison(tokens, heads * size, dtype=HALF), half(rank, heads * size)
     if padded:
         y = torch.zeros(padded * heads * size, device=DEVICE, dtype=HALF)
     following = poison(heads, tokens, rank)
-    attention.combine_splits(out, lse, y, padded_tokens=padded, a=LoraA(a, LoraSum(following)))
+    attention.combine_splits(out, lse, y, padded_tokens=padded, sink_H=sinks, a=LoraA(a, LoraSum(following)))
     y = as_rows(y, tokens, heads * size, padded)
     truth = torch.zeros(tokens, heads, size, dtype=torch.float64, device=DEVICE)
-    for t in range(tokens):
+    for t in range(3 if window else 4):
         for h in range(heads):
             keys, values = [], []
             for row, length in ((of[t], prompts[of[t]]), (2 + t, owns[t])):
                 for j in range(length):
+                    position = j + (prompts[of[t]] if row > 1 else 0)
+                    if window and position < prompts[of[t]] + owns[t] - window:
+                        continue
                     page = int(tables[row, j // 64])
                     keys.append(k_cache[page, h // group, j % 64].double())
                     values.append(v_cache[page, h // group, j % 64].double())
-            weights = (torch.stack(keys) @ q[t, h].double() / math.sqrt(size)).softmax(0)
-            truth[t, h] = weights @ torch.stack(values)
-    assert error(y.view(tokens, heads, size), truth) < 5e-3
+            scores = torch.stack(keys) @ q[t, h].double() / math.sqrt(size)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h, None].double()])
+            truth[t, h] = scores.softmax(0)[: len(keys)] @ torch.stack(values)
+    drawn = slice(0, 3 if window else 4)
+    assert error(y.view(tokens, heads, size)[drawn], truth[drawn]) < 5e-3
     assert error(low_of(following), y.double() @ a.double().T) < 1e-5
 
 

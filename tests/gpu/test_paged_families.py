@@ -1,5 +1,5 @@
-"""Families with windows, sinks, layers without rotary embedding and heads of two sizes on the paged engine: as
-near to FP32 as the trainer's own pass, and pages behind a window are given back."""
+"""Families with windows, sinks, layers without rotary embedding and heads of two sizes on the paged engine:
+as near to FP32 as the trainer's own pass, and pages behind a window are given back."""
 
 import pytest
 import torch

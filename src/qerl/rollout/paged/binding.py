@@ -72,6 +72,12 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
 
 def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     """Why the kernels cannot multiply with one of the layers."""
+    specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
+    for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
+        for product in spec.products:
+            if len({type(inner(module)) for module in linears_of(layer, product)}) > 1:
+                names = ", ".join(linear.name for linear in product.linears)
+                return f"{names} of layer {index} are one product and are held in several formats"
     for name, layer in _linears(base):
         if nf4.quant_state(layer) is not None:
             if reason := nf4.why_not(layer):
