@@ -104,9 +104,7 @@ def rotation_into_cache(work: Work) -> Launch:
     product, b_NR = work.single(1, t, columns), work.half(columns, r)
     cos_MP, sin_MP = work.single(512, s.head_size // 2), work.single(512, s.head_size // 2)
     position = torch.arange(t, device=work.device, dtype=torch.int32) % 512
-    limit = torch.ones(2, t, device=work.device, dtype=torch.int32)
-    table = torch.arange(t, device=work.device, dtype=torch.int32)
-    tables = table[:, None].contiguous()  # a block for each token
+    slot = torch.arange(t, device=work.device, dtype=torch.int32) * PAGE
     q_THE = work.half(t, s.heads, s.head_size)
     k_cache, v_cache = (work.half(t, s.kv_heads, PAGE, s.head_size) for _ in range(2))
     squares, scale = work.single(1, t).abs(), torch.ones(3, device=work.device)
@@ -120,9 +118,7 @@ def rotation_into_cache(work: Work) -> Launch:
             cos_MP,
             sin_MP,
             position,
-            limit,
-            table,
-            tables,
+            slot,
             q_THE,
             k_cache,
             v_cache,

@@ -104,18 +104,14 @@ def test_rope_kv(size, qk_norm, bias, rank, cached):
     angle = torch.rand(100, size // 2, device=DEVICE) * 6
     position = torch.randint(0, 100, (tokens,), device=DEVICE, dtype=torch.int32)
     slot = torch.tensor([64, 3, -1, 191, 65], device=DEVICE, dtype=torch.int32)
-    # Each token has a table of its own, in which its place is that of the slot in its block.
-    tables = (slot // 64).clamp(min=0)[:, None].contiguous()
-    limit = torch.where(slot < 0, 0, slot % 64 + 1).to(torch.int32).repeat(2, 1)
-    table = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
     q = poison(tokens, heads, size, dtype=HALF)
     k_cache, v_cache = (torch.zeros(3, kv_heads, 64, size, device=DEVICE).to(cached) for _ in range(2))
     if cached == FP8:
         product[0, 0] *= 1e3  # beyond 448
         summed[0] = summed[0] + (1 - 1e-3) * product[0, 0].double()
     rope_kv.rope_kv(
-        product, scale, squares, angle.cos(), angle.sin(), position, limit, table, tables, q, k_cache,
-        v_cache, width=width, eps=EPS, heads=rope_kv.Heads(norm_N=norm_2E), partials_G=counts, bias_N=bias_N,
+        product, scale, squares, angle.cos(), angle.sin(), position, slot, q, k_cache, v_cache, width=width,
+         eps=EPS, heads=rope_kv.Heads(norm_N=norm_2E), partials_G=counts, bias_N=bias_N,
         b=LoraB(LoraSum(sum_TR=low), b) if rank else NO_B,
     )  # fmt: skip
     x = summed
@@ -161,9 +157,8 @@ def test_nan_stays_nan_in_an_fp8_cache():
     rope_kv.rope_kv(
         product, torch.ones(3, device=DEVICE), torch.ones(1, tokens, device=DEVICE),
         torch.ones(4, size // 2, device=DEVICE), torch.zeros(4, size // 2, device=DEVICE),
-        torch.tensor([0, 1], **as_int), torch.tensor([[0, 0], [1, 2]], **as_int),
-        torch.tensor([0, 0], **as_int), torch.zeros(1, 1, **as_int), poison(tokens, 1, size, dtype=HALF),
-        *caches, width=1, eps=0.0,
+        torch.tensor([0, 1], **as_int), torch.tensor([0, 1], **as_int),
+        poison(tokens, 1, size, dtype=HALF), *caches, width=1, eps=0.0,
     )  # fmt: skip
     for cache in caches:
         assert not cache[0, 0, 0].float().isnan().any() and cache[0, 0, 1].float().isnan().any()

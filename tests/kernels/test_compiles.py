@@ -38,7 +38,7 @@ KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_act_mul", "_partial_softmax",
     "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
     "_rotate", "_propose", "_settle", "_token_logps",
-    "_sum_product", "_cap_logits",
+    "_sum_product", "_cap_logits", "_find_slots",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
 OF_GEMMA = {"_sum_product", "_cap_logits"}

@@ -50,6 +50,12 @@ def random_policy(
         torch.manual_seed(0)
         _fill(model, weights, device)
     model.tie_weights()
+    for (
+        module
+    ) in model.modules():  # scores of heads that are normalised and not scaled would be far too large
+        if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+            for norm in (module.q_norm, module.k_norm):
+                norm.weight.fill_(module.head_dim**-0.25)
     # transformers' mark of such a model, by which PEFT takes its layer for NF4 and TRL a bf16 adapter.
     model.is_loaded_in_4bit = weights == "nf4"
     return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0) if rank else model

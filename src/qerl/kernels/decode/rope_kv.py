@@ -81,8 +81,8 @@ def norm_of_all(squares_PT, part, t, in_t, T, eps, Q, K, COLUMNS: tl.constexpr, 
 @triton.jit
 def _rope_kv(
     gemm_STN, partials_G, scale_L, squares_PT, xa_TR, b_NR, bias_N, norm_N, heads_PT,
-    cos_MP, sin_MP, position_T, limit_2T, table_T, tables_GB, q_THE, k_cache, v_cache,
-    T, N, D, eps, table_width, scale_beta, scale_positions,
+    cos_MP, sin_MP, position_T, slot_T, q_THE, k_cache, v_cache,
+    T, N, D, eps, scale_beta, scale_positions,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, HALF_PADDED: tl.constexpr, PAGE: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, COLUMNS: tl.constexpr, ALL_PADDED: tl.constexpr,
@@ -122,11 +122,8 @@ def _rope_kv(
     if HAS_BIAS:
         bias1 = load_head(bias_N + n1, in_e).to(tl.float32)
         bias2 = load_head(bias_N + n2, in_e).to(tl.float32)
-    # Asked for together, so that what depends on them waits once.
+    slot = tl.load(slot_T + t, mask=in_t, other=-1)
     position = tl.load(position_T + t, mask=in_t, other=0)
-    place = tl.load(limit_2T + T + t, mask=in_t, other=0) - 1
-    table = tl.load(table_T + t, mask=in_t, other=0)
-    page = tl.load(tables_GB + table * table_width + place // PAGE, mask=place >= 0, other=0).to(tl.int64)
     if PAIRS > 0:
         angle = position[:, None] * PAIRS + e[None, :]
         if PAIRS == HALF:
@@ -176,8 +173,9 @@ def _rope_kv(
         tl.store(to + e2[None, :], x2.to(q_THE.dtype.element_ty), mask=inside)
     else:
         kv_head = head - HQ - (part - 1) * HKV
-        cached = ((page * HKV + kv_head) * PAGE + place % PAGE)[:, None] * E
-        written = both((place >= 0)[:, None], in_e)
+        page = (slot // PAGE).to(tl.int64)
+        cached = ((page * HKV + kv_head) * PAGE + slot % PAGE)[:, None] * E
+        written = both((slot >= 0)[:, None], in_e)
         if k_cache.dtype.element_ty == tl.float8e4nv:
             # A NaN must stay one: the sequence that sees it ends with a reason.
             x1 = tl.clamp(x1, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -190,6 +188,39 @@ def _rope_kv(
             tl.store(v_cache + cached + e2[None, :], x2.to(v_cache.dtype.element_ty), mask=written)
 
 
+@triton.jit
+def _find_slots(
+    limit_2T, table_T, tables_GB, slot_T, T, width,
+    PAGE: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_t = t < T
+    begin(PDL)
+    place = tl.load(limit_2T + T + t, mask=in_t, other=0) - 1
+    table = tl.load(table_T + t, mask=in_t, other=0)
+    page = tl.load(tables_GB + table * width + place // PAGE, mask=place >= 0, other=0)
+    tl.store(slot_T + t, tl.where(place >= 0, page * PAGE + place % PAGE, -1), mask=in_t)
+
+
+def find_slots(
+    limit_2T: torch.Tensor, table_T: torch.Tensor, tables_GB: torch.Tensor, slot_T: torch.Tensor, page: int
+) -> None:
+    """Write where the key and value of each token go in a pool: block * block tokens + offset; -1: nowhere.
+
+    Args:
+        limit_2T: int32 [2, T]: of the second, the token's own place is the last; 0 for a token without one.
+        table_T: int32, the row of ``tables_GB`` that lists the blocks of each token's sequence.
+        tables_GB: int32 block tables of the pool.
+        slot_T: int32, written.
+        page: Tokens of a block.
+    """
+    tokens, block_t = len(slot_T), 128
+    _find_slots[(triton.cdiv(tokens, block_t),)](
+        limit_2T, table_T, tables_GB, slot_T, tokens, tables_GB.shape[1],
+        PAGE=page, BLOCK_T=block_t, **dependent(slot_T),
+    )  # fmt: skip
+
+
 def rope_kv(
     gemm_STN: torch.Tensor,
     scale_L: torch.Tensor,
@@ -197,9 +228,7 @@ def rope_kv(
     cos_MP: torch.Tensor,
     sin_MP: torch.Tensor,
     position_T: torch.Tensor,
-    limit_2T: torch.Tensor,
-    table_T: torch.Tensor,
-    tables_GB: torch.Tensor,
+    slot_T: torch.Tensor,
     q_THE: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -220,9 +249,7 @@ def rope_kv(
         squares_PT: Partial sums of squares from :func:`residual_norm`; empty where the input has no norm.
         cos_MP, sin_MP: fp32 [positions, pairs].
         position_T: int32 position of each token.
-        limit_2T: int32 [2, T]: of the second, the token's key and value are the last; 0 writes nothing.
-        table_T: int32, the row of ``tables_GB`` that lists the blocks of each token's sequence.
-        tables_GB: int32 block tables.
+        slot_T: int32, where key and value of each go, as `find_slots` leaves it.
         q_THE: bf16 [T, query heads, head size], written.
         k_cache, v_cache: [blocks, kv heads, block tokens, head size], written.
         width: Hidden size, over which the mean square is taken.
@@ -246,11 +273,11 @@ def rope_kv(
     arguments = pointers(
         "rope_kv", gemm_STN, gemm_STN=gemm_STN, partials_G=partials_G, scale_L=scale_L,
         squares_PT=squares_PT, xa_TR=b.xa.sum_TR, b_NR=b.b_NR, bias_N=bias_N, norm_N=heads.norm_N,
-        heads_PT=sums, cos_MP=cos_MP, sin_MP=sin_MP, position_T=position_T, limit_2T=limit_2T,
-        table_T=table_T, tables_GB=tables_GB, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache,
+        heads_PT=sums, cos_MP=cos_MP, sin_MP=sin_MP, position_T=position_T, slot_T=slot_T,
+        q_THE=q_THE, k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
     _rope_kv[(count + 2 * kv_heads, triton.cdiv(tokens, block_t))](
-        *arguments, tokens, columns, width, eps, tables_GB.shape[1], beta, positions,
+        *arguments, tokens, columns, width, eps, beta, positions,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)),
         HQ=count, HKV=kv_heads, E=size, HALF_PADDED=triton.next_power_of_2(size // 2), PAGE=page,

@@ -31,6 +31,7 @@ from qerl.kernels.decode import act_mul, residual_norm, rope_kv
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
 from qerl.kernels.decode.sum_product import block_of, sum_product
+from qerl.kernels.limits import PAGE
 from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.weights import Decoder, Kind, Layer, Projection, kinds_of, look_ahead
@@ -133,6 +134,7 @@ class Forward:
         self.attending = [of_kind(*each) for each in zip(kinds, splits, tiles, strict=True)]
         self._kind_of = {spec: self.attending[kinds.index(Kind.of(spec))] for spec in specs}
         self._items = {spec: kinds.index(Kind.of(spec)) for spec in specs}
+        self._slots = [new(tokens, dtype=torch.int32) for _ in windows]
         self._sums = _lora_sums(decoder, tokens)
         widest = max((p.weight.shape[0] for p in self._summed_by_itself()), default=0)
         self._summed = new(tokens * widest)
@@ -186,6 +188,8 @@ class Forward:
         """
         decoder = self.decoder
         first = decoder.layers[0]
+        for tables_GB, slot_T in zip(inputs.tables, self._slots, strict=True):
+            rope_kv.find_slots(inputs.limit_2T, inputs.table_T, tables_GB, slot_T, PAGE)
         residual_norm.residual_norm(
             self.residual_TD, first.before_mixer_D, self.u, self.squares_PT,
             padded_tokens=self._padded(first.mixer.qkv), embedding=(decoder.embedding_VD, inputs.token_T),
@@ -210,7 +214,7 @@ class Forward:
             heads, norm, b, bias_N = replace(heads, squares_PT=squares_PT), "", NO_B, None
         rope_kv.rope_kv(
             product.out_STN, product.scale_L, self._squares(norm), mixer.cos_MP, mixer.sin_MP,
-            inputs.position_T, inputs.limit_2T, inputs.table_T, tables_GB, kind.q_THE, k, v,
+            inputs.position_T, self._slots[kind.pool], kind.q_THE, k, v,
             width=spec.hidden, eps=decoder.eps, heads=heads, partials_G=product.partials_G, bias_N=bias_N,
             b=b,
         )  # fmt: skip
