@@ -99,10 +99,12 @@ def _rope_kv(
     every = e < HALF
     if STRIDE == HALF or PAIRS == 0:
         e1 = e
-        e2 = e + HALF
+        apart = HALF
+        across = HALF
     else:
         e1 = tl.where(e < PAIRS, e, e + PAIRS)
-        e2 = tl.where(e < PAIRS, e + PAIRS, e + HALF)
+        apart = tl.where(e < PAIRS, PAIRS, HALF - PAIRS)
+        across = apart[None, :]
     part = tl.where(head < HQ, 0, tl.where(head < HQ + HKV, 1, 2))
     column = head
     linear = part
@@ -113,7 +115,7 @@ def _rope_kv(
     if FUSED:
         linear = 0
     n1 = column * E + e1
-    n2 = column * E + e2
+    n2 = n1 + apart
     scale = tl.load(scale_L + linear)
     counts1, counts2 = partial_counts(partials_G, n1, every, S), partial_counts(partials_G, n2, every, S)
     if R > 0:
@@ -149,7 +151,7 @@ def _rope_kv(
             weight = norm_N + part * E
             norm = head_norm(x1, x2, E, eps)
             x1 = x1 * norm[:, None] * load_head(weight + e1, in_e)[None, :]
-            x2 = x2 * norm[:, None] * load_head(weight + e2, in_e)[None, :]
+            x2 = x2 * norm[:, None] * load_head(weight + e1 + apart, in_e)[None, :]
         if QK_NORM == 2:
             norm = norm_of_all(heads_PT, part, t, in_t, T, eps, HQ * E, HKV * E, COLUMNS, ALL_PADDED)
             x1 = x1 * norm[:, None] * load_head(norm_N + n1, in_e)[None, :]
@@ -167,25 +169,25 @@ def _rope_kv(
             factor = 1.0 + scale_beta * tl.log(1.0 + (position // scale_positions).to(tl.float32))
             x1 *= factor[:, None]
             x2 *= factor[:, None]
-        to = q_THE + (t[:, None] * HQ + head) * E
+        to = q_THE + (t[:, None] * HQ + head) * E + e1[None, :]
         inside = both(in_t[:, None], in_e)
-        tl.store(to + e1[None, :], x1.to(q_THE.dtype.element_ty), mask=inside)
-        tl.store(to + e2[None, :], x2.to(q_THE.dtype.element_ty), mask=inside)
+        tl.store(to, x1.to(q_THE.dtype.element_ty), mask=inside)
+        tl.store(to + across, x2.to(q_THE.dtype.element_ty), mask=inside)
     else:
         kv_head = head - HQ - (part - 1) * HKV
         page = (slot // PAGE).to(tl.int64)
-        cached = ((page * HKV + kv_head) * PAGE + slot % PAGE)[:, None] * E
+        cached = ((page * HKV + kv_head) * PAGE + slot % PAGE)[:, None] * E + e1[None, :]
         written = both((slot >= 0)[:, None], in_e)
         if k_cache.dtype.element_ty == tl.float8e4nv:
             # A NaN must stay one: the sequence that sees it ends with a reason.
             x1 = tl.clamp(x1, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
             x2 = tl.clamp(x2, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         if part == 1:
-            tl.store(k_cache + cached + e1[None, :], x1.to(k_cache.dtype.element_ty), mask=written)
-            tl.store(k_cache + cached + e2[None, :], x2.to(k_cache.dtype.element_ty), mask=written)
+            tl.store(k_cache + cached, x1.to(k_cache.dtype.element_ty), mask=written)
+            tl.store(k_cache + cached + across, x2.to(k_cache.dtype.element_ty), mask=written)
         else:
-            tl.store(v_cache + cached + e1[None, :], x1.to(v_cache.dtype.element_ty), mask=written)
-            tl.store(v_cache + cached + e2[None, :], x2.to(v_cache.dtype.element_ty), mask=written)
+            tl.store(v_cache + cached, x1.to(v_cache.dtype.element_ty), mask=written)
+            tl.store(v_cache + cached + across, x2.to(v_cache.dtype.element_ty), mask=written)
 
 
 @triton.jit
