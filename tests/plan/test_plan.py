@@ -11,6 +11,7 @@ from rich.console import Console
 from bench.result import RESULTS, read_rows
 from qerl.cli import main
 from qerl.errors import QeRLError
+from qerl.families.sizes import PUBLISHED as CONFIGS
 from qerl.families.sizes import SIZES, Run, Sizes
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
@@ -183,16 +184,21 @@ def recorded():
     return rows
 
 
+def measured_sizes(row):
+    """Of the model that the benchmark built: of its published config, or a Qwen2 whose embeddings are not
+    tied."""
+    if row["shape"] in CONFIGS:
+        return Sizes.by_name(row["shape"])
+    sizes = with_mixer(SIZES[row["shape"]], qkv_bias=True, qk_norm="")
+    positions = row["prompt_tokens"] + row["completion_tokens"] + 64
+    return dataclasses.replace(sizes, tied=False, positions=positions)
+
+
 @pytest.mark.parametrize("row", recorded())
 def test_prediction_of_recorded_peaks(row):
     samples = row["prompts"] * row["samples"]
     plan = make_plan(
-        dataclasses.replace(
-            # the benchmark builds Qwen2 models of any shape, whose embeddings are not tied
-            with_mixer(SIZES[row["shape"]], qkv_bias=True, qk_norm=""),
-            tied=False,
-            positions=row["prompt_tokens"] + row["completion_tokens"] + 64,
-        ),
+        measured_sizes(row),
         work(
             weights=row["weights"],
             rank=row["lora_rank"],
