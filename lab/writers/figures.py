@@ -12,6 +12,7 @@ from lab.writers import (
     card_tables,
     decode_tables,
     draft_tables,
+    family_tables,
     headline_tables,
     length_tables,
     noise_numbers,
@@ -283,6 +284,7 @@ def _demo_after() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "first-screen": headline_tables.first_screen,
+    "families": family_tables.families,
     "decode": decode_tables.decode,
     "decode-vllm": decode_tables.beside_vllm,
     "decode-ways": decode_tables.ways_of_128,

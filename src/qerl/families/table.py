@@ -26,22 +26,26 @@ class Family:
     Attributes:
         name: As people write it.
         sizes: Makes the description of a model's layers from its config, a ``transformers.PreTrainedConfig``.
+        checkpoints: In which classes its checkpoints are published and read, as docs say it.
     """
 
     name: str
     sizes: Callable[[Any], Sizes]
+    checkpoints: str = "causal LM"
 
 
 FAMILIES = {
     "llama": Family("Llama", llama.sizes),
     "mistral": Family("Mistral", llama.sizes),
-    "qwen2": Family("Qwen2", llama.sizes),
-    "qwen3": Family("Qwen3", llama.sizes),
-    "gemma3_text": Family("Gemma 3", gemma.sizes3),
-    "gemma4_text": Family("Gemma 4", gemma.sizes4),
+    "qwen2": Family("Qwen2", llama.sizes, "causal LM; Qwen2.5-VL"),
+    "qwen3": Family("Qwen3", llama.sizes, "causal LM; Qwen3-VL"),
+    "gemma3_text": Family("Gemma 3", gemma.sizes3, "causal LM (270M, 1B); `Gemma3ForConditionalGeneration`"),
+    "gemma4_text": Family(
+        "Gemma 4", gemma.sizes4, "`Gemma4ForConditionalGeneration`, also in ModelOpt's NVFP4"
+    ),
     "granite": Family("Granite", granite.sizes),
     "granite_swa": Family("Granite SWA", granite.sizes),
-    "ministral3": Family("Ministral 3", ministral.sizes),
+    "ministral3": Family("Ministral 3", ministral.sizes, "`Mistral3ForConditionalGeneration`, also in FP8"),
     "olmo3": Family("OLMo 3", olmo.sizes),
     "phi3": Family("Phi-3 and 4", phi.sizes),
     "smollm3": Family("SmolLM3", smollm.sizes),
