@@ -220,10 +220,12 @@ def _rollout() -> Iterator[Row]:
         remedy = "; ".join(sorted({obstacle.remedy for obstacle in obstacles if obstacle.remedy}))
         yield Row(section, "paged engine", "missing", finding, remedy)
     else:
+        from qerl.families.table import FAMILIES
         from qerl.kernels.cards import chosen
         from qerl.kernels.weights.packed_gemm import MAX_TOKENS
 
-        finding = f"Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with weights in {', '.join(FORMATS)}"
+        names = ", ".join(family.name for family in FAMILIES.values())
+        finding = f"{names} in bfloat16 with weights in {', '.join(FORMATS)}"
         yield Row(section, "paged engine", "ok", finding)
         capability = torch.cuda.get_device_capability()
         card = chosen(capability, 0)

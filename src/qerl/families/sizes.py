@@ -85,7 +85,7 @@ class Sizes:
         """
         from transformers import AutoConfig
 
-        from qerl.families.table import FAMILIES
+        from qerl.families.table import FAMILIES, why_not_described
 
         model_type = str(config.get("model_type"))
         if model_type not in FAMILIES:
@@ -101,6 +101,8 @@ class Sizes:
                 f"The config.json of this {model_type} model is not valid ({reason.rstrip('.')}); fix it."
             ) from error
         check_counts(full)
+        if (why := why_not_described(full)) is not None:
+            raise QeRLError(f"Memory is not planned for this {model_type} model: {why}.")
         return cls.of(full)
 
     @classmethod

@@ -51,3 +51,34 @@ FAMILIES = {
     "smollm3": Family("SmolLM3", smollm.sizes),
 }
 """By ``model_type`` of config.json, which in a model for images or sound is that of its ``text_config``."""
+
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+_TYPES = {"full_attention", "sliding_attention"}
+_UNKNOWN = {
+    "attn_logit_softcapping": "its scores have a soft cap",
+    "hidden_size_per_layer_input": "it adds an embedding to each layer",
+    "num_kv_shared_layers": "some of its layers take the keys of others",
+    "enable_moe_block": "it is a mixture of experts",
+}
+"""Fields that, set, make layers something else than their family's file describes."""
+
+
+def why_not_described(config: Any) -> str | None:
+    """Why no description here is that of a model with this config; None where one is.
+
+    Args:
+        config: Of a causal LM, a ``transformers.PreTrainedConfig``.
+    """
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} is not one of {', '.join(FAMILIES)}"
+    if reason := next((why for field, why in _UNKNOWN.items() if getattr(config, field, None)), None):
+        return reason
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return "its tokens see those behind them"
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _TYPES):
+        return f"it has layers of the type {others[0]}"
+    found = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
+    described = {
+        _ACTIVATIONS[run.spec.mlp.activation] for run in FAMILIES[config.model_type].sizes(config).runs
+    }
+    return None if described == {found} else f"its activation is {found}"

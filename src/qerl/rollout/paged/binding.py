@@ -21,7 +21,7 @@ from qerl.errors import QeRLError
 from qerl.families.layer import LayerSpec, Rotary
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
-from qerl.families.table import FAMILIES
+from qerl.families.table import why_not_described
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.storage import stack_tiles, why_no_tiles
 from qerl.kernels.decode.rope_kv import Heads
@@ -49,8 +49,8 @@ def why_not(model: nn.Module) -> str | None:
 def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
     """Why the kernels cannot run a model of these sizes."""
     config = base.config.get_text_config(decoder=True)
-    if config.model_type not in FAMILIES:
-        return f"{config.model_type} is not one of {', '.join(FAMILIES)}"
+    if reason := why_not_described(config):
+        return reason
     if base.dtype != torch.bfloat16:
         return f"the model's dtype is {base.dtype}, not bfloat16"
     rope = getattr(config, "rope_parameters", None) or {}

@@ -49,8 +49,8 @@ _PACE = Pace()
 
 
 class PagedEngine(RolloutEngine):
-    """Samples from a Llama, Mistral, Qwen2 or Qwen3 model with NVFP4, MXFP4, NF4 or bf16 linears, with
-    or without LoRA.
+    """Samples from a model of a described family (`qerl.families.table`) with NVFP4, MXFP4, NF4 or bf16
+    linears, with or without LoRA.
 
     Args:
         model: The model that trains. Its packed weights are reordered in place, for good.
