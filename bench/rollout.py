@@ -119,7 +119,7 @@ def profile(
     Taken outside the graph: inside, kernels overlap and each would be charged for waiting for the one before.
     """
     windows = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).windows
-    demand = BlockDemand(prompt_tokens, 64, group, windows)
+    demand = BlockDemand(prompt_tokens, 64, group, windows, ahead_tokens=64)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
     step = DecodeStep(decoder, cache, rows, 64, demand.table_width, CudaGraphs())
     fill_rows(step, cache, prompt_tokens, group, 64)

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from qerl.errors import QeRLError
-from qerl.families.sizes import PUBLISHED, Sizes
+from qerl.families.sizes import PUBLISHED, Sizes, positions_of
 from qerl.families.table import FAMILIES, why_not_described
 
 GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
@@ -35,6 +35,17 @@ def test_what_no_file_describes(fields, reason):
     assert reason in why_not_described(config)
     with pytest.raises(QeRLError, match="emory is"):
         Sizes.from_config(fields)
+
+
+def test_what_a_config_says_of_windows_and_positions_counts_where_the_model_reads_it():
+    leftover = AutoConfig.for_model("llama", sliding_window=4096)
+    assert Sizes.of(leftover).spec.mixer.window is None
+    assert Sizes.of(AutoConfig.for_model("mistral", sliding_window=4096)).spec.mixer.window == 4096
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    rope = {"full_attention": yarn, "sliding_attention": plain}
+    olmo = AutoConfig.for_model("olmo3", rope_parameters=rope, max_position_embeddings=8192)
+    assert positions_of(olmo) == 65536
 
 
 @pytest.mark.parametrize(

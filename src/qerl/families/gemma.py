@@ -32,7 +32,7 @@ def sizes3(config: Any) -> Sizes:
         for index, kind in enumerate(config.layer_types)
     ]
     cap = getattr(config, "final_logit_softcapping", None)
-    return decoder(config, layers, unit_offset=True, embedding_scale=config.hidden_size**0.5, logit_cap=cap)
+    return decoder(config, layers, unit_offset=True, logit_cap=cap)
 
 
 def sizes4(config: Any) -> Sizes:
@@ -44,7 +44,6 @@ def sizes4(config: Any) -> Sizes:
     return decoder(
         config,
         layers,
-        embedding_scale=config.hidden_size**0.5,
         logit_cap=config.final_logit_softcapping,
     )
 

@@ -18,7 +18,9 @@ def sizes(config: Any) -> Sizes:
 
 def _layer(config: Any, index: int) -> LayerSpec:
     kind, bias = config.model_type, bool(getattr(config, "attention_bias", False))
-    slides = window(config, index) if kind in ("qwen2", "qwen3") else getattr(config, "sliding_window", None)
+    slides = None  # what a Llama's config may say of windows, its code does not read
+    if kind != "llama":
+        slides = config.sliding_window if kind == "mistral" else window(config, index)
     mixer = Attention(
         *heads(config),
         qkv_bias=bias or kind == "qwen2",

@@ -31,7 +31,7 @@ class Sizes:
         runs: Its layers, in order.
         positions: Longest sequence.
         tied: True if the output head is the embedding.
-        embedding_scale: What embeddings are multiplied by, in the model's dtype.
+        embedding_scale: What embeddings are multiplied by, unless their own module does it.
         logit_scale: What logits are multiplied by.
         logit_cap: Bounds logits by tanh; None for no bound.
         unit_offset: True if an RMSNorm multiplies by 1 + weight.
@@ -239,8 +239,15 @@ def positions_of(config: Any) -> int | None:
     the factor: Qwen2.5's configs keep the original one as max_position_embeddings.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    if positions is None or not original or not factor or rope.get("rope_type") != "yarn":
-        return positions
-    return max(positions, int(original * factor))
+    for rope in rope_parameters(config):
+        original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+        if positions is not None and original and factor and rope.get("rope_type") == "yarn":
+            positions = max(positions, int(original * factor))
+    return positions
+
+
+def rope_parameters(config: Any) -> list[Mapping[str, Any]]:
+    """The settings of a text model's rotary embeddings: one mapping, or one for each type of layers."""
+    found = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in found.values() if isinstance(each, Mapping)]
+    return nested or [found]

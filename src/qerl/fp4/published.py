@@ -198,6 +198,8 @@ def block_shape(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
     declared = (quantization or {}).get("weight_block_size")
     for group in ((quantization or {}).get("config_groups") or {}).values():
         declared = declared or (group.get("weights") or {}).get("block_structure")
+    if isinstance(declared, str):
+        raise ValueError(f"the block {declared} is no pair of numbers")
     return (int(declared[0]), int(declared[1])) if declared else _BLOCK
 
 

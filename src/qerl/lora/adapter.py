@@ -359,18 +359,32 @@ def _state(model: PeftModel) -> dict[str, torch.Tensor]:
 class _OfWrapper(PeftModelForCausalLM):
     """PEFT's model around a wrapper's text decoder: its adapters are files for the wrapper."""
 
-    def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: bool | str = False,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
         """As PEFT, under the wrapper's names.
 
         Embeddings are left out: PEFT would look for the size of the vocabulary in the wrapper's config.
+
+        Raises:
+            QeRLError: Pickles are asked for, which are not renamed.
         """
-        kwargs.setdefault("save_embedding_layers", False)
-        super().save_pretrained(save_directory, *args, **kwargs)
+        if not safe_serialization:
+            raise QeRLError("An adapter of a text decoder is saved as safetensors; leave safe_serialization.")
+        super().save_pretrained(
+            save_directory, True, selected_adapters, save_embedding_layers, is_main_process, **kwargs
+        )
+        if not is_main_process:
+            return
         base = self.get_base_model()
-        for name in kwargs.get("selected_adapters") or self.peft_config:
+        for name in selected_adapters or list(self.peft_config):
             folder = Path(save_directory) / ("" if name == "default" else name)
-            if not (folder / ADAPTER_FILE).is_file():
-                continue  # not the first process
             weights = load_file(folder / ADAPTER_FILE)
             renamed = {stored_name(key, base): tensor.clone() for key, tensor in weights.items()}
             config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())

@@ -60,7 +60,7 @@ def decode_speed(
         decode_tok_s, step_ms (medians over the repeats) and spread, (largest - smallest) / median.
     """
     windows = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).windows
-    demand = BlockDemand(prompt_tokens, decode_tokens, group, windows)
+    demand = BlockDemand(prompt_tokens, decode_tokens, group, windows, ahead_tokens=decode_tokens)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
     step = DecodeStep(decoder, cache, rows, decode_tokens, demand.table_width, CudaGraphs())
     step.capture()

@@ -13,6 +13,7 @@ from qerl.families.sizes import Sizes
 from qerl.lora.adapter import add_lora
 from qerl.noise.norms import noisy_norms
 from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.binding import Binding, _why_not_with_sizes
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
@@ -60,3 +61,31 @@ def test_completions_are_those_of_the_model(model):
             logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         exact = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
         assert mine.logprobs == pytest.approx(exact.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text"])
+def test_embeddings_are_scaled_as_the_model_scales_them(name):
+    """By a factor that has been rounded to the model's dtype."""
+    model = tiny(name, hidden_size=80).bfloat16()
+    scale = Binding(model, 64).decoder.embedding_scale
+    assert scale == float(torch.tensor(80**0.5).bfloat16()) != 80**0.5
+    ids = torch.tensor([[7, 9]])
+    embedded, table = model.model.embed_tokens(ids), model.model.embed_tokens.weight[ids[0]]
+    assert torch.equal(embedded[0], (table.float() * scale).bfloat16())
+
+
+def test_sinks_and_factors_are_those_of_the_moment():
+    model = tiny("granite_swa")
+    binding = Binding(model, 64)
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.full((4,), 3.0))
+    binding.refresh({})
+    assert binding.decoder.layers[1].mixer.sink_H.tolist() == [3.0] * 4
+
+
+def test_rotary_embeddings_that_change_with_the_length_are_refused():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    for kinds in ({"full_attention": rope, "sliding_attention": plain}, None):
+        config = {"rope_parameters": kinds} if kinds else {}
+        found = _why_not_with_sizes(tiny("gemma3_text", **config).bfloat16())
+        assert found is None if kinds is None else "dynamic" in found

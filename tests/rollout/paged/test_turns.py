@@ -31,7 +31,8 @@ class Machine:
         self.prefilled = self.preempted = 0
 
     def memory(self, blocks):
-        return memory_of([blocks] * len(self.windows), self.windows, BLOCK, self.pass_tokens)
+        counts = [blocks] * len(self.windows) if isinstance(blocks, int) else blocks
+        return memory_of(counts, self.windows, BLOCK, self.pass_tokens)
 
     def round(self):
         """One round; every sequence draws until its ``stop`` or ``max_tokens``; gives those that ended."""
@@ -140,17 +141,13 @@ def test_random_turns_end_and_leave_no_block(windows):
     for seed in range(150):
         rng = random.Random(seed)
         steps = rng.choice([1, 3, 7])
-        machine = Machine(
-            rng.randint(12, 40),
-            rng.choice([1, 3, 8]),
-            seed,
-            windows,
-            rng.randint(steps, 9),
-            round_steps=steps,
-        )
         prompts = [[rng.random() for _ in range(rng.randint(1, 17))] for _ in range(rng.randint(1, 6))]
-        samples = rng.randint(1, 5)
+        samples, passes = rng.randint(1, 5), rng.randint(steps, 9)
         limits = [rng.randint(1, 30) for _ in range(len(prompts) * samples)]
+        longest = max(len(prompt) for prompt in prompts) - 1, max(limits)
+        least = [sum(window_blocks(n, window, passes, BLOCK) for n in longest) for window in windows]
+        blocks = least if seed % 3 else rng.randint(12, 40)
+        machine = Machine(blocks, rng.choice([1, 3, 8]), seed, windows, passes, round_steps=steps)
         sequences = queued(machine.scheduler, prompts, limits)
         turns = play(machine, sequences)
         assert min(turns.values()) >= 1

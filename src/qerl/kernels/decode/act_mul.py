@@ -100,7 +100,7 @@ def act_mul(
 
     Args:
         gemm_STN: fp32 or bf16 [S, T, N], columns 0..I gate and I..2I up.
-        scale_2: fp32 factors of gate and up.
+        scale_2: fp32 factors of gate and up; one where they are one linear.
         squares_PT: Partial sums of squares from :func:`residual_norm`.
         h_TI: bf16, written, [T, I] or in the order of ``packed_gemm``.
         intermediate: I.
@@ -110,7 +110,7 @@ def act_mul(
         fused: True if one linear with one adapter makes both.
         padded_tokens: Tokens that ``h_TI`` has room for in the order of ``packed_gemm``; 0 for [T, I].
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
-        b: LoRA of gate and up: B of gate on top of B of up, and the sum x A^T [T, 2 R] of both.
+        b: LoRA of gate and up: B of gate on top of B of up, and the sum x A^T [T, 2 R] of both, or [T, R].
         a: LoRA of down.
 
     Raises:

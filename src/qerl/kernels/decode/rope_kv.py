@@ -165,8 +165,9 @@ def _rope_kv(
         x1 *= norm[:, None]
         x2 *= norm[:, None]
     if part == 0:
-        if SCALED:
+        if SCALED:  # rounded as transformers does
             factor = 1.0 + scale_beta * tl.log(1.0 + (position // scale_positions).to(tl.float32))
+            factor = factor.to(q_THE.dtype.element_ty).to(tl.float32)
             x1 *= factor[:, None]
             x2 *= factor[:, None]
         to = q_THE + (t[:, None] * HQ + head) * E + e1[None, :]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from qerl.errors import QeRLError
 from qerl.families.layer import LayerSpec, Rotary
 from qerl.families.parts import base_model
-from qerl.families.sizes import Sizes
+from qerl.families.sizes import Sizes, rope_parameters
 from qerl.families.table import why_not_described
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.storage import stack_tiles, why_no_tiles
@@ -53,9 +53,9 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
         return reason
     if base.dtype != torch.bfloat16:
         return f"the model's dtype is {base.dtype}, not bfloat16"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-        return f"its rotary embedding is of the type {rope['rope_type']}, which changes with the length"
+    for rope in rope_parameters(config):
+        if rope.get("rope_type", "default") in ("dynamic", "longrope"):
+            return f"its rotary embedding is of the type {rope['rope_type']}, which changes with the length"
     for run in Sizes.of(config).runs:
         mixer = run.spec.mixer
         if mixer.head_size not in HEAD_SIZES:
@@ -75,6 +75,9 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
     for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
         for product in spec.products:
+            summed = product.linears[0].bias or spec.around.behind_mixer or spec.mixer.qk_norm == "all"
+            if summed and any(linear.outputs % 16 for linear in product.linears):
+                return f"{product.linears[0].name} of layer {index} has outputs that are no multiple of 16"
             if len({type(inner(module)) for module in linears_of(layer, product)}) > 1:
                 names = ", ".join(linear.name for linear in product.linears)
                 return f"{names} of layer {index} are one product and are held in several formats"
@@ -118,7 +121,7 @@ class Binding:
         body = cast(Any, self._base).model
         self._biases: list[tuple[torch.Tensor, list[nn.Module]]] = []
         self._norms: list[tuple[torch.Tensor, str, nn.Module]] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[torch.Tensor, nn.Module, str]] = []
         self._rotary: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
         self._positions = positions
         self._copied: set[str] = set()  # of embedding and head, those that are no longer the first views
@@ -131,6 +134,7 @@ class Binding:
             head_VD=self._of_vocabulary(self._base.get_output_embeddings()),
             sizes=sizes,
             eps=config.rms_norm_eps,
+            embedding_scale=_embedding_scale(body.embed_tokens, sizes),
         )
         self._bound = [(name, _address(layer)) for name, layer in _linears(self._base)]
         self._adapter = Adapter(self._base, list(body.layers), self._dtype)
@@ -170,8 +174,8 @@ class Binding:
                 buffer.add_(1.0)
         if self._sizes.logit_scale != 1.0:
             self.decoder.final_norm_D.mul_(self._sizes.logit_scale)  # the head is linear
-        for buffer, source in self._copies:
-            buffer.copy_(source)
+        for buffer, module, name in self._copies:
+            buffer.copy_(getattr(module, name))
         return changed
 
     def _check_offsets(self, norm_offsets: Mapping[str, torch.Tensor]) -> None:
@@ -219,7 +223,7 @@ class Binding:
             turned=(described.rotary.pairs, described.rotary.stride) if described.rotary else (0, 0),
             position_scale=described.position_scale,
         )
-        sink_H = self._copy(attention.sinks) if described.sinks else None
+        sink_H = self._copy(attention, "sinks") if described.sinks else None
         mixer = AttentionWeights(qkv, o, heads, *self._tables(described.rotary), sink_H)
         norms = [self._norm(layer.get_submodule(place)) if place else None for place in around]
         ones_D = torch.ones(spec.hidden, device=self._base.device)
@@ -232,7 +236,7 @@ class Binding:
             MLPWeights(gate_up, down),
             behind_mixer_D,
             behind_mlp_D,
-            self._copy(getattr(layer, spec.scalar)) if spec.scalar else None,
+            self._copy(layer, spec.scalar) if spec.scalar else None,
         )
 
     def _projection(self, linears: list[nn.Module]) -> Projection:
@@ -262,10 +266,10 @@ class Binding:
             self._norms.append((part, self._names[norm], norm))
         return norm_N
 
-    def _copy(self, source: torch.Tensor) -> torch.Tensor:
-        """A number or more in fp32, copied before each call."""
-        buffer = torch.empty(source.numel(), device=self._base.device)
-        self._copies.append((buffer, source.detach()))
+    def _copy(self, module: Any, name: str) -> torch.Tensor:
+        """A number or more of a module in fp32, copied before each call."""
+        buffer = torch.empty(getattr(module, name).numel(), device=self._base.device)
+        self._copies.append((buffer, module, name))
         return buffer
 
     def _bias(self, linears: list[nn.Module]) -> torch.Tensor | None:
@@ -279,6 +283,12 @@ class Binding:
         buffer = torch.empty(cast(torch.Tensor, norm.weight).numel(), device=self._base.device)
         self._norms.append((buffer, self._names[norm], norm))
         return buffer
+
+
+def _embedding_scale(embedding: nn.Module, sizes: Sizes) -> float:
+    """What a model multiplies its embeddings by: their module's factor in their dtype, or the config's."""
+    own, weight = getattr(embedding, "embed_scale", None), cast(torch.Tensor, embedding.weight)
+    return sizes.embedding_scale if own is None else float(own.to(weight.dtype))
 
 
 def _stack(adapted: list[nn.Module]) -> Projection:

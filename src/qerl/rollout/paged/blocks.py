@@ -110,8 +110,8 @@ class BlockManager:
     def missing(self, sequence: Sequence, steps: int) -> int:
         """See `SequenceMemory.missing`."""
         first, end = self._needed(sequence, steps)
-        kept = self._held(sequence.blocks.get(self._pool, [])[first:])
-        return max(0, self._at_once((end - first) * self.block_tokens) - len(kept))
+        held = len(self._held(sequence.blocks.get(self._pool, [])))  # those left behind are given back first
+        return max(0, self._at_once((end - first) * self.block_tokens) - held)
 
     def prompt_missing(self, sequence: Sequence) -> int:
         """See `SequenceMemory.prompt_missing`."""
@@ -220,8 +220,9 @@ class Pools:
 
     def copy(self, sequence: Sequence) -> bool:
         """See `SequenceMemory.copy`."""
-        fresh = [pool.copy(sequence) for pool in self._pools]
-        return fresh[0]  # and so all
+        fresh = {pool.copy(sequence) for pool in self._pools}
+        assert len(fresh) == 1, "the pools of a prompt come and go together"
+        return fresh.pop()
 
     def reserve(self, sequence: Sequence, steps: int) -> None:
         """See `SequenceMemory.reserve`."""

@@ -193,7 +193,7 @@ class Forward:
         residual_norm.residual_norm(
             self.residual_TD, first.before_mixer_D, self.u, self.squares_PT,
             padded_tokens=self._padded(first.mixer.qkv), embedding=(decoder.embedding_VD, inputs.token_T),
-            gain=decoder.sizes.embedding_scale, a=_a(first.mixer.qkv, self._sums[first.spec]["qkv"]),
+            gain=decoder.embedding_scale, a=_a(first.mixer.qkv, self._sums[first.spec]["qkv"]),
         )  # fmt: skip
         for i, layer in enumerate(decoder.layers):
             self._attention(layer, cache.k[i], cache.v[i], inputs)

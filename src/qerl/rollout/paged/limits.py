@@ -11,9 +11,9 @@ a pool of layers that see everything, or one of layers with a window, or both. I
 needs more blocks than the window and the longest pass of prefill fill (`window_blocks`).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import add
+from typing import cast
 
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
@@ -90,30 +90,26 @@ class Units(tuple[int, ...]):
     __slots__ = ()
 
     def __add__(self, other: object) -> "Units":
-        return Units(map(add, self, other)) if isinstance(other, tuple) else self
+        if other == 0:  # with which ``sum`` begins
+            return self
+        return Units(map(add, self, cast(tuple[int, ...], other)))
 
-    def __radd__(self, nothing: int) -> "Units":
-        """``sum`` begins with 0."""
-        return self
+    __radd__ = __add__
 
-    def __gt__(self, other: object) -> bool:
-        return any(mine > theirs for mine, theirs in zip(self, _units(other, len(self)), strict=True))
+    def __gt__(self, other: tuple[int, ...]) -> bool:
+        return any(mine > theirs for mine, theirs in zip(self, other, strict=True))
 
-    def __le__(self, other: object) -> bool:
+    def __le__(self, other: tuple[int, ...]) -> bool:
         return not self > other
 
-    def __ge__(self, other: object) -> bool:
-        return all(mine >= theirs for mine, theirs in zip(self, _units(other, len(self)), strict=True))
+    def __ge__(self, other: tuple[int, ...]) -> bool:
+        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
-    def __lt__(self, other: object) -> bool:
+    def __lt__(self, other: tuple[int, ...]) -> bool:
         return not self >= other
 
     def __bool__(self) -> bool:
         return any(self)
-
-
-def _units(other: object, count: int) -> Iterable[int]:
-    return other if isinstance(other, tuple) else (0,) * count
 
 
 def window_blocks(tokens: int, window: int | None, pass_tokens: int, block_tokens: int = PAGE) -> int:
@@ -188,6 +184,8 @@ class BlockDemand:
         samples: Completions per prompt.
         windows: Of the cache's pools.
         pass_tokens: Tokens that a pass of prefill computes at most.
+        ahead_tokens: Tokens of a sequence for which the scheduler keeps room: those of a round and of the
+            rounds that it leaves free.
     """
 
     prompt_tokens: int
@@ -195,6 +193,7 @@ class BlockDemand:
     samples: int
     windows: tuple[int | None, ...] = (None,)
     pass_tokens: int = PREFILL_TOKENS[-1]
+    ahead_tokens: int = 80
 
     def ahead(self, positions: int) -> "BlockDemand":
         """A demand that holds this one and many that may follow: lengths are the next powers of two, as far
@@ -213,16 +212,19 @@ class BlockDemand:
     @property
     def least(self) -> Units:
         """Blocks without which not even one sequence can run."""
-        return self._blocks(1, 1)
+        return self._blocks(1, 1, self.pass_tokens)
 
     def blocks(self, rows: int) -> Units:
         """Blocks with which that many rows never wait for one another: one prompt more than their groups
-        need, because a group's first samples may end while the last still wait."""
-        return self._blocks(rows, -(-rows // self.samples) + 1)
+        need, because a group's first samples may end while the last still wait. Behind a window a row has
+        what it needs to decode; one that is computed again needs more for a moment, and may have to wait."""
+        decoding = self._blocks(rows, -(-rows // self.samples) + 1, self.ahead_tokens + PAGE)
+        return Units(map(max, decoding, self.least))
 
-    def _blocks(self, rows: int, prompts: int) -> Units:
+    def _blocks(self, rows: int, prompts: int, own_tokens: int) -> Units:
+        """Those of rows that compute so many of their own tokens at once."""
         return Units(
-            rows * window_blocks(self.completion_tokens, window, self.pass_tokens)
+            rows * window_blocks(self.completion_tokens, window, own_tokens)
             + prompts * window_blocks(self.prompt_tokens - 1, window, self.pass_tokens)
             for window in self.windows
         )

@@ -128,8 +128,9 @@ class PagedSession(TrackedSession):
             self.accepted_tokens += accepted
 
     def _demand(self, prompt: int, own: int, samples: int) -> BlockDemand:
-        parts = self._parts
-        return BlockDemand(prompt, own, samples, parts.cache.geometry.windows, parts.pace.prefill_tokens[-1])
+        windows, pace = self._parts.cache.geometry.windows, self._scheduler.pace
+        ahead = (1 + pace.spare_rounds) * pace.round_steps
+        return BlockDemand(prompt, own, samples, windows, pace.prefill_tokens[-1], ahead)
 
     def _memory(self) -> SequenceMemory:
         """The blocks of the cache as it is, all of them free."""

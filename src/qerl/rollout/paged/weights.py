@@ -131,6 +131,7 @@ class Decoder:
 
     Attributes:
         embedding_VD, head_VD: bf16, the same tensor when tied.
+        embedding_scale: What embeddings are multiplied by.
         sizes: Of the model, by its config.
         eps: What RMSNorm adds to the mean square.
     """
@@ -141,6 +142,7 @@ class Decoder:
     head_VD: torch.Tensor
     sizes: Sizes
     eps: float
+    embedding_scale: float = 1.0
 
     @property
     def dtype(self) -> torch.dtype:
