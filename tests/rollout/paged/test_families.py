@@ -24,10 +24,15 @@ from tests.support.models import move_adapter
 PACE = Pace(round_steps=4, prefill_tokens=(96,))
 
 
-@pytest.fixture(params=NAMES)
+BIASED = {"attention_bias": True, "mlp_bias": True, "layer_rope_theta": [1e4] * 4}
+
+
+@pytest.fixture(params=[*((name, {}) for name in NAMES), ("granite_swa", BIASED)], ids=str)
 def model(request):
+    """Of each family; with biases Granite SWA has the attention of gpt-oss, windows and sinks in turn."""
     torch.manual_seed(1)
-    adapted = add_lora(tiny(request.param), rank=4, alpha=8, dropout=0.0)
+    name, changes = request.param
+    adapted = add_lora(tiny(name, **changes), rank=4, alpha=8, dropout=0.0)
     return move_adapter(adapted, 0.1).eval()
 
 
