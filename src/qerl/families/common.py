@@ -11,11 +11,6 @@ def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def heads(config: Any) -> tuple[int, int, int]:
-    """Query heads, key heads, and their width."""
-    return config.num_attention_heads, config.num_key_value_heads, head_size(config)
-
-
 def rotary(config: Any, frequencies: str = FREQUENCIES) -> Rotary:
     """The first numbers of a head turned in two halves, as many as the config says."""
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -26,6 +21,19 @@ def rotary(config: Any, frequencies: str = FREQUENCIES) -> Rotary:
 def window(config: Any, layer: int) -> int | None:
     """The window of a layer by ``layer_types``."""
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+
+
+def attention(config: Any, **fields: Any) -> Attention:
+    """Attention with these fields; unless given, heads and biases are those of the config."""
+    bias = bool(getattr(config, "attention_bias", False))
+    own = {
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_size": head_size(config),
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
+    return Attention(**own | fields)
 
 
 def layer(config: Any, mixer: Attention, mlp: GatedMLP | None = None, **fields: Any) -> LayerSpec:

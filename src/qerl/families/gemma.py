@@ -8,61 +8,44 @@ here computes, and take keys and values of other layers.
 
 from typing import Any
 
-from qerl.families.common import decoder, heads, layer, rotary, window
+from qerl.families.common import attention, decoder, layer, rotary, window
 from qerl.families.layer import SANDWICH, Attention, GatedMLP, LayerSpec, Rotary
 from qerl.families.sizes import Sizes
 
 
 def sizes3(config: Any) -> Sizes:
     """A decoder of Gemma 3 by its config."""
-    bias, scale = bool(config.attention_bias), config.query_pre_attn_scalar**-0.5
-    layers = [
-        _layer(
+    mixers = [
+        attention(
             config,
-            Attention(
-                *heads(config),
-                qkv_bias=bias,
-                o_bias=bias,
-                qk_norm="head",
-                window=window(config, index),
-                rotary=rotary(config, f"rotary_emb.{kind}_inv_freq"),
-                scale=scale,
-            ),
+            qk_norm="head",
+            window=window(config, index),
+            rotary=rotary(config, f"rotary_emb.{kind}_inv_freq"),
+            scale=config.query_pre_attn_scalar**-0.5,
         )
         for index, kind in enumerate(config.layer_types)
     ]
     cap = getattr(config, "final_logit_softcapping", None)
-    return decoder(config, layers, unit_offset=True, logit_cap=cap)
+    return decoder(config, [_layer(config, mixer) for mixer in mixers], unit_offset=True, logit_cap=cap)
 
 
 def sizes4(config: Any) -> Sizes:
     """A decoder of Gemma 4 by its config."""
-    layers = [
-        _layer(config, _mixer4(config, index), scalar="layer_scalar")
-        for index in range(config.num_hidden_layers)
-    ]
-    return decoder(
-        config,
-        layers,
-        logit_cap=config.final_logit_softcapping,
-    )
+    mixers = [_mixer4(config, index) for index in range(config.num_hidden_layers)]
+    layers = [_layer(config, mixer, scalar="layer_scalar") for mixer in mixers]
+    return decoder(config, layers, logit_cap=config.final_logit_softcapping)
 
 
 def _mixer4(config: Any, index: int) -> Attention:
-    own, kind, bias = config.per_layer_config[index], config.layer_types[index], bool(config.attention_bias)
-    rope, half = config.rope_parameters[kind], own.head_dim // 2
-    turned = int(rope.get("partial_rotary_factor", 1.0) * own.head_dim // 2)
-    return Attention(
-        config.num_attention_heads,
-        own.num_key_value_heads,
-        own.head_dim,
-        qkv_bias=bias,
-        o_bias=bias,
+    own, kind = config.per_layer_config[index], config.layer_types[index]
+    part, half = config.rope_parameters[kind].get("partial_rotary_factor", 1.0), own.head_dim // 2
+    return attention(
+        own,
         qk_norm="head",
         v_norm=True,
         k_is_v=config.attention_k_eq_v and kind != "sliding_attention",
         window=window(config, index),
-        rotary=Rotary(f"rotary_emb.{kind}_inv_freq", turned, half),
+        rotary=Rotary(f"rotary_emb.{kind}_inv_freq", int(part * half), half),
         scale=1.0,
     )
 

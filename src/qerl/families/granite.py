@@ -5,8 +5,8 @@ Granite SWA has windows in three of four layers, a sink per head, and a base of 
 
 from typing import Any
 
-from qerl.families.common import decoder, heads, layer, rotary, window
-from qerl.families.layer import Attention, LayerSpec, Rotary
+from qerl.families.common import attention, decoder, layer, rotary, window
+from qerl.families.layer import LayerSpec
 from qerl.families.sizes import Sizes
 
 
@@ -21,20 +21,16 @@ def sizes(config: Any) -> Sizes:
 
 
 def _layer(config: Any, index: int) -> LayerSpec:
-    bias, slides = bool(config.attention_bias), None
-    turned: Rotary | None = rotary(config)
-    if config.model_type == "granite_swa":
-        slides, bases = window(config, index), config.layer_rope_theta
-        known = sorted({base for base in bases if base})
-        base = bases[index]
-        turned = rotary(config, f"rotary_embs.{known.index(base)}.inv_freq") if base else None
-    mixer = Attention(
-        *heads(config),
-        qkv_bias=bias,
-        o_bias=bias,
-        window=slides,
-        sinks=config.model_type == "granite_swa",
-        rotary=turned,
-        scale=config.attention_multiplier,
-    )
+    if config.model_type == "granite":
+        mixer = attention(config, rotary=rotary(config), scale=config.attention_multiplier)
+    else:
+        bases = config.layer_rope_theta
+        known, base = sorted({base for base in bases if base}), bases[index]
+        mixer = attention(
+            config,
+            window=window(config, index),
+            sinks=True,
+            rotary=rotary(config, f"rotary_embs.{known.index(base)}.inv_freq") if base else None,
+            scale=config.attention_multiplier,
+        )
     return layer(config, mixer, gain=config.residual_multiplier)

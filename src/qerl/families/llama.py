@@ -2,12 +2,13 @@
 
 Qwen2 has biases on q, k and v whatever its config says, Qwen3 norms of query and key heads. Mistral has its
 window in all layers, Qwen in those from ``max_window_layers`` on, and only if ``use_sliding_window`` is true.
+What a Llama's config may say of windows its code does not read.
 """
 
 from typing import Any
 
-from qerl.families.common import decoder, heads, layer, rotary, window
-from qerl.families.layer import Attention, LayerSpec
+from qerl.families.common import attention, decoder, layer, rotary, window
+from qerl.families.layer import LayerSpec
 from qerl.families.sizes import Sizes
 
 
@@ -17,16 +18,14 @@ def sizes(config: Any) -> Sizes:
 
 
 def _layer(config: Any, index: int) -> LayerSpec:
-    kind, bias = config.model_type, bool(getattr(config, "attention_bias", False))
-    slides = None  # what a Llama's config may say of windows, its code does not read
-    if kind != "llama":
-        slides = config.sliding_window if kind == "mistral" else window(config, index)
-    mixer = Attention(
-        *heads(config),
-        qkv_bias=bias or kind == "qwen2",
-        o_bias=bias,
-        qk_norm="head" if kind == "qwen3" else "",
-        window=slides,
-        rotary=rotary(config),
-    )
-    return layer(config, mixer)
+    kind = config.model_type
+    fields: dict[str, Any] = {"rotary": rotary(config)}
+    if kind == "mistral":
+        fields["window"] = config.sliding_window
+    if kind in ("qwen2", "qwen3"):
+        fields["window"] = window(config, index)
+    if kind == "qwen2":
+        fields["qkv_bias"] = True
+    if kind == "qwen3":
+        fields["qk_norm"] = "head"
+    return layer(config, attention(config, **fields))

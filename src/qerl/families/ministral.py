@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from qerl.families.common import decoder, heads, layer, rotary
-from qerl.families.layer import Attention, PositionScale
+from qerl.families.common import attention, decoder, layer, rotary
+from qerl.families.layer import PositionScale
 from qerl.families.sizes import Sizes
 
 
@@ -12,7 +12,5 @@ def sizes(config: Any) -> Sizes:
     rope = config.rope_parameters
     beta = rope.get("llama_4_scaling_beta")
     scale = PositionScale(beta, rope["original_max_position_embeddings"]) if beta else None
-    mixer = Attention(
-        *heads(config), window=config.sliding_window, rotary=rotary(config), position_scale=scale
-    )
+    mixer = attention(config, window=config.sliding_window, rotary=rotary(config), position_scale=scale)
     return decoder(config, [layer(config, mixer)] * config.num_hidden_layers)

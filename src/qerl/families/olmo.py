@@ -3,27 +3,20 @@ normalised together."""
 
 from typing import Any
 
-from qerl.families.common import decoder, heads, layer, rotary, window
-from qerl.families.layer import BEHIND, Attention
+from qerl.families.common import attention, decoder, layer, rotary, window
+from qerl.families.layer import BEHIND
 from qerl.families.sizes import Sizes
 
 
 def sizes(config: Any) -> Sizes:
     """The decoder by its config."""
-    bias = bool(config.attention_bias)
-    layers = [
-        layer(
+    mixers = [
+        attention(
             config,
-            Attention(
-                *heads(config),
-                qkv_bias=bias,
-                o_bias=bias,
-                qk_norm="all",
-                window=window(config, index),
-                rotary=rotary(config, f"rotary_emb.{kind}_inv_freq"),
-            ),
-            around=BEHIND,
+            qk_norm="all",
+            window=window(config, index),
+            rotary=rotary(config, f"rotary_emb.{kind}_inv_freq"),
         )
         for index, kind in enumerate(config.layer_types)
     ]
-    return decoder(config, layers)
+    return decoder(config, [layer(config, mixer, around=BEHIND) for mixer in mixers])

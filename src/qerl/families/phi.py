@@ -2,13 +2,15 @@
 
 from typing import Any
 
-from qerl.families.common import decoder, heads, layer, rotary
-from qerl.families.layer import Attention, GatedMLP
+from qerl.families.common import attention, decoder, layer, rotary
+from qerl.families.layer import GatedMLP
 from qerl.families.sizes import Sizes
 
 
 def sizes(config: Any) -> Sizes:
     """The decoder by its config."""
-    mixer = Attention(*heads(config), fused=True, window=config.sliding_window, rotary=rotary(config))
+    mixer = attention(
+        config, qkv_bias=False, o_bias=False, fused=True, window=config.sliding_window, rotary=rotary(config)
+    )
     mlp = GatedMLP(config.intermediate_size, fused=True)
     return decoder(config, [layer(config, mixer, mlp)] * config.num_hidden_layers)
