@@ -27,7 +27,13 @@ PACE = Pace(round_steps=4, prefill_tokens=(96,))
 BIASED = {"attention_bias": True, "mlp_bias": True, "layer_rope_theta": [1e4] * 4}
 
 
-@pytest.fixture(params=[*((name, {}) for name in NAMES), ("granite_swa", BIASED)], ids=str)
+OFTEN = ("gemma4_text", {})  # has most of what a layer can have
+EACH = [OFTEN, *((name, {}) for name in NAMES if name != OFTEN[0]), ("granite_swa", BIASED)]
+
+
+@pytest.fixture(
+    params=[each if each == OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in EACH], ids=str
+)
 def model(request):
     """Of each family; with biases Granite SWA has the attention of gpt-oss, windows and sinks in turn."""
     torch.manual_seed(1)

@@ -11,7 +11,9 @@ a pool of layers that see everything, or one of layers with a window, or both. I
 needs more blocks than the window and the longest pass of prefill fill (`window_blocks`).
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import add
 from typing import cast
 
@@ -147,7 +149,7 @@ class KVGeometry:
         layers = [(windows.index(mixer.window), mixer.kv_heads, mixer.head_size) for mixer in mixers]
         return cls(windows, tuple(layers), item_bytes)
 
-    @property
+    @cached_property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each pool: keys and values of all its layers."""
         numbers = [0] * len(self.windows)
@@ -234,8 +236,7 @@ class BlockDemand:
         run."""
         if geometry.bytes(self.least) > budget:
             return 0
-        counts = range(most, 1, -1)
-        return next((rows for rows in counts if geometry.bytes(self.blocks(rows)) <= budget), 1)
+        return max(1, bisect_right(range(1, most + 1), budget, key=lambda n: geometry.bytes(self.blocks(n))))
 
 
 def cache_budget(
