@@ -6,8 +6,13 @@ from transformers import AutoConfig
 from qerl.errors import QeRLError
 from qerl.families.sizes import PUBLISHED, Sizes, positions_of
 from qerl.families.table import FAMILIES, why_not_described
+from tests.support.families import NAMES
 
 GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+
+
+def test_every_described_family_is_tried():
+    assert set(NAMES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

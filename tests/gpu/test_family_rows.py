@@ -29,11 +29,12 @@ SIZES = {
 OF_FAMILIES = {
     "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256},
     "gemma4_text": {"head_dim": 256, "global_head_dim": 512},
-    "ministral3": {"sliding_window": None},
+    **{name: {"sliding_window": None} for name in ("llama", "qwen3", "granite", "ministral3")},
     "phi3": {"sliding_window": None},
     "smollm3": {"sliding_window": None},
 }
 PATHS = {  # norms, layers whose heads the kernel turns, MLPs
+    "llama": (9, 4, 4), "qwen3": (17, 0, 4), "granite": (9, 4, 4),
     "mistral": (9, 4, 4), "qwen2": (9, 4, 4), "phi3": (9, 0, 4), "gemma3_text": (25, 0, 4),
     "gemma4_text": (25, 0, 4), "ministral3": (9, 0, 4), "smollm3": (9, 3, 4), "olmo3": (17, 0, 4),
     "granite_swa": (9, 4, 4),

@@ -127,7 +127,8 @@ def test_an_adapter_fits_the_wrapper_and_comes_back(tmp_path, family):
     again = load_adapter(load(tmp_path / "base"), tmp_path / "adapter", trainable=True)
     assert torch.equal(text_logits(again, texts), wanted)
     # Saved again, exchanged, and read as a resumed run reads it.
-    again.save_pretrained(tmp_path / "again")
+    again.save_pretrained(tmp_path / "again", True, ["default"])
+    again.save_pretrained(tmp_path / "again", is_main_process=False)  # as the other processes of a run
     folders = (tmp_path / "adapter", tmp_path / "again")
     first, second = (json.loads((folder / "adapter_config.json").read_text()) for folder in folders)
     assert first["target_modules"] == second["target_modules"]

@@ -1,4 +1,4 @@
-"""Tiny random models of the families with windows, sinks, layers without rotary embedding, and the like.
+"""Tiny random models of the described families.
 
 Each has four layers, of every kind that its family has, and what tells the family from Llama is set to a
 value that shows: a window shorter than a test's samples, norms and sinks that are not what they start as.
@@ -18,6 +18,14 @@ _YARN = {
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 _SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 1.5,
+    },
     "mistral": {"sliding_window": WINDOW},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},

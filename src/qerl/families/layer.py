@@ -10,6 +10,7 @@ Nothing here needs torch.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
 Places = dict[str, tuple[str, ...]]
@@ -94,7 +95,7 @@ class Attention:
         qk_norm: ``head`` if each head of queries and keys is normalised, ``all`` if all heads together are.
         v_norm: True if each head of values is normalised, without a weight.
         k_is_v: True if there is no projection of values: they are the keys before norm and rotation.
-        fused: True if one linear, ``qkv_proj``, makes queries, keys and values.
+        fused: True if one linear, `JOINED`, makes queries, keys and values.
         window: Number of tokens that a token attends to, itself included; None for all before it.
         sinks: True if each query head has a logit that takes part in the softmax and has no value.
         rotary: None without rotary embedding.
@@ -121,6 +122,7 @@ class Attention:
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "o": ("self_attn.o_proj",),
     }
+    JOINED: ClassVar[str] = "self_attn.qkv_proj"
 
     @property
     def queries(self) -> int:
@@ -148,7 +150,7 @@ class Attention:
         places = self.PLACES["qkv"]
         rows: tuple[int, ...] = (q, g) if self.k_is_v else (q, g, g)
         if self.fused:
-            places, rows = ("self_attn.qkv_proj",), (sum(rows),)
+            places, rows = (self.JOINED,), (sum(rows),)
         return (
             _product("qkv", places[: len(rows)], rows, hidden, self.qkv_bias),
             _product("o", self.PLACES["o"], (hidden,), q, self.o_bias),
@@ -161,7 +163,7 @@ class GatedMLP:
 
     Attributes:
         activation: SwiGLU has ``silu``; ``gelu_tanh`` is GELU by its approximation with tanh.
-        fused: True if one linear, ``gate_up_proj``, makes both.
+        fused: True if one linear, `JOINED`, makes both.
     """
 
     intermediate: int
@@ -170,6 +172,7 @@ class GatedMLP:
     fused: bool = False
 
     PLACES: ClassVar[Places] = {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
+    JOINED: ClassVar[str] = "mlp.gate_up_proj"
 
     def products(self, hidden: int) -> tuple[Product, ...]:
         """Its products in the order in which they are computed, for inputs of this width."""
@@ -177,7 +180,7 @@ class GatedMLP:
         places = self.PLACES["gate_up"]
         rows: tuple[int, ...] = (i, i)
         if self.fused:
-            places, rows = ("mlp.gate_up_proj",), (2 * i,)
+            places, rows = (self.JOINED,), (2 * i,)
         return (
             _product("gate_up", places, rows, hidden, self.bias),
             _product("down", self.PLACES["down"], (hidden,), i, self.bias),
@@ -221,6 +224,18 @@ class LayerSpec:
     def products(self) -> tuple[Product, ...]:
         """All products, in the order in which they are computed."""
         return self.mixer.products(self.hidden) + self.mlp.products(self.hidden)
+
+    @cached_property
+    def summed(self) -> dict[str, tuple[int, ...]]:
+        """Products that are added up before anything reads them, with the outputs of their linears: what has
+        a norm of the whole behind it, or a bias elsewhere than at q, k and v."""
+        whole = {
+            "qkv": self.mixer.qk_norm == "all",
+            "o": self.mixer.o_bias or self.around.behind_mixer,
+            "gate_up": self.mlp.bias,
+            "down": self.mlp.bias or self.around.behind_mlp,
+        }
+        return {p.name: tuple(each.outputs for each in p.linears) for p in self.products if whole[p.name]}
 
     @property
     def linears(self) -> tuple[Linear, ...]:

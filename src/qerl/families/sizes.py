@@ -154,6 +154,11 @@ class Sizes:
         return [run.spec for run in self.runs for _ in range(run.layers)]
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of its layers, each once, in order; None for that of layers that see everything."""
+        return tuple(dict.fromkeys(run.spec.mixer.window for run in self.runs))
+
+    @property
     def targets(self) -> tuple[str, ...]:
         """Names of the linears of decoder layers, as LoRA's targets are given."""
         return tuple(dict.fromkeys(linear.name for run in self.runs for linear in run.spec.linears))

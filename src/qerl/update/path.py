@@ -33,8 +33,7 @@ from qerl.lora.product import why_not_fused
 from qerl.noise.norms import is_norm
 from qerl.seeding import generator
 
-JOINED = "gate_up_proj"
-"""Name of a linear that gives gate and up side by side."""
+JOINED, _JOINED_QKV = names((GatedMLP.JOINED, Attention.JOINED))
 
 _FAILURES = (TypeError, AttributeError, ValueError, KeyError, RuntimeError)  # of a module run by itself
 _RECORDER = "qerl_recorder"
@@ -206,13 +205,13 @@ def _rms_norm(norm: Any) -> RMSNorm | None:
 
 def attentions(model: nn.Module) -> Iterator[nn.Module]:
     """The model's attention modules."""
-    return (m for m in model.modules() if _has(m, *names(Attention.PLACES["qkv"])) or _has(m, "qkv_proj"))
+    return (m for m in model.modules() if _has(m, *names(Attention.PLACES["qkv"])) or _has(m, _JOINED_QKV))
 
 
 def turned_heads(attention: Any) -> dict[str, Any] | str:
     """What an attention module gives attention by name (a scale, a window, sinks), if all that it does before
     is to turn whole heads of q and k; or why it runs its own code."""
-    if _has(attention, "qkv_proj"):
+    if _has(attention, _JOINED_QKV):
         return "q, k and v are one linear layer"
     projections = {name: getattr(attention, name) for name in names(Attention.PLACES["qkv"])}
     for layer in projections.values():

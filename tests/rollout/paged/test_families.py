@@ -13,7 +13,7 @@ from qerl.families.sizes import Sizes
 from qerl.lora.adapter import add_lora
 from qerl.noise.norms import noisy_norms
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.binding import Binding, _why_not_with_sizes
+from qerl.rollout.paged.binding import Binding, _why_not_with_linears, _why_not_with_sizes
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
@@ -100,3 +100,10 @@ def test_rotary_embeddings_that_change_with_the_length_are_refused():
         config = {"rope_parameters": kinds} if kinds else {}
         found = _why_not_with_sizes(tiny("gemma3_text", **config).bfloat16())
         assert found is None if kinds is None else "dynamic" in found
+
+
+def test_biases_that_the_config_does_not_tell_of_are_refused():
+    model = tiny("llama").bfloat16()
+    assert _why_not_with_linears(model) is None
+    model.model.layers[2].mlp.down_proj.bias = torch.nn.Parameter(torch.ones(64))
+    assert "down_proj of layer 2 has a bias, against its config" in _why_not_with_linears(model)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.families.layer import LayerSpec, Rotary
+from qerl.families.layer import LayerSpec, Product, Rotary
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes, rope_parameters
 from qerl.families.table import why_not_described
@@ -61,6 +61,8 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
         if mixer.head_size not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
             return f"its heads are {mixer.head_size} wide, and the kernels take {sizes}"
+        if any(rows % 16 for outputs in run.spec.summed.values() for rows in outputs):
+            return "it has a bias, or a norm of a whole product, of a width that is no multiple of 16"
         if mixer.group > MOST_GROUPED:
             return f"{mixer.group} query heads share a key head, and the kernels take {MOST_GROUPED}"
         if mixer.rotary is not None:
@@ -72,15 +74,14 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
 
 def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     """Why the kernels cannot multiply with one of the layers."""
-    specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
-    for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
-        for product in spec.products:
-            summed = product.linears[0].bias or spec.around.behind_mixer or spec.mixer.qk_norm == "all"
-            if summed and any(linear.outputs % 16 for linear in product.linears):
-                return f"{product.linears[0].name} of layer {index} has outputs that are no multiple of 16"
-            if len({type(inner(module)) for module in linears_of(layer, product)}) > 1:
-                names = ", ".join(linear.name for linear in product.linears)
-                return f"{names} of layer {index} are one product and are held in several formats"
+    for index, product, modules in _products(base):
+        if len({type(module) for module in modules}) > 1:
+            names = ", ".join(linear.name for linear in product.linears)
+            return f"{names} of layer {index} are one product and are held in several formats"
+        for linear, module in zip(product.linears, modules, strict=True):
+            if linear.bias != (getattr(module, "bias", None) is not None):
+                there = "no bias" if linear.bias else "a bias"
+                return f"{linear.name} of layer {index} has {there}, against its config"
     for name, layer in _linears(base):
         if nf4.quant_state(layer) is not None:
             if reason := nf4.why_not(layer):
@@ -96,11 +97,17 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
 
 def _linears(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """The linears of all decoder layers below their adapters, each with its name."""
+    for index, product, modules in _products(base):
+        for linear, module in zip(product.linears, modules, strict=True):
+            yield f"model.layers.{index}.{linear.place}", module
+
+
+def _products(base: PreTrainedModel) -> Iterator[tuple[int, Product, list[nn.Module]]]:
+    """The products of all layers, each with its layer's number and its linears below their adapters."""
     specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
     for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
         for product in spec.products:
-            for linear, module in zip(product.linears, linears_of(layer, product), strict=True):
-                yield f"model.layers.{index}.{linear.place}", inner(module)
+            yield index, product, [inner(module) for module in linears_of(layer, product)]
 
 
 class Binding:

@@ -63,6 +63,7 @@ class Attending:
     """Buffers of one kind of attention, in the memory that all kinds share, and its splits.
 
     Attributes:
+        number: Of the kind, in the order of :func:`qerl.rollout.paged.weights.kinds_of`.
         pool: Of its keys and values.
         splits: Number of parallel splits of each item's keys.
         tile: Rows of a tile, see :func:`qerl.kernels.decode.attend.attend`.
@@ -71,6 +72,7 @@ class Attending:
         lse_ZTH: Their log-sum-exp, this kind's own: halves that no item covers stay at -inf.
     """
 
+    number: int
     pool: int
     splits: int
     tile: int
@@ -89,7 +91,6 @@ class Forward:
         tiles: Of each kind of attention, rows of a tile.
 
     Attributes:
-        attending: By kind, in the order of :func:`qerl.rollout.paged.weights.kinds_of`.
         squares_PT: Sums of squares of the residual stream, of which 1/rms is made.
     """
 
@@ -117,43 +118,32 @@ class Forward:
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
         self.squares_PT, self._no_squares_PT = new(columns, tokens), new(0, tokens)
-        kinds, windows = kinds_of(decoder.sizes), list(dict.fromkeys(s.mixer.window for s in specs))
+        kinds, windows = kinds_of(decoder.sizes), decoder.sizes.windows
         q = new(tokens * queries, dtype=decoder.dtype)
         most = max(2 * count * tokens * k.heads * k.head_size for k, count in zip(kinds, splits, strict=True))
         out = new(most)
 
-        def of_kind(kind: Kind, count: int, tile: int) -> Attending:
+        def of_kind(number: int, kind: Kind, count: int, tile: int) -> Attending:
             shape = (2 * count, tokens, kind.heads)
             heads = (tokens, kind.heads, kind.head_size)
             whole = (*shape, kind.head_size)
             return Attending(
-                windows.index(kind.window), count, tile, q[: math.prod(heads)].view(heads),
+                number, windows.index(kind.window), count, tile, q[: math.prod(heads)].view(heads),
                 out[: math.prod(whole)].view(whole), new(*shape).fill_(-torch.inf),
             )  # fmt: skip
 
-        self.attending = [of_kind(*each) for each in zip(kinds, splits, tiles, strict=True)]
-        self._kind_of = {spec: self.attending[kinds.index(Kind.of(spec))] for spec in specs}
-        self._items = {spec: kinds.index(Kind.of(spec)) for spec in specs}
+        self._attending = [of_kind(i, *each) for i, each in enumerate(zip(kinds, splits, tiles, strict=True))]
         self._slots = [new(tokens, dtype=torch.int32) for _ in windows]
-        self._sums = _lora_sums(decoder, tokens)
-        widest = max((p.weight.shape[0] for p in self._summed_by_itself()), default=0)
-        self._summed = new(tokens * widest)
+        # By layer and not by description, whose hash takes longer than a launch.
+        sums = _lora_sums(decoder, tokens)
+        self._kinds = [self._attending[kinds.index(Kind.of(layer.spec))] for layer in decoder.layers]
+        self._sums = [sums[layer.spec] for layer in decoder.layers]
+        self._summed = new(tokens * max(sum(of) for s in specs for of in ((), *s.summed.values())))
         self._one_L = torch.ones(3, device=device)
-
-    def _summed_by_itself(self) -> list[Projection]:
-        """Those whose output a sum_product finishes."""
-        found = []
-        for layer in self.decoder.layers:
-            mixer, mlp = layer.mixer, layer.mlp
-            found += [mixer.qkv] if layer.spec.mixer.qk_norm == "all" else []
-            found += [mixer.o] if layer.behind_mixer_D is not None else []
-            found += [mlp.down] if layer.behind_mlp_D is not None else []
-            found += [each for each in (mixer.o, mlp.gate_up, mlp.down) if each.bias_N is not None]
-        return found
 
     def forget_attention(self) -> None:
         """Forget what attended before, for tokens whose halves no item covers."""
-        for each in self.attending:
+        for each in self._attending:
             each.lse_ZTH.fill_(-torch.inf)
 
     def _multiply(self, x: torch.Tensor, projection: Projection, xa: LoraSum) -> Product:
@@ -193,23 +183,22 @@ class Forward:
         residual_norm.residual_norm(
             self.residual_TD, first.before_mixer_D, self.u, self.squares_PT,
             padded_tokens=self._padded(first.mixer.qkv), embedding=(decoder.embedding_VD, inputs.token_T),
-            gain=decoder.embedding_scale, a=_a(first.mixer.qkv, self._sums[first.spec]["qkv"]),
+            gain=decoder.embedding_scale, a=_a(first.mixer.qkv, self._sums[0]["qkv"]),
         )  # fmt: skip
-        for i, layer in enumerate(decoder.layers):
-            self._attention(layer, cache.k[i], cache.v[i], inputs)
-            self._mlp(layer, decoder.layers[i + 1] if i + 1 < len(decoder.layers) else None)
+        for i in range(len(decoder.layers)):
+            self._attention(i, cache.k[i], cache.v[i], inputs)
+            self._mlp(i)
         return self.u_TD
 
-    def _attention(self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> None:
+    def _attention(self, i: int, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> None:
         """From the first norm's output to the second's."""
-        decoder, mixer, following, spec = self.decoder, layer.mixer, layer.mlp.gate_up, layer.spec
-        sums, kind = self._sums[spec], self._kind_of[spec]
-        tables_GB, (item_4, order) = inputs.tables[kind.pool], inputs.items[self._items[spec]]
+        decoder, layer, sums, kind = self.decoder, self.decoder.layers[i], self._sums[i], self._kinds[i]
+        mixer, following, spec = layer.mixer, layer.mlp.gate_up, layer.spec
+        tables_GB, (item_4, order) = inputs.tables[kind.pool], inputs.items[kind.number]
         product = self._multiply(self.u, mixer.qkv, sums["qkv"])
         heads, norm = mixer.heads, spec.around.before_mixer
         b, bias_N = _b(mixer.qkv, sums["qkv"]), mixer.qkv.bias_N
-        if spec.mixer.qk_norm == "all":
-            outputs = tuple(linear.outputs for linear in spec.products[0].linears)
+        if outputs := spec.summed.get("qkv"):
             product, squares_PT = self._sum(product, mixer.qkv, sums["qkv"], outputs, norm)
             heads, norm, b, bias_N = replace(heads, squares_PT=squares_PT), "", NO_B, None
         rope_kv.rope_kv(
@@ -227,17 +216,16 @@ class Forward:
             sink_H=mixer.sink_H, a=_a(mixer.o, sums["o"]),
         )  # fmt: skip
         self._add(
-            layer, mixer.o, self.attended, sums["o"], layer.behind_mixer_D, None,
+            layer, "o", mixer.o, self.attended, sums["o"], layer.behind_mixer_D, None,
             layer.before_mlp_D, self._padded(following), _a(following, sums["gate_up"]),
         )  # fmt: skip
 
-    def _mlp(self, layer: Layer, following: Layer | None) -> None:
+    def _mlp(self, i: int) -> None:
         """From the second norm's output to the following layer's first, or to the final norm's."""
-        decoder, spec, mlp = self.decoder, layer.spec, layer.mlp
-        sums, norm = self._sums[spec], spec.around.before_mlp
+        decoder, layer, sums = self.decoder, self.decoder.layers[i], self._sums[i]
+        spec, mlp, norm = layer.spec, layer.mlp, layer.spec.around.before_mlp
         product, b = self._multiply(self.u, mlp.gate_up, sums["gate_up"]), _b(mlp.gate_up, sums["gate_up"])
-        if mlp.gate_up.bias_N is not None:
-            outputs = tuple(linear.outputs for linear in spec.products[2].linears)
+        if outputs := spec.summed.get("gate_up"):
             product, _ = self._sum(product, mlp.gate_up, sums["gate_up"], outputs, norm)
             norm, b = "", NO_B
         act_mul.act_mul(
@@ -247,19 +235,21 @@ class Forward:
             padded_tokens=self._padded(mlp.down), partials_G=product.partials_G, b=b,
             a=_a(mlp.down, sums["down"]),
         )  # fmt: skip
-        if following is not None:
-            qkv = following.mixer.qkv
-            padded, a = self._padded(qkv), _a(qkv, self._sums[following.spec]["qkv"])
-            before_D = following.before_mixer_D
+        if i + 1 < len(decoder.layers):
+            following = decoder.layers[i + 1]
+            qkv, before_D = following.mixer.qkv, following.before_mixer_D
+            padded, a = self._padded(qkv), _a(qkv, self._sums[i + 1]["qkv"])
         else:
             before_D, padded, a = decoder.final_norm_D, 0, NO_A
         self._add(
-            layer, mlp.down, self.h, sums["down"], layer.behind_mlp_D, layer.scalar_1, before_D, padded, a
+            layer, "down", mlp.down, self.h, sums["down"], layer.behind_mlp_D, layer.scalar_1,
+            before_D, padded, a,
         )  # fmt: skip
 
     def _add(
         self,
         layer: Layer,
+        name: str,
         projection: Projection,
         x: torch.Tensor,
         xa: LoraSum,
@@ -271,8 +261,8 @@ class Forward:
     ) -> None:
         """Add what a part gives to the residual stream, and make the input of the next part."""
         product, b, behind = self._multiply(x, projection, xa), _b(projection, xa), None
-        if behind_D is not None or projection.bias_N is not None:
-            product, squares_PT = self._sum(product, projection, xa, (layer.spec.hidden,), "")
+        if outputs := layer.spec.summed.get(name):
+            product, squares_PT = self._sum(product, projection, xa, outputs, "")
             b, behind = NO_B, None if behind_D is None else (behind_D, squares_PT)
         residual_norm.residual_norm(
             self.residual_TD, before_D, self.u, self.squares_PT, padded_tokens=padded_tokens,

@@ -145,7 +145,7 @@ class KVGeometry:
     def of(cls, sizes: Sizes, item_bytes: int) -> "KVGeometry":
         """The cache of a model of these sizes."""
         mixers = [spec.mixer for spec in sizes.specs]
-        windows = tuple(dict.fromkeys(mixer.window for mixer in mixers))
+        windows = sizes.windows
         layers = [(windows.index(mixer.window), mixer.kv_heads, mixer.head_size) for mixer in mixers]
         return cls(windows, tuple(layers), item_bytes)
 
