@@ -271,6 +271,9 @@ def test_the_path_says_what_computes_attention(monkeypatch):
 
 
 FAMILY_PATHS = {  # norms, layers whose heads are turned, forward passes that turn them, MLPs
+    "llama": (9, 4, 4, 4),
+    "qwen3": (4 * 4 + 1, 0, 0, 4),
+    "granite": (9, 4, 4, 4),
     "mistral": (9, 4, 4, 4),
     "qwen2": (9, 4, 4, 4),
     "phi3": (9, 0, 0, 4),
