@@ -89,8 +89,8 @@ def step_bytes(
     group: int,
     kv_bytes: int,
 ) -> float:
-    """Bytes one decode step must read: weights, head, LoRA and, at half of the completion, keys and
-    values."""
+    """Bytes one decode step must move: weights, head, LoRA and, at half of the completion, keys and values;
+    states are read and written."""
     per_weight = FORMATS[weights].on_engine.bytes_per_element
     layers = sum(
         run.layers * (p.outputs * p.inputs * per_weight + (p.outputs + p.inputs * len(p.linears)) * rank * 2)
@@ -99,10 +99,13 @@ def step_bytes(
     )
     groups = -(-rows // group)
     geometry = KVGeometry.of(sizes, kv_bytes)
-    cache = sum(
-        (groups * min(prompt, window or prompt) + rows * min(decoded / 2, window or decoded)) * each / PAGE
-        for window, each in zip(geometry.windows, geometry.block_bytes, strict=True)
-    )
+    cache = 0.0
+    for held, each in zip(geometry.pools, geometry.block_bytes, strict=True):
+        if held == "state":
+            cache += 2 * rows * each  # read and written
+        else:
+            tokens = groups * min(prompt, held or prompt) + rows * min(decoded / 2, held or decoded)
+            cache += tokens * each / PAGE
     return layers + cache + sizes.vocabulary * sizes.hidden * 2
 
 
@@ -118,8 +121,8 @@ def profile(
 
     Taken outside the graph: inside, kernels overlap and each would be charged for waiting for the one before.
     """
-    windows = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).windows
-    demand = BlockDemand(prompt_tokens, 64, group, windows, ahead_tokens=64)
+    pools = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).pools
+    demand = BlockDemand(prompt_tokens, 64, group, pools, ahead_tokens=64)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
     step = DecodeStep(decoder, cache, rows, 64, demand.table_width, CudaGraphs())
     fill_rows(step, cache, prompt_tokens, group, 64)

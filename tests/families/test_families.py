@@ -16,6 +16,7 @@ from qerl.models.load import load_model
 from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
+from qerl.update.delta_net import read_sequences
 from qerl.update.head import score
 from qerl.update.row_check import check_packed_row
 from tests.support.models import move_adapter
@@ -35,6 +36,15 @@ GEMMA4 = {
     "final_logit_softcapping": 5.0,
 }
 """A dense model without inputs by layer, whose full layers have other heads than its windows."""
+QWEN35 = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+"""Three layers of gated delta nets before one of attention; the linears of their gates stay as they are."""
+DELTA_NETS = ["in_proj_qkv", "in_proj_z", "out_proj"]
 FOUR_BIT = {
     "Llama-80": ("Llama", {"head_dim": 80}, LLAMA, 4),
     "Gemma2": ("Gemma2", ALTERNATING | {"attn_logit_softcapping": 5.0}, LLAMA, 4),
@@ -47,6 +57,7 @@ FOUR_BIT = {
     "GraniteSWA": ("GraniteSWA", ALTERNATING, LLAMA, 4),
     "Gemma3": ("Gemma3", ALTERNATING | {"query_pre_attn_scalar": 16}, LLAMA, 4),
     "Gemma4": ("Gemma4", ALTERNATING | GEMMA4, LLAMA, 4),
+    "Qwen3.5": ("Qwen3_5", QWEN35, sorted(LLAMA + DELTA_NETS), 8),
 }
 UNQUANTISED = {
     "Falcon": {"head_dim": "unset", "new_decoder_architecture": True, "num_kv_heads": 2},
@@ -57,7 +68,11 @@ EXPERTS = {
     "Mixtral": {"num_local_experts": 2},
     "Qwen3Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
 }
-STATES = {"Mamba": {"num_heads": 4}, "Jamba": {"num_experts": 1, "mamba_d_state": 4}}
+STATES = {
+    "Mamba": {"num_heads": 4},
+    "Jamba": {"num_experts": 1, "mamba_d_state": 4},
+    "Qwen3_5Moe": QWEN35 | EXPERTS["Qwen3Moe"] | {"shared_expert_intermediate_size": 32},
+}
 
 
 @pytest.fixture
@@ -83,6 +98,7 @@ def works(folder, weights) -> tuple[list[str], torch.nn.Module]:
     wanted = logits[2:-1].log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
     base = model.get_base_model().train()
+    read_sequences(base)
     check_packed_row(model, lambda row: score(model, base, row, False, 0.8)[0], 0.8)
     return sorted(model.peft_config["default"].target_modules), model
 
@@ -103,6 +119,8 @@ def test_a_family_in_four_bits_works_whole(saved, tmp_path, name):
     for name, tensor in model.get_base_model().state_dict().items():
         if name.endswith("base_layer.weight_packed"):
             assert torch.equal(packed[name.replace("base_layer.", "")], tensor)
+    gates = {name for name in packed if "in_proj_a" in name or "in_proj_b" in name}
+    assert all(name.endswith(".weight") for name in gates) and bool(gates) == (family == "Qwen3_5")
 
 
 @pytest.mark.parametrize("family", UNQUANTISED)

@@ -97,10 +97,10 @@ def test_a_join_that_does_not_fit_leaves_the_others_their_memory(reserved):
     with engine.session(SamplingParams(max_tokens=1000), growing=True) as session:
         session.start(PROMPTS[:1], 2, [SamplingParams(150)] * 2, [0, 1])
         session.next(one_round=True)
-        address, step = engine.cache.k[0].data_ptr(), session._step
+        address, step = engine.cache.layers[0][0].data_ptr(), session._step
         with pytest.raises(QeRLError, match="one sequence needs"):
             session.start(PROMPTS[2:], 1, [SamplingParams(700)])
-        assert engine.cache.k[0].data_ptr() == address and session._step is step
+        assert engine.cache.layers[0][0].data_ptr() == address and session._step is step
         while session.busy:
             for ended in session.next():
                 found[ended.index] = ended.completion

@@ -218,11 +218,11 @@ def test_a_cache_that_took_all_it_may_is_kept():
     engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0, machine=Cuda(cache_share=1e-4))
     params = SamplingParams(max_tokens=100, seed=5)
     first = engine.generate(PROMPTS, 100, params)
-    address, steps = engine.cache.k[0].data_ptr(), dict(engine.graphs.steps)
+    address, steps = engine.cache.layers[0][0].data_ptr(), dict(engine.graphs.steps)
     assert engine.cache.is_limited
     engine.release()
     second = engine.generate(PROMPTS, 100, params)
-    assert engine.cache.k[0].data_ptr() == address and engine.graphs.steps == steps
+    assert engine.cache.layers[0][0].data_ptr() == address and engine.graphs.steps == steps
     assert first.generated_tokens == second.generated_tokens == 30000
 
 

@@ -43,7 +43,7 @@ def output(decoder, rows, passes=1):
     """The last pass's output; every pass computes the same token."""
     torch.manual_seed(1)
     cache = KVCache.of_blocks(decoder, Units([4 * rows]))
-    for layer in (*cache.k, *cache.v):
+    for layer in (each for pair in cache.layers for each in pair):
         layer.normal_()
     step = DecodeStep(decoder, cache, rows, 4, 2, NoGraphs())
     fill_rows(step, cache, 70, 4, 4)

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.limits import KVGeometry, Pages
 from qerl.rollout.paged.machine import Cuda
 from qerl.rollout.paged.scheduler import Pace
 from qerl.settings.config import QeRLConfig
@@ -31,7 +31,7 @@ class FifteenBlocks(Cuda):
     """The GPU, with room for one long sequence of `random_model` and little more."""
 
     def cache_bytes(self, model, freed=0):
-        return 15 * KVGeometry((None,), ((0, 2, 64),) * 3, 2).bytes((1,))
+        return 15 * KVGeometry((None,), (Pages(0, 2, 64),) * 3, 2).bytes((1,))
 
 
 @torch.no_grad()

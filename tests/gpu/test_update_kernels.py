@@ -12,6 +12,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from qerl.kernels.update.gated_norm import gated_norm
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
@@ -105,3 +106,18 @@ def test_rotary_embedding_and_its_gradients(heads, kv_heads, size, tables):
         assert error(out.detach(), wanted.detach().transpose(1, 2)) < 4e-3
     assert error(qkv.grad, qkv64.grad) < 4e-3
     assert torch.equal(found[2].detach().flatten(-2), qkv.detach()[..., -kv_heads * size :])
+
+
+@pytest.mark.parametrize(("rows", "size"), [(7, 128), (100, 64), (3, 48)])
+def test_gated_norm_and_its_gradients(rows, size):
+    x, z, dy = with_gradient(rows, size), with_gradient(rows, size), half(rows, size)
+    w = torch.rand(size, device=DEVICE).to(HALF) + 0.5
+    y = gated_norm(x, z, w, EPS)
+    y.backward(dy)
+    x64, z64 = (each.detach().double().requires_grad_() for each in (x, z))
+    unit = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt()
+    truth = unit * w.double() * functional.silu(z64)
+    truth.backward(dy.double())
+    assert error(y.detach(), truth.detach()) < 6e-3
+    assert error(x.grad, x64.grad) < 8e-3
+    assert error(z.grad, z64.grad) < 8e-3

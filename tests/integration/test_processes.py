@@ -16,6 +16,7 @@ from qerl.run_folder import table_path
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 from tests.support.agents import tool_tokenizer
+from tests.support.families import DELTA_NETS, tiny
 from tests.support.models import make_tiny_model, make_tiny_tokenizer
 from tests.support.runs import results, run_command, run_python, write_recipe
 
@@ -73,6 +74,7 @@ def by_process(completions, **kwargs):
 APART = WHOLE | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 SHARED = APART | {"tokens_per_forward": 500}
 QUANTILE = WHOLE | {"top_entropy_quantile": 0.5, "dynamic_sampling_rounds": 0, "max_steps": 2}
+STATES = WHOLE | {"dynamic_sampling_rounds": 0, "max_steps": 2}
 PASSES = """import json, os
 
 import torch
@@ -197,6 +199,10 @@ def forked(tmp_path_factory, tiny_runs):
     for name, settings in {"apart": APART, "shared": SHARED}.items():
         (folder / f"{name}_passes.py").write_text(PASSES)
         runs[name] = settings | {"reward_files": [f"{folder / name}_passes.py:passes"]}
+    tiny(DELTA_NETS).save_pretrained(folder / "delta_nets")
+    make_tiny_tokenizer().save_pretrained(folder / "delta_nets")
+    for name, limit in {"states": None, "states_chunks": 30}.items():
+        runs[name] = STATES | {"model": str(folder / "delta_nets"), "tokens_per_forward": limit}
     (folder / "tools.py").write_text(ONE_CALLS)
     (folder / "odd.py").write_text(SAME_LOGS)
     runs["tools"] = TOOLS | {
@@ -283,6 +289,18 @@ def test_the_quantile_of_entropies_is_one_of_both_processes(forked):
         for name in ("loss", "grad_norm", "entropy/computed"):
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
     assert all(row["grad_norm"] > 0 for row in rows[:2])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
+
+
+def test_layers_with_a_state_train_on_two_processes(forked):
+    """In chunks each computes the prompts' states anew, and the result is the same."""
+    (rows, adapter), (others, expected) = (results(forked / name) for name in ("states_chunks", "states"))
+    for row, other in zip(rows[:2], others[:2], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+        assert row["grad_norm"] > 0
+    assert any(tensor.any() for name, tensor in adapter.items() if "in_proj_qkv.lora_B" in name)
     for name, tensor in expected.items():
         torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 

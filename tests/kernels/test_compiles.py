@@ -7,8 +7,8 @@ for this, which refuses more than the installed one; its interpreter does not ru
 
 Compiling takes the time, so a class gets what differs there, and of that the largest launch of each kernel:
 every class many tokens with LoRA of rank 32; Hopper and the class with the least shared memory large ranks,
-and few tokens or heads of 80; one class for each kind of tensor cores the widest heads. 8.9 is 8.6 with FP8,
-so it gets what reads or writes keys and values.
+few tokens or heads of 80, and gated delta nets; one class for each kind of tensor cores the widest heads. 8.9
+is 8.6 with FP8, so it gets what reads or writes keys and values.
 
 As many processes compile as there are cores. What the compiler said of a launch is kept in pytest's cache,
 under a name made of all that it depends on, so a launch is compiled again only when it, Triton or this file
@@ -38,11 +38,12 @@ KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_act_mul", "_partial_softmax",
     "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
     "_rotate", "_propose", "_settle", "_token_logps",
-    "_sum_product", "_cap_logits", "_find_slots",
+    "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_delta_step", "_gated_norm",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
 OF_GEMMA = {"_sum_product", "_cap_logits"}
-OF_OPERANDS = {"_residual_norm", "_act_mul", "_combine_splits"}
+OF_DELTA_NETS = {"_delta_inputs", "_delta_step", "_gated_norm"}
+OF_OPERANDS = {"_residual_norm", "_act_mul", "_combine_splits", "_gated_norm"}
 TARGETS = (80, 86, 89, 90, 100, 120)
 LEAST_MEMORY, HOPPER = 86, 90
 
@@ -63,7 +64,7 @@ def test_every_kernel_compiles_and_fits_for_every_class_of_gpus(pytestconfig):
     rows = [Compiled.of(line) for line in done.stdout.splitlines() if line.startswith("_")]
     for target in TARGETS:
         found = [row for row in rows if row.target == target]
-        wanted = KERNELS if target in (LEAST_MEMORY, HOPPER) else KERNELS - OF_GEMMA
+        wanted = KERNELS if target in (LEAST_MEMORY, HOPPER) else KERNELS - OF_GEMMA - OF_DELTA_NETS
         assert {row.kernel for row in found} == (OF_FP8 if target == 89 else wanted), target
         assert max(row.shared for row in found if row.kernel == "_attend") > 32 * 1024, "pages of keys"
         for row in found:
@@ -235,7 +236,7 @@ def walk(recorder: Recorder, target: int) -> None:
         dtype = torch.float8_e4m3fn if fp8 and card.fp8 else torch.bfloat16
         sizes = Sizes.uniform(256, 512, 1, 28, 4, size, 5000, qkv_bias=not norm, qk_norm=norm)
         decoder = random_decoder(shape or sizes, "bf16", rank, 256, device="cpu")
-        pools = len(KVGeometry.of(decoder.sizes, 2).windows)
+        pools = len(KVGeometry.of(decoder.sizes, 2).pools)
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
         DecodeStep(decoder, cache, tokens, 8, 2, NoGraphs()).run()
         if prefill:
@@ -269,6 +270,9 @@ def walk(recorder: Recorder, target: int) -> None:
         decode(128, 32, 0, fp8=False, prefill=True, shape=gemma)
         recorder.walk = "rank 256"
         decode(128, 256, 128, fp8=True)
+        recorder.walk = "gated delta nets"
+        delta_net_step(128, 32)
+        gated_attention(128, 32)
     if target == LEAST_MEMORY:
         recorder.walk = "heads of 80"
         decode(128, 32, 80, fp8=False)
@@ -278,6 +282,63 @@ def walk(recorder: Recorder, target: int) -> None:
         swiglu(x, x, gelu=True).sum().backward()
         recorder.walk = "few"
         decode(8, 32, 128, fp8=False)
+
+
+def delta_net_step(tokens: int, rank: int) -> None:
+    """Launches what is between the products of a gated delta net of 16 heads of keys and 32 of values."""
+    import torch
+
+    from qerl.kernels.decode.delta_net import delta_inputs, delta_step, gated_norm
+    from qerl.kernels.decode.launch import LoraA, LoraB
+    from qerl.kernels.weights.product import LoraSum
+
+    key_heads, heads, size, taps = 16, 32, 128, 4
+    inner, channels = heads * size, (2 * key_heads + heads) * size
+    single, half, integer = (
+        partial(torch.empty, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)
+    )
+    convolved, z = single(tokens, channels), single(tokens, inner)
+    gates, out = single(2, tokens, heads), single(tokens, heads, size)
+    delta_inputs(
+        single(2, tokens, channels + inner), single(2), single(64, tokens), half(taps, channels),
+        single(heads), single(heads), integer(tokens), integer(tokens), half(tokens, taps, channels),
+        convolved, z, gates, key_heads=key_heads, width=4096, eps=1e-6,
+        b=LoraB(LoraSum(sum_TR=single(tokens, 2 * (rank + heads))), half(channels + inner, rank)),
+        partials_G=integer((channels + inner) // 64),
+    )  # fmt: skip
+    delta_step(convolved, gates, single(1, heads, size, size), integer(tokens), out)
+    gated_norm(
+        out, z, single(size), half(tokens * inner), eps=1e-6, padded_tokens=tokens,
+        a=LoraA(half(rank, inner), LoraSum(single(heads, tokens, rank))),
+    )  # fmt: skip
+
+
+def gated_attention(tokens: int, rank: int) -> None:
+    """Launches what makes and applies gates of heads of 256."""
+    import torch
+
+    from qerl.kernels.decode.attend import combine_splits
+    from qerl.kernels.decode.launch import LoraA, LoraB
+    from qerl.kernels.decode.rope_kv import Heads, rope_kv
+    from qerl.kernels.weights.product import LoraSum
+
+    heads, kv_heads, size, pairs = 16, 4, 256, 32
+    columns, inner = 2 * (heads + kv_heads) * size, heads * size
+    single, half, integer = (
+        partial(torch.empty, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)
+    )
+    gate, caches = single(tokens, heads, size), [half(1, kv_heads, 64, size) for _ in range(2)]
+    rope_kv(
+        single(2, tokens, columns), single(3), single(64, tokens), single(1, pairs), single(1, pairs),
+        integer(tokens), integer(tokens), half(tokens, heads, size), *caches, width=4096, eps=1e-6,
+        heads=Heads(norm_N=single(2, size), turned=(pairs, pairs), gated=True), gate_THE=gate,
+        partials_G=integer(columns // 64),
+        b=LoraB(LoraSum(sum_TR=single(tokens, 3 * rank)), half(columns, rank)),
+    )  # fmt: skip
+    combine_splits(
+        single(4, tokens, heads, size), single(4, tokens, heads), half(tokens * inner), padded_tokens=tokens,
+        gate_THE=gate, a=LoraA(half(rank, inner), LoraSum(single(heads, tokens, rank))),
+    )  # fmt: skip
 
 
 def wanted(recorder: Recorder, target: int) -> list[Any]:

@@ -96,7 +96,7 @@ def test_a_packed_wrapper_is_what_loading_packs(tmp_path, family):
     texts, model = ids(), load(tmp_path / "plain", "nvfp4")
     packed = load(tmp_path / "packed", None)
     assert sum(isinstance(module, PackedLinear) for module in packed.modules()) == (
-        13 if family == "Gemma4" else 14
+        13 if family in ("Gemma4", "Qwen3_5") else 14
     )
     assert torch.equal(text_logits(packed, texts), text_logits(model, texts))
     assert len(find_noise_norms(packed)) == 4
@@ -163,7 +163,9 @@ def test_names_and_targets_of_adapters_are_those_that_vllm_parses(tmp_path, fami
         inner = name.removeprefix("base_model.model.")
         mapped = next(inner.replace(old, new, 1) for old, new in TO_VLLM.items() if inner.startswith(old))
         assert re.fullmatch(
-            r"language_model\.model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.lora_[AB]\.weight", mapped
+            r"language_model\.model\.layers\.\d+\.(self_attn|linear_attn|mlp)\."
+            r"(\w+_proj|in_proj_(qkv|z))\.lora_[AB]\.weight",
+            mapped,
         )
     targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
     # vLLM takes the ends from the last parenthesis of a pattern.

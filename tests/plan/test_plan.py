@@ -21,7 +21,7 @@ from qerl.plan.layers import LayerActivations
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.render import verdict
-from qerl.rollout.paged.limits import BlockDemand, KVGeometry
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry, Pages
 from qerl.trainer.reference import Reference
 from qerl.update.chunks import split_rows
 from qerl.update.packed_row import Lengths, RowBuilder
@@ -147,7 +147,7 @@ def test_a_server_takes_room_for_what_is_to_come():
 
 @pytest.mark.parametrize("prompt, completion, samples", [(1, 1, 1), (65, 64, 8), (300, 1000, 3)])
 def test_rows_that_blocks_hold(prompt, completion, samples):
-    demand, geometry = BlockDemand(prompt, completion, samples), KVGeometry((None,), ((0, 1, 1),), 1)
+    demand, geometry = BlockDemand(prompt, completion, samples), KVGeometry((None,), (Pages(0, 1, 1),), 1)
     for blocks in range(200):
         fitting = [rows for rows in range(1, 41) if demand.blocks(rows)[0] <= blocks]
         alone = [1] if blocks >= demand.least[0] else []

@@ -103,7 +103,7 @@ class _Rows:
             for row, sequence in running.items()
             if sequence.token_ids[-1] == self._stop or not sequence.room
         ]
-        return generated, ended
+        return generated, ended, []
 
 
 def _yes(*_) -> bool:

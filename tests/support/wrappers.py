@@ -30,6 +30,15 @@ YARN = {
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 5e4, "mrope_section": [4, 2, 2]}
+DELTA_NETS = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "rope_parameters": MROPE
+    | {"partial_rotary_factor": 0.5, "mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+}
 WRAPPERS = {
     "Gemma3": {
         "text_config": TEXT | WINDOWS | {"query_pre_attn_scalar": 16},
@@ -45,6 +54,7 @@ WRAPPERS = {
         "text_config": TEXT | {"rope_parameters": MROPE | {"rope_type": "mrope", "type": "mrope"}},
         "vision_config": QWEN_SIGHT | {"intermediate_size": 64, "fullatt_block_indexes": [0]},
     },
+    "Qwen3_5": {"text_config": TEXT | DELTA_NETS, "vision_config": QWEN_SIGHT},
     "Qwen3VL": {"text_config": TEXT | {"rope_parameters": MROPE}, "vision_config": QWEN_SIGHT},
 }
 CAUSAL = {
@@ -52,6 +62,7 @@ CAUSAL = {
     "Gemma4": "Gemma4ForCausalLM",
     "Mistral3": "Ministral3ForCausalLM",
     "Qwen2_5_VL": "Qwen2ForCausalLM",
+    "Qwen3_5": "Qwen3_5ForCausalLM",
     "Qwen3VL": "Qwen3ForCausalLM",
 }
 

@@ -1,4 +1,4 @@
-"""A packed row of each family with windows, sinks or layers without rotary embedding is the samples in it.
+"""A packed row of each family, with windows, sinks, states or no rotary embedding, is the samples in it.
 
 Against transformers' own forward pass of one sample at a time, in FP32, with adapters and noise. The row goes
 both ways: along segments, with the kernels' definition in the kernels' place, and through dense masks.
@@ -13,9 +13,10 @@ from qerl.noise.draw import AdaptiveNoise, magnitude
 from qerl.noise.norms import find_noise_norms, noisy_norms
 from qerl.noise.schedule import NoiseSchedule
 from qerl.update import attention
+from qerl.update.delta_net import read_sequences
 from qerl.update.head import score
 from qerl.update.packed_row import pack_row
-from tests.support.families import NAMES, WINDOW, tiny
+from tests.support.families import DELTA_NETS, NAMES, WINDOW, tiny
 from tests.support.models import move_adapter
 from tests.support.samples import samples_of
 from tests.support.segments import use_dense_segments
@@ -70,6 +71,7 @@ def test_a_row_is_the_samples_in_it(monkeypatch, name, way):
     assert max(len(prompt) for prompt, _ in SAMPLES) > 3 * WINDOW
     model = adapted(name)
     base = model.get_base_model()
+    read_sequences(base)
     noise = {} if name == "olmo3" else offsets(model)
     with noisy_norms(model, noise):
         wanted = plain(model)
@@ -104,7 +106,7 @@ def test_noise_reaches_the_norms_in_front_of_linears_in_their_own_scale(name):
         norm.endswith(("q_norm", "k_norm", "v_norm", *after)) for norm in norms
     )
     norm = model.get_submodule(norms[0])
-    factor = (1 + norm.weight if name == "gemma3_text" else norm.weight).detach().abs()
+    factor = (1 + norm.weight if name in ("gemma3_text", DELTA_NETS) else norm.weight).detach().abs()
     torch.testing.assert_close(magnitude(norm), factor)
     clean, x = norm(torch.ones(1, 64)), torch.ones(1, 64)
     with noisy_norms(model, drawn_Z):

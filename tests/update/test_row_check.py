@@ -64,7 +64,7 @@ SAMPLES = [
 
 def build(family: str, attention: str = "sdpa", **changes) -> transformers.PreTrainedModel:
     settings = TINY | {"max_position_embeddings": 64}
-    text = "Text" if family in ("Gemma3", "Gemma4", "Llama4") else ""
+    text = "Text" if family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
     given = {name: value for name, value in (settings | changes).items() if value != "unset"}
     config = getattr(transformers, f"{family}{text}Config")(**given)
     config._attn_implementation = attention

@@ -1,10 +1,10 @@
 """Decoder layers as descriptions: a mixer of tokens, an MLP behind it, and the linears and norms of both.
 
-`Attention` and `GatedMLP` are the kinds of the described families; each lists its products. Four-bit scales,
-LoRA, memory plan and paged engine read linears and products from here, so a further kind is a class here and
-a function in each of them: a delta net is a mixer beside `Attention`, routed experts stand beside `GatedMLP`.
-A difference between layers of one model, such as a window, sinks, the size of heads or no rotary embedding,
-is a field of their kind; a layer that is a mixer or an MLP alone leaves out the other.
+`Attention`, `DeltaNet` and `GatedMLP` are the kinds of the described families; each lists its products.
+Four-bit scales, LoRA, memory plan and paged engine read linears and products from here, so a further kind is a
+class here and a function in each of them: routed experts would stand beside `GatedMLP`. A difference between
+layers of one model, such as a window, sinks, the size of heads or no rotary embedding, is a field of their
+kind; a layer that is a mixer or an MLP alone leaves out the other.
 
 Nothing here needs torch.
 """
@@ -96,6 +96,8 @@ class Attention:
         v_norm: True if each head of values is normalised, without a weight.
         k_is_v: True if there is no projection of values: they are the keys before norm and rotation.
         fused: True if one linear, `JOINED`, makes queries, keys and values.
+        gated: True if the projection of queries gives each head a gate behind its query, by whose sigmoid the
+            head's output is multiplied.
         window: Number of tokens that a token attends to, itself included; None for all before it.
         sinks: True if each query head has a logit that takes part in the softmax and has no value.
         rotary: None without rotary embedding.
@@ -112,6 +114,7 @@ class Attention:
     v_norm: bool = False
     k_is_v: bool = False
     fused: bool = False
+    gated: bool = False
     window: int | None = None
     sinks: bool = False
     rotary: Rotary | None = None
@@ -144,16 +147,92 @@ class Attention:
         """Elements of its own norms."""
         return {"": 0, "head": 2 * self.head_size, "all": self.queries + self.keys}[self.qk_norm]
 
+    def dense(self, hidden: int) -> int:
+        """Elements of what stays in 16 bits beside linears and norms, for inputs of this width."""
+        return 0
+
+    @property
+    def summed(self) -> set[str]:
+        """Products that are added up before anything reads them."""
+        return {name for name, whole in (("qkv", self.qk_norm == "all"), ("o", self.o_bias)) if whole}
+
     def products(self, hidden: int) -> tuple[Product, ...]:
         """Its products in the order in which they are computed, for inputs of this width."""
         q, g = self.queries, self.keys
         places = self.PLACES["qkv"]
-        rows: tuple[int, ...] = (q, g) if self.k_is_v else (q, g, g)
+        first = 2 * q if self.gated else q
+        rows: tuple[int, ...] = (first, g) if self.k_is_v else (first, g, g)
         if self.fused:
             places, rows = (self.JOINED,), (sum(rows),)
         return (
             _product("qkv", places[: len(rows)], rows, hidden, self.qkv_bias),
             _product("o", self.PLACES["o"], (hidden,), q, self.o_bias),
+        )
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta rule: each value head has a state S, which every token reads and corrects.
+
+    A short causal convolution goes over queries, keys and values. Then, with q and k of length 1,
+    ``S = decay S; S = S + k (beta (v - S^T k))^T; y = S^T q / sqrt(key_size)``, and y passes a norm and the gate
+    ``silu(z)``. Decay and beta are two numbers per token and value head, made by two narrow linears that stay
+    in 16 bits and have no adapter.
+
+    Attributes:
+        key_heads: Heads of queries, and of keys; each serves value_heads / key_heads neighbouring value heads.
+        key_size, value_size: Width of a head; a state is [key_size, value_size].
+        taps: Tokens that the convolution sees, the present one included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int = 4
+
+    PLACES: ClassVar[Places] = {
+        "qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        "out": ("linear_attn.out_proj",),
+    }
+    GATES: ClassVar[tuple[str, str]] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+
+    @property
+    def channels(self) -> int:
+        """C, queries, keys and values of all heads: what the convolution goes over."""
+        return 2 * self.key_heads * self.key_size + self.values
+
+    @property
+    def values(self) -> int:
+        """Values of all heads, as many as its output has."""
+        return self.value_heads * self.value_size
+
+    @property
+    def state(self) -> int:
+        """Elements of the states of all heads."""
+        return self.value_heads * self.key_size * self.value_size
+
+    @property
+    def norms(self) -> int:
+        """Elements of the norm of its output."""
+        return self.value_size
+
+    def dense(self, hidden: int) -> int:
+        """Elements of what stays in 16 bits beside linears and norms: both linears of gates, two numbers per
+        head, and the convolution."""
+        return 2 * self.value_heads * (hidden + 1) + self.channels * self.taps
+
+    @property
+    def summed(self) -> set[str]:
+        """Products that are added up before anything reads them."""
+        return set()
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """Its products in the order in which they are computed, for inputs of this width."""
+        rows = (self.channels, self.values)
+        return (
+            _product("qkvz", self.PLACES["qkvz"], rows, hidden, False),
+            _product("out", self.PLACES["out"], (hidden,), self.values, False),
         )
 
 
@@ -173,6 +252,11 @@ class GatedMLP:
 
     PLACES: ClassVar[Places] = {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
     JOINED: ClassVar[str] = "mlp.gate_up_proj"
+
+    @property
+    def summed(self) -> set[str]:
+        """Products that are added up before anything reads them."""
+        return {"gate_up", "down"} if self.bias else set()
 
     def products(self, hidden: int) -> tuple[Product, ...]:
         """Its products in the order in which they are computed, for inputs of this width."""
@@ -214,7 +298,7 @@ class LayerSpec:
     """
 
     hidden: int
-    mixer: Attention
+    mixer: Attention | DeltaNet
     mlp: GatedMLP
     around: Norms = BEFORE
     gain: float = 1.0
@@ -229,13 +313,12 @@ class LayerSpec:
     def summed(self) -> dict[str, tuple[int, ...]]:
         """Products that are added up before anything reads them, with the outputs of their linears: what has
         a norm of the whole behind it, or a bias elsewhere than at q, k and v."""
-        whole = {
-            "qkv": self.mixer.qk_norm == "all",
-            "o": self.mixer.o_bias or self.around.behind_mixer,
-            "gate_up": self.mlp.bias,
-            "down": self.mlp.bias or self.around.behind_mlp,
-        }
-        return {p.name: tuple(each.outputs for each in p.linears) for p in self.products if whole[p.name]}
+        whole = self.mixer.summed | self.mlp.summed
+        last = self.mixer.products(self.hidden)[-1], self.mlp.products(self.hidden)[-1]
+        behind = self.around.behind_mixer, self.around.behind_mlp
+        whole |= {product.name for product, norm in zip(last, behind, strict=True) if norm}
+        products = [product for product in self.products if product.name in whole]
+        return {each.name: tuple(linear.outputs for linear in each.linears) for each in products}
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -246,6 +329,11 @@ class LayerSpec:
     def norms(self) -> int:
         """Elements of all norms."""
         return self.hidden * sum(map(bool, self.around)) + self.mixer.norms
+
+    @property
+    def dense(self) -> int:
+        """Elements of what stays in 16 bits beside linears, norms and biases."""
+        return self.mixer.dense(self.hidden)
 
     @property
     def biases(self) -> int:
@@ -266,6 +354,7 @@ def _product(
 
 
 FUSED = tuple(
-    names(places) for kind in (Attention, GatedMLP) for places in kind.PLACES.values() if len(places) > 1
+    names(places) for kind in (Attention, DeltaNet, GatedMLP) for places in kind.PLACES.values() if len(places) > 1
 )
-"""Names of the linears that inference engines run as one matrix: q, k and v, and gate and up."""
+"""Names of the linears that inference engines run as one matrix: q, k and v, those in front of a delta rule,
+and gate and up."""

@@ -155,8 +155,10 @@ class Sizes:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The windows of its layers, each once, in order; None for that of layers that see everything."""
-        return tuple(dict.fromkeys(run.spec.mixer.window for run in self.runs))
+        """The windows of its layers with attention, each once, in order; None for that of layers that see
+        everything."""
+        mixers = [run.spec.mixer for run in self.runs]
+        return tuple(dict.fromkeys(each.window for each in mixers if isinstance(each, Attention)))
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -175,8 +177,9 @@ class Sizes:
 
     @property
     def dense_parameters(self) -> int:
-        """Parameters that stay in 16 bits: embedding, head, norms, biases."""
-        biases = sum(run.layers * run.spec.biases for run in self.runs)
+        """Parameters that stay in 16 bits: embedding, head, norms, biases, and what mixers have beside
+        linears."""
+        biases = sum(run.layers * (run.spec.biases + run.spec.dense) for run in self.runs)
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + biases + self.norms
 
     @property
@@ -205,6 +208,11 @@ SIZES = {
 }
 """Well-known models like Llama: Qwen2.5 unless the name says otherwise; mistral-7b is version 0.3."""
 
+_QWEN35_ROPE = {
+    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}  # fmt: skip
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "smollm3-3b": {
         "model_type": "smollm3", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008,
@@ -212,6 +220,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 65536, "rope_theta": 5e6,
     },
     "ministral3-8b": {"model_type": "ministral3"},
+    "qwen3.5-4b": {
+        "model_type": "qwen3_5_text", "hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True,
+        "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE,
+    },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text", "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE,
+    },
+    "qwen3.6-27b": {
+        "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "linear_num_value_heads": 48,
+        "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE,
+    },
     "gemma4-31b": {
         "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504,
         "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,

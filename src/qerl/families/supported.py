@@ -13,6 +13,28 @@ from qerl.errors import QeRLError
 _BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types whose attention depends on nothing but who may see whom."""
 
+_WITH_STATE = {"qwen3_5_text": "linear_attention"}
+"""By ``model_type`` the type of layers whose state is carried on at the borders of samples: gated delta nets,
+in the update by `qerl.update.delta_net`, in rollouts by either engine."""
+
+LEFT_WHOLE = frozenset({"in_proj_a", "in_proj_b"})
+"""Last names of linears that are neither quantised nor, unless somebody names them, adapted: in a gated delta
+net those of the decay and the rate, with one output per head. They are a thousandth of the layer, and what
+they give is exponentiated or summed over all tokens that follow."""
+
+
+def layers_with_state(config: PreTrainedConfig) -> list[bool]:
+    """For each decoder layer whether it carries a state from token to token, instead of keys and values.
+
+    Args:
+        config: Of a model that `why_not` has nothing against, or of the decoder in it.
+    """
+    text = config.get_text_config(decoder=True)
+    kind = _WITH_STATE.get(text.model_type)
+    if kind is None:
+        return [False] * text.num_hidden_layers
+    return [each == kind for each in text.layer_types]
+
 
 def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
     """The reason why no model of this config and class (transformers' causal LM) can be trained here; else
@@ -22,8 +44,9 @@ def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
         return (
             f"{model_class.__name__} is an encoder-decoder, of which no prompt can be shared by its samples"
         )
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - _BY_POSITION)
-    if getattr(model_class, "_is_stateful", False) or others:
+    kind_with_state = _WITH_STATE.get(text.model_type)
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _BY_POSITION - {kind_with_state})
+    if others or (getattr(model_class, "_is_stateful", False) and not kind_with_state):
         kind = f" ({others[0]})" if others else ""
         return (
             f"{model_class.__name__} has layers{kind} that carry a state from token to token, or choose what "
@@ -54,7 +77,8 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
 
     Args:
         model: May be without memory (on the meta device).
-        wanted: Names or last parts of names; None takes every linear layer of the decoder.
+        wanted: Names or last parts of names; None takes every linear layer of the decoder but those of
+            `LEFT_WHOLE`.
 
     Raises:
         QeRLError: A name that no layer has, or a decoder without linear layers.
@@ -67,7 +91,7 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
     if wanted is None:
         if not linears:
             raise QeRLError(f"{type(model).__name__} has no linear layers to adapt; use another family.")
-        return list(linears)
+        return [name for name in linears if name not in LEFT_WHOLE]
     parts = [name.split(".") for name, _ in model.named_modules()]
     ends = {".".join(words[start:]) for words in parts for start in range(len(words))}
     if unknown := [name for name in wanted if name not in ends]:

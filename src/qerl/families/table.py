@@ -1,6 +1,6 @@
 """Model families whose decoder layers the project's own kernels and the memory plan know.
 
-All of them have RMSNorms, several query heads per key head, gated MLPs, and keys and values as their state.
+All of them have RMSNorms, attention with several query heads per key head, and gated MLPs.
 In what a family differs from Llama its file beside this one says: it makes descriptions of layers
 (`qerl.families.layer`) of a config, and has no code that computes. A family of known kinds is such a file
 and a line here. Another kind of mixer or MLP needs a class, and a kernel or function per reader; ARCHITECTURE
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from qerl.families import gemma, granite, llama, ministral, olmo, phi, smollm
+from qerl.families import gemma, granite, llama, ministral, olmo, phi, qwen, smollm
 from qerl.families.sizes import Sizes
 
 
@@ -39,6 +39,9 @@ FAMILIES = {
     "mistral": Family("Mistral", llama.sizes),
     "qwen2": Family("Qwen2", llama.sizes, "causal LM; Qwen2.5-VL"),
     "qwen3": Family("Qwen3", llama.sizes, "causal LM; Qwen3-VL"),
+    "qwen3_5_text": Family(
+        "Qwen3.5, 3.6, 3.8", qwen.sizes, "`Qwen3_5ForConditionalGeneration`, also in ModelOpt's mixed NVFP4"
+    ),
     "gemma3_text": Family("Gemma 3", gemma.sizes3, "causal LM (270M, 1B); `Gemma3ForConditionalGeneration`"),
     "gemma4_text": Family(
         "Gemma 4", gemma.sizes4, "`Gemma4ForConditionalGeneration`, also in ModelOpt's NVFP4"
@@ -53,7 +56,7 @@ FAMILIES = {
 """By ``model_type`` of config.json, which in a model for images or sound is that of its ``text_config``."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-_TYPES = {"full_attention", "sliding_attention"}
+_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
 _UNKNOWN = {
     "attn_logit_softcapping": "its scores have a soft cap",
     "hidden_size_per_layer_input": "it adds an embedding to each layer",

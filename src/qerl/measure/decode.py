@@ -19,11 +19,11 @@ from qerl.rollout.session import new_sequences
 
 
 def random_cache(decoder: Decoder, blocks: Units, dtype: torch.dtype) -> KVCache:
-    """Normal random keys and values, made layer by layer."""
+    """Normal random keys and values, and states, made layer by layer."""
     cache = KVCache.of_blocks(decoder, blocks, dtype)
-    for half in (cache.k, cache.v):
-        for layer in half:
-            layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device=layer.device))
+    for pair in cache.layers:
+        for held in pair:
+            held.copy_(torch.randn(held.shape, dtype=torch.bfloat16, device=held.device))
     return cache
 
 
@@ -32,7 +32,7 @@ def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, 
     prompt, with blocks for ``decode_tokens`` tokens."""
     rows = step.rows.count
     pace = Pace(round_steps=decode_tokens, spare_rounds=0)
-    memory = memory_of(cache.blocks, cache.geometry.windows, PAGE, PREFILL_TOKENS[-1])
+    memory = memory_of(cache.blocks, cache.geometry.pools, PAGE, PREFILL_TOKENS[-1])
     scheduler = Scheduler(memory, rows, pace)
     prompts = torch.randint(0, 1000, (-(-rows // group), prompt_tokens)).tolist()
     scheduler.add(new_sequences(prompts, [SamplingParams(decode_tokens)] * (len(prompts) * group)))
@@ -59,8 +59,8 @@ def decode_speed(
     Returns:
         decode_tok_s, step_ms (medians over the repeats) and spread, (largest - smallest) / median.
     """
-    windows = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).windows
-    demand = BlockDemand(prompt_tokens, decode_tokens, group, windows, ahead_tokens=decode_tokens)
+    pools = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).pools
+    demand = BlockDemand(prompt_tokens, decode_tokens, group, pools, ahead_tokens=decode_tokens)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
     step = DecodeStep(decoder, cache, rows, decode_tokens, demand.table_width, CudaGraphs())
     step.capture()

@@ -63,16 +63,19 @@ def random_policy(
 
 def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
     """Weights of a model on the meta device, drawn on the device."""
+    targets = Sizes.of(model.config).targets
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if name.endswith("_proj") and weights != "bf16":
+            if name in targets and weights != "bf16":
                 setattr(module, name, _random_linear(child, weights, device))
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 made = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
-                if made.ndim == 2:
+                if made.ndim >= 2:
                     made.normal_(std=made.shape[-1] ** -0.5)
+                elif name == "A_log":  # rates of decay as a new model has them
+                    made.uniform_(0.01, 16.0).log_()
                 else:
                     made.fill_(0.0 if name == "bias" else 1.0)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))

@@ -15,6 +15,9 @@ of a linear W it is noise of W: W diag(w + Z) has each column scaled. Behind a b
 the residual stream, and Z would scale what the block adds for all later layers. That is noise of no linear:
 what the last one of the block gives is normalised before.
 
+A norm that is given a gate beside its input (behind the recurrence of a gated delta net) gets none either:
+its weight is one for all heads, so Z would move as many columns of the linear behind it together.
+
 Given up: a router or fused expert tensor that is no linear module (mixture-of-experts models) is not seen, so
 there only the norms before attention are perturbed.
 """
@@ -39,7 +42,8 @@ def find_noise_norms(model: nn.Module) -> list[str]:
     A norm is a module without children whose only parameter is a 1-D ``weight``. It counts when memory that
     it returned is the input of a module with ``in_features`` and ``out_features`` (nn.Linear, packed linears
     and LoRA wrappers have both) outside the output embedding. That leaves out q_norm/k_norm, whose output
-    goes to the rotary embedding, norms after a block, whose output goes into a sum, and the final norm.
+    goes to the rotary embedding, norms after a block, whose output goes into a sum, and the final norm. Norms
+    that are called with a gate as well are left out, too.
 
     Modes, RNG state and parameters of the model are as before afterwards.
 
@@ -81,7 +85,9 @@ def _norms_feeding(
     found: set[str] = set()
     alive = []  # freed memory would go to the next tensor, which would then pass for the norm's output
 
-    def record(name: str, _norm: nn.Module, _args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def record(name: str, _norm: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if len(args) > 1:  # a gate
+            return
         alive.append(output)
         producer[output.untyped_storage().data_ptr()] = name
 

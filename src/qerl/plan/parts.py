@@ -106,8 +106,8 @@ class Cache:
     @property
     def demand(self) -> BlockDemand:
         """Blocks of the work's sequences at their full length."""
-        work, windows = self.work, self.geometry.windows
-        return BlockDemand(work.prompt_tokens, work.completion_tokens, work.group, windows)
+        work, pools = self.work, self.geometry.pools
+        return BlockDemand(work.prompt_tokens, work.completion_tokens, work.group, pools)
 
     def bytes(self, budget: int) -> int:
         """Bytes that the engine reserves with this budget for keys and values."""

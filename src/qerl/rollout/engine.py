@@ -29,11 +29,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedConfig
 
 from qerl.errors import QeRLError
+from qerl.families.layer import Attention
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
-from qerl.families.supported import why_not
+from qerl.families.supported import layers_with_state, why_not
 from qerl.rollout.stops import FinishReason, Stop
 from qerl.seeding import derive_seed
 
@@ -379,11 +381,28 @@ def check_keys(kv_cache_dtype: KvCacheDtype, sizes: Sizes) -> None:
     Raises:
         QeRLError: It is ``fp8``, and the model is such a one.
     """
-    mixers = [run.spec.mixer for run in sizes.runs]
+    mixers = [run.spec.mixer for run in sizes.runs if isinstance(run.spec.mixer, Attention)]
     if kv_cache_dtype == "fp8" and any(each.qkv_bias and not each.qk_norm for each in mixers):
         raise QeRLError(
             "kv_cache_dtype: fp8 spoils what a model samples whose keys have a bias, as those of Qwen2 and "
             "Qwen2.5 do, because biased keys are too large for E4M3; set kv_cache_dtype: auto."
+        )
+
+
+def check_drafts(speculative_tokens: int, config: PreTrainedConfig) -> None:
+    """Refuse drafts for a model whose layers carry a state.
+
+    Args:
+        speculative_tokens: Tokens of a draft at most.
+        config: Of the model.
+
+    Raises:
+        QeRLError: There would be drafts, and it is such a model.
+    """
+    if speculative_tokens and any(layers_with_state(config)):
+        raise QeRLError(
+            f"speculative_tokens is {speculative_tokens}, and {config.model_type} has layers that carry a state "
+            "from token to token, which cannot take drafted tokens back; set speculative_tokens: 0."
         )
 
 

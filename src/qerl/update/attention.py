@@ -42,13 +42,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qerl.families.parts import eval_mode
 from qerl.kernels import flash
 from qerl.kernels.limits import MAX_HEAD
+from qerl.update.delta_net import sequence_kwargs
 from qerl.update.packed_row import Branches, MaskFunction, Sample, pack_row
 
 NAME = "qerl_branches"
 
 
 # What transformers' models hand to an attention function that is computed here, or has no effect.
-_KNOWN = {"branches", "scaling", "sliding_window", "s_aux", "position_ids", "use_cache"}
+_KNOWN = {"branches", "sequences", "scaling", "sliding_window", "s_aux", "position_ids", "use_cache"}
 
 
 class _Declined(Exception):
@@ -92,6 +93,7 @@ def why_not(model: PreTrainedModel) -> str | None:
                 attention_mask=torch.ones_like(row.input_ids_1L),
                 branches=row.branches,
                 use_cache=False,
+                **sequence_kwargs(model, row),
             )
     except (_Declined, TypeError) as error:  # TypeError: it takes no `branches`
         return str(error)

@@ -20,6 +20,7 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
+from qerl.kernels.update.gated_norm import gated_norm
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
@@ -32,6 +33,8 @@ from qerl.update.attention import branch_attention
 def fuse(model: nn.Module) -> None:
     """Let norms, attention, SwiGLU blocks and adapted layers use the kernels for 16-bit tensors on a GPU."""
     for norm, formula in path.norms(model):
+        if not formula and (eps := path.eps_of_gated(norm)) is not None:
+            norm.forward = types.MethodType(partial(_gated_norm_forward, eps=eps), norm)
         if formula and not path.why_not_norm(norm, formula):
             norm.forward = types.MethodType(partial(_norm_forward, formula=formula), norm)
             takes_float32_weight(norm)
@@ -50,6 +53,12 @@ def _norm_forward(self: Any, x: torch.Tensor, formula: path.RMSNorm) -> torch.Te
     if self.weight.requires_grad or not is_16bit_cuda(x):
         return cast(torch.Tensor, type(self).forward(self, x))
     return rms_norm(x, self.weight, *formula)
+
+
+def _gated_norm_forward(self: Any, x: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
+    if self.weight.requires_grad or not is_16bit_cuda(x):
+        return cast(torch.Tensor, type(self).forward(self, x, gate))
+    return gated_norm(x, gate, self.weight, eps)
 
 
 def _attention_forward(

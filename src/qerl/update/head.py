@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from qerl.errors import QeRLError
 from qerl.kernels.tensors import add_product, head_positions, product
 from qerl.update.attention import attention_kwargs
+from qerl.update.delta_net import sequence_kwargs
 from qerl.update.packed_row import PackedRow, masked_by_branch
 
 TILE = 1 << 26
@@ -363,7 +364,11 @@ def hidden_states(decoder: torch.nn.Module, row: PackedRow, by_segment: bool) ->
     segments = contextlib.nullcontext(attention_kwargs(row.branches)) if by_segment else None
     with segments or masked_by_branch(decoder.config, row) as attention:
         out = decoder(
-            input_ids=row.input_ids_1L, position_ids=row.position_ids_1L, use_cache=False, **attention
+            input_ids=row.input_ids_1L,
+            position_ids=row.position_ids_1L,
+            use_cache=False,
+            **attention,
+            **sequence_kwargs(decoder, row),
         )
     hidden_1LD: torch.Tensor = out.last_hidden_state
     return hidden_1LD[0]

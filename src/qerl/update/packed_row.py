@@ -17,18 +17,18 @@ which the model's own code makes its dense masks (`masked_by_branch`), at a cost
 mask made here would have to be made for every family again, and would be wrong without a word for each that
 was forgotten. Given up: models that make masks in some other way. `qerl.update.row_check` finds them.
 
-A layer with a recurrent state would need a third form: where in the row a state starts, and the position
-whose state each branch continues. The segments hold both.
+A layer that carries a state from token to token instead reads the row in a third form: `Sequences` says where
+a state begins anew, and which prompt's state a branch goes on with (`qerl.update.delta_net`).
 
-Legend: B samples, C completion columns, L tokens of the row, S positions of L that predict something, N
-segments and one, M keys of all segments.
+Legend: B samples (or branches), C completion columns, L tokens of the row, S positions of L that predict
+something, N segments and one, M keys of all segments, W taps of a convolution.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -143,6 +143,27 @@ class Branches:
 
 
 @dataclass(frozen=True)
+class Sequences:
+    """The row for layers that carry a state: shared prompts, which begin with none, then all branches, each
+    of which begins with the state behind its prompt.
+
+    Attributes:
+        prompt_offsets: Where in this order each prompt begins, and where the last one ends; [0] without any.
+        branch_offsets: The same of branches, counted from the first of them.
+        prompt_B: int64, index of each branch's prompt, -1 for none.
+        taps_LW: int64, in this order, the positions in the row of each token and of the W - 1 in front of it
+            in its own sample, itself the last; -1 where the sample has not begun.
+        place_L: int64, where in this order each position of the row is.
+    """
+
+    prompt_offsets: list[int]
+    branch_offsets: list[int]
+    prompt_B: torch.Tensor
+    taps_LW: torch.Tensor
+    place_L: torch.Tensor
+
+
+@dataclass(frozen=True)
 class PackedRow:
     """One row that holds many samples. Tensors are int64 on one device.
 
@@ -223,6 +244,34 @@ class PackedRow:
                 (prompts[group], upload(torch.tensor(starts)[:, None] + width[group], device))
                 for group, starts in copies.items()
             ],
+        )
+
+    def sequences(self, width: int) -> Sequences:
+        """The row for layers that carry a state, behind a convolution of so many taps, at least one."""
+        prompts: dict[int, torch.Tensor] = {}
+        taps: dict[bool, list[torch.Tensor]] = {True: [], False: []}  # of prompts, of branches
+        prompt_B: list[int] = []
+        start, nothing = 0, torch.full((width - 1,), -1)
+        for group, branch, tokens in self.segments:
+            own = torch.arange(start, start + tokens)
+            start += tokens
+            before = nothing
+            if branch == 0:
+                prompts[group] = own
+            else:
+                prompt_B.append(list(prompts).index(group) if group in prompts else -1)
+                before = torch.cat([nothing, prompts.get(group, nothing)])
+            seen = torch.cat([before[len(before) - width + 1 :], own])
+            taps[branch == 0].append(seen.unfold(0, width, 1))
+        taps_LW = torch.cat(taps[True] + taps[False])
+        prompt_offsets, branch_offsets = ([0, *accumulate(map(len, parts))] for parts in taps.values())
+        device = self.group_L.device
+        return Sequences(
+            prompt_offsets,
+            branch_offsets,
+            prompt_B=upload(torch.tensor(prompt_B), device),
+            taps_LW=upload(taps_LW, device),
+            place_L=upload(taps_LW[:, -1].argsort(), device),
         )
 
     def scatter(self, values_S: torch.Tensor, batch: int, columns: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qerl.families.layer import Attention, GatedMLP, names
 from qerl.families.parts import eval_mode
+from qerl.families.supported import layers_with_state
 from qerl.kernels.flash import why_not_flash4
 from qerl.kernels.limits import MAX_HEAD
 from qerl.lora.product import why_not_fused
@@ -69,6 +70,7 @@ class UpdatePath:
         mlps: SwiGLU blocks.
         products: Layers with an adapter that are one product with it; none in full tuning.
         unfit: Why no kernel can serve this model where it is; empty where they can.
+        delta_nets: Layers that carry a state in the place of attention.
         why_not_flash4: Why attention of long rows is FlashAttention-2; empty where it is FlashAttention-4.
         has_wide_heads: Whether a layer has heads that neither takes.
     """
@@ -78,6 +80,7 @@ class UpdatePath:
     rotary: Share
     mlps: Share
     products: Share
+    delta_nets: Share = Share(0, 0)
     unfit: str = ""
     why_not_flash4: str = ""
     has_wide_heads: bool = False
@@ -102,6 +105,7 @@ class UpdatePath:
             "rotary embeddings": self.rotary,
             "MLPs": self.mlps,
             "adapted layers": self.products,
+            "gated delta nets": self.delta_nets,
         }
         kernel = f"FlashAttention-2 ({self.why_not_flash4})"
         kernel = kernel if self.why_not_flash4 else "FlashAttention-4 for long rows without windows or sinks"
@@ -134,7 +138,8 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
         model: The transformers model where it trains, adapters included.
         why_dense_masks: Why its attention reads dense masks; None where it reads segments.
     """
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    with_state = layers_with_state(model.config)
+    layers, nets = with_state.count(False), with_state.count(True)
     heads = [why_dense_masks or turned_heads(module) for module in attentions(model)]
     return UpdatePath(
         attention=Share(0, layers, why_dense_masks) if why_dense_masks else Share(layers, layers),
@@ -144,6 +149,7 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
         products=_share(
             [why_not_fused(m, training=True) for m in model.modules() if isinstance(m, BaseTunerLayer)]
         ),
+        delta_nets=Share(nets, nets),
         unfit=(unfit := why_unfit(model)),
         why_not_flash4="" if unfit or why_dense_masks else why_not_flash4(model.device),
         has_wide_heads=any((getattr(m, "head_dim", None) or 0) > MAX_HEAD for m in model.modules()),
@@ -173,8 +179,27 @@ def norms(model: nn.Module) -> Iterator[tuple[nn.Module, RMSNorm | None]]:
             yield module, measured[type(module)]
 
 
+def eps_of_gated(norm: Any) -> float | None:
+    """What a norm adds to the mean square if its own code computes ``w * rmsnorm(x) * silu(gate)``, as the
+    kernel does; None for another one."""
+    eps = getattr(norm, "variance_epsilon", None)
+    if eps is None or norm.weight.requires_grad:
+        return None
+    x, gate = (each.to(norm.weight.device) for each in _drawn(norm.weight.numel(), norm.weight.numel()))
+    try:
+        with torch.no_grad():
+            found = type(norm).forward(norm, x, gate)
+    except _FAILURES:
+        return None
+    unit = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    exact = norm.weight.float() * unit * functional.silu(gate)
+    return eps if (found.float() - exact).norm() <= 1e-2 * exact.norm() else None
+
+
 def why_not_norm(norm: nn.Module, formula: RMSNorm | None) -> str | None:
     """Why a norm keeps its own code; None where the kernel computes it."""
+    if formula is None and eps_of_gated(norm) is not None:
+        return None
     if formula is None:
         return f"{type(norm).__name__} is no plain RMSNorm"
     return "their weights train" if norm.get_parameter("weight").requires_grad else None

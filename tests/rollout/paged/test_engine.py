@@ -20,7 +20,7 @@ from qerl.kernels.weights.nf4 import NF4Stack
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.limits import ROW_TOKEN_BYTES, KVGeometry, state_bytes
+from qerl.rollout.paged.limits import ROW_TOKEN_BYTES, KVGeometry, Pages, state_bytes
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from tests.support.machine import Eager
@@ -28,7 +28,7 @@ from tests.support.models import move_adapter
 
 PROMPTS = [list(range(3, 8)), [9]]
 PACE = Pace(round_steps=2, prefill_tokens=(8, 80))
-BLOCK_BYTES = KVGeometry((None,), ((0, 2, 16),) * 2, 4).bytes((1,))
+BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16),) * 2, 4).bytes((1,))
 
 
 def paged(model, blocks=12, pace=PACE, **settings):

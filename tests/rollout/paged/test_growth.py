@@ -40,11 +40,11 @@ def test_joins_keep_what_was_captured_and_computed():
     with engine.session(PARAMS, growing=True) as session:
         session.start([[5] * 400], 20, [SamplingParams(180)] * 20)
         play(session)
-        before = engine.parts.cache.k
+        before = engine.parts.cache.layers
         session.start([[5] * 400], 8, [SamplingParams(180)] * 8)
         found = play(session, JOINS)
         assert session.prefilled_tokens == 2 * 400 + sum(prompt for prompt, _, _ in JOINS)
-    assert engine.parts.cache.k is before
+    assert engine.parts.cache.layers is before
     assert engine.parts.graphs.forgotten == 1
     limits = [180] * 8 + [limit for _, samples, limit in JOINS for _ in range(samples)]
     assert [found[index] for index in sorted(found)] == limits
@@ -107,14 +107,14 @@ def test_a_join_that_does_not_fit_leaves_the_others_as_they_are(machine):
         session.start([[5] * 300, [6] * 300], 1, [SamplingParams(200)] * 2)
         session.next(one_round=True)
         scheduler, cache = session._scheduler, engine.parts.cache
-        keys, step, manager = cache.k, session._step, scheduler.memory
+        keys, step, manager = cache.layers, session._step, scheduler.memory
         (running,), (waiting,) = scheduler.running.values(), scheduler.waiting
         held = list(running.blocks[0])
         assert held and step is not None and cache.blocks == (9,)
         for _ in range(2):
             with pytest.raises(QeRLError, match="one sequence needs"):
                 session.start([[5] * 300], 8, [SamplingParams(300)] * 8)
-        assert cache.k is keys and session._step is step and scheduler.memory is manager
+        assert cache.layers is keys and session._step is step and scheduler.memory is manager
         assert running.blocks[0] == held and running.row is not None and list(scheduler.waiting) == [waiting]
         assert play(session) == {0: 200, 1: 200}
         assert session.prefilled_tokens == 600

@@ -119,14 +119,15 @@ class Step:
 
 
 def write(cache, block, offset, token, position):
-    cache.k[0].numpy()[block, 0, offset, 0] = token
-    cache.v[0].numpy()[block, 0, offset, 0] = position
+    keys, values = cache.layers[0]
+    keys.numpy()[block, 0, offset, 0] = token
+    values.numpy()[block, 0, offset, 0] = position
 
 
 def held(cache, blocks, tokens):
     """Tokens and positions [2, tokens] in the first places of some blocks."""
     places = blocks[: -(-tokens // PAGE)], 0, slice(None), 0
-    return np.stack([each.numpy()[places].reshape(-1)[:tokens] for each in (cache.k[0], cache.v[0])])
+    return np.stack([each.numpy()[places].reshape(-1)[:tokens] for each in cache.layers[0]])
 
 
 class Filled:
@@ -208,7 +209,7 @@ class Game:
             return
         if filled:
             assert max(filled + present) <= self.machine.cache.blocks[0]
-        grown = before["keys"] is not self.machine.cache.k
+        grown = before["keys"] is not self.machine.cache.layers
         self.seen["grown while others ran"] += grown and bool(before["running"])
         for index, prompt, limit, one in zip(indices, each, limits, gone, strict=True):
             self.texts[index], self.limits[index], self.gone[index] = ([*prompt], len(prompt)), limit, one
@@ -222,7 +223,7 @@ class Game:
         """What a join that is refused leaves as it is."""
         session, scheduler = self.session, self.session._scheduler
         return {
-            "keys": self.machine.cache.k, "step": session._step, "samples": session._samples,
+            "keys": self.machine.cache.layers, "step": session._step, "samples": session._samples,
             "manager": scheduler.memory, "free": scheduler.memory.free,
             "running": dict(scheduler.running), "waiting": [*scheduler.waiting], "idle": dict(scheduler.idle),
             "blocks": {each.index: [*each.blocks.get(0, [])] for each in scheduler.present},

@@ -79,7 +79,7 @@ def test_tokens_are_read_in_every_round_only_for_stops_that_look_at_them():
     rows.place([*running.values()])
     rows.state.out_token_TM[:] = torch.arange(8)
     rows.state.generated_T[:] = 3
-    generated, ended = rows.read(running)
+    generated, ended, _ = rows.read(running)
     assert (generated, ended) == ({0: 3, 1: 3, 2: 3}, [])
     assert [each.token_ids for each in running.values()] == [[], [0, 1, 2], []]
     for each in running.values():
@@ -87,7 +87,7 @@ def test_tokens_are_read_in_every_round_only_for_stops_that_look_at_them():
     gone.now = True
     rows.state.generated_T[:2] = 6
     rows.state.done_T[2] = 3  # its logits were not finite, so it has drawn nothing
-    generated, ended = rows.read(running)
+    generated, ended, _ = rows.read(running)
     assert (generated, sorted(ended)) == ({0: 4, 1: 4, 2: 3}, [0, 1, 2])
     assert [each.token_ids for each in running.values()] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2]]
     assert [each.finish_reason for each in running.values()] == ["stop", "stop", "error"]

@@ -190,52 +190,38 @@ def test_misuse_of_blocks_is_an_error():
         blocks.share(taken[:1])
 
 
-class Slots:
-    """Another memory of sequences: a slot for each, of any length, into which a prompt's state is copied."""
-
-    def __init__(self, count):
-        self.count, self.holders, self.copied, self.known = count, set(), [], set()
-
-    @property
-    def free(self):
-        return self.count - len(self.holders)
-
-    def check(self, prompt, limit):
-        assert self.count
-
-    def held(self, sequence):
-        return int(sequence in self.holders)
-
-    def missing(self, sequence, steps):
-        return 1 - self.held(sequence)
-
-    def prompt_missing(self, sequence):
-        return 0
-
-    def copy(self, sequence):
-        self.copied.append((sequence.prompt.number, sequence.sample))
-        fresh = sequence.prompt.number not in self.known
-        self.known.add(sequence.prompt.number)
-        return fresh
-
-    def reserve(self, sequence, steps):
-        if self.missing(sequence, steps):
-            assert self.free
-            self.holders.add(sequence)
-
-    def give_up(self, sequence):
-        self.holders.discard(sequence)
-        sequence.cached = 0
-
-
-def test_memory_may_be_of_another_kind():
-    """The scheduler knows no pages: with five slots for six rows, five run, each with its prompt's state."""
-    memory = Slots(5)
+def test_a_state_is_a_block_of_each_sequence_and_begins_as_a_copy_of_its_prompts():
+    """With five blocks for two prompts and three of their samples, three run whatever their lengths."""
+    memory = BlockManager(5, 8, held="state")
     scheduler = Scheduler(memory, rows=6, pace=Pace(round_steps=4, spare_rounds=0))
-    samples = queued(scheduler, [[1, 2, 3], [4, 5]], [10, 20, 30, 40] * 2)
+    samples = queued(scheduler, [[1, 2, 3], [4]], [10, 20, 300, 40] * 2)
     planned = scheduler.next_round()
-    assert len(scheduler.running) == 5 and [prompt.number for prompt in planned.prompts] == [0, 1]
+    assert len(scheduler.running) == 4 and planned.prompts == [samples[0].prompt]
+    (of_prompt,) = samples[0].prompt.blocks[0]
+    assert planned.copies == {sample.blocks[0][0]: of_prompt for sample in samples[:4]}
     rounds, preempted = run(scheduler, {sample: sample.max_tokens for sample in samples})
-    assert rounds > 5 and not preempted
-    assert sorted(memory.copied) == [(prompt, sample) for prompt in range(2) for sample in range(4)]
+    assert rounds > 70 and not preempted
     assert memory.free == 5 and not scheduler.present
+
+
+def test_a_prompt_of_one_token_leaves_no_state():
+    scheduler = Scheduler(BlockManager(5, 8, held="state"), rows=2, pace=Pace(round_steps=4))
+    samples = queued(scheduler, [[4]], [10, 10])
+    assert scheduler.next_round().copies == {sample.blocks[0][0]: None for sample in samples}
+
+
+@pytest.mark.parametrize("held", [None, "state"])
+def test_a_sequence_of_which_more_was_computed_than_it_has_keeps_pages_and_no_state(held):
+    memory = BlockManager(9, 8, held=held)
+    scheduler = Scheduler(memory, rows=2, pace=Pace(round_steps=4))
+    cut, whole = queued(scheduler, [[1, 2, 3]], [10, 10])
+    scheduler.next_round()
+    scheduler.advance({cut.row: 2, whole.row: 4}, [cut.row, whole.row], [cut.row])
+    assert memory.held(whole) and whole.cached == 4
+    assert bool(memory.held(cut)) == (held is None) and cut.cached == (2 if held is None else 0)
+    cut.token_ids, whole.token_ids = [5, 6], [5, 6, 7, 8]
+    scheduler.resume(cut)
+    scheduler.resume(whole)
+    planned = scheduler.next_round()
+    assert planned.admitted == [cut, whole]
+    assert planned.copies == ({} if held is None else {cut.blocks[0][0]: cut.prompt.blocks[0][0]})

@@ -12,7 +12,7 @@ if torch.cuda.is_available():
 from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.limits import KVGeometry, Pages
 from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
@@ -22,7 +22,7 @@ from tests.support.sessions import check_against, play
 pytestmark = pytest.mark.slow
 
 PROMPTS = [[5, 7, 11], [9]]
-BLOCK_BYTES = KVGeometry((None,), ((0, 2, 16),) * 1, 4).bytes((1,))
+BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16),) * 1, 4).bytes((1,))
 
 
 def paged(model, blocks=12, **settings):

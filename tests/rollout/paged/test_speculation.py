@@ -16,7 +16,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
 from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.limits import KVGeometry, rows_of_step
+from qerl.rollout.paged.limits import KVGeometry, Pages, rows_of_step
 from qerl.rollout.paged.rows import Rows, learn
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
@@ -28,7 +28,7 @@ from tests.support.speculation import drop_drafts
 
 pytestmark = pytest.mark.slow
 
-BLOCK_BYTES = KVGeometry((None,), ((0, 2, 16),) * 1, 4).bytes((1,))
+BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16),) * 1, 4).bytes((1,))
 CYCLE = [5, 7, 11, 5, 7, 11, 5, 7]
 
 

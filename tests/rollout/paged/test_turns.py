@@ -20,7 +20,8 @@ class Machine:
     Args:
         blocks: Of each pool.
         rows, seed, pace: As usual.
-        windows: Of each pool; None for one whose layers see everything.
+        windows: Of each pool; None for one whose layers see everything, "state" for one of states, each of which
+            is the list of all tokens that it has read.
         pass_tokens: Tokens of a pass of prefill.
     """
 
@@ -41,14 +42,14 @@ class Machine:
         assert scheduler.running, "a round in which nothing runs would never end"
         self.prefilled += planned.prefilled_tokens
         self.preempted += len(planned.preempted)
-        for span in planned.spans():
-            before = span.position - span.start  # tokens of its prompt
-            for first in range(0, len(span.token_ids), self.pass_tokens):
-                piece = span.token_ids[first : first + self.pass_tokens]
-                for i, token in enumerate(piece, span.start + first):
-                    self.write(span.blocks, i, (before + i, token))
-                for i in range(span.start + first, span.start + first + len(piece)):
-                    self.see(span.blocks, span.prompt_blocks, before, i)
+        spans = planned.prompt_spans()
+        for span in spans:
+            self.begin(span.blocks)
+        self.prefill(spans)
+        for block, source in planned.copies.items():
+            pool = self.windows.index("state")
+            self.slots[pool, block] = [] if source is None else self.slots[pool, source].copy()
+        self.prefill(planned.own_spans())
         generated, ended = {}, []
         for row, sequence in scheduler.running.items():
             self.decode(sequence)
@@ -60,14 +61,38 @@ class Machine:
         self.check()
         return sequences
 
+    def begin(self, blocks):
+        """A prompt that enters has read nothing."""
+        for pool, window in enumerate(self.windows):
+            if window == "state":
+                self.slots[pool, blocks[pool][0]] = []
+
+    def prefill(self, spans):
+        for span in spans:
+            before = span.position - span.start  # tokens of its prompt
+            for first in range(0, len(span.token_ids), self.pass_tokens):
+                piece = span.token_ids[first : first + self.pass_tokens]
+                for i, token in enumerate(piece, span.start + first):
+                    self.write(span.blocks, i, (before + i, token))
+                for i in range(span.start + first, span.start + first + len(piece)):
+                    self.see(span.blocks, span.prompt_blocks, before, i)
+
     def write(self, blocks, place, value):
-        for pool in range(len(self.windows)):
-            self.slots[pool, blocks[pool][place // BLOCK], place % BLOCK] = value
+        for pool, window in enumerate(self.windows):
+            if window == "state":
+                self.slots[pool, blocks[pool][0]].append(value)
+            else:
+                self.slots[pool, blocks[pool][place // BLOCK], place % BLOCK] = value
 
     def see(self, own, shared, before, place):
         """What a token sees in each pool, which is what lies at the positions before it."""
         found = []
         for pool, window in enumerate(self.windows):
+            if window == "state":
+                seen = self.slots[pool, own[pool][0]]
+                assert [position for position, _ in seen][: before + place + 1] == [*range(before + place + 1)]
+                found.append([token for _, token in seen][: before + place + 1])
+                continue
             first = 0 if window is None else max(0, before + place - window + 1)
             seen = [
                 self.slots.get((pool, table[pool][i // BLOCK], i % BLOCK))
@@ -135,7 +160,7 @@ def play(machine, sequences, most_turns=6):
     return turns
 
 
-@pytest.mark.parametrize("windows", [(None,), (3,), (None, 6), (9, None)])
+@pytest.mark.parametrize("windows", [(None,), (3,), (None, 6), (9, None), ("state", None), (None, 6, "state")])
 def test_random_turns_end_and_leave_no_block(windows):
     preempted = 0
     for seed in range(150):

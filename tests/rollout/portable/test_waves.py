@@ -75,10 +75,14 @@ class TestWave:
         assert left == 40
 
 
+def cache_of(layers: int) -> PreallocatedCache:
+    return PreallocatedCache([False] * layers, torch.device("cpu"))
+
+
 class TestCache:
     def test_equals_a_cache_that_copies(self):
         generator = torch.Generator().manual_seed(1)
-        ours, theirs = PreallocatedCache(2), DynamicCache()
+        ours, theirs = cache_of(2), DynamicCache()
 
         def append(rows, tokens):
             for layer in range(2):
@@ -104,7 +108,7 @@ class TestCache:
     def test_rows_that_were_taken_join_another_batch(self, width):
         """Of three rows of 4, 3 and 2 tokens the last two are taken, and join one of ``width``."""
         generator = torch.Generator().manual_seed(1)
-        first, second, other = PreallocatedCache(1), PreallocatedCache(1), PreallocatedCache(1)
+        first, second, other = (cache_of(1) for _ in range(3))
         states = torch.randn(2, 3, 2, 4, 5, generator=generator)
         first.update(*states, 0)
         taken = [first.take(1, 3), first.take(2, 2)]
@@ -124,7 +128,7 @@ class TestCache:
         assert not keys[1:, :, : width - 4].any()
 
     def test_a_new_token_is_written_in_place(self):
-        cache = PreallocatedCache(1)
+        cache = cache_of(1)
         cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), 0)
         cache.repeat(torch.tensor([0, 0]), capacity=5)
         new = torch.ones(2, 1, 1, 4)

@@ -8,7 +8,8 @@ reads it from the L2 cache after that. How far a row may look is a number for ea
 shared prompts and causal prefill the same loop.
 
 Each work item's keys are divided into splits that run in parallel; every split leaves a normalised output and
-its log-sum-exp, and a second kernel combines them and computes x A^T for the output projection on the way.
+its log-sum-exp, and a second kernel combines them, multiplies by the output's gate where a layer has one, and
+computes x A^T for the output projection on the way.
 
 A head whose size is no power of two is computed as one of the next: what it lacks is zero. Heads wider than
 256 are read half a page at a time, for which shared memory has room. In a layer with a window a tile begins
@@ -131,9 +132,9 @@ def _attend(
 
 @triton.jit
 def _combine_splits(
-    out_ZTHE, lse_ZTH, sink_H, a_RK, y_TC, parts_PTR, T,
+    out_ZTHE, lse_ZTH, sink_H, gate_THE, a_RK, y_TC, parts_PTR, T,
     HQ: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, Z: tl.constexpr,
-    SINKS: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
+    SINKS: tl.constexpr, GATED: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     PADDED: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -163,7 +164,11 @@ def _combine_splits(
     if SINKS:
         total += tl.exp(tl.load(sink_H + head) - best)
     inside = both(in_t[:, None], in_e)
-    store_operand(y_TC, y / total[:, None], t, c, inside, HQ * E, PADDED)
+    y = y / total[:, None]
+    if GATED:
+        gate_at = gate_THE + t[:, None].to(tl.int64) * (HQ * E) + c[None, :]
+        y *= tl.sigmoid(tl.load(gate_at, mask=inside, other=0.0))
+    store_operand(y_TC, y, t, c, inside, HQ * E, PADDED)
     if A_RANKS > 0:
         # Read back rather than kept: Triton would convert every split above to the product's layout (7 us
         # instead of 3).
@@ -245,6 +250,7 @@ def combine_splits(
     *,
     padded_tokens: int = 0,
     sink_H: torch.Tensor | None = None,
+    gate_THE: torch.Tensor | None = None,
     a: LoraA = NO_A,
 ) -> None:
     """Write the attention's output y, bf16, as the output projection reads it.
@@ -254,6 +260,7 @@ def combine_splits(
         y_TC: Written, [T, C] or in the order of ``packed_gemm``.
         padded_tokens: Tokens that ``y_TC`` has room for in the order of ``packed_gemm``; 0 for [T, C].
         sink_H: fp32, a logit per head that takes part in the softmax and has no value.
+        gate_THE: fp32, as `rope_kv` left it: the output is multiplied by its sigmoid.
         a: LoRA of the output projection.
 
     Raises:
@@ -262,11 +269,11 @@ def combine_splits(
     splits, tokens, heads, size = out_ZTHE.shape
     block_t, shared = 16, shared_bytes(out_ZTHE)
     arguments = pointers(
-        "combine_splits", y_TC, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH, sink_H=sink_H, a_RK=a.a_RK, y_TC=y_TC,
-        parts_PTR=a.xa.parts_PTR,
+        "combine_splits", y_TC, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH, sink_H=sink_H, gate_THE=gate_THE,
+        a_RK=a.a_RK, y_TC=y_TC, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
     _combine_splits[(heads, triton.cdiv(tokens, block_t))](
         *arguments, tokens, HQ=heads, E=size, E_PADDED=triton.next_power_of_2(size), Z=splits,
-        SINKS=sink_H is not None, **a.constants(rank_part(a.ranks, shared)),
+        SINKS=sink_H is not None, GATED=gate_THE is not None, **a.constants(rank_part(a.ranks, shared)),
         PADDED=padded_tokens, BLOCK_T=block_t, num_warps=4, **dependent(out_ZTHE),
     )  # fmt: skip

@@ -60,6 +60,11 @@ class LoraB:
         """Ranks of one linear layer; 0 without an adapter."""
         return 0 if self.b_NR is None else self.b_NR.shape[1]
 
+    @property
+    def columns(self) -> int:
+        """Columns of x A^T, those of other narrow linears behind LoRA's among them; 0 without any."""
+        return 0 if self.xa.sum_TR is None else self.xa.sum_TR.shape[1]
+
     def constants(self, part: int) -> dict[str, int]:
         """Constants of the kernel that reads the product.
 

@@ -9,6 +9,9 @@ scale, which holds up to 448; what is larger is cut off there.
 
 Number i of a head is turned with number i + stride, for every i below pairs. A program holds a head as two
 halves, the first and the second of each pair, with what is not turned behind them.
+
+Where attention's output has a gate, the product has a query head's gate behind its query, and as wide. Gates
+are finished here, by programs of their own, and `combine_splits` multiplies by them.
 """
 
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qerl.errors import QeRLError
 from qerl.kernels.decode.common import (
     apply_b,
     begin,
@@ -46,6 +50,10 @@ class Heads:
         fused: True if one linear with one adapter is behind all of the product.
         turned: Pairs, and the distance between the two of a pair; (0, 0) for none, None for halves.
         position_scale: (beta, n): queries at position p are multiplied by 1 + beta ln(1 + floor(p / n)).
+        gated: True if the product has the gate of each query head's output behind the head's query.
+
+    Raises:
+        QeRLError: Gated heads have a norm of all heads together, in whose sums the gates would be.
     """
 
     norm_N: torch.Tensor | None = None
@@ -55,6 +63,14 @@ class Heads:
     fused: bool = False
     turned: tuple[int, int] | None = None
     position_scale: tuple[float, int] | None = None
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gated and self.squares_PT is not None:
+            raise QeRLError(
+                "Heads was given gated heads with a norm of all heads together, which rope_kv does not "
+                "compute; give each head a norm of its own."
+            )
 
 
 PLAIN = Heads()
@@ -81,14 +97,14 @@ def norm_of_all(squares_PT, part, t, in_t, T, eps, Q, K, COLUMNS: tl.constexpr, 
 @triton.jit
 def _rope_kv(
     gemm_STN, partials_G, scale_L, squares_PT, xa_TR, b_NR, bias_N, norm_N, heads_PT,
-    cos_MP, sin_MP, position_T, slot_T, q_THE, k_cache, v_cache,
+    cos_MP, sin_MP, position_T, slot_T, q_THE, gate_THE, k_cache, v_cache,
     T, N, D, eps, scale_beta, scale_positions,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, HALF_PADDED: tl.constexpr, PAGE: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, COLUMNS: tl.constexpr, ALL_PADDED: tl.constexpr,
     V_NORM: tl.constexpr, K_IS_V: tl.constexpr, FUSED: tl.constexpr,
-    PAIRS: tl.constexpr, STRIDE: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
+    PAIRS: tl.constexpr, STRIDE: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -112,6 +128,11 @@ def _rope_kv(
         column = tl.where(part == 2, head - HKV, head)
         linear = tl.minimum(part, 1)
     LINEARS: tl.constexpr = 1 if FUSED else 2 if K_IS_V else 3
+    if GATED:  # queries and gates in turn, then keys and values; programs of gates are the last
+        gate_head = head - HQ - 2 * HKV
+        of_gate = gate_head >= 0
+        column = tl.where(of_gate, 2 * gate_head + 1, tl.where(part == 0, 2 * head, column + HQ))
+        linear = tl.where(of_gate, 0, linear)
     if FUSED:
         linear = 0
     n1 = column * E + e1
@@ -146,6 +167,11 @@ def _rope_kv(
     if HAS_BIAS:
         x1 += bias1[None, :]
         x2 += bias2[None, :]
+    if GATED and of_gate:
+        to = gate_THE + (t[:, None] * HQ + gate_head) * E + e1[None, :]
+        tl.store(to, x1, mask=both(in_t[:, None], in_e))
+        tl.store(to + across, x2, mask=both(in_t[:, None], in_e))
+        return
     if part < 2:
         if QK_NORM == 1:
             weight = norm_N + part * E
@@ -201,12 +227,20 @@ def _find_slots(
     begin(PDL)
     place = tl.load(limit_2T + T + t, mask=in_t, other=0) - 1
     table = tl.load(table_T + t, mask=in_t, other=0)
-    page = tl.load(tables_GB + table * width + place // PAGE, mask=place >= 0, other=0)
-    tl.store(slot_T + t, tl.where(place >= 0, page * PAGE + place % PAGE, -1), mask=in_t)
+    if PAGE == 0:  # a block has no places
+        slot = tl.load(tables_GB + table * width, mask=place >= 0, other=0)
+    else:
+        page = tl.load(tables_GB + table * width + place // PAGE, mask=place >= 0, other=0)
+        slot = page * PAGE + place % PAGE
+    tl.store(slot_T + t, tl.where(place >= 0, slot, -1), mask=in_t)
 
 
 def find_slots(
-    limit_2T: torch.Tensor, table_T: torch.Tensor, tables_GB: torch.Tensor, slot_T: torch.Tensor, page: int
+    limit_2T: torch.Tensor,
+    table_T: torch.Tensor,
+    tables_GB: torch.Tensor,
+    slot_T: torch.Tensor,
+    page: int | None,
 ) -> None:
     """Write where the key and value of each token go in a pool: block * block tokens + offset; -1: nowhere.
 
@@ -215,12 +249,12 @@ def find_slots(
         table_T: int32, the row of ``tables_GB`` that lists the blocks of each token's sequence.
         tables_GB: int32 block tables of the pool.
         slot_T: int32, written.
-        page: Tokens of a block.
+        page: Tokens of a block; None where a sequence has one block, its state, and that is its slot.
     """
     tokens, block_t = len(slot_T), 128
     _find_slots[(triton.cdiv(tokens, block_t),)](
         limit_2T, table_T, tables_GB, slot_T, tokens, tables_GB.shape[1],
-        PAGE=page, BLOCK_T=block_t, **dependent(slot_T),
+        PAGE=page or 0, BLOCK_T=block_t, **dependent(slot_T),
     )  # fmt: skip
 
 
@@ -239,15 +273,16 @@ def rope_kv(
     width: int,
     eps: float,
     heads: Heads = PLAIN,
+    gate_THE: torch.Tensor | None = None,
     partials_G: torch.Tensor | None = None,
     bias_N: torch.Tensor | None = None,
     b: LoraB = NO_B,
 ) -> None:
-    """Write queries to a buffer, and keys and values to their places in the cache.
+    """Write queries and gates to buffers, and keys and values to their places in the cache.
 
     Args:
         gemm_STN: fp32 or bf16 [S, T, N], N at least (query heads + 2 kv heads) * head size, or as many with
-            one kv heads where keys are values.
+            one kv heads where keys are values; gates are query heads more.
         scale_L: fp32 factors of the product's linears.
         squares_PT: Partial sums of squares from :func:`residual_norm`; empty where the input has no norm.
         cos_MP, sin_MP: fp32 [positions, pairs].
@@ -258,13 +293,20 @@ def rope_kv(
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorms do.
         heads: What else happens to heads.
+        gate_THE: fp32, like queries, written where heads have gates, and None where they have none.
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         bias_N: Bias of q, k, v, any floating dtype.
         b: LoRA of q, k and v: the three B on top of each other, and the sum x A^T [T, 3 R] of all.
 
     Raises:
-        QeRLError: A tensor is not contiguous.
+        QeRLError: A tensor is not contiguous, or there are gates without a buffer or the other way round.
     """
+    if heads.gated != (gate_THE is not None):
+        given = "no" if gate_THE is None else "a"
+        raise QeRLError(
+            f"rope_kv was given {given} gate_THE for heads with gated={heads.gated}; pass an fp32 buffer of "
+            "q_THE's shape for gated heads, and None for others."
+        )
     splits, tokens, columns = gemm_STN.shape
     count, size = q_THE.shape[1:]
     kv_heads, page = k_cache.shape[1:3]
@@ -277,9 +319,9 @@ def rope_kv(
         "rope_kv", gemm_STN, gemm_STN=gemm_STN, partials_G=partials_G, scale_L=scale_L,
         squares_PT=squares_PT, xa_TR=b.xa.sum_TR, b_NR=b.b_NR, bias_N=bias_N, norm_N=heads.norm_N,
         heads_PT=sums, cos_MP=cos_MP, sin_MP=sin_MP, position_T=position_T, slot_T=slot_T,
-        q_THE=q_THE, k_cache=k_cache, v_cache=v_cache,
+        q_THE=q_THE, gate_THE=gate_THE, k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
-    _rope_kv[(count + 2 * kv_heads, triton.cdiv(tokens, block_t))](
+    _rope_kv[(count + 2 * kv_heads + count * heads.gated, triton.cdiv(tokens, block_t))](
         *arguments, tokens, columns, width, eps, beta, positions,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)),
@@ -288,6 +330,6 @@ def rope_kv(
         COLUMNS=1 if sums is None else columns // sums.shape[0],
         ALL_PADDED=1 if sums is None else triton.next_power_of_2(sums.shape[0]),
         V_NORM=heads.v_norm, K_IS_V=heads.k_is_v, FUSED=heads.fused,
-        PAIRS=pairs, STRIDE=stride, SCALED=heads.position_scale is not None,
+        PAIRS=pairs, STRIDE=stride, SCALED=heads.position_scale is not None, GATED=heads.gated,
         BLOCK_T=block_t, num_warps=4, **dependent(gemm_STN),
     )  # fmt: skip

@@ -30,7 +30,7 @@ def _sum_product(
     gemm_STN, partials_G, scale_Y, squares_PT, xa_TR, b_NR, bias_N, y_TN, y_squares_PT,
     T, N, D, eps, first_end, second_end,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
-    LINEARS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    R_TOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -48,7 +48,7 @@ def _sum_product(
     begin(PDL)
     y = sum_partials(gemm_STN, counts, t, in_t, n, in_n, T, N, S) * scale
     if R > 0:
-        y += apply_b(xa_TR, linear * R, b, b_NR, n, in_n, t, in_t, LINEARS * R, R, PART)
+        y += apply_b(xa_TR, linear * R, b, b_NR, n, in_n, t, in_t, R_TOTAL, R, PART)
     y *= inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)[:, None]
     if HAS_BIAS:
         y += bias[None, :]
@@ -100,6 +100,6 @@ def sum_product(
     _sum_product[(columns // block_n, triton.cdiv(tokens, block_t))](
         *arguments, tokens, columns, width, eps, *ends,
         S=product.out_STN.shape[0], SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
-        **b.constants(rank_part(b.ranks, shared_bytes(y_TN))), LINEARS=len(outputs),
+        **b.constants(rank_part(b.ranks, shared_bytes(y_TN))), R_TOTAL=b.columns,
         HAS_BIAS=bias_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **dependent(y_TN),
     )  # fmt: skip

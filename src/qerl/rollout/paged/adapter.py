@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.families.layer import Product
+from qerl.families.layer import DeltaNet, LayerSpec, Product
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import MAX_RANK, pad_rank
 from qerl.lora.kinds import active_adapter, why_not
@@ -63,6 +63,13 @@ def linears_of(layer: nn.Module, product: Product) -> list[nn.Module]:
     return [layer.get_submodule(linear.place) for linear in product.linears]
 
 
+def gates_of(layer: nn.Module, spec: LayerSpec, product: Product) -> list[nn.Module]:
+    """Narrow linears that read the same input as a product and are computed with its x A^T."""
+    if not isinstance(spec.mixer, DeltaNet) or product.name != "qkvz":
+        return []
+    return [inner(layer.get_submodule(place)) for place in DeltaNet.GATES]
+
+
 @dataclass
 class _Place:
     """A linear's own part of a product's buffers: which A from the top, and B's first row."""
@@ -90,7 +97,8 @@ class Adapter:
     dtype: torch.dtype
     rank: int = 0
     _parts: list[nn.Module] = field(default_factory=list)
-    _places: list[tuple[Lora, list[_Place]]] = field(default_factory=list)
+    _places: list[tuple[torch.Tensor, torch.Tensor, list[_Place]]] = field(default_factory=list)
+    _gates: list[tuple[torch.Tensor, nn.Module]] = field(default_factory=list)
 
     def bind(self, decoder: Decoder) -> bool:
         """Makes the buffers, and hands them to the decoder, unless those that there are still fit.
@@ -101,49 +109,53 @@ class Adapter:
         highest = highest_rank(self.base)
         rank = pad_rank(highest) if highest else 0
         bound = [
-            (projection, linears_of(layer, product))
+            (projection, linears_of(layer, product), gates_of(layer, read.spec, product))
             for layer, read in zip(self.layers, decoder.layers, strict=True)
             for product, projection in zip(read.spec.products, read.projections, strict=True)
         ]
-        parts = [linear for _, linears in bound for linear in linears]
+        parts = [linear for _, linears, _ in bound for linear in linears]
         same = len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True))
         if same and rank == self.rank:
             return False
-        self.rank, self._parts, self._places = rank, parts, []
-        for projection, linears in bound:
-            projection.lora = self._buffers(linears)
+        self.rank, self._parts, self._places, self._gates = rank, parts, [], []
+        for projection, linears, gates in bound:
+            projection.lora = self._buffers(linears, gates)
         return True
 
     def copy(self) -> None:
         """Writes what training may have changed: A, and B scaled by alpha / r (or alpha / sqrt r)."""
-        for lora, places in self._places:
-            lora.a_RK.zero_()
-            lora.b_NR.zero_()
+        for a_RK, b_NR, places in self._places:
+            a_RK.zero_()
+            b_NR.zero_()
             for place in places:
-                self._copy(lora, place)
+                self._copy(a_RK, b_NR, place)
+        for rows_VK, gate in self._gates:
+            rows_VK.copy_(cast(torch.Tensor, gate.weight))
 
-    def _copy(self, lora: Lora, place: _Place) -> None:
+    def _copy(self, stacked_RK: torch.Tensor, stacked_NR: torch.Tensor, place: _Place) -> None:
         module = cast(Any, place.module)
         if (name := active_adapter(module)) is None:
             return
         a_RK, b_NR = module.lora_A[name].weight, module.lora_B[name].weight
         rank, top = len(a_RK), place.index * self.rank
-        lora.a_RK[top : top + rank].copy_(a_RK)
-        lora.b_NR[place.row : place.row + len(b_NR), :rank].copy_(b_NR * module.scaling[name])
+        stacked_RK[top : top + rank].copy_(a_RK)
+        stacked_NR[place.row : place.row + len(b_NR), :rank].copy_(b_NR * module.scaling[name])
 
-    def _buffers(self, parts: list[nn.Module]) -> Lora | None:
-        if not self.rank:
+    def _buffers(self, parts: list[nn.Module], gates: list[nn.Module]) -> Lora | None:
+        if not (self.rank or gates):
             return None
         linears = [cast(Any, inner(part)) for part in parts]
         device = next(tensors(linears[0])).device
         width, rows = linears[0].in_features, [linear.out_features for linear in linears]
-        lora = Lora(
-            torch.zeros(self.rank * len(parts), width, dtype=self.dtype, device=device),
-            torch.zeros(sum(rows), self.rank, dtype=self.dtype, device=device),
-        )
+        stacked, narrow = self.rank * len(parts), [cast(Any, gate).out_features for gate in gates]
+        a_RK = torch.zeros(stacked + sum(narrow), width, dtype=self.dtype, device=device)
+        self._gates += zip(a_RK[stacked:].split(narrow), gates, strict=True) if gates else []
+        if not self.rank:
+            return Lora(a_RK, None)
+        b_NR = torch.zeros(sum(rows), self.rank, dtype=self.dtype, device=device)
         places = [_Place(p, i, sum(rows[:i])) for i, p in enumerate(parts) if isinstance(p, BaseTunerLayer)]
-        self._places.append((lora, places))
-        return lora
+        self._places.append((a_RK, b_NR, places))
+        return Lora(a_RK, b_NR)
 
 
 def check_adapter(base: PreTrainedModel) -> None:

@@ -18,18 +18,26 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.families.layer import LayerSpec, Product, Rotary
+from qerl.families.layer import Attention, DeltaNet, LayerSpec, Product, Rotary
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes, rope_parameters
 from qerl.families.table import why_not_described
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.storage import stack_tiles, why_no_tiles
 from qerl.kernels.decode.rope_kv import Heads
+from qerl.kernels.limits import MAX_HEAD
 from qerl.kernels.weights import nf4
 from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
 from qerl.rollout.paged.adapter import Adapter, check_adapter, inner, linears_of, why_not_with_adapters
-from qerl.rollout.paged.weights import AttentionWeights, Decoder, Layer, MLPWeights, Projection
+from qerl.rollout.paged.weights import (
+    AttentionWeights,
+    Decoder,
+    DeltaNetWeights,
+    Layer,
+    MLPWeights,
+    Projection,
+)
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 MOST_GROUPED = 64
@@ -58,6 +66,10 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
             return f"its rotary embedding is of the type {rope['rope_type']}, which changes with the length"
     for run in Sizes.of(config).runs:
         mixer = run.spec.mixer
+        if isinstance(mixer, DeltaNet):
+            if mixer.value_size > MAX_HEAD or mixer.key_size > MAX_HEAD:
+                return f"its delta nets have heads wider than {MAX_HEAD}"
+            continue
         if mixer.head_size not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
             return f"its heads are {mixer.head_size} wide, and the kernels take {sizes}"
@@ -220,18 +232,13 @@ class Binding:
         return changed
 
     def _layer(self, layer: Any, spec: LayerSpec) -> Layer:
-        qkv, o, gate_up, down = (self._projection(linears_of(layer, product)) for product in spec.products)
-        attention, described, around = layer.self_attn, spec.mixer, spec.around
-        heads = Heads(
-            norm_N=self._head_norms(attention) if described.qk_norm else None,
-            v_norm=described.v_norm,
-            k_is_v=described.k_is_v,
-            fused=described.fused,
-            turned=(described.rotary.pairs, described.rotary.stride) if described.rotary else (0, 0),
-            position_scale=described.position_scale,
+        first, last, gate_up, down = (self._projection(linears_of(layer, each)) for each in spec.products)
+        described, around = spec.mixer, spec.around
+        mixer = (
+            self._delta_net(layer, first, last)
+            if isinstance(described, DeltaNet)
+            else self._attention(layer.self_attn, described, first, last)
         )
-        sink_H = self._copy(attention, "sinks") if described.sinks else None
-        mixer = AttentionWeights(qkv, o, heads, *self._tables(described.rotary), sink_H)
         norms = [self._norm(layer.get_submodule(place)) if place else None for place in around]
         ones_D = torch.ones(spec.hidden, device=self._base.device)
         before_mixer_D, behind_mixer_D, before_mlp_D, behind_mlp_D = norms
@@ -244,6 +251,32 @@ class Binding:
             behind_mixer_D,
             behind_mlp_D,
             self._copy(layer, spec.scalar) if spec.scalar else None,
+        )
+
+    def _attention(
+        self, attention: Any, described: Attention, qkv: Projection, o: Projection
+    ) -> AttentionWeights:
+        heads = Heads(
+            norm_N=self._head_norms(attention) if described.qk_norm else None,
+            v_norm=described.v_norm,
+            k_is_v=described.k_is_v,
+            fused=described.fused,
+            gated=described.gated,
+            turned=(described.rotary.pairs, described.rotary.stride) if described.rotary else (0, 0),
+            position_scale=described.position_scale,
+        )
+        sink_H = self._copy(attention, "sinks") if described.sinks else None
+        return AttentionWeights(qkv, o, heads, *self._tables(described.rotary), sink_H)
+
+    def _delta_net(self, layer: Any, qkvz: Projection, out: Projection) -> DeltaNetWeights:
+        module = layer.linear_attn
+        return DeltaNetWeights(
+            qkvz,
+            out,
+            module.conv1d.weight.detach()[:, 0].T.float().contiguous(),
+            -module.A_log.detach().float().exp(),
+            module.dt_bias.detach().float(),
+            module.norm.weight.detach().float(),
         )
 
     def _projection(self, linears: list[nn.Module]) -> Projection:

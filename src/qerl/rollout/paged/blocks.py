@@ -1,9 +1,13 @@
 """Which blocks of the KV cache are free, and who holds the others: plain Python, no tensors.
 
-A block holds the keys and values of 64 tokens, in all layers of a pool (`qerl.rollout.paged.limits`). A
-prompt's blocks are held once by each sequence that reads them, so the group shares them and the last to
+A block holds the keys and values of 64 tokens, in all layers of a pool (`qerl.rollout.paged.limits`), or the
+state of one sequence. A prompt's blocks are held once by each sequence that reads them, so the group shares them and the last to
 finish frees them. A sequence's own tokens start in a fresh block even where the prompt's last block has room:
 nothing is ever copied or written to while shared, at the price of less than one block per prompt.
+
+A state is a block that holds any number of tokens. It is overwritten with every one, so it cannot be shared
+with a sequence that goes on: whoever enters has the prompt's copied (`copies`), and what was computed beyond a
+sequence's end (`rewinds`) is computed again from there.
 
 In a pool with a window, blocks that no token to come sees are given back, and stand in tables as `GONE`.
 What is longer than window and pass of prefill together never has all its blocks at once: those that a pass
@@ -17,7 +21,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from qerl.errors import QeRLError
-from qerl.rollout.paged.limits import Units, window_blocks
+from qerl.rollout.paged.limits import Pool, Units, window_blocks
 
 if TYPE_CHECKING:  # the contract that sequences come from needs torch
     from qerl.rollout.session import Prompt, Sequence
@@ -25,24 +29,31 @@ if TYPE_CHECKING:  # the contract that sequences come from needs torch
 GONE = -1
 """In a table, a block that was given back."""
 
+_ANY_NUMBER = 1 << 62
+"""Tokens that a state has room for."""
+
 
 class BlockManager:
     """Reference-counted blocks of one pool; a `qerl.rollout.paged.scheduler.SequenceMemory`.
 
     Args:
         count: Number of blocks in the pool.
-        block_tokens: Number of tokens that a block holds.
+        block_tokens: Number of tokens that a block holds, unless it is a state.
         pool: Number of the pool, by which prompts and sequences have its tables.
-        window: Tokens that its layers see; None for all.
+        held: What its blocks hold.
         pass_tokens: Tokens that a pass of prefill computes at most.
+
+    Attributes:
+        rewinds: See `SequenceMemory`.
     """
 
     def __init__(
-        self, count: int, block_tokens: int, pool: int = 0, window: int | None = None, pass_tokens: int = 0
+        self, count: int, block_tokens: int, pool: int = 0, held: Pool = None, pass_tokens: int = 0
     ) -> None:
-        self.count = count
-        self.block_tokens = block_tokens
-        self._pool, self._window, self._pass_tokens = pool, window, pass_tokens
+        self.count, self.rewinds = count, held != "state"
+        self.block_tokens = _ANY_NUMBER if held == "state" else block_tokens
+        self._window = None if held == "state" else held
+        self._pool, self._pass_tokens = pool, pass_tokens
         self._readers: Counter[Prompt] = Counter()
         self._free = list(range(count - 1, -1, -1))
         self._holders: Counter[int] = Counter()
@@ -97,10 +108,11 @@ class BlockManager:
         """See `SequenceMemory.check`."""
         needed = self._at_once(prompt.cached_tokens) + self._at_once(limit)
         if needed > self.count:
+            each = f"of {self.block_tokens} tokens" if self.rewinds else "with a state"
             raise QeRLError(
                 f"Prompt {prompt.number} has {len(prompt.token_ids)} tokens and with {limit} new ones needs "
-                f"{needed} cache blocks of {self.block_tokens} tokens; the cache has {self.count}: free GPU "
-                "memory, or lower max_tokens."
+                f"{needed} cache blocks {each}; the cache has {self.count}: free GPU memory, or lower "
+                "max_tokens."
             )
 
     def held(self, sequence: Sequence) -> int:
@@ -131,6 +143,13 @@ class BlockManager:
         sequence.blocks[self._pool] = []
         self._readers[prompt] += 1
         return fresh
+
+    def copies(self, sequence: Sequence) -> dict[int, int | None]:
+        """See `SequenceMemory.copies`."""
+        if self.rewinds or sequence.cached:
+            return {}
+        (own,), of_prompt = sequence.blocks[self._pool], sequence.prompt.blocks[self._pool]
+        return {own: of_prompt[0] if of_prompt else None}
 
     def reserve(self, sequence: Sequence, steps: int) -> None:
         """See `SequenceMemory.reserve`."""
@@ -187,13 +206,14 @@ class BlockManager:
 
 
 class Pools:
-    """The pools of a model in which some layers have a window and others do not.
+    """The pools of a model whose layers see differently far, or some of which carry a state.
 
     It is a `qerl.rollout.paged.scheduler.SequenceMemory` whose numbers are those of each pool.
     """
 
     def __init__(self, pools: Items[BlockManager]) -> None:
         self._pools = pools
+        self.rewinds = all(pool.rewinds for pool in pools)
         self.count = Units(pool.count for pool in pools)
 
     @property
@@ -224,6 +244,10 @@ class Pools:
         assert len(fresh) == 1, "the pools of a prompt come and go together"
         return fresh.pop()
 
+    def copies(self, sequence: Sequence) -> dict[int, int | None]:
+        """See `SequenceMemory.copies`."""
+        return {block: source for pool in self._pools for block, source in pool.copies(sequence).items()}
+
     def reserve(self, sequence: Sequence, steps: int) -> None:
         """See `SequenceMemory.reserve`."""
         for pool in self._pools:
@@ -236,18 +260,18 @@ class Pools:
 
 
 def memory_of(
-    counts: Items[int], windows: Items[int | None], block_tokens: int, pass_tokens: int
+    counts: Items[int], held: Items[Pool], block_tokens: int, pass_tokens: int
 ) -> BlockManager | Pools:
     """The blocks of a cache with these pools, all of them free.
 
     Args:
         counts: Blocks of each pool.
-        windows: Of each pool.
+        held: What each holds.
         block_tokens: Tokens of a block.
         pass_tokens: Tokens that a pass of prefill computes at most.
     """
     pools = [
-        BlockManager(count, block_tokens, pool, window, pass_tokens)
-        for pool, (count, window) in enumerate(zip(counts, windows, strict=True))
+        BlockManager(count, block_tokens, pool, of_pool, pass_tokens)
+        for pool, (count, of_pool) in enumerate(zip(counts, held, strict=True))
     ]
     return pools[0] if len(pools) == 1 else Pools(pools)

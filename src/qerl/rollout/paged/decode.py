@@ -94,7 +94,7 @@ class DecodeStep:
         tiles = [attention.decode_rows(kind.group) for kind in kinds]
         self.forward = Forward(decoder, tokens, [splits(kind) for kind in kinds], tiles)
         together = [tile // kind.group for tile, kind in zip(tiles, kinds, strict=True)]
-        pools = len(cache.geometry.windows)
+        pools = len(cache.geometry.pools)
         self.rows = Rows(rows, max_new, table_width, pools, together, device, drafted)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
         self._stats_3TB = torch.empty(3, tokens, blocks, device=device)

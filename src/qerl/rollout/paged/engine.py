@@ -29,6 +29,7 @@ from qerl.rollout.engine import (
     RolloutResult,
     SamplingParams,
     WhenEnded,
+    check_drafts,
     check_keys,
     check_model,
     check_request,
@@ -90,6 +91,7 @@ class PagedEngine(RolloutEngine):
             raise QeRLError(f"The paged engine cannot run this model: {reason}. Use the portable engine.")
         config = base_model(model).config.get_text_config(decoder=True)
         check_keys(kv_cache_dtype, Sizes.of(config))
+        check_drafts(speculative_tokens, config)
         if not 1 <= max_sequences <= MAX_ROWS:
             raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {MAX_ROWS}.")
         self.model = model

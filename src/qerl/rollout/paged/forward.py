@@ -10,6 +10,16 @@ What a layer computes, by the names of transformers and vLLM, with ours behind t
     kv_cache[place] = k, v                             # the page and the place in it
     y = paged_attention(q, kv_cache, block_tables)     # attend, combine_splits: the prompt's pages, its own
     x = x + o_proj(y)                                  # Layer.mixer.o; the sum is in the next residual_norm
+
+or, where the mixer is a delta net (`qerl.rollout.paged.delta_net`),
+
+    qkv, z = in_proj_qkv(h), in_proj_z(h)              # Layer.mixer.qkvz: one GEMM; its x A^T brings the gates
+    q, k, v = conv1d(qkv)                              # delta_inputs, with the last inputs of each sequence
+    state, y = delta_rule(state, q, k, v, decay, beta) # delta_step
+    x = x + out_proj(norm(y) * silu(z))                # gated_norm, Layer.mixer.out
+
+and then
+
     h = rmsnorm(x, post_attention_layernorm)           # residual_norm
     gate, up = gate_up_proj(h)                         # Layer.mlp.gate_up
     x = x + down_proj(act(gate) * up)                  # act_mul: SwiGLU or GELU; then Layer.mlp.down
@@ -22,19 +32,31 @@ each. See qerl.kernels.decode.common for how LoRA and normalisation ride along.
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
 
-from qerl.families.layer import LayerSpec
+from qerl.families.layer import Attention, DeltaNet, LayerSpec
 from qerl.kernels.decode import act_mul, residual_norm, rope_kv
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
 from qerl.kernels.decode.sum_product import block_of, sum_product
 from qerl.kernels.limits import PAGE
 from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
+from qerl.rollout.paged.delta_net import DeltaNets, Runs
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.weights import Decoder, Kind, Layer, Projection, kinds_of, look_ahead
+from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.weights import (
+    AttentionWeights,
+    Decoder,
+    DeltaNetWeights,
+    Kind,
+    Layer,
+    Projection,
+    kinds_of,
+    look_ahead,
+)
 
 
 @dataclass
@@ -48,6 +70,8 @@ class Inputs:
         table_T: The row of block tables that lists each token's own blocks.
         tables: Block tables [G, B] of each pool.
         items: Of each kind of attention, items [.., 4] and the tokens of each, as `attend` takes them.
+        runs: In a pass of prefill over a model with delta nets, its sequences; None where each token is of
+            another sequence.
     """
 
     token_T: torch.Tensor
@@ -56,6 +80,16 @@ class Inputs:
     table_T: torch.Tensor
     tables: list[torch.Tensor]
     items: list[tuple[torch.Tensor, torch.Tensor]]
+    runs: Runs | None = None
+
+
+class Sums(NamedTuple):
+    """The sums x A^T of a layer's four products."""
+
+    into_mixer: LoraSum
+    from_mixer: LoraSum
+    gate_up: LoraSum
+    down: LoraSum
 
 
 @dataclass
@@ -68,6 +102,7 @@ class Attending:
         splits: Number of parallel splits of each item's keys.
         tile: Rows of a tile, see :func:`qerl.kernels.decode.attend.attend`.
         q_THE: Queries.
+        gate_THE: What gives each head's output its gate, where it has one.
         out_ZTHE: Outputs of splits.
         lse_ZTH: Their log-sum-exp, this kind's own: halves that no item covers stay at -inf.
     """
@@ -77,6 +112,7 @@ class Attending:
     splits: int
     tile: int
     q_THE: torch.Tensor
+    gate_THE: torch.Tensor | None
     out_ZTHE: torch.Tensor
     lse_ZTH: torch.Tensor
 
@@ -95,7 +131,7 @@ class Forward:
     """
 
     def __init__(self, decoder: Decoder, tokens: int, splits: list[int], tiles: list[int]) -> None:
-        device, specs = decoder.embedding_VD.device, [run.spec for run in decoder.sizes.runs]
+        device, specs = decoder.embedding_VD.device, list({run.spec for run in decoder.sizes.runs})
         hidden = decoder.sizes.hidden
         self.decoder, self.tokens = decoder, tokens
 
@@ -113,30 +149,41 @@ class Forward:
             padded = max(tokens, *(weight.padded_tokens(tokens) for weight in weights))
             return torch.zeros(padded * width, dtype=decoder.dtype, device=device)
 
-        queries, inner = max(s.mixer.queries for s in specs), max(s.mlp.intermediate for s in specs)
-        self.u, self.attended, self.h = operand(hidden), operand(queries), operand(inner)
+        mixed = max(s.mixer.products(hidden)[-1].inputs for s in specs)
+        inner = max(s.mlp.intermediate for s in specs)
+        self.u, self.mixed, self.h = operand(hidden), operand(mixed), operand(inner)
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
         self.squares_PT, self._no_squares_PT = new(columns, tokens), new(0, tokens)
-        kinds, windows = kinds_of(decoder.sizes), decoder.sizes.windows
-        q = new(tokens * queries, dtype=decoder.dtype)
+        kinds, pools = kinds_of(decoder.sizes), KVGeometry.of(decoder.sizes, 2).pools
+        q = new(tokens * max(k.heads * k.head_size for k in kinds), dtype=decoder.dtype)
         most = max(2 * count * tokens * k.heads * k.head_size for k, count in zip(kinds, splits, strict=True))
         out = new(most)
+        gates = [k.heads * k.head_size for k in kinds if k.gated]
+        gate = new(tokens * max(gates)) if gates else None
 
         def of_kind(number: int, kind: Kind, count: int, tile: int) -> Attending:
             shape = (2 * count, tokens, kind.heads)
             heads = (tokens, kind.heads, kind.head_size)
             whole = (*shape, kind.head_size)
             return Attending(
-                number, windows.index(kind.window), count, tile, q[: math.prod(heads)].view(heads),
+                number, pools.index(kind.window), count, tile, q[: math.prod(heads)].view(heads),
+                None if gate is None or not kind.gated else gate[: math.prod(heads)].view(heads),
                 out[: math.prod(whole)].view(whole), new(*shape).fill_(-torch.inf),
             )  # fmt: skip
 
         self._attending = [of_kind(i, *each) for i, each in enumerate(zip(kinds, splits, tiles, strict=True))]
-        self._slots = [new(tokens, dtype=torch.int32) for _ in windows]
+        self._slots = [new(tokens, dtype=torch.int32) for _ in pools]
+        self._pages = [None if pool == "state" else PAGE for pool in pools]
+        self._delta_nets = _delta_nets(decoder, tokens)
         # By layer and not by description, whose hash takes longer than a launch.
         sums = _lora_sums(decoder, tokens)
-        self._kinds = [self._attending[kinds.index(Kind.of(layer.spec))] for layer in decoder.layers]
+        mixers = [layer.spec.mixer for layer in decoder.layers]
+        self._kinds = [
+            self._attending[kinds.index(Kind.of(each))] if isinstance(each, Attention) else None
+            for each in mixers
+        ]
+        self._states = pools.index("state") if "state" in pools else -1
         self._sums = [sums[layer.spec] for layer in decoder.layers]
         self._summed = new(tokens * max(sum(of) for s in specs for of in ((), *s.summed.values())))
         self._one_L = torch.ones(3, device=device)
@@ -178,32 +225,62 @@ class Forward:
         """
         decoder = self.decoder
         first = decoder.layers[0]
-        for tables_GB, slot_T in zip(inputs.tables, self._slots, strict=True):
-            rope_kv.find_slots(inputs.limit_2T, inputs.table_T, tables_GB, slot_T, PAGE)
+        for tables_GB, slot_T, page in zip(inputs.tables, self._slots, self._pages, strict=True):
+            rope_kv.find_slots(inputs.limit_2T, inputs.table_T, tables_GB, slot_T, page)
         residual_norm.residual_norm(
             self.residual_TD, first.before_mixer_D, self.u, self.squares_PT,
-            padded_tokens=self._padded(first.mixer.qkv), embedding=(decoder.embedding_VD, inputs.token_T),
-            gain=decoder.embedding_scale, a=_a(first.mixer.qkv, self._sums[0]["qkv"]),
+            padded_tokens=self._padded(first.projections[0]), embedding=(decoder.embedding_VD, inputs.token_T),
+            gain=decoder.embedding_scale, a=_a(first.projections[0], self._sums[0].into_mixer),
         )  # fmt: skip
-        for i in range(len(decoder.layers)):
-            self._attention(i, cache.k[i], cache.v[i], inputs)
+        for i, layer in enumerate(decoder.layers):
+            if isinstance(layer.mixer, DeltaNetWeights):
+                self._delta_net(layer.spec, layer.mixer, self._sums[i], cache.layers[i], inputs)
+            else:
+                self._attention(layer.spec, layer.mixer, self._sums[i], self._kinds[i], cache.layers[i], inputs)
+            self._add_mixed(layer, self._sums[i])
             self._mlp(i)
         return self.u_TD
 
-    def _attention(self, i: int, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> None:
-        """From the first norm's output to the second's."""
-        decoder, layer, sums, kind = self.decoder, self.decoder.layers[i], self._sums[i], self._kinds[i]
-        mixer, following, spec = layer.mixer, layer.mlp.gate_up, layer.spec
+    def _delta_net(
+        self,
+        spec: LayerSpec,
+        mixer: DeltaNetWeights,
+        sums: Sums,
+        held: tuple[torch.Tensor, torch.Tensor],
+        inputs: Inputs,
+    ) -> None:
+        """From the first norm's output to the mixer's."""
+        nets, norm = self._delta_nets, spec.around.before_mixer
+        assert nets is not None
+        product, b = self._multiply(self.u, mixer.qkvz, sums.into_mixer), _b(mixer.qkvz, sums.into_mixer)
+        given = product, self._squares(norm), mixer, b, held
+        if inputs.runs is None:
+            nets.step(*given, inputs.position_T, self._slots[self._states])
+        else:
+            nets.run(*given, inputs.runs, self.decoder.dtype)
+        nets.normalised(mixer, self.mixed, self._padded(mixer.out), _a(mixer.out, sums.from_mixer))
+
+    def _attention(
+        self,
+        spec: LayerSpec,
+        mixer: AttentionWeights,
+        sums: Sums,
+        kind: Attending,
+        held: tuple[torch.Tensor, torch.Tensor],
+        inputs: Inputs,
+    ) -> None:
+        """From the first norm's output to the mixer's."""
+        decoder, (k, v) = self.decoder, held
         tables_GB, (item_4, order) = inputs.tables[kind.pool], inputs.items[kind.number]
-        product = self._multiply(self.u, mixer.qkv, sums["qkv"])
+        product = self._multiply(self.u, mixer.qkv, sums.into_mixer)
         heads, norm = mixer.heads, spec.around.before_mixer
-        b, bias_N = _b(mixer.qkv, sums["qkv"]), mixer.qkv.bias_N
+        b, bias_N = _b(mixer.qkv, sums.into_mixer), mixer.qkv.bias_N
         if outputs := spec.summed.get("qkv"):
-            product, squares_PT = self._sum(product, mixer.qkv, sums["qkv"], outputs, norm)
+            product, squares_PT = self._sum(product, mixer.qkv, sums.into_mixer, outputs, norm)
             heads, norm, b, bias_N = replace(heads, squares_PT=squares_PT), "", NO_B, None
         rope_kv.rope_kv(
             product.out_STN, product.scale_L, self._squares(norm), mixer.cos_MP, mixer.sin_MP,
-            inputs.position_T, self._slots[kind.pool], kind.q_THE, k, v,
+            inputs.position_T, self._slots[kind.pool], kind.q_THE, k, v, gate_THE=kind.gate_THE,
             width=spec.hidden, eps=decoder.eps, heads=heads, partials_G=product.partials_G, bias_N=bias_N,
             b=b,
         )  # fmt: skip
@@ -212,37 +289,41 @@ class Forward:
             splits=kind.splits, rows=kind.tile, scale=spec.mixer.scale, window=spec.mixer.window,
         )  # fmt: skip
         attention.combine_splits(
-            kind.out_ZTHE, kind.lse_ZTH, self.attended, padded_tokens=self._padded(mixer.o),
-            sink_H=mixer.sink_H, a=_a(mixer.o, sums["o"]),
+            kind.out_ZTHE, kind.lse_ZTH, self.mixed, padded_tokens=self._padded(mixer.o),
+            sink_H=mixer.sink_H, gate_THE=kind.gate_THE, a=_a(mixer.o, sums.from_mixer),
         )  # fmt: skip
+
+    def _add_mixed(self, layer: Layer, sums: Sums) -> None:
+        """From the mixer's output to the second norm's."""
+        last, following = layer.projections[1:3]
         self._add(
-            layer, "o", mixer.o, self.attended, sums["o"], layer.behind_mixer_D, None,
-            layer.before_mlp_D, self._padded(following), _a(following, sums["gate_up"]),
+            layer, "o" if isinstance(layer.mixer, AttentionWeights) else "out", last, self.mixed, sums.from_mixer, layer.behind_mixer_D, None,
+            layer.before_mlp_D, self._padded(following), _a(following, sums.gate_up),
         )  # fmt: skip
 
     def _mlp(self, i: int) -> None:
         """From the second norm's output to the following layer's first, or to the final norm's."""
         decoder, layer, sums = self.decoder, self.decoder.layers[i], self._sums[i]
         spec, mlp, norm = layer.spec, layer.mlp, layer.spec.around.before_mlp
-        product, b = self._multiply(self.u, mlp.gate_up, sums["gate_up"]), _b(mlp.gate_up, sums["gate_up"])
+        product, b = self._multiply(self.u, mlp.gate_up, sums.gate_up), _b(mlp.gate_up, sums.gate_up)
         if outputs := spec.summed.get("gate_up"):
-            product, _ = self._sum(product, mlp.gate_up, sums["gate_up"], outputs, norm)
+            product, _ = self._sum(product, mlp.gate_up, sums.gate_up, outputs, norm)
             norm, b = "", NO_B
         act_mul.act_mul(
             product.out_STN, product.scale_L, self._squares(norm), self.h,
             intermediate=spec.mlp.intermediate, width=spec.hidden, eps=decoder.eps,
             gelu=spec.mlp.activation == "gelu_tanh", fused=spec.mlp.fused,
             padded_tokens=self._padded(mlp.down), partials_G=product.partials_G, b=b,
-            a=_a(mlp.down, sums["down"]),
+            a=_a(mlp.down, sums.down),
         )  # fmt: skip
         if i + 1 < len(decoder.layers):
             following = decoder.layers[i + 1]
-            qkv, before_D = following.mixer.qkv, following.before_mixer_D
-            padded, a = self._padded(qkv), _a(qkv, self._sums[i + 1]["qkv"])
+            into_mixer, before_D = following.projections[0], following.before_mixer_D
+            padded, a = self._padded(into_mixer), _a(into_mixer, self._sums[i + 1].into_mixer)
         else:
             before_D, padded, a = decoder.final_norm_D, 0, NO_A
         self._add(
-            layer, "down", mlp.down, self.h, sums["down"], layer.behind_mlp_D, layer.scalar_1,
+            layer, "down", mlp.down, self.h, sums.down, layer.behind_mlp_D, layer.scalar_1,
             before_D, padded, a,
         )  # fmt: skip
 
@@ -271,35 +352,45 @@ class Forward:
         )  # fmt: skip
 
 
-def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, dict[str, LoraSum]]:
-    """The sums x A^T of a pass over ``tokens`` tokens, by product; used again by every layer of a kind.
+def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, Sums]:
+    """The sums x A^T of a pass over ``tokens`` tokens, used again by every layer of a kind.
 
     Those of products without an adapter are empty. The parts of a sum live from the kernel that makes x to
     the product after it, so those of all products lie in one place. Layers with one description have the
     adapters of the first of them.
     """
-    shapes: dict[LayerSpec, dict[str, tuple[int, int, int]]] = {}
+    shapes: dict[LayerSpec, list[tuple[int, int, int]]] = {}
     for layer in decoder.layers:
-        if layer.spec not in shapes:
-            spec = layer.spec
+        if (spec := layer.spec) not in shapes:
             columns = triton.cdiv(spec.hidden, residual_norm.block_d(tokens))
             blocks = triton.cdiv(spec.mlp.intermediate, act_mul.BLOCK_I)
-            made_by = {"qkv": columns, "o": spec.mixer.heads, "gate_up": columns, "down": blocks}
-            shapes[spec] = {
-                product.name: (made_by[product.name], tokens, each.lora.a_RK.shape[0])
-                for product, each in zip(spec.products, layer.projections, strict=True)
-                if each.lora is not None
-            }
-    most = max((math.prod(shape) for each in shapes.values() for shape in each.values()), default=0)
+            made_by = columns, _heads_of_output(spec), columns, blocks
+            ranks = [0 if each.lora is None else len(each.lora.a_RK) for each in layer.projections]
+            shapes[spec] = [(parts, tokens, count) for parts, count in zip(made_by, ranks, strict=True)]
+    most = max(math.prod(shape) for each in shapes.values() for shape in each)
     parts = torch.empty(most, dtype=torch.float32, device=decoder.embedding_VD.device)
 
-    def of(shape: tuple[int, int, int] | None) -> LoraSum:
-        if shape is None:
+    def of(shape: tuple[int, int, int]) -> LoraSum:
+        if not shape[2]:
             return NO_SUM
         return LoraSum(parts[: math.prod(shape)].view(shape), parts.new_empty(shape[1:]))
 
-    names = ("qkv", "o", "gate_up", "down")
-    return {spec: {name: of(each.get(name)) for name in names} for spec, each in shapes.items()}
+    return {spec: Sums(*map(of, each)) for spec, each in shapes.items()}
+
+
+def _heads_of_output(spec: LayerSpec) -> int:
+    """Heads that a mixer's last product reads, each written by a program of its own."""
+    return spec.mixer.heads if isinstance(spec.mixer, Attention) else spec.mixer.value_heads
+
+
+def _delta_nets(decoder: Decoder, tokens: int) -> DeltaNets | None:
+    """Buffers of the delta nets of a model; None where it has none."""
+    specs = {spec.mixer: spec for spec in (run.spec for run in decoder.sizes.runs)}
+    found = {mixer: spec for mixer, spec in specs.items() if isinstance(mixer, DeltaNet)}
+    if not found:
+        return None
+    ((mixer, spec),) = found.items()
+    return DeltaNets(mixer, spec.hidden, tokens, decoder.eps, decoder.embedding_VD.device)
 
 
 def _a(projection: Projection, xa: LoraSum) -> LoraA:

@@ -1,15 +1,16 @@
-"""Keys and values of all layers, in blocks that sequences own and share.
+"""Keys and values of all layers, and states of those that carry one, in blocks that sequences own and share.
 
 The memory lies at fixed addresses, which captured steps remember. Between rollouts it can be given up and
 taken back; a cache that has become too small is closed, and with it go the steps that knew its addresses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from qerl.errors import QeRLError
-from qerl.rollout.paged.limits import KVGeometry, Units
+from qerl.kernels.tensors import upload
+from qerl.rollout.paged.limits import KVGeometry, States, Units
 from qerl.rollout.paged.memory import Memory, PlainMemory
 from qerl.rollout.paged.weights import Decoder
 
@@ -23,7 +24,8 @@ class KVCache:
         memory: Makes a range of so many bytes.
 
     Attributes:
-        k, v: Of each layer [blocks, kv heads, block tokens, head size].
+        layers: Two tensors per layer: keys and values [blocks, kv heads, block tokens, head size], or, in
+            fp32, states [blocks, value heads, key size, value size] and last inputs [blocks, taps, channels].
         blocks: Number of blocks of each pool.
         geometry: Shape and size of a block.
         is_limited: True if the blocks were reserved for a call that wanted more of them than its budget gave.
@@ -107,7 +109,7 @@ class KVCache:
 
     @property
     def _none(self) -> Units:
-        return Units([0] * len(self.geometry.windows))
+        return Units([0] * len(self.geometry.pools))
 
     def _allocate(self, blocks: Units) -> None:
         self._set(self._make_memory(self.geometry.bytes(blocks)), blocks)
@@ -115,15 +117,32 @@ class KVCache:
 
     def _set(self, memory: Memory, blocks: Units) -> None:
         self._memory, self.blocks = memory, blocks
-        self.k, self.v = self._views(0), self._views(self.geometry.bytes(blocks) // 2)
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        offset = 0
+        for layer, shapes in zip(self.geometry.layers, self.geometry.shapes(blocks), strict=True):
+            dtype = torch.float32 if isinstance(layer, States) else self._dtype
+            tensors = []
+            for shape in shapes:
+                tensors.append(memory.tensor(shape, dtype, offset))
+                offset += tensors[-1].nbytes
+            self.layers.append((tensors[0], tensors[1]))
 
-    def _views(self, offset: int) -> list[torch.Tensor]:
-        """Keys or values of each layer, which lie one after the other from this byte on."""
-        views = []
-        for shape in self.geometry.shapes(self.blocks):
-            views.append(self._memory.tensor(shape, self._dtype, offset))
-            offset += views[-1].nbytes
-        return views
+    def copy_states(self, sources: Mapping[int, int | None]) -> None:
+        """Let blocks have the states and last inputs of others, in all layers that carry a state.
+
+        Args:
+            sources: Of each block the one whose content it takes; None for that of nobody who has read a
+                token: zeros.
+        """
+        targets: dict[int | None, list[int]] = {}
+        for block, source in sources.items():
+            targets.setdefault(source, []).append(block)
+        held = zip(self.geometry.layers, self.layers, strict=True)
+        tensors = [each for layer, pair in held if isinstance(layer, States) for each in pair]
+        for source, blocks in targets.items():
+            index = upload(torch.tensor(blocks), self._device)
+            for tensor in tensors:
+                tensor[index] = 0.0 if source is None else tensor[source].clone()
 
     def _clear(self) -> None:
         """Fresh memory may hold NaN, which a masked key would carry into a product with zero."""

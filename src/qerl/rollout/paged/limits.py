@@ -9,14 +9,19 @@ token, which the first decode step reads; each sample has blocks of its own for 
 Layers that see as far as each other share a pool: a block of it holds its tokens in all of them. A model has
 a pool of layers that see everything, or one of layers with a window, or both. In a pool with a window nobody
 needs more blocks than the window and the longest pass of prefill fill (`window_blocks`).
+
+Layers that carry a state (delta nets) have a pool too. A block of it is the state of one sequence, or of one
+prompt without its last token, whatever number of tokens it has read.
 """
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from operator import add
-from typing import cast
+from typing import Literal, NamedTuple, cast
 
+from qerl.families.layer import Attention, DeltaNet
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 
@@ -43,6 +48,13 @@ CACHE_SHARE = 0.6
 
 MAX_SHARE_OF_FREE = 0.95
 """Share of the memory that is free at the moment that keys and values may take."""
+
+Pool = int | Literal["state"] | None
+"""What layers keep of a sequence: keys and values of a window of so many tokens, those of all its tokens (None),
+or a state."""
+
+STATE_BYTES = 4
+"""Bytes per number of a state and of the convolution's last inputs beside it: they are in fp32."""
 
 CONTEXT_BYTES = 1_200_000_000
 """CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured.
@@ -114,17 +126,43 @@ class Units(tuple[int, ...]):
         return any(self)
 
 
-def window_blocks(tokens: int, window: int | None, pass_tokens: int, block_tokens: int = PAGE) -> int:
-    """Blocks that so many neighbouring tokens need at once in a pool with this window.
+def window_blocks(tokens: int, pool: Pool, pass_tokens: int, block_tokens: int = PAGE) -> int:
+    """Blocks that so many neighbouring tokens need at once in a pool.
 
     Args:
         tokens: Of a prompt, or of a sequence itself.
-        window: Of the pool; None if its layers see everything.
+        pool: What it holds.
         pass_tokens: Tokens that a pass of prefill computes at most.
         block_tokens: Tokens of a block.
     """
+    if pool == "state":
+        return min(tokens, 1)
     whole = -(-tokens // block_tokens)
-    return whole if window is None else min(whole, -(-(window + pass_tokens) // block_tokens) + 1)
+    return whole if pool is None else min(whole, -(-(pool + pass_tokens) // block_tokens) + 1)
+
+
+class Pages(NamedTuple):
+    """Keys and values of a layer: its pool, heads of keys (as many of values), and numbers per head and
+    token."""
+
+    pool: int
+    heads: int
+    size: int
+
+
+class States(NamedTuple):
+    """State and last inputs of a delta net.
+
+    Attributes:
+        pool: Of the layer.
+        state: Shape of a sequence's state, [value heads, key size, value size].
+        inputs: That of the last inputs of its convolution, [taps, channels]: that of position p is at p
+            modulo taps.
+    """
+
+    pool: int
+    state: tuple[int, int, int]
+    inputs: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -132,38 +170,51 @@ class KVGeometry:
     """Shape and size of a model's cache.
 
     Attributes:
-        windows: Of each pool; None for that of the layers that see everything.
-        layers: Of each layer its pool, heads of keys (as many of values), and numbers per head and token.
-        item_bytes: Bytes per number: 2 for bf16, 1 for E4M3.
+        pools: What each holds.
+        layers: What each layer has there.
+        item_bytes: Bytes per number of keys and values: 2 for bf16, 1 for E4M3.
     """
 
-    windows: tuple[int | None, ...]
-    layers: tuple[tuple[int, int, int], ...]
+    pools: tuple[Pool, ...]
+    layers: tuple[Pages | States, ...]
     item_bytes: int
 
     @classmethod
     def of(cls, sizes: Sizes, item_bytes: int) -> "KVGeometry":
         """The cache of a model of these sizes."""
         mixers = [spec.mixer for spec in sizes.specs]
-        windows = sizes.windows
-        layers = [(windows.index(mixer.window), mixer.kv_heads, mixer.head_size) for mixer in mixers]
-        return cls(windows, tuple(layers), item_bytes)
+        pools = tuple(dict.fromkeys(map(_pool_of, mixers)))
+        layers = tuple(_held_by(mixer, pools.index(_pool_of(mixer))) for mixer in mixers)
+        return cls(pools, layers, item_bytes)
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of one block of each pool: keys and values of all its layers."""
-        numbers = [0] * len(self.windows)
-        for pool, count, size in self.layers:
-            numbers[pool] += count * size
-        return tuple(2 * PAGE * self.item_bytes * each for each in numbers)
+        """Bytes of one block of each pool, in all its layers."""
+        sizes = [0] * len(self.pools)
+        for layer in self.layers:
+            sizes[layer.pool] += sum(map(prod, self._of_block(layer))) * self.bytes_per_number(layer)
+        return tuple(sizes)
+
+    def bytes_per_number(self, layer: Pages | States) -> int:
+        """Bytes of each number that a layer holds."""
+        return STATE_BYTES if isinstance(layer, States) else self.item_bytes
+
+    @staticmethod
+    def _of_block(layer: Pages | States) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of a layer's two tensors in one block: keys and values, or state and inputs."""
+        if isinstance(layer, States):
+            return layer.state, layer.inputs
+        return ((layer.heads, PAGE, layer.size),) * 2
 
     def bytes(self, blocks: tuple[int, ...]) -> int:
         """Bytes of so many blocks of each pool."""
         return sum(count * each for count, each in zip(blocks, self.block_bytes, strict=True))
 
-    def shapes(self, blocks: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-        """Shape of the keys, and of the values, of each layer in that many blocks of each pool."""
-        return [(blocks[pool], count, PAGE, size) for pool, count, size in self.layers]
+    def shapes(self, blocks: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shapes of the two tensors of each layer in that many blocks of each pool: keys and values, or
+        states and inputs."""
+        pairs = [(blocks[layer.pool], *self._of_block(layer)) for layer in self.layers]
+        return [((count, *first), (count, *second)) for count, first, second in pairs]
 
     def affordable(self, wanted: Units, least: Units, budget: int) -> Units:
         """Blocks of each pool in the budget: those that are wanted, or as many beyond the least as their
@@ -176,6 +227,17 @@ class KVGeometry:
         return Units(few + (many - few) * room // more for few, many in zip(least, wanted, strict=True))
 
 
+def _pool_of(mixer: Attention | DeltaNet) -> Pool:
+    return "state" if isinstance(mixer, DeltaNet) else mixer.window
+
+
+def _held_by(mixer: Attention | DeltaNet, pool: int) -> Pages | States:
+    if isinstance(mixer, DeltaNet):
+        state = mixer.value_heads, mixer.key_size, mixer.value_size
+        return States(pool, state, (mixer.taps, mixer.channels))
+    return Pages(pool, mixer.kv_heads, mixer.head_size)
+
+
 @dataclass(frozen=True)
 class BlockDemand:
     """Blocks that the sequences of a call fill at their longest.
@@ -184,7 +246,7 @@ class BlockDemand:
         prompt_tokens: Tokens of the longest prompt.
         completion_tokens: Tokens that a completion may have.
         samples: Completions per prompt.
-        windows: Of the cache's pools.
+        pools: Of the cache.
         pass_tokens: Tokens that a pass of prefill computes at most.
         ahead_tokens: Tokens of a sequence for which the scheduler keeps room: those of a round and of the
             rounds that it leaves free.
@@ -193,7 +255,7 @@ class BlockDemand:
     prompt_tokens: int
     completion_tokens: int
     samples: int
-    windows: tuple[int | None, ...] = (None,)
+    pools: tuple[Pool, ...] = (None,)
     pass_tokens: int = PREFILL_TOKENS[-1]
     ahead_tokens: int = 80
 
@@ -226,9 +288,9 @@ class BlockDemand:
     def _blocks(self, rows: int, prompts: int, own_tokens: int) -> Units:
         """Those of rows that compute so many of their own tokens at once."""
         return Units(
-            rows * window_blocks(self.completion_tokens, window, own_tokens)
-            + prompts * window_blocks(self.prompt_tokens - 1, window, self.pass_tokens)
-            for window in self.windows
+            rows * window_blocks(self.completion_tokens, pool, own_tokens)
+            + prompts * window_blocks(self.prompt_tokens - 1, pool, self.pass_tokens)
+            for pool in self.pools
         )
 
     def rows(self, geometry: KVGeometry, budget: int, most: int) -> int:

@@ -2,7 +2,8 @@
 
 All spans that have something to compute are laid end to end and cut into passes, so short prompts share a
 pass and a long one takes several. Within a pass every layer first writes all keys and values, then attends,
-which is why a span may continue in the next pass, or read a prompt computed in the same one.
+which is why a span may continue in the next pass, or read a prompt computed in the same one. A state is one per
+sequence: where layers carry one, prompts are run first and their states copied, then what goes on from them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from qerl.families.layer import DeltaNet
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.tensors import upload
+from qerl.rollout.paged.delta_net import Runs
 from qerl.rollout.paged.forward import Forward, Inputs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.scheduler import Span
@@ -73,7 +76,8 @@ class Prefill:
             shared_S[here], own_S[here] = span.prompt_tokens, span.start + of_span + 1
             table_S[here] = row
             row += 2
-        tables = [_tables(pieces, pool) for pool in range(len(cache.geometry.windows))]
+        pools = cache.geometry.pools
+        tables = [_tables(pieces, pool) for pool in range(len(pools))]
         items = [np.asarray(_items(pieces, together), np.int32) for together in self._together]
         # One copy from pinned memory, so that the host goes on to the next pass. Tables are last: odd widths
         # would leave what follows unaligned.
@@ -85,9 +89,21 @@ class Prefill:
         inputs = Inputs(
             columns[0], columns[1], columns[2:4], columns[4], others[len(items) :],
             [(item_4, columns[5]) for item_4 in others[: len(items)]],
+            self._runs(pieces, pools.index("state")) if "state" in pools else None,
         )  # fmt: skip
         forward.forget_attention()
         forward(cache, inputs)
+
+    def _runs(self, pieces: list[Piece], pool: int) -> Runs:
+        """The sequences of a pass, whose states lie in a pool; each has one piece."""
+        taps = next(s.mixer.taps for s in self._decoder.sizes.specs if isinstance(s.mixer, DeltaNet))
+        return Runs.of(
+            [piece.span.blocks[pool][0] for piece in pieces],
+            [piece.span.position + piece.start for piece in pieces],
+            [piece.stop - piece.start for piece in pieces],
+            taps,
+            self._decoder.embedding_VD.device,
+        )
 
 
 def _tables(pieces: list[Piece], pool: int) -> np.ndarray:

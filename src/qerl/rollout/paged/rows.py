@@ -221,19 +221,21 @@ class Rows:
                 item, place = item + 1, place + len(chosen)
         return item_4, order
 
-    def read(self, running: abc.Mapping[int, Sequence]) -> tuple[dict[int, int], list[int]]:
+    def read(self, running: abc.Mapping[int, Sequence]) -> tuple[dict[int, int], list[int], list[int]]:
         """Look who has ended, and read what those have generated.
 
         What was drawn behind the place where a sequence's stops end its turn counts as not drawn. Its keys
         and values lie behind those of the sequence, where what comes next is written.
 
         Returns:
-            Tokens generated so far by row, and the rows that have ended: what `Scheduler.advance` takes.
+            Tokens generated so far by row, the rows that have ended, and those of them of which more was
+            computed: what `Scheduler.advance` takes.
         """
         done, counts = torch.stack([self.state.done_T, self.state.generated_T]).tolist()
         generated = {row: counts[row] for row in running}
         reasons = {row: _REASONS[done[row]] for row in running if done[row]}
         cuts = self._cuts(running, generated)
+        overrun = [row for row, cut in cuts.items() if cut.tokens < generated[row]]
         for row, cut in cuts.items():
             if reasons.get(row) != "stop" or cut.tokens < generated[row]:
                 generated[row], reasons[row] = cut
@@ -243,7 +245,7 @@ class Rows:
             sequence.finish_reason = reasons[row]
         if ended:
             self._fetch(ended, generated)
-        return generated, list(ended)
+        return generated, list(ended), overrun
 
     def _cuts(self, running: abc.Mapping[int, Sequence], generated: abc.Mapping[int, int]) -> dict[int, Cut]:
         """Where stops end turns, by row."""

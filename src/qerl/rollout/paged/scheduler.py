@@ -76,18 +76,24 @@ class Round:
     Attributes:
         preempted: Sequences that lost their memory, by the row that each was in.
         prompts: Prompts whose memory was just given out and must be computed.
+        copies: Blocks that begin as copies of others once prompts are computed, see `SequenceMemory.copies`.
         admitted: Sequences that enter a row; of what they have, that which is not cached must be computed.
     """
 
     preempted: dict[int, Sequence] = field(default_factory=dict)
     prompts: list[Prompt] = field(default_factory=list)
+    copies: dict[int, int | None] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)
 
-    def spans(self) -> list[Span]:
-        """What to prefill, prompts before the sequences that read them."""
-        spans = [
+    def prompt_spans(self) -> list[Span]:
+        """What to prefill of prompts, before the sequences that read them."""
+        return [
             Span(prompt.token_ids[:-1], 0, prompt.blocks) for prompt in self.prompts if prompt.cached_tokens
         ]
+
+    def own_spans(self) -> list[Span]:
+        """What to prefill of sequences."""
+        spans = []
         for sequence in self.admitted:
             if sequence.cached < sequence.generated:
                 prompt, start = sequence.prompt, sequence.cached
@@ -111,14 +117,16 @@ class SequenceMemory(Protocol):
 
     Amounts are numbers, or `qerl.rollout.paged.limits.Units` where there are several kinds of memory, which
     add up and compare alike. Keys and values in pages are one kind (`qerl.rollout.paged.blocks`), whose unit
-    is a page. A mixer that carries a state has one of a slot per sequence, in which `copy` also has the
-    prompt's state copied, because a state is overwritten and a page is not. The numbers lie in `KVCache`.
+    is a page. The state of a mixer that carries one is another, whose unit is the state of one sequence; it
+    is overwritten by every token, and a page is not. The numbers lie in `KVCache`.
 
     Attributes:
         count: Units in all.
+        rewinds: True if a sequence can go on from any of its tokens, False if from the last one alone.
     """
 
     count: Amount
+    rewinds: bool
 
     @property
     def free(self) -> Amount:
@@ -146,6 +154,10 @@ class SequenceMemory(Protocol):
         Returns:
             Whether the prompt must be computed first.
         """
+
+    def copies(self, sequence: Sequence) -> dict[int, int | None]:
+        """Blocks of a sequence that enters with nothing computed whose content must be copied from its
+        prompt's, by those; from None where the prompt has none because all of it is the last token."""
 
     def reserve(self, sequence: Sequence, steps: int) -> None:
         """Give a sequence what it lacks for so many steps, which must be free.
@@ -228,10 +240,18 @@ class Scheduler:
             )
         return planned
 
-    def advance(self, generated: dict[int, int], ended: abc.Iterable[int]) -> None:
-        """Record a round: tokens that sequences have by row, and the rows whose sequences ended their turn.
+    def advance(
+        self, generated: dict[int, int], ended: abc.Iterable[int], overrun: abc.Container[int] = ()
+    ) -> None:
+        """Record a round.
 
-        Those keep their memory until they go on or are finished, or others need the room.
+        Sequences that ended keep their memory until they go on or are finished, or others need the room. One
+        that overran gives it up where memory does not rewind.
+
+        Args:
+            generated: Tokens that sequences have, by row.
+            ended: Rows whose sequences ended their turn.
+            overrun: Those of them of which more tokens were computed than the sequences have.
         """
         for row, count in generated.items():
             self.running[row].generated = count
@@ -239,6 +259,8 @@ class Scheduler:
             sequence = self.running.pop(row)
             sequence.row, sequence.cached = None, sequence.generated
             self.idle[sequence.index] = sequence
+            if row in overrun and not self.memory.rewinds:
+                self.memory.give_up(sequence)
 
     def suspend(self, memory: SequenceMemory) -> None:
         """Give up all memory, and go on with other; those that run wait in front of all."""
@@ -306,6 +328,7 @@ class Scheduler:
             if self.memory.copy(sequence):
                 planned.prompts.append(sequence.prompt)
             self.memory.reserve(sequence, self.pace.round_steps)
+            planned.copies |= self.memory.copies(sequence)
             spare += self._missing(sequence, ahead)
             sequence.row = row
             self.running[row] = sequence

@@ -16,7 +16,7 @@ from qerl.rollout.paged.decode import DecodeGraphs, DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import BlockDemand, Units, count_for
 from qerl.rollout.paged.prefill import Prefill
-from qerl.rollout.paged.scheduler import Pace, Scheduler, SequenceMemory
+from qerl.rollout.paged.scheduler import Pace, Round, Scheduler, SequenceMemory
 from qerl.rollout.session import Sequence, TrackedSession
 from qerl.rollout.stops import StopTokens
 
@@ -110,14 +110,24 @@ class PagedSession(TrackedSession):
         step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted)
         step.rows.place(planned.admitted)
         step.attend(scheduler.running, self._sequences.values())
-        parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
+        self._prefill(planned)  # last, because uploads would wait for it
         most = max(sequence.max_tokens for sequence in scheduler.running.values())
         step.decode(min(parts.pace.round_steps, most))
-        generated, rows = step.rows.read(scheduler.running)
+        generated, rows, overrun = step.rows.read(scheduler.running)
         self._count(step)
         ended = [scheduler.running[row] for row in rows]
-        scheduler.advance(generated, rows)
+        scheduler.advance(generated, rows, overrun)
         return ended
+
+    def _prefill(self, planned: Round) -> None:
+        """Compute what enters; states of prompts are copied before sequences go on from them."""
+        prefill, cache = self._parts.prefill, self._parts.cache
+        if not planned.copies:
+            prefill.run(planned.prompt_spans() + planned.own_spans(), cache)
+            return
+        prefill.run(planned.prompt_spans(), cache)
+        cache.copy_states(planned.copies)
+        prefill.run(planned.own_spans(), cache)
 
     def _count(self, step: DecodeStep) -> None:
         """Add up what the drafts of the last round gave."""
@@ -128,14 +138,14 @@ class PagedSession(TrackedSession):
             self.accepted_tokens += accepted
 
     def _demand(self, prompt: int, own: int, samples: int) -> BlockDemand:
-        windows, pace = self._parts.cache.geometry.windows, self._scheduler.pace
+        pools, pace = self._parts.cache.geometry.pools, self._scheduler.pace
         ahead = (1 + pace.spare_rounds) * pace.round_steps
-        return BlockDemand(prompt, own, samples, windows, pace.prefill_tokens[-1], ahead)
+        return BlockDemand(prompt, own, samples, pools, pace.prefill_tokens[-1], ahead)
 
     def _memory(self) -> SequenceMemory:
         """The blocks of the cache as it is, all of them free."""
         cache, passes = self._parts.cache, self._parts.pace.prefill_tokens
-        return memory_of(cache.blocks, cache.geometry.windows, PAGE, passes[-1])
+        return memory_of(cache.blocks, cache.geometry.pools, PAGE, passes[-1])
 
     def _reserve(self, demand: BlockDemand, least: Units, rows: int) -> None:
         """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped.

@@ -5,7 +5,8 @@ the same tensors. LoRA matrices are copied into stacked bf16 buffers before each
 weights into fp32 buffers that may carry noise; both are written in place, so captured graphs stay valid.
 
 Shapes: D hidden, N out-features, K in-features, I intermediate, R padded rank, E head size, H query heads, V
-vocabulary, M positions, P pairs of numbers that are turned.
+vocabulary, M positions, P pairs of numbers that are turned; of a delta net C channels of the convolution, W its
+taps, V value heads, E their size.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from qerl.families.layer import LayerSpec
+from qerl.families.layer import Attention, LayerSpec
 from qerl.families.sizes import Sizes
 from qerl.kernels.decode.rope_kv import Heads
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
@@ -25,10 +26,15 @@ from qerl.kernels.weights.product import GemmWeight
 
 @dataclass
 class Lora:
-    """LoRA of one GEMM, bf16: A of all parts stacked, B on top of each other and scaled by alpha / r."""
+    """LoRA of one GEMM, bf16: A of all parts stacked, B on top of each other and scaled by alpha / r.
+
+    Attributes:
+        a_RK: Below all A there may be rows of other narrow linears of the same input, which have no B.
+        b_NR: None where there is no adapter, and `a_RK` has such rows alone.
+    """
 
     a_RK: torch.Tensor
-    b_NR: torch.Tensor
+    b_NR: torch.Tensor | None
 
 
 @dataclass
@@ -62,6 +68,37 @@ class AttentionWeights:
     sin_MP: torch.Tensor
     sink_H: torch.Tensor | None = None
 
+    @property
+    def projections(self) -> tuple[Projection, Projection]:
+        """Its GEMMs, in the order of the description's products."""
+        return self.qkv, self.o
+
+
+@dataclass
+class DeltaNetWeights:
+    """What `qerl.families.layer.DeltaNet` computes with.
+
+    Attributes:
+        qkvz: Its adapter's A has both linears of gates below those of LoRA, b and then a, so their products
+            with the input come with x A^T.
+        taps_WC: Of the convolution, fp32; the last row is that of the present token.
+        rates_V: fp32, what softplus(a + offset) is multiplied by to give the logarithm of decay.
+        offsets_V: fp32.
+        norm_E: Weight of the norm of each value head's output, fp32.
+    """
+
+    qkvz: Projection
+    out: Projection
+    taps_WC: torch.Tensor
+    rates_V: torch.Tensor
+    offsets_V: torch.Tensor
+    norm_E: torch.Tensor
+
+    @property
+    def projections(self) -> tuple[Projection, Projection]:
+        """Its GEMMs, in the order of the description's products."""
+        return self.qkvz, self.out
+
 
 @dataclass
 class MLPWeights:
@@ -83,7 +120,7 @@ class Layer:
 
     spec: LayerSpec
     before_mixer_D: torch.Tensor
-    mixer: AttentionWeights
+    mixer: AttentionWeights | DeltaNetWeights
     before_mlp_D: torch.Tensor
     mlp: MLPWeights
     behind_mixer_D: torch.Tensor | None = None
@@ -93,7 +130,7 @@ class Layer:
     @property
     def projections(self) -> tuple[Projection, ...]:
         """All GEMMs, in the order of the description's products."""
-        return self.mixer.qkv, self.mixer.o, self.mlp.gate_up, self.mlp.down
+        return *self.mixer.projections, self.mlp.gate_up, self.mlp.down
 
 
 class Kind(NamedTuple):
@@ -101,18 +138,19 @@ class Kind(NamedTuple):
 
     Attributes:
         window: Tokens that a token sees; None for all.
+        gated: True if each head's output has a gate.
     """
 
     window: int | None
     heads: int
     kv_heads: int
     head_size: int
+    gated: bool = False
 
     @classmethod
-    def of(cls, spec: LayerSpec) -> "Kind":
-        """That of a layer."""
-        mixer = spec.mixer
-        return cls(mixer.window, mixer.heads, mixer.kv_heads, mixer.head_size)
+    def of(cls, mixer: Attention) -> "Kind":
+        """That of a layer with this mixer."""
+        return cls(mixer.window, mixer.heads, mixer.kv_heads, mixer.head_size, mixer.gated)
 
     @property
     def group(self) -> int:
@@ -121,8 +159,9 @@ class Kind(NamedTuple):
 
 
 def kinds_of(sizes: Sizes) -> tuple[Kind, ...]:
-    """The kinds of a model's layers, each once."""
-    return tuple(dict.fromkeys(Kind.of(run.spec) for run in sizes.runs))
+    """The kinds of a model's layers with attention, each once."""
+    mixers = [run.spec.mixer for run in sizes.runs]
+    return tuple(dict.fromkeys(Kind.of(mixer) for mixer in mixers if isinstance(mixer, Attention)))
 
 
 @dataclass

@@ -39,6 +39,7 @@ from torch import nn
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.families.sizes import positions_of
+from qerl.families.supported import layers_with_state
 from qerl.fp4.linear import PackedLinear, dense_weights_kept
 from qerl.noise.norms import noisy_norms
 from qerl.rollout.drafts import FEW_ROWS, Drafts
@@ -49,12 +50,13 @@ from qerl.rollout.engine import (
     RolloutResult,
     SamplingParams,
     WhenEnded,
+    check_drafts,
     check_model,
     check_request,
     draw_rows,
     uniform_streams,
 )
-from qerl.rollout.portable.runner import KeysAndValues, Runner, grouped_decode
+from qerl.rollout.portable.runner import Kept, Runner, grouped_decode
 from qerl.rollout.session import Sequence, TrackedSession, whole_completions
 
 KEPT_BYTES = 4 << 30
@@ -196,7 +198,8 @@ class PortableSession(TrackedSession):
         self._growing = growing
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
         self._joining: list[Sequence] = []  # those that go on or, where the session grows, begin
-        self._kept: dict[Sequence, list[KeysAndValues]] = {}
+        self._kept: dict[Sequence, Kept] = {}
+        self._has_states = any(layers_with_state(base_model(model).config))
         self._uniforms: dict[Sequence, np.ndarray] = {}
         self._wave = Wave()
         self._runner: Runner | None = None
@@ -291,17 +294,17 @@ class PortableSession(TrackedSession):
         leaving = set(self._wave.ended)
         for row, sequence in enumerate(self._wave.rows):
             if sequence in leaving and sequence.stage != "finished" and sequence.room:
-                self._keep(sequence, self._runner.keys_of(row))
+                self._keep(sequence, self._runner.kept_of(row))
         sources = self._wave.compact()
         if sources:
             self._runner.keep(sources)
         elif not self._wave.rows:
             self._runner = None
 
-    def _keep(self, sequence: Sequence, keys: list[KeysAndValues]) -> None:
-        held = sum(_bytes(kept) for kept in self._kept.values())
-        if held + _bytes(keys) <= self._kept_bytes:
-            self._kept[sequence] = keys
+    def _keep(self, sequence: Sequence, kept: Kept) -> None:
+        held = sum(other.nbytes for other in self._kept.values())
+        if held + kept.nbytes <= self._kept_bytes:
+            self._kept[sequence] = kept
 
     def _begin(self, sequences: list[Sequence]) -> torch.Tensor:
         """Begin a wave of sequences without a token; gives the logits [B, V] of each."""
@@ -327,9 +330,11 @@ class PortableSession(TrackedSession):
         """
         free = self._max_sequences - len(self._wave.rows)
         entering, self._joining = self._joining[:free], self._joining[free:]
-        groups = [[s for s in entering if s in self._kept], [s for s in entering if s not in self._kept]]
+        groups: dict[int, list[Sequence]] = {}
+        for sequence in entering:
+            groups.setdefault(self._computed_with(sequence), []).append(sequence)
         found = [] if logits_BV is None else [logits_BV]
-        for sequences in filter(None, groups):
+        for _, sequences in sorted(groups.items(), reverse=True):
             self._enter(sequences)
             runner = Runner(self._model, self._pad_token_id)
             found.append(self._recompute(runner, sequences))
@@ -338,6 +343,14 @@ class PortableSession(TrackedSession):
             else:
                 self._runner.join(runner, self._longest_room())
         return torch.cat(found)
+
+    def _computed_with(self, sequence: Sequence) -> int:
+        """Sequences that join are computed together if this number is the same: 0 where nothing is kept."""
+        if sequence not in self._kept:
+            return 0
+        if not self._has_states:
+            return 1
+        return len(sequence.prompt.token_ids) + len(sequence.token_ids) - self._kept[sequence].tokens
 
     def _recompute(self, runner: Runner, sequences: list[Sequence]) -> torch.Tensor:
         """Logits [B, V] of sequences that join, from their kept keys and values; where nothing is kept of
@@ -349,9 +362,7 @@ class PortableSession(TrackedSession):
             rows = [row_of[tuple(text)] for text in texts]
             return self._prefill(runner, list(map(list, row_of)), rows, room)
         kept = [self._kept.pop(sequence) for sequence in sequences]
-        self.prefilled_tokens += sum(
-            len(text) - layers[0][0].shape[1] for text, layers in zip(texts, kept, strict=True)
-        )
+        self.prefilled_tokens += sum(len(text) - row.tokens for text, row in zip(texts, kept, strict=True))
         return runner.resume(texts, kept, room)
 
     def _enter(self, sequences: list[Sequence]) -> None:
@@ -378,10 +389,6 @@ class PortableSession(TrackedSession):
         return max(sequence.room for sequence in self._wave.rows) + self._speculative_tokens
 
 
-def _bytes(kept: list[KeysAndValues]) -> int:
-    return sum(keys.nbytes + values.nbytes for keys, values in kept)
-
-
 ROWS = 64
 """Sequences that run at once if nobody says otherwise."""
 
@@ -399,6 +406,10 @@ class PortableEngine(RolloutEngine):
         kept_bytes: Bytes of keys and values that a session keeps between turns at most.
         speculative_tokens: Tokens that are drafted for each sequence and verified in one pass, where few
             run; 0 for none (`qerl.rollout.drafts`).
+
+    Raises:
+        QeRLError: No sequence may run at a time, the model cannot be sampled from, or it would have to take
+            back drafted tokens and has layers that carry a state.
     """
 
     model: nn.Module
@@ -415,6 +426,7 @@ class PortableEngine(RolloutEngine):
             raise QeRLError(f"max_sequences is {max_sequences}; at least one sequence must run at a time.")
         check_model(model)
         self.model, self._base = model, base_model(model)
+        check_drafts(speculative_tokens, self._base.config)
         self._positions = positions_of(self._base.config.get_text_config(decoder=True))
         self._packed = any(isinstance(module, PackedLinear) for module in model.modules())
         self._pad_token_id = pad_token_id

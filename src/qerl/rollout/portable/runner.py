@@ -27,31 +27,59 @@ All rows end at the same column: what is shorter has unused columns on its left,
 that a key that the mask hides is at least a finite one.
 
 Sliding-window layers keep every position as well: the model's own mask hides those outside the window, which
-is correct with left padding and costs memory, not correctness. Given up: sharing the prompt's pages between
+is correct with left padding and costs memory, not correctness.
+
+**States.** A gated delta net keeps of a row the last inputs of its convolution and a state, however long the
+row is. Padding in front of a prompt leaves both zero, since transformers zeroes what such a layer reads
+there. Padding behind tokens would not: a state decays with each. Nor can a state go back to an earlier token.
+So rows of such models that go on are computed together only if they have equally many new tokens, what
+prompts begin with is not shared, and nothing is drafted.
+
+Given up: sharing the prompt's pages between
 samples, and memory for completions that end early; both need a paged cache.
 
 Shapes: P prompts, B rows, T tokens of the longest prompt, or cached ones, V vocabulary, H heads (of queries,
-or of keys and values), G query heads for each key/value head, D head width.
+or of keys and values), G query heads for each key/value head, D head width, C channels and W taps of a
+convolution.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qerl.families.parts import base_model
+from qerl.families.supported import layers_with_state
 from qerl.kernels.tensors import unrounded_logits
 
-KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of one row and layer, each [H, T, D]."""
+OfLayer = tuple[torch.Tensor, torch.Tensor]
+"""What a layer keeps of one row: keys and values, each [H, T, D], or inputs of a convolution [C, W] and a
+state."""
+
+
+class Kept(NamedTuple):
+    """What is kept of a row.
+
+    Attributes:
+        tokens: How many it has computed.
+        layers: What each layer keeps of them.
+    """
+
+    tokens: int
+    layers: list[OfLayer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(one.nbytes + other.nbytes for one, other in self.layers)
 
 
 def _right_aligned(states: Sequence[torch.Tensor], capacity: int) -> torch.Tensor:
@@ -125,12 +153,12 @@ class PreallocatedLayer(CacheLayerMixin):
                     moved = buffer[row, :, end - tokens : end].clone()
                     buffer[row, :, self._length - tokens : self._length] = moved
 
-    def take(self, row: int, tokens: int) -> KeysAndValues:
+    def take(self, row: int, tokens: int) -> OfLayer:
         """Copies [H, tokens, D] of a row's last tokens."""
         last = slice(self._length - tokens, self._length)
         return self.keys[row, :, last].clone(), self.values[row, :, last].clone()
 
-    def load(self, rows: Sequence[KeysAndValues], lengths: Sequence[int], capacity: int) -> None:
+    def load(self, rows: Sequence[OfLayer], lengths: Sequence[int], capacity: int) -> None:
         """Begin with so many first tokens of what was taken of each row, and room for ``capacity`` tokens."""
         self.keys, self.values = (
             _right_aligned([each[kind][:, :n] for each, n in zip(rows, lengths, strict=True)], capacity)
@@ -166,15 +194,58 @@ class PreallocatedLayer(CacheLayerMixin):
         return -1
 
 
+class StateLayer(LinearAttentionLayer):
+    """What a gated delta net keeps: inputs of its convolution [B, C, W] and states [B, heads, ...], which
+    transformers writes in place. It takes no room for tokens."""
+
+    @property
+    def _states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.conv_states[0], self.recurrent_states[0]
+
+    def _put(self, conv_states: torch.Tensor, states: torch.Tensor) -> None:
+        self.conv_states[0], self.recurrent_states[0] = conv_states, states
+
+    def repeat(self, rows: torch.Tensor, capacity: int) -> None:
+        """Give each row of the batch a copy of prompt ``rows[row]``."""
+        self._put(*(states[rows] for states in self._states))
+
+    def keep(self, moves: torch.Tensor, holes: torch.Tensor, rows: int) -> None:
+        """Copy rows ``moves`` over rows ``holes`` and shorten the batch to ``rows``."""
+        for states in self._states:
+            states[holes] = states[moves]
+        self._put(*(states[:rows] for states in self._states))
+
+    def take(self, row: int, tokens: int) -> OfLayer:
+        """Copies of what there is of a row, which is behind its last token."""
+        conv_states, states = self._states
+        return conv_states[row].clone(), states[row].clone()
+
+    def load(self, rows: Sequence[OfLayer], lengths: Sequence[int], capacity: int) -> None:
+        """Begin with what was taken of each row, whole."""
+        conv_states, states = (torch.stack(kind) for kind in zip(*rows, strict=True))
+        self.lazy_initialization(conv_states, states)
+        self._put(conv_states, states)
+        self.has_previous_state[0] = True
+
+    def join(self, other: "StateLayer", width: int, capacity: int) -> None:
+        """Append the rows of another batch."""
+        self._put(*(torch.cat(both) for both in zip(self._states, other._states, strict=True)))
+
+
 class PreallocatedCache(Cache):
-    """One ``PreallocatedLayer`` for each layer of the model.
+    """One ``PreallocatedLayer`` or ``StateLayer`` for each layer of the model.
 
     Args:
-        layers: Decoder layers of the model.
+        with_state: For each layer whether it carries a state.
+        device: Where the model is.
+
+    Attributes:
+        has_states: Whether a layer does.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._own_layers = [PreallocatedLayer() for _ in range(layers)]
+    def __init__(self, with_state: Sequence[bool], device: torch.device) -> None:
+        self._own_layers = [StateLayer() if each else PreallocatedLayer() for each in with_state]
+        self._device, self.has_states = device, any(with_state)
         super().__init__(layers=list(self._own_layers))
 
     def repeat(self, rows: torch.Tensor, capacity: int) -> None:
@@ -195,9 +266,8 @@ class PreallocatedCache(Cache):
                 must not come from one in front of it.
         """
         holes = [row for row, source in enumerate(sources) if row != source]
-        device = self._own_layers[0].keys.device
-        holes_index = torch.tensor(holes, device=device, dtype=torch.long)
-        moves_index = torch.tensor([sources[row] for row in holes], device=device, dtype=torch.long)
+        holes_index = torch.tensor(holes, device=self._device, dtype=torch.long)
+        moves_index = torch.tensor([sources[row] for row in holes], device=self._device, dtype=torch.long)
         for layer in self._own_layers:
             layer.keep(moves_index, holes_index, len(sources))
 
@@ -211,20 +281,21 @@ class PreallocatedCache(Cache):
         for layer in self._own_layers:
             layer.align(ends, lengths)
 
-    def take(self, row: int, tokens: int) -> list[KeysAndValues]:
-        """Copies of keys and values of a row's last tokens, layer by layer."""
-        return [layer.take(row, tokens) for layer in self._own_layers]
+    def take(self, row: int, tokens: int) -> Kept:
+        """Copies of what all layers have of a row of so many tokens."""
+        return Kept(tokens, [layer.take(row, tokens) for layer in self._own_layers])
 
-    def load(self, rows: Sequence[Sequence[KeysAndValues]], lengths: Sequence[int], capacity: int) -> None:
+    def load(self, rows: Sequence[Kept], lengths: Sequence[int], capacity: int) -> None:
         """Begin with what was taken of rows.
 
         Args:
             rows: What `take` returned of each.
-            lengths: How many of its first tokens each begins with, one of them at least with one.
+            lengths: How many of its first tokens each begins with, one of them at least with one; all of
+                them where a layer has a state.
             capacity: Tokens, padding included, that a row can grow to.
         """
         for number, layer in enumerate(self._own_layers):
-            layer.load([row[number] for row in rows], lengths, capacity)
+            layer.load([row.layers[number] for row in rows], lengths, capacity)
 
     def join(self, other: "PreallocatedCache", width: int, capacity: int) -> None:
         """Append the rows of another batch.
@@ -266,7 +337,7 @@ class Runner:
         self._model = model
         self._pad_token_id = pad_token_id
         self._device = base.device
-        self._cache = PreallocatedCache(base.config.get_text_config(decoder=True).num_hidden_layers)
+        self._cache = PreallocatedCache(layers_with_state(base.config), base.device)
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], max_tokens: int) -> torch.Tensor:
         """Compute the prompts and set up a row for each sample.
@@ -279,7 +350,7 @@ class Runner:
         Returns:
             Logits [B, V] of each row's first sampled token, in the model's dtype.
         """
-        shared = _tokens_in_common(prompts)
+        shared = 0 if self._cache.has_states else _tokens_in_common(prompts)
         self.saved_tokens = shared * (len(prompts) - 1)
         if self.saved_tokens >= WORTH_SHARING:
             logits_PV = self._prefill_behind(shared, prompts)
@@ -311,12 +382,10 @@ class Runner:
         """Logits [P, V] behind prompts whose first tokens are the same and computed once."""
         beginning = Runner(self._model, self._pad_token_id)
         beginning._prefill_whole([prompts[0][:shared]])
-        return self.resume(prompts, [beginning.keys_of(0)] * len(prompts), 0)
+        return self.resume(prompts, [beginning.kept_of(0)] * len(prompts), 0)
 
-    def resume(
-        self, texts: Sequence[Sequence[int]], kept: Sequence[Sequence[KeysAndValues]], max_tokens: int
-    ) -> torch.Tensor:
-        """Compute what texts have beyond their kept keys and values.
+    def resume(self, texts: Sequence[Sequence[int]], kept: Sequence[Kept], max_tokens: int) -> torch.Tensor:
+        """Compute what texts have beyond what is kept of them.
 
         All rows compute as many of their last tokens as the one that has the most to compute. To pad the
         others instead would cost the same, and leave holes between their keys, which a sliding window would
@@ -324,7 +393,8 @@ class Runner:
 
         Args:
             texts: Token ids of B rows.
-            kept: Keys and values of the first tokens of each, at least of one and fewer than it has.
+            kept: Of the first tokens of each, at least of one and fewer than it has; of equally many fewer in
+                all rows where a layer has a state.
             max_tokens: Tokens that a row will be given afterwards at most.
 
         Returns:
@@ -332,7 +402,7 @@ class Runner:
         """
         lengths = [len(text) for text in texts]
         width = max(lengths)
-        new = max(n - layers[0][0].shape[1] for n, layers in zip(lengths, kept, strict=True))
+        new = max(n - row.tokens for n, row in zip(lengths, kept, strict=True))
         self._cache.load(kept, [max(0, n - new) for n in lengths], width + max_tokens)
         tokens_BT = torch.tensor(
             [
@@ -356,8 +426,8 @@ class Runner:
         self._place(torch.cat([self._positions, other._positions]) + 1, max_tokens)
         self._cache.join(other._cache, self._length, self._length + max_tokens)
 
-    def keys_of(self, row: int) -> list[KeysAndValues]:
-        """Copies of the keys and values of a row's tokens, layer by layer."""
+    def kept_of(self, row: int) -> Kept:
+        """Copies of what layers have of a row's tokens."""
         return self._cache.take(row, int(self._positions[row]) + 1)
 
     def _place(self, lengths_B1: torch.Tensor, max_tokens: int) -> None:

@@ -1,0 +1,26 @@
+"""Qwen3.5, 3.6 and 3.8, dense: three of four layers are gated delta nets, every fourth has gated attention.
+
+The attention gates each head by a second half of its query's projection, normalises queries and keys, and turns
+a quarter of each head. Positions are three per token, for text, height and width; on text they are equal. All
+norms but that of a delta net's output multiply by 1 + w.
+"""
+
+from typing import Any
+
+from qerl.families.common import attention, decoder, layer, rotary
+from qerl.families.layer import DeltaNet
+from qerl.families.sizes import Sizes
+
+
+def sizes(config: Any) -> Sizes:
+    """The decoder by its config."""
+    delta_net = DeltaNet(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+    )
+    full = attention(config, qk_norm="head", gated=True, rotary=rotary(config))
+    mixers = [delta_net if kind == "linear_attention" else full for kind in config.layer_types]
+    return decoder(config, [layer(config, mixer) for mixer in mixers], unit_offset=True)

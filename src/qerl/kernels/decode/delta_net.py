@@ -1,0 +1,354 @@
+"""A gated delta net between its two products, for one new token of each sequence, in three launches.
+
+Such a layer keeps a matrix S [K, E] of each value head in the place of keys and values, so the last token of
+a sequence takes no more memory and time than its first. A token with key k and value v fades what S holds,
+then moves what S has under k towards v, as far as beta says, and reads S with its query q:
+
+    q, k, v = silu(convolution(x W_qkv^T)); q, k = q / |q| / sqrt(K), k / |k|   # delta_inputs
+    g = -exp(A_log) softplus(a + dt_bias); beta = sigmoid(b); z = x W_z^T
+    S = exp(g) S; S = S + k (beta (v - k^T S))^T; o = q^T S                     # delta_step
+    y = rmsnorm(o) * weight * silu(z)                                           # gated_norm
+
+The convolution is along the sequence, of each channel with itself: of the token's input and the W - 1 before.
+Inputs are kept in a ring of W places, that of position p at p % W, rather than in a window that is shifted. A
+token then writes one number of a channel instead of W - 1, and none that another program or another thread
+still reads. Its own input is rounded as it is kept before it is used, so it is one number in all W outputs.
+
+a and b are V columns each, too few for a product of their own. Their weights, in 16 bits, are further rows of
+the product's stacked A, so a and b are columns of its sum x A^T, in FP32, behind those of the adapters.
+
+S is most of what such a layer reads in a step beside its weights: 2 MB of a sequence with 32 heads of 128 in
+FP32. delta_step loads a block of its columns once, ahead of its wait, and holds them in registers until they
+are stored. In BF16 the bytes are half as many and sums still FP32, but S is rounded again at each token.
+
+There is one token of each sequence: a second one of the same slot would need what the first one writes.
+
+Shapes: as in `qerl.kernels.decode.common`; U heads of queries and of keys, K their size, V heads of values, E
+their size, C = 2 U K + V E channels (q, k, v), M = V E, W inputs of a convolution; S also slots of sequences.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qerl.kernels.decode.common import (
+    apply_a,
+    apply_b,
+    begin,
+    both,
+    in_head,
+    inverse_rms,
+    load_a,
+    load_b,
+    load_head,
+    partial_counts,
+    store_operand,
+    sum_partials,
+)
+from qerl.kernels.decode.launch import NO_A, LoraA, LoraB
+from qerl.kernels.launch import dependent, pointers, shared_bytes
+from qerl.kernels.limits import rank_part
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), with as many digits where x is far below 0.
+
+    log(1 + y) is 2 artanh(s) of s = y / (2 + y), here at most 1/3, by its series. The GPU's own logarithm is
+    off by 2^-22 around 1, which may be all that there is of it.
+    """
+    y = tl.exp(-tl.abs(x))
+    s = y / (2.0 + y)
+    square = s * s
+    series = 1.0 / 11 + square * (1.0 / 13)
+    series = 1.0 / 7 + square * (1.0 / 9 + square * series)
+    series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * series))
+    return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def _delta_inputs(
+    gemm_STN, partials_G, scale_2, squares_PT, xa_TR, b_NR, conv_WC, decay_V, dt_bias_V, position_T, slot_T,
+    inputs_SWC, heads_TC, z_TM, gates_2TV,
+    T, N, D, eps,
+    S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    R: tl.constexpr, PART: tl.constexpr, R_TOTAL: tl.constexpr,
+    U: tl.constexpr, V: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr,
+    W: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 2 * U * K + V * E
+    head = tl.program_id(0)  # queries, keys, values, z
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_t = t < T
+    e = tl.arange(0, PADDED)
+    if K == E:
+        in_e = in_head(e, E)
+        n = head * E + e
+    else:
+        in_e = e < tl.where(head < 2 * U, K, E)
+        n = tl.where(head < 2 * U, head * K, 2 * U * K + (head - 2 * U) * E) + e
+    linear = (head >= 2 * U + V).to(tl.int32)
+    slot = tl.load(slot_T + t, mask=in_t, other=-1)
+    slot = tl.where(linear == 0, slot, -1)  # z has no place in the ring
+    position = tl.load(position_T + t, mask=in_t, other=0)
+    # Ahead of the wait: earlier steps have written the ring, long before the last product. What is loaded is
+    # not used before the wait either, or the product's output would be asked for only when it has come.
+    kept = both((slot >= 0)[:, None], in_e)
+    ring = inputs_SWC + slot.to(tl.int64)[:, None] * (W * C) + n[None, :]
+    convolved = in_e & (n < C)
+    earlier, taps = (), ()
+    for back in tl.static_range(1, W):
+        at = ring + ((position - back) % W)[:, None] * C
+        inside = kept & (position >= back)[:, None]
+        earlier += (tl.load(at, mask=inside, other=0.0),)  # type: ignore[assignment]
+        tap = conv_WC + (W - 1 - back) * C + n
+        taps += (tl.load(tap, mask=convolved, other=0.0),)  # type: ignore[assignment]
+    newest = tl.load(conv_WC + (W - 1) * C + n, mask=convolved, other=0.0)
+    scale = tl.load(scale_2 + linear)
+    counts = partial_counts(partials_G, n, in_e, S)
+    if R > 0:  # last, because its change of layout waits for it
+        b = load_b(b_NR, n, in_e, 0, R, PART)
+    begin(PDL)
+    rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
+    x = sum_partials(gemm_STN, counts, t, in_t, n, in_e, T, N, S) * scale
+    if R > 0:
+        x += apply_b(xa_TR, linear * R, b, b_NR, n, in_e, t, in_t, R_TOTAL, R, PART)
+    x *= rms[:, None]
+    inside = both(in_t[:, None], in_e)
+    if linear == 0:
+        own = x.to(inputs_SWC.dtype.element_ty)
+        tl.store(ring + (position % W)[:, None] * C, own, mask=kept)
+        y = own.to(tl.float32) * newest.to(tl.float32)[None, :]
+        for i in tl.static_range(W - 1):
+            y += earlier[i].to(tl.float32) * taps[i].to(tl.float32)[None, :]
+        y *= tl.sigmoid(y)
+        if head < 2 * U:
+            y *= tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6)[:, None]
+            y *= tl.where(head < U, K**-0.5, 1.0)
+        tl.store(heads_TC + t[:, None].to(tl.int64) * C + n[None, :], y, mask=inside)
+    else:  # z, whose programs have the least to do, and so the gates of their head too
+        tl.store(z_TM + t[:, None].to(tl.int64) * (V * E) + (n - C)[None, :], x, mask=inside)
+        v = head - 2 * U - V
+        gate = xa_TR + t * R_TOTAL + 2 * R + v
+        beta = tl.sigmoid(tl.load(gate, mask=in_t, other=0.0) * rms)
+        a = tl.load(gate + V, mask=in_t, other=0.0) * rms
+        g = tl.load(decay_V + v) * softplus(a + tl.load(dt_bias_V + v))
+        tl.store(gates_2TV + t * V + v, tl.exp(g), mask=in_t)
+        tl.store(gates_2TV + (T + t) * V + v, beta, mask=in_t)
+
+
+@triton.jit
+def _delta_step(
+    heads_TC, gates_2TV, state_SVKE, slot_T, out_TVE, T,
+    U: tl.constexpr, V: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 2 * U * K + V * E
+    head, t = tl.program_id(1), tl.program_id(2)
+    k = tl.arange(0, K_PADDED)
+    in_k = in_head(k, K)
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    in_e = e < E
+    slot = tl.load(slot_T + t)
+    at = state_SVKE + ((slot.to(tl.int64) * V + head) * K + k[:, None]) * E + e[None, :]
+    held = in_k[:, None] & (e < tl.where(slot >= 0, E, 0))[None, :]
+    # Ahead of the wait, although the kernel before is no product: programs of delta_inputs start when all
+    # before their product has ended (`begin`), and those of this kernel when all of delta_inputs have
+    # started. So the step before, which wrote the state, has ended. What delta_inputs writes is not there yet.
+    state = tl.load(at, mask=held, other=0.0)
+    begin(PDL)
+    row = heads_TC + t.to(tl.int64) * C
+    key_head = head // (V // U)
+    query = tl.load(row + key_head * K + k, mask=in_k, other=0.0)
+    key = tl.load(row + (U + key_head) * K + k, mask=in_k, other=0.0)
+    value = tl.load(row + 2 * U * K + head * E + e, mask=in_e, other=0.0)
+    fade, beta = tl.load(gates_2TV + t * V + head), tl.load(gates_2TV + (T + t) * V + head)
+    state = state.to(tl.float32) * fade
+    delta = beta * (value - tl.sum(state * key[:, None], axis=0))
+    state += key[:, None] * delta[None, :]
+    out = tl.sum(state * query[:, None], axis=0)
+    tl.store(at, state.to(state_SVKE.dtype.element_ty), mask=held)
+    out_at = out_TVE + (t.to(tl.int64) * V + head) * E + e
+    tl.store(out_at, tl.where(slot >= 0, out, 0.0), mask=in_e)
+
+
+@triton.jit
+def _gated_norm(
+    out_TVE, z_TM, weight_E, a_RK, y_TM, parts_PTR, T, eps,
+    V: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
+    A_RANKS: tl.constexpr, A_PART: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    M: tl.constexpr = V * E
+    head = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_t = t < T
+    e = tl.arange(0, E_PADDED)
+    in_e = in_head(e, E)
+    m = head * E + e
+    weight = load_head(weight_E + e, in_e)
+    if A_RANKS > 0:
+        a = load_a(a_RK, 0, m, in_e, M, A_RANKS, A_PART)
+    begin(PDL)
+    inside = both(in_t[:, None], in_e)
+    at = t[:, None].to(tl.int64) * M + m[None, :]
+    x = tl.load(out_TVE + at, mask=inside, other=0.0)
+    z = tl.load(z_TM + at, mask=inside, other=0.0)
+    norm = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / E + eps)
+    y = (x * norm[:, None] * weight[None, :] * z * tl.sigmoid(z)).to(y_TM.dtype.element_ty)
+    store_operand(y_TM, y, t, m, inside, M, PADDED)
+    if A_RANKS > 0:
+        apply_a(parts_PTR, head, y, a, a_RK, m, in_e, M, t, in_t, T, A_RANKS, A_PART)
+
+
+def delta_inputs(
+    gemm_STN: torch.Tensor,
+    scale_2: torch.Tensor,
+    squares_PT: torch.Tensor,
+    conv_WC: torch.Tensor,
+    decay_V: torch.Tensor,
+    dt_bias_V: torch.Tensor,
+    position_T: torch.Tensor,
+    slot_T: torch.Tensor,
+    inputs_SWC: torch.Tensor,
+    heads_TC: torch.Tensor,
+    z_TM: torch.Tensor,
+    gates_2TV: torch.Tensor,
+    *,
+    key_heads: int,
+    width: int,
+    eps: float,
+    b: LoraB,
+    partials_G: torch.Tensor | None = None,
+) -> None:
+    """Write what the recurrence and its gate read, and keep the token's inputs of the convolution.
+
+    Args:
+        gemm_STN: fp32 or bf16 [S, T, N], N at least C + M: q, k, v and z of all heads.
+        scale_2: fp32 factors of the two linears, that of q, k and v and that of z.
+        squares_PT: Partial sums of squares from `residual_norm`; empty where the input has no norm.
+        conv_WC: Weights of the convolution, any floating dtype; the last row is that of the token itself.
+        decay_V: fp32, -exp(A_log).
+        dt_bias_V: fp32.
+        position_T: int32 position of each token.
+        slot_T: int32, where each token's sequence has its inputs and state, each slot at most once; -1 for a
+            token that goes nowhere, whose results are not defined.
+        inputs_SWC: The activations' dtype, inputs of the convolution, position p at p % W; the token's own is
+            written, and what would be before the first position is not read.
+        heads_TC: fp32, written: q of unit length / sqrt(K), k of unit length, v.
+        z_TM: fp32, written.
+        gates_2TV: fp32, written: exp(g), and beta.
+        key_heads: U.
+        width: Hidden size, over which the mean square is taken.
+        eps: Added to the mean square, as the RMSNorm does.
+        b: LoRA of both linears: the two B on top of each other, None without an adapter (R = 0); and the sum
+            x A^T [T, 2 R + 2 V] with the columns of A of both, then in_proj_b's, then in_proj_a's.
+        partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
+    """
+    splits, tokens, columns = gemm_STN.shape
+    taps, channels = conv_WC.shape
+    value_heads, squares = gates_2TV.shape[2], squares_PT.shape[0]
+    size = z_TM.shape[1] // value_heads
+    key_size = (channels - value_heads * size) // (2 * key_heads)
+    block_t, shared = 16, shared_bytes(heads_TC)
+    assert b.xa.sum_TR is not None, "the gates' inputs are columns of x A^T"
+    arguments = pointers(
+        "delta_inputs", gemm_STN, gemm_STN=gemm_STN, partials_G=partials_G, scale_2=scale_2,
+        squares_PT=squares_PT, xa_TR=b.xa.sum_TR, b_NR=b.b_NR, conv_WC=conv_WC, decay_V=decay_V,
+        dt_bias_V=dt_bias_V, position_T=position_T, slot_T=slot_T, inputs_SWC=inputs_SWC,
+        heads_TC=heads_TC, z_TM=z_TM, gates_2TV=gates_2TV,
+    )  # fmt: skip
+    _delta_inputs[(2 * key_heads + 2 * value_heads, triton.cdiv(tokens, block_t))](
+        *arguments, tokens, columns, width, eps,
+        S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
+        **b.constants(rank_part(b.ranks, shared)), R_TOTAL=b.xa.sum_TR.shape[1],
+        U=key_heads, V=value_heads, K=key_size, E=size, PADDED=_padded(max(key_size, size)),
+        W=taps, BLOCK_T=block_t, num_warps=4, **dependent(gemm_STN),
+    )  # fmt: skip
+
+
+def _padded(size: int) -> int:
+    """Numbers that a kernel holds of a head: a power of two, as tiles want, that tensor cores multiply."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def block_e(tokens: int, heads: int, size: int) -> int:
+    """Columns of the state per program: few when there are few tokens, so that all multiprocessors of a large
+    GPU have some to load, about two programs each; more when there are many, because every program reads all
+    of q and k. Sixteen numbers are one or two of the pieces of 32 bytes in which memory is read."""
+    columns = min(64, _padded(size))
+    while columns > 16 and tokens * heads * triton.cdiv(size, columns) < 256:
+        columns //= 2
+    return columns
+
+
+def delta_step(
+    heads_TC: torch.Tensor,
+    gates_2TV: torch.Tensor,
+    state_SVKE: torch.Tensor,
+    slot_T: torch.Tensor,
+    out_TVE: torch.Tensor,
+) -> None:
+    """Take each sequence's state one token on, in place, and read it with the token's query.
+
+    Args:
+        heads_TC, gates_2TV: As :func:`delta_inputs` left them.
+        state_SVKE: fp32 or bf16, updated at the tokens' slots.
+        slot_T: int32, the slot of each token, each at most once; -1: no state is read or written.
+        out_TVE: fp32, written: q^T S, zeros for a token without a slot.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
+    """
+    tokens, channels = heads_TC.shape
+    heads, key_size, size = state_SVKE.shape[1:]
+    columns = block_e(tokens, heads, size)
+    arguments = pointers(
+        "delta_step", out_TVE, heads_TC=heads_TC, gates_2TV=gates_2TV, state_SVKE=state_SVKE, slot_T=slot_T,
+        out_TVE=out_TVE,
+    )  # fmt: skip
+    _delta_step[(triton.cdiv(size, columns), heads, tokens)](
+        *arguments, tokens, U=(channels - heads * size) // (2 * key_size), V=heads,
+        K=key_size, K_PADDED=triton.next_power_of_2(key_size), E=size, BLOCK_E=columns,
+        num_warps=4, **dependent(out_TVE),
+    )  # fmt: skip
+
+
+def gated_norm(
+    out_TVE: torch.Tensor,
+    z_TM: torch.Tensor,
+    weight_E: torch.Tensor,
+    y_TM: torch.Tensor,
+    *,
+    eps: float,
+    padded_tokens: int = 0,
+    a: LoraA = NO_A,
+) -> None:
+    """Write rmsnorm(out) * weight * silu(z) of each value head, as the output projection reads it.
+
+    Args:
+        out_TVE: fp32, as :func:`delta_step` left it.
+        z_TM: fp32, as :func:`delta_inputs` left it.
+        weight_E: fp32, of the norm, the same for all heads.
+        y_TM: bf16, written, [T, M] or in the order of ``packed_gemm``, for which E is a multiple of 16.
+        eps: Added to a head's mean square.
+        padded_tokens: Tokens that ``y_TM`` has room for in the order of ``packed_gemm``; 0 for [T, M].
+        a: LoRA of the output projection; each head leaves a part of x A^T.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
+    """
+    tokens, heads, size = out_TVE.shape
+    block_t, shared = 16, shared_bytes(out_TVE)
+    arguments = pointers(
+        "gated_norm", y_TM, out_TVE=out_TVE, z_TM=z_TM, weight_E=weight_E, a_RK=a.a_RK, y_TM=y_TM,
+        parts_PTR=a.xa.parts_PTR,
+    )  # fmt: skip
+    _gated_norm[(heads, triton.cdiv(tokens, block_t))](
+        *arguments, tokens, eps, V=heads, E=size, E_PADDED=_padded(size),
+        **a.constants(rank_part(a.ranks, shared)),
+        PADDED=padded_tokens, BLOCK_T=block_t, num_warps=4, **dependent(out_TVE),
+    )  # fmt: skip
