@@ -295,7 +295,7 @@ def delta_net_step(tokens: int, rank: int) -> None:
 
     from qerl.kernels.decode.delta_net import delta_inputs, delta_step, gated_norm
     from qerl.kernels.decode.launch import LoraA, LoraB
-    from qerl.kernels.limits import STATE_TOKENS, recent_numbers
+    from qerl.kernels.limits import STATE_TOKENS
     from qerl.kernels.weights.product import LoraSum
 
     key_heads, heads, size, taps = 16, 32, 128, 4
@@ -312,8 +312,9 @@ def delta_net_step(tokens: int, rank: int) -> None:
         b=LoraB(LoraSum(sum_TR=single(tokens, 2 * (rank + heads))), half(channels + inner, rank)),
         partials_G=integer((channels + inner) // 64),
     )  # fmt: skip
-    recent = single(1, STATE_TOKENS - 1, recent_numbers(key_heads, heads, size, size))
-    delta_step(convolved, gates, half(1, heads, size, size), recent, integer(tokens), integer(tokens), out)
+    recent, fades = half(1, STATE_TOKENS - 1, (key_heads + heads) * size), single(1, STATE_TOKENS - 1, heads)
+    position, slot = integer(tokens), integer(tokens)
+    delta_step(convolved, gates, half(1, heads, size, size), recent, fades, position, slot, out)
     gated_norm(
         out, z, single(size), half(tokens * inner), eps=1e-6, padded_tokens=tokens,
         a=LoraA(half(rank, inner), LoraSum(single(heads, tokens, rank))),

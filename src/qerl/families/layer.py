@@ -354,7 +354,10 @@ def _product(
 
 
 FUSED = tuple(
-    names(places) for kind in (Attention, DeltaNet, GatedMLP) for places in kind.PLACES.values() if len(places) > 1
+    names(places)
+    for kind in (Attention, DeltaNet, GatedMLP)
+    for places in kind.PLACES.values()
+    if len(places) > 1
 )
 """Names of the linears that inference engines run as one matrix: q, k and v, those in front of a delta rule,
 and gate and up."""
