@@ -216,8 +216,7 @@ def _delta_step(
         out = tl.sum(tl.where(of_query, sums, 0.0), axis=0) + common * delta
         tl.store(out_TVE + (t.to(tl.int64) * V + head) * E + e, tl.where(here, out, 0.0), mask=in_e)
         if since < P:
-            own = ring + since * F + U * K + head * E + e
-            tl.store(own, delta.to(dtype), mask=of_slot_e)
+            tl.store(ring + since * F + U * K + head * E + e, delta.to(dtype), mask=of_slot_e)
             if tl.program_id(0) == 0:
                 tl.store(of_fade + since * V + j, fade, mask=here)
         else:
