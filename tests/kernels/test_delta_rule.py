@@ -1,13 +1,11 @@
 """Convolution and recurrence of gated delta nets, against their definitions and transformers' own."""
 
-import sys
 from itertools import pairwise
 
 import pytest
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from qerl.errors import QeRLError
 from qerl.kernels import delta_rule
 from qerl.kernels.delta_rule import CHUNK, chunked_delta_rule, short_conv
 
@@ -132,31 +130,3 @@ def test_a_convolution_of_16_bits_is_rounded_once():
     taps = taps_of([10], 4)
     found, wanted = short_conv(x, weight, taps), short_conv(x.double(), weight.double(), taps)
     assert torch.equal(found, wanted.bfloat16())
-
-
-def test_a_gpu_without_the_package_is_told_which(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
-    with pytest.raises(QeRLError, match="fla-core"):
-        delta_rule._by_package(*drawn([3])[:5], [0, 3], None)
-
-
-def test_the_package_is_told_where_sequences_and_chunks_begin(monkeypatch):
-    """Checked against the package's description of its arguments: nothing here can run it."""
-    called = {}
-
-    class Package:
-        @staticmethod
-        def chunk_gated_delta_rule(**arguments):
-            called.update(arguments)
-            return arguments["v"], arguments["initial_state"]
-
-    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
-        monkeypatch.setitem(sys.modules, name, Package)
-    lengths = [CHUNK + 1, 3]
-    *tensors, initial = drawn(lengths)
-    out, _ = delta_rule._by_package(*tensors, offsets_of(lengths), initial)
-    assert out.shape == (CHUNK + 4, V, E)
-    assert called["q"].shape == (1, CHUNK + 4, U, K) and called["g"].shape == (1, CHUNK + 4, V)
-    assert called["cu_seqlens"].tolist() == [0, CHUNK + 1, CHUNK + 4]
-    assert called["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0]]
-    assert called["initial_state"] is initial and called["output_final_state"]
