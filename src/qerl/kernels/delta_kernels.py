@@ -5,9 +5,14 @@ holds them in registers from the first chunk to the last. Keys and queries are r
 heads that share one find them in the L2 cache. Backward is a program of the same kind from the last chunk to
 the first. Nobody adds to what another one writes, so the same inputs give the same bits.
 
-Products have FP32 totals and take their operands as TF32, which has as many digits as FP16 and all exponents
-of FP32. Tensor cores cut the digits off that TF32 lacks, which makes all products a little too small. So
-operands are rounded here (`rounded`). The state itself, and what is added to it, stays FP32.
+Products have FP32 totals. Tensor cores take FP32 operands as TF32, which has the digits of FP16 and all
+exponents of FP32. Forward splits each operand into two such numbers and adds three products ("tf32x3"), which
+is FP32 but for the last bit or two. One TF32 number per operand would put outputs off by 0.5e-3 of their
+norm, and by 1.5e-3 for keys that are alike, whose v and k H cancel; that is as much as rounding them to BF16
+once more, between a trainer and a sampler that goes in FP32. Of gradients nobody has a second version, and
+they are rounded to BF16 behind this, so backward takes one TF32 number. Tensor cores cut off the digits that
+TF32 lacks, which makes all products a little too small and errors about four times as large; so there
+operands are rounded first (`rounded`). The state itself, and what is added to it, stays FP32.
 
 Tiles that a product takes transposed are loaded transposed, a second time where necessary: they come out of
 the L1 or L2 cache. Triton from 3.4 on transposes results of products on Hopper wrongly when they become
@@ -39,6 +44,13 @@ def rounded(x):
 
 @triton.jit
 def times(a, b):
+    """The product, FP32 but for its last bits."""
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def times_rounded(a, b):
+    """The product of operands rounded to TF32."""
     return tl.dot(rounded(a), rounded(b), input_precision="tf32")
 
 
@@ -73,28 +85,28 @@ def _delta_scan(
     state = tl.zeros((K_PADDED, BLOCK_E), tl.float32)
     if INITIAL:
         state = tl.load(initial_NVKE + of_sequence, mask=in_state, other=0.0)
-    for chunk in range(tl.load(first_N + n), tl.load(first_N + n + 1)):
-        j = chunk.to(tl.int64)
+    first, end = tl.load(first_N + n).to(tl.int64), tl.load(first_N + n + 1)
+    for ahead in range((end - first).to(tl.int32)):
+        j = first + ahead
         of_key, of_head = (j * U + head // (V // U)) * (I * K), j * V + head
         sums = tl.load(sums_JVI + of_head * I + i)
         last = tl.load(sums_JVI + of_head * I + I - 1)
         grown, left = tl.exp(sums)[:, None], tl.exp(last - sums)[:, None]
-        k_IK = tl.load(k_JUIK + of_key + ik, mask=in_k[None, :], other=0.0)
-        k_KI = tl.load(k_JUIK + of_key + ki, mask=in_k[:, None], other=0.0)
-        q_IK = tl.load(q_JUIK + of_key + ik, mask=in_k[None, :], other=0.0)
-        mix = tl.load(mix_JVII + of_head * (I * I) + square)
-        scores = tl.load(scores_JVII + of_head * (I * I) + square)
         at = j * (I * V * E) + tokens
-        v = tl.load(v_JIVE + at, mask=in_e[None, :], other=0.0).to(tl.float32)
-        missing = v - grown * times(k_IK, state)
-        written = times(mix, missing)
-        out = grown * times(q_IK, state) + times(scores, written)
+        k_IK = tl.load(k_JUIK + of_key + ik, mask=in_k[None, :], other=0.0)
+        answer = grown * times(k_IK, state)
+        missing = tl.load(v_JIVE + at, mask=in_e[None, :], other=0.0).to(tl.float32) - answer
+        q_IK = tl.load(q_JUIK + of_key + ik, mask=in_k[None, :], other=0.0)
+        out = grown * times(q_IK, state)
+        written = times(tl.load(mix_JVII + of_head * (I * I) + square), missing)
+        out += times(tl.load(scores_JVII + of_head * (I * I) + square), written)
         tl.store(out_JIVE + at, out, mask=in_e[None, :])
         if KEEP:
             kept = of_head * (I * E) + i[:, None] * E + e[None, :]
             tl.store(missing_JVIE + kept, missing, mask=in_e[None, :])
             tl.store(written_JVIE + kept, written, mask=in_e[None, :])
             tl.store(states_JVKE + of_head * (K * E) + of_state, state, mask=in_state)
+        k_KI = tl.load(k_JUIK + of_key + ki, mask=in_k[:, None], other=0.0)
         state = tl.exp(last) * state + times(k_KI, left * written)
     tl.store(final_NVKE + of_sequence, state, mask=in_state)
 
@@ -118,26 +130,26 @@ def _delta_scan_backward(
     behind = tl.zeros((K_PADDED, BLOCK_E), tl.float32)
     if FINAL:
         behind = tl.load(dfinal_NVKE + of_sequence, mask=in_state, other=0.0)
-    first, end = tl.load(first_N + n), tl.load(first_N + n + 1)
-    for back in range(end - first):
-        j = (end - 1 - back).to(tl.int64)
+    first, end = tl.load(first_N + n), tl.load(first_N + n + 1).to(tl.int64)
+    for back in range((end - first).to(tl.int32)):
+        j = end - 1 - back
         of_key, of_head = (j * U + head // (V // U)) * (I * K), j * V + head
         sums = tl.load(sums_JVI + of_head * I + i)
         last = tl.load(sums_JVI + of_head * I + I - 1)
         grown, left = tl.exp(sums)[:, None], tl.exp(last - sums)[:, None]
-        k_IK = tl.load(k_JUIK + of_key + ik, mask=in_k[None, :], other=0.0)
-        k_KI = tl.load(k_JUIK + of_key + ki, mask=in_k[:, None], other=0.0)
-        q_KI = tl.load(q_JUIK + of_key + ki, mask=in_k[:, None], other=0.0)
-        mix = tl.load(mix_JVII + of_head * (I * I) + transposed)
-        scores = tl.load(scores_JVII + of_head * (I * I) + transposed)
-        dout = tl.load(dout_JIVE + j * (I * V * E) + tokens, mask=in_e[None, :], other=0.0).to(tl.float32)
         tl.store(dbehind_JVKE + of_head * (K * E) + of_state, behind, mask=in_state)
-        written = times(scores, dout) + left * times(k_IK, behind)
-        missing = times(mix, written)
+        k_IK = tl.load(k_JUIK + of_key + ik, mask=in_k[None, :], other=0.0)
+        written = left * times_rounded(k_IK, behind)
+        dout = tl.load(dout_JIVE + j * (I * V * E) + tokens, mask=in_e[None, :], other=0.0).to(tl.float32)
+        written += times_rounded(tl.load(scores_JVII + of_head * (I * I) + transposed), dout)
+        missing = times_rounded(tl.load(mix_JVII + of_head * (I * I) + transposed), written)
         kept = of_head * (I * E) + i[:, None] * E + e[None, :]
         tl.store(dmissing_JVIE + kept, missing, mask=in_e[None, :])
         tl.store(dwritten_JVIE + kept, written, mask=in_e[None, :])
-        behind = tl.exp(last) * behind + times(q_KI, grown * dout) - times(k_KI, grown * missing)
+        q_KI = tl.load(q_JUIK + of_key + ki, mask=in_k[:, None], other=0.0)
+        behind = tl.exp(last) * behind + times_rounded(q_KI, grown * dout)
+        k_KI = tl.load(k_JUIK + of_key + ki, mask=in_k[:, None], other=0.0)
+        behind -= times_rounded(k_KI, grown * missing)
     tl.store(dinitial_NVKE + of_sequence, behind, mask=in_state)
 
 

@@ -28,11 +28,10 @@ from those to the inputs, whose graph holds small matrices only. Of the inverse 
 -T^T dT T^T below the diagonal. It runs over a few key heads at a time, so that what it holds besides inputs
 and gradients is about `WORKING_BYTES` however long the row is.
 
-On a GPU inputs are of 16 bits, and operands of products TF32, but for the inverse, which is FP32; all sums
-and states are FP32, and outputs and gradients are rounded once. TF32 has three digits more than BF16: q and k
-are of unit length only in FP32, and to round them, M or the states to 16 bits would cost more than the
-sampler, which goes token by token in FP32, differs from this. FP64 is computed by torch anywhere; it is for
-tests. The order of all sums is fixed.
+On a GPU inputs are of 16 bits, all sums and states FP32. Forward has the precision of FP32, since the sampler
+goes token by token in FP32 and both are to give the same numbers; outputs are rounded once. Products of
+gradients take their operands as TF32, which has three binary digits more than the BF16 that gradients are
+rounded to in the end. FP64 is computed by torch anywhere; it is for tests. The order of all sums is fixed.
 
 Given up: one kernel for A, M and P, which would read and write a tenth in forward. Also a kernel of our own
 for the convolution, which gathers its taps one after the other.
@@ -224,8 +223,7 @@ def _steps(tensor: torch.Tensor) -> Any:
 def _forward(inputs: _Inputs, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [L, V, E] and states [N, V, K, E]."""
     split = _split(inputs, chunks)
-    with _tf32():
-        local = _local(split, chunks)
+    local = _local(split, chunks)
     out_JIVE, final_NVKE, _ = _steps(local.k_JUIK).scan(local, split.v, split.initial, chunks, keep=False)
     return chunks.join(out_JIVE), final_NVKE
 
@@ -236,7 +234,7 @@ def _backward(
     """Gradients of all inputs, from those of the outputs and of the states, if there are."""
     split = _split(inputs, chunks)
     leaves = [x.requires_grad_() for x in (split.q, split.k, split.decay, split.beta)]
-    with _tf32(), torch.enable_grad():
+    with torch.enable_grad():
         graph = _local(split, chunks)
     local = Local(*(x.detach() for x in graph))
     steps, dtype = _steps(local.k_JUIK), local.k_JUIK.dtype
