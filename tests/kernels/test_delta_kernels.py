@@ -14,8 +14,10 @@ from qerl.kernels.delta_scan import CHUNK, Chunks, Local
 from tests.support.kernels import DEVICE, GPU, error, poison
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
-EXACT, GRADIENTS = 2e-6, 1e-3
-"""Of products in FP32, and of operands rounded to TF32."""
+EXACT = 3e-5 if GPU else 2e-6
+"""Of products with 16 binary digits; the interpreter's have 24."""
+GRADIENTS = 1e-3 if GPU else EXACT
+"""Where torch multiplies in TF32 behind the kernels."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,7 @@ def test_a_pass_and_its_gradients_are_those_of_the_loop(lengths, key_heads, head
     assert nothing is None and all(map(torch.equal, again, found))
     pulls = delta_kernels.scan_backward(local, dout, states, chunks)
     for one, other in zip(pulls, delta_scan.scan_backward(exact, dout.double(), wide, chunks), strict=True):
-        assert error(one, other) < GRADIENTS
+        assert error(one, other) < EXACT
 
 
 def test_the_inverse_keeps_its_digits_where_keys_are_alike():
@@ -74,27 +76,11 @@ def test_the_inverse_keeps_its_digits_where_keys_are_alike():
     system = (system.tril(-1) + poison(CHUNK, CHUNK).triu())[:, None].contiguous()  # the rest is not read
     found = delta_kernels.inverse(system)
     one = torch.eye(CHUNK, dtype=torch.float64, device=DEVICE)
-    wanted = torch.linalg.solve_triangular(system.tril(-1).nan_to_num().double(), one, upper=False, unitriangular=True)
+    wanted = torch.linalg.solve_triangular(
+        system.tril(-1).nan_to_num().double(), one, upper=False, unitriangular=True
+    )
     for mine, other in zip(found, wanted, strict=True):
         assert error(mine, other) < 1e-5
-
-
-def test_operands_are_rounded_to_the_nearest_tf32_and_nan_stays():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def store(x, y):
-        i = tl.arange(0, 16)
-        tl.store(y + i, delta_kernels.rounded(tl.load(x + i)))
-
-    x = draw(16)
-    x[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
-    y = poison(16)
-    store[(1,)](x, y)
-    assert torch.equal(y[:4].nan_to_num(7.0), x[:4].nan_to_num(7.0))
-    assert ((y - x)[4:].abs() <= x[4:].abs() * 2**-11).all()
-    assert not (y.view(torch.int32) & 0x1FFF)[1:].any()
 
 
 @pytest.mark.parametrize("bound", [delta_rule.WORKING_BYTES, 1])
@@ -123,6 +109,6 @@ def test_the_rule_on_the_kernels_is_the_rule(monkeypatch, bound):
 def test_few_heads_have_programs_for_each_multiprocessor_and_many_have_wide_ones():
     device = torch.device(DEVICE)
     many = 10_000
-    assert delta_kernels.block_e(many, 128, device) == 64
+    assert delta_kernels.block_e(many, 128, device) == 32
     assert delta_kernels.block_e(1, 128, device) == 16
     assert delta_kernels.block_e(many, 7, device) == 16

@@ -130,3 +130,47 @@ def test_a_convolution_of_16_bits_is_rounded_once():
     taps = taps_of([10], 4)
     found, wanted = short_conv(x, weight, taps), short_conv(x.double(), weight.double(), taps)
     assert torch.equal(found, wanted.bfloat16())
+
+
+def test_a_row_is_computed_by_as_many_heads_as_the_bound_allows(monkeypatch):
+    *tensors, initial = drawn(LENGTHS)
+    call = *tensors, offsets_of(LENGTHS), initial
+    groups, computed = [], delta_rule._groups
+    monkeypatch.setattr(delta_rule, "_groups", lambda *given: groups.append(computed(*given)) or groups[-1])
+    whole = chunked_delta_rule(*call)
+    wanted = [*whole, *gradients(whole, [*tensors, initial])]
+    assert groups == [[slice(0, U)]] * 2
+    monkeypatch.setattr(delta_rule, "WORKING_BYTES", 1)
+    parts = chunked_delta_rule(*call)
+    found = [*parts, *gradients(parts, [*tensors, initial])]
+    assert groups[2:] == [[slice(0, 1), slice(1, 2)]] * 2
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["outputs", "states"])
+def test_gradients_of_one_of_the_results_are_those_of_the_definition(used):
+    """A sequence whose state nobody reads has no gradient of it, nor one whose outputs nobody reads."""
+    *tensors, initial = drawn(LENGTHS)
+    call = *tensors, offsets_of(LENGTHS), initial
+    inputs = [*tensors[1:], initial]  # q has no part in the states
+    found, wanted = (gradients([run(*call)[used]], inputs) for run in (chunked_delta_rule, token_by_token))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+
+
+def test_the_precision_of_other_products_stays():
+    """torch's older and newer name for it are both as before, also where they were set."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    seen = lambda: (setting.fp32_precision, setting.allow_tf32, torch.get_float32_matmul_precision())  # noqa: E731
+    try:
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            found = seen()
+            with delta_rule._tf32():
+                assert setting.fp32_precision == "tf32" and setting.allow_tf32
+            assert seen() == found
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        setting.fp32_precision = before

@@ -5,14 +5,13 @@ holds them in registers from the first chunk to the last. Keys and queries are r
 heads that share one find them in the L2 cache. Backward is a program of the same kind from the last chunk to
 the first. Nobody adds to what another one writes, so the same inputs give the same bits.
 
-Products have FP32 totals. Tensor cores take FP32 operands as TF32, which has the digits of FP16 and all
-exponents of FP32. Forward splits each operand into two such numbers and adds three products ("tf32x3"), which
-is FP32 but for the last bit or two. One TF32 number per operand would put outputs off by 0.5e-3 of their
-norm, and by 1.5e-3 for keys that are alike, whose v and k H cancel; that is as much as rounding them to BF16
-once more, between a trainer and a sampler that goes in FP32. Of gradients nobody has a second version, and
-they are rounded to BF16 behind this, so backward takes one TF32 number. Tensor cores cut off the digits that
-TF32 lacks, which makes all products a little too small and errors about four times as large; so there
-operands are rounded first (`rounded`). The state itself, and what is added to it, stays FP32.
+Products have FP32 totals. Each FP32 operand is split into two BF16 numbers, 16 binary digits, and three products
+of them are added ("bf16x3"), which errs by about 1e-5. One TF32 number for each would put outputs off by 0.5e-3
+of their norm, and by 1.5e-3 for keys that are alike, whose v and k H cancel, even if operands were rounded;
+tensor cores cut off the digits that TF32 lacks, which errs four times as much. That is as much as rounding
+outputs to BF16 once more, between a trainer and a sampler that goes token by token in FP32. Three products of
+BF16 take 1.5 times as long as one of TF32, and no more registers. The state itself, and what is added to it,
+stays FP32.
 
 Tiles that a product takes transposed are loaded transposed, a second time where necessary: they come out of
 the L1 or L2 cache. Triton from 3.4 on transposes results of products on Hopper wrongly when they become
@@ -34,24 +33,15 @@ from qerl.kernels.delta_scan import Chunks, Kept, Local, Pulls
 from qerl.kernels.device import multiprocessors
 from qerl.kernels.launch import pointers
 
-
-@triton.jit
-def rounded(x):
-    """FP32 to the nearest TF32; infinities and NaN stay."""
-    near = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-    return tl.where(x == x, near.to(tl.float32, bitcast=True), x)
+_PART, _COLUMNS = 64, 32
+"""Rows of a state in a product, and most columns of a program: both halves of an operand and the state are in
+registers."""
 
 
 @triton.jit
 def times(a, b):
-    """The product, FP32 but for its last bits."""
-    return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
-def times_rounded(a, b):
-    """The product of operands rounded to TF32."""
-    return tl.dot(rounded(a), rounded(b), input_precision="tf32")
+    """The product of FP32 tiles, to about 16 binary digits."""
+    return tl.dot(a, b, input_precision="bf16x3")
 
 
 @triton.jit
@@ -70,21 +60,24 @@ def _delta_inverse(system_BII, inverse_BII, I: tl.constexpr):  # noqa: E741
 def _delta_scan(
     q_JUIK, k_JUIK, sums_JVI, mix_JVII, scores_JVII, v_JIVE, initial_NVKE, first_N,
     out_JIVE, final_NVKE, states_JVKE, missing_JVIE, written_JVIE,
-    U: tl.constexpr, V: tl.constexpr, I: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,  # noqa: E741
-    E: tl.constexpr, BLOCK_E: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr,
+    U: tl.constexpr, V: tl.constexpr, I: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,  # noqa: E741
+    PARTS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     head, n = tl.program_id(1), tl.program_id(2)
-    i, k = tl.arange(0, I), tl.arange(0, K_PADDED)
+    i, k = tl.arange(0, I), tl.arange(0, PART)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    in_k, in_e = k < K, e < E
+    in_e = (e < E)[None, :]
     square = i[:, None] * I + i[None, :]
-    ik, ki = i[:, None] * K + k[None, :], k[:, None] + i[None, :] * K
-    of_state, in_state = k[:, None] * E + e[None, :], in_k[:, None] & in_e[None, :]
     tokens = i[:, None] * (V * E) + head * E + e[None, :]
-    of_sequence = (n.to(tl.int64) * V + head) * (K * E) + of_state
-    state = tl.zeros((K_PADDED, BLOCK_E), tl.float32)
-    if INITIAL:
-        state = tl.load(initial_NVKE + of_sequence, mask=in_state, other=0.0)
+    ik, ki, ke = i[:, None] * K + k[None, :], k[:, None] + i[None, :] * K, k[:, None] * E + e[None, :]
+    of_sequence = (n.to(tl.int64) * V + head) * (K * E) + ke
+    state = ()
+    for part in tl.static_range(PARTS):
+        rows = tl.zeros((PART, BLOCK_E), tl.float32)
+        if INITIAL:
+            inside = (part * PART + k < K)[:, None] & in_e
+            rows = tl.load(initial_NVKE + of_sequence + part * PART * E, mask=inside, other=0.0)
+        state += (rows,)  # type: ignore[assignment]
     first, end = tl.load(first_N + n).to(tl.int64), tl.load(first_N + n + 1)
     for ahead in range((end - first).to(tl.int32)):
         j = first + ahead
@@ -92,44 +85,56 @@ def _delta_scan(
         sums = tl.load(sums_JVI + of_head * I + i)
         last = tl.load(sums_JVI + of_head * I + I - 1)
         grown, left = tl.exp(sums)[:, None], tl.exp(last - sums)[:, None]
+        answer, out = tl.zeros((I, BLOCK_E), tl.float32), tl.zeros((I, BLOCK_E), tl.float32)
+        for part in tl.static_range(PARTS):
+            at, across = of_key + ik + part * PART, (part * PART + k < K)[None, :]
+            answer += times(tl.load(k_JUIK + at, mask=across, other=0.0), state[part])
+            out += times(tl.load(q_JUIK + at, mask=across, other=0.0), state[part])
+            if KEEP:
+                to = states_JVKE + of_head * (K * E) + part * PART * E + ke
+                tl.store(to, state[part], mask=(part * PART + k < K)[:, None] & in_e)
         at = j * (I * V * E) + tokens
-        k_IK = tl.load(k_JUIK + of_key + ik, mask=in_k[None, :], other=0.0)
-        answer = grown * times(k_IK, state)
-        missing = tl.load(v_JIVE + at, mask=in_e[None, :], other=0.0).to(tl.float32) - answer
-        q_IK = tl.load(q_JUIK + of_key + ik, mask=in_k[None, :], other=0.0)
-        out = grown * times(q_IK, state)
+        missing = tl.load(v_JIVE + at, mask=in_e, other=0.0).to(tl.float32) - grown * answer
         written = times(tl.load(mix_JVII + of_head * (I * I) + square), missing)
-        out += times(tl.load(scores_JVII + of_head * (I * I) + square), written)
-        tl.store(out_JIVE + at, out, mask=in_e[None, :])
+        out = grown * out + times(tl.load(scores_JVII + of_head * (I * I) + square), written)
+        tl.store(out_JIVE + at, out, mask=in_e)
         if KEEP:
             kept = of_head * (I * E) + i[:, None] * E + e[None, :]
-            tl.store(missing_JVIE + kept, missing, mask=in_e[None, :])
-            tl.store(written_JVIE + kept, written, mask=in_e[None, :])
-            tl.store(states_JVKE + of_head * (K * E) + of_state, state, mask=in_state)
-        k_KI = tl.load(k_JUIK + of_key + ki, mask=in_k[:, None], other=0.0)
-        state = tl.exp(last) * state + times(k_KI, left * written)
-    tl.store(final_NVKE + of_sequence, state, mask=in_state)
+            tl.store(missing_JVIE + kept, missing, mask=in_e)
+            tl.store(written_JVIE + kept, written, mask=in_e)
+        following = ()
+        for part in tl.static_range(PARTS):
+            at, down = of_key + ki + part * PART, (part * PART + k < K)[:, None]
+            keys = tl.load(k_JUIK + at, mask=down, other=0.0)
+            following += (tl.exp(last) * state[part] + times(keys, left * written),)  # type: ignore[assignment]
+        state = following
+    for part in tl.static_range(PARTS):
+        inside = (part * PART + k < K)[:, None] & in_e
+        tl.store(final_NVKE + of_sequence + part * PART * E, state[part], mask=inside)
 
 
 @triton.jit
 def _delta_scan_backward(
     q_JUIK, k_JUIK, sums_JVI, mix_JVII, scores_JVII, dout_JIVE, dfinal_NVKE, first_N,
     dbehind_JVKE, dmissing_JVIE, dwritten_JVIE, dinitial_NVKE,
-    U: tl.constexpr, V: tl.constexpr, I: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,  # noqa: E741
-    E: tl.constexpr, BLOCK_E: tl.constexpr, FINAL: tl.constexpr,
+    U: tl.constexpr, V: tl.constexpr, I: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,  # noqa: E741
+    PARTS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     head, n = tl.program_id(1), tl.program_id(2)
-    i, k = tl.arange(0, I), tl.arange(0, K_PADDED)
+    i, k = tl.arange(0, I), tl.arange(0, PART)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    in_k, in_e = k < K, e < E
+    in_e = (e < E)[None, :]
     transposed = i[:, None] + i[None, :] * I
-    ik, ki = i[:, None] * K + k[None, :], k[:, None] + i[None, :] * K
-    of_state, in_state = k[:, None] * E + e[None, :], in_k[:, None] & in_e[None, :]
     tokens = i[:, None] * (V * E) + head * E + e[None, :]
-    of_sequence = (n.to(tl.int64) * V + head) * (K * E) + of_state
-    behind = tl.zeros((K_PADDED, BLOCK_E), tl.float32)
-    if FINAL:
-        behind = tl.load(dfinal_NVKE + of_sequence, mask=in_state, other=0.0)
+    ik, ki, ke = i[:, None] * K + k[None, :], k[:, None] + i[None, :] * K, k[:, None] * E + e[None, :]
+    of_sequence = (n.to(tl.int64) * V + head) * (K * E) + ke
+    behind = ()
+    for part in tl.static_range(PARTS):
+        rows = tl.zeros((PART, BLOCK_E), tl.float32)
+        if FINAL:
+            inside = (part * PART + k < K)[:, None] & in_e
+            rows = tl.load(dfinal_NVKE + of_sequence + part * PART * E, mask=inside, other=0.0)
+        behind += (rows,)  # type: ignore[assignment]
     first, end = tl.load(first_N + n), tl.load(first_N + n + 1).to(tl.int64)
     for back in range((end - first).to(tl.int32)):
         j = end - 1 - back
@@ -137,20 +142,30 @@ def _delta_scan_backward(
         sums = tl.load(sums_JVI + of_head * I + i)
         last = tl.load(sums_JVI + of_head * I + I - 1)
         grown, left = tl.exp(sums)[:, None], tl.exp(last - sums)[:, None]
-        tl.store(dbehind_JVKE + of_head * (K * E) + of_state, behind, mask=in_state)
-        k_IK = tl.load(k_JUIK + of_key + ik, mask=in_k[None, :], other=0.0)
-        written = left * times_rounded(k_IK, behind)
-        dout = tl.load(dout_JIVE + j * (I * V * E) + tokens, mask=in_e[None, :], other=0.0).to(tl.float32)
-        written += times_rounded(tl.load(scores_JVII + of_head * (I * I) + transposed), dout)
-        missing = times_rounded(tl.load(mix_JVII + of_head * (I * I) + transposed), written)
+        written = tl.zeros((I, BLOCK_E), tl.float32)
+        for part in tl.static_range(PARTS):
+            to = dbehind_JVKE + of_head * (K * E) + part * PART * E + ke
+            tl.store(to, behind[part], mask=(part * PART + k < K)[:, None] & in_e)
+            at, across = of_key + ik + part * PART, (part * PART + k < K)[None, :]
+            written += times(tl.load(k_JUIK + at, mask=across, other=0.0), behind[part])
+        dout = tl.load(dout_JIVE + j * (I * V * E) + tokens, mask=in_e, other=0.0).to(tl.float32)
+        scores = tl.load(scores_JVII + of_head * (I * I) + transposed)
+        written = left * written + times(scores, dout)
+        missing = times(tl.load(mix_JVII + of_head * (I * I) + transposed), written)
         kept = of_head * (I * E) + i[:, None] * E + e[None, :]
-        tl.store(dmissing_JVIE + kept, missing, mask=in_e[None, :])
-        tl.store(dwritten_JVIE + kept, written, mask=in_e[None, :])
-        q_KI = tl.load(q_JUIK + of_key + ki, mask=in_k[:, None], other=0.0)
-        behind = tl.exp(last) * behind + times_rounded(q_KI, grown * dout)
-        k_KI = tl.load(k_JUIK + of_key + ki, mask=in_k[:, None], other=0.0)
-        behind -= times_rounded(k_KI, grown * missing)
-    tl.store(dinitial_NVKE + of_sequence, behind, mask=in_state)
+        tl.store(dmissing_JVIE + kept, missing, mask=in_e)
+        tl.store(dwritten_JVIE + kept, written, mask=in_e)
+        before = ()
+        for part in tl.static_range(PARTS):
+            at, down = of_key + ki + part * PART, (part * PART + k < K)[:, None]
+            queries = tl.load(q_JUIK + at, mask=down, other=0.0)
+            rows = tl.exp(last) * behind[part] + times(queries, grown * dout)
+            keys = tl.load(k_JUIK + at, mask=down, other=0.0)
+            before += (rows - times(keys, grown * missing),)  # type: ignore[assignment]
+        behind = before
+    for part in tl.static_range(PARTS):
+        inside = (part * PART + k < K)[:, None] & in_e
+        tl.store(dinitial_NVKE + of_sequence + part * PART * E, behind[part], mask=inside)
 
 
 def inverse(system_JVII: torch.Tensor) -> torch.Tensor:
@@ -162,8 +177,7 @@ def inverse(system_JVII: torch.Tensor) -> torch.Tensor:
     (system,) = pointers("inverse", system_JVII, system_JVII=system_JVII)
     found = torch.empty_like(system)
     size = system.shape[-1]
-    # One warp: a sum over rows then waits for no other one.
-    _delta_inverse[(system.numel() // size**2,)](system, found, I=size, num_warps=1)
+    _delta_inverse[(system.numel() // size**2,)](system, found, I=size, num_warps=2)
     return found
 
 
@@ -205,9 +219,7 @@ def scan_backward(
     constants, grid = _launch(local, dout_JIVE, chunks)
     (chunk_count, tokens, heads, size), key_size = dout_JIVE.shape, local.k_JUIK.shape[-1]
     each = (new(chunk_count, heads, tokens, size) for _ in range(2))
-    pulls = Pulls(
-        new(chunk_count, heads, key_size, size), *each, new(grid[2], heads, key_size, size)
-    )
+    pulls = Pulls(new(chunk_count, heads, key_size, size), *each, new(grid[2], heads, key_size, size))
     arguments = pointers(
         "scan_backward", local.k_JUIK, **local._asdict(), dout_JIVE=dout_JIVE, dfinal_NVKE=dfinal_NVKE,
         first_N=chunks.first_N, **pulls._asdict(),
@@ -219,7 +231,7 @@ def scan_backward(
 def block_e(programs: int, size: int, device: torch.device) -> int:
     """Columns of a state that a program holds, of so many sequences' heads: fewer where programs of as many
     would leave multiprocessors without work, since a chunk follows the other however few columns there are."""
-    columns = min(64, max(16, triton.next_power_of_2(size)))
+    columns = min(_COLUMNS, max(16, triton.next_power_of_2(size)))
     while columns > 16 and programs * triton.cdiv(size, columns) < multiprocessors(device):
         columns //= 2
     return columns
@@ -232,9 +244,10 @@ def _launch(
     heads, size = x_JIVE.shape[2:]
     sequences = len(chunks.first) - 1
     columns = block_e(sequences * heads, size, x_JIVE.device)
+    part = min(_PART, max(16, triton.next_power_of_2(key_size)))
     constants = {
-        "U": key_heads, "V": heads, "I": tokens, "K": key_size,
-        "K_PADDED": max(16, triton.next_power_of_2(key_size)), "E": size, "BLOCK_E": columns,
+        "U": key_heads, "V": heads, "I": tokens, "K": key_size, "PART": part,
+        "PARTS": triton.cdiv(key_size, part), "E": size, "BLOCK_E": columns,
         "num_warps": 4, "num_stages": 1,
     }  # fmt: skip
     return constants, (triton.cdiv(size, columns), heads, sequences)
