@@ -118,7 +118,7 @@ def test_time(lengths, heads):
         delta_rule._groups(delta_rule._Inputs(*inputs), delta_rule.Chunks.of(offsets, initial.device))
     )
     print(
-        f"{sum(lengths)} tokens in {len(lengths)} sequences, {heads} value heads: forward {forward * 1e3:.2f} ms, "
-        f"with backward {both * 1e3:.2f} ms in {groups} groups of heads"
+        f"{sum(lengths)} tokens in {len(lengths)} sequences, {heads} value heads: "
+        f"forward {forward * 1e3:.2f} ms, with backward {both * 1e3:.2f} ms in {groups} groups of heads"
     )
     assert groups >= 1

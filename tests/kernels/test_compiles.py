@@ -132,8 +132,8 @@ def test_a_card_treated_as_an_older_one_assembles_that_classs_code_for_itself(tm
 
 
 SPILLS = {"heads of 256": 512, "rank 256": 1536, "delta rule": 768, "delta rule, small heads": 768}
-"""Bytes that a thread may spill, by walk: sizes that few models and adapters have, and the states of the delta
-rule with both halves of its operands, whose time are products."""
+"""Bytes that a thread may spill, by walk: sizes that few models and adapters have; and what the delta rule
+holds of states and both halves of its operands, whose time are products."""
 
 
 def limit(target: int) -> int:

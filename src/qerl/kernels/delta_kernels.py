@@ -5,13 +5,13 @@ holds them in registers from the first chunk to the last. Keys and queries are r
 heads that share one find them in the L2 cache. Backward is a program of the same kind from the last chunk to
 the first. Nobody adds to what another one writes, so the same inputs give the same bits.
 
-Products have FP32 totals. Each FP32 operand is split into two BF16 numbers, 16 binary digits, and three products
-of them are added ("bf16x3"), which errs by about 1e-5. One TF32 number for each would put outputs off by 0.5e-3
-of their norm, and by 1.5e-3 for keys that are alike, whose v and k H cancel, even if operands were rounded;
-tensor cores cut off the digits that TF32 lacks, which errs four times as much. That is as much as rounding
-outputs to BF16 once more, between a trainer and a sampler that goes token by token in FP32. Three products of
-BF16 take 1.5 times as long as one of TF32, and no more registers. The state itself, and what is added to it,
-stays FP32.
+Products have FP32 totals. Each FP32 operand is split into two BF16 numbers, 16 binary digits, and three
+products of them are added ("bf16x3"), which errs by about 1e-5. One TF32 number for each would put outputs
+off by 0.5e-3 of their norm, and by 1.5e-3 for keys that are alike, whose v and k H cancel, even if operands
+were rounded; tensor cores cut off the digits that TF32 lacks, which errs four times as much. That is as much
+as rounding outputs to BF16 once more, between a trainer and a sampler that goes token by token in FP32. Three
+products of BF16 take 1.5 times as long as one of TF32, and no more registers. The state itself, and what is
+added to it, stays FP32.
 
 Tiles that a product takes transposed are loaded transposed, a second time where necessary: they come out of
 the L1 or L2 cache. Triton from 3.4 on transposes results of products on Hopper wrongly when they become
@@ -218,8 +218,9 @@ def scan_backward(
     new = local.k_JUIK.new_empty
     constants, grid = _launch(local, dout_JIVE, chunks)
     (chunk_count, tokens, heads, size), key_size = dout_JIVE.shape, local.k_JUIK.shape[-1]
-    each = (new(chunk_count, heads, tokens, size) for _ in range(2))
-    pulls = Pulls(new(chunk_count, heads, key_size, size), *each, new(grid[2], heads, key_size, size))
+    missing_JVIE, written_JVIE = (new(chunk_count, heads, tokens, size) for _ in range(2))
+    behind_JVKE, initial_NVKE = (new(n, heads, key_size, size) for n in (chunk_count, grid[2]))
+    pulls = Pulls(behind_JVKE, missing_JVIE, written_JVIE, initial_NVKE)
     arguments = pointers(
         "scan_backward", local.k_JUIK, **local._asdict(), dout_JIVE=dout_JIVE, dfinal_NVKE=dfinal_NVKE,
         first_N=chunks.first_N, **pulls._asdict(),
@@ -230,7 +231,7 @@ def scan_backward(
 
 def block_e(programs: int, size: int, device: torch.device) -> int:
     """Columns of a state that a program holds, of so many sequences' heads: fewer where programs of as many
-    would leave multiprocessors without work, since a chunk follows the other however few columns there are."""
+    would leave multiprocessors without work; chunks follow each other however few columns there are."""
     columns = min(_COLUMNS, max(16, triton.next_power_of_2(size)))
     while columns > 16 and programs * triton.cdiv(size, columns) < multiprocessors(device):
         columns //= 2

@@ -169,8 +169,8 @@ class _DeltaRule(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.chunks = chunks
         parts = [_forward(inputs.heads(keys), chunks) for keys in _groups(inputs, chunks)]
-        out_LVE, final_NVKE = map(_side_by_side, zip(*parts, strict=True))
-        return out_LVE, final_NVKE
+        outs, finals = zip(*parts, strict=True)
+        return _side_by_side(outs), _side_by_side(finals)
 
     @staticmethod
     @once_differentiable
@@ -185,13 +185,14 @@ class _DeltaRule(torch.autograd.Function):
             heads = inputs.heads(keys)
             pulls = inputs._replace(v_LVE=dout_LVE, initial_NVKE=dfinal_NVKE).heads(keys)
             parts.append(_backward(heads, pulls.v_LVE, pulls.initial_NVKE, ctx.chunks))
-        return None, *map(_side_by_side, zip(*parts, strict=True))
+        *of_tokens, initials = zip(*parts, strict=True)
+        dinitial_NVKE = None if inputs.initial_NVKE is None else _side_by_side(initials)
+        return None, *map(_side_by_side, of_tokens), dinitial_NVKE
 
 
-def _side_by_side(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    """What groups of heads gave; None if that is nothing."""
-    found = [part for part in parts if part is not None]
-    return torch.cat(found, dim=1) if len(found) > 1 else found[0] if found else None
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What groups of heads gave."""
+    return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 
 def _groups(inputs: _Inputs, chunks: Chunks) -> list[slice]:
@@ -300,7 +301,8 @@ def _split(inputs: _Inputs, chunks: Chunks) -> _Split:
     *of_tokens, initial_NVKE = inputs
     if initial_NVKE is not None:
         initial_NVKE = initial_NVKE.to(_working(inputs)).contiguous()
-    return _Split(*(chunks.split(x) for x in of_tokens), initial_NVKE)
+    q, k, v, decay, beta = (chunks.split(x) for x in cast(list[torch.Tensor], of_tokens))
+    return _Split(q, k, v, decay, beta, initial_NVKE)
 
 
 def _local(split: _Split, chunks: Chunks) -> Local:

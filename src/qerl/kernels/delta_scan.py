@@ -1,7 +1,7 @@
 """The pass over the chunks of a gated delta rule, in torch: what `delta_kernels` computes on a GPU.
 
-Within a chunk (`qerl.kernels.delta_rule`) G are the sums of decays up to each token, inclusive. With the state
-H in front of the chunk, and M and P that the rule makes of keys and queries beforehand for all chunks at once,
+Within a chunk (`qerl.kernels.delta_rule`) G are the sums of decays up to each token, inclusive. With the
+state H in front of the chunk, and M and P that are made beforehand for all chunks at once,
 
     R = v - exp(G) (k H)            # what H does not answer yet: `missing`
     X = M R                         # what the tokens write: `written`
@@ -108,7 +108,7 @@ class Kept(NamedTuple):
 
 
 class Pulls(NamedTuple):
-    """Gradients of the state behind each chunk, of R, of X and of the first states, in the dtype of `Local`."""
+    """Gradients of the states behind chunks, of R, of X and of the first states, in the dtype of `Local`."""
 
     behind_JVKE: torch.Tensor
     missing_JVIE: torch.Tensor
@@ -166,7 +166,8 @@ def scan_backward(
     """
     q, k, grown, left, whole = _factors(local, dout_JIVE.shape[2])
     dout = dout_JIVE.movedim(1, 2).to(k.dtype)
-    pulls, initials = [], []
+    pulls: list[tuple[torch.Tensor, ...]] = []
+    initials = []
     for n, (first, last) in enumerate(pairwise(chunks.first)):
         behind = k.new_zeros(dout.shape[1], k.shape[-1], dout.shape[-1])
         behind = behind if dfinal_NVKE is None else dfinal_NVKE[n]
@@ -178,7 +179,8 @@ def scan_backward(
             behind = whole[j] * behind + q[j].mT @ (grown[j] * dout[j]) - k[j].mT @ (grown[j] * missing)
         pulls += reversed(backwards)
         initials.append(behind)
-    return Pulls(*map(torch.stack, zip(*pulls, strict=True)), torch.stack(initials))
+    behind_JVKE, missing_JVIE, written_JVIE = map(torch.stack, zip(*pulls, strict=True))
+    return Pulls(behind_JVKE, missing_JVIE, written_JVIE, torch.stack(initials))
 
 
 def _factors(local: Local, value_heads: int) -> tuple[torch.Tensor, ...]:
