@@ -1,6 +1,6 @@
 """The kernels of the gated delta rule against their definition in torch, in FP64.
 
-They run on a GPU or in Triton's interpreter. Each case draws fresh random inputs; what is written is poisoned.
+They run on a GPU or in Triton's interpreter. Each case draws random inputs; what is written is poisoned.
 """
 
 import pytest
