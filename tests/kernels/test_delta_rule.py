@@ -136,7 +136,9 @@ def test_a_row_is_computed_by_as_many_heads_as_the_bound_allows(monkeypatch):
     *tensors, initial = drawn(LENGTHS)
     call = *tensors, offsets_of(LENGTHS), initial
     groups, computed = [], delta_rule._groups
-    monkeypatch.setattr(delta_rule, "_groups", lambda *given: groups.append(computed(*given)) or groups[-1])
+    monkeypatch.setattr(
+        delta_rule, "_groups", lambda *given, keep: groups.append(computed(*given, keep=keep)) or groups[-1]
+    )
     whole = chunked_delta_rule(*call)
     wanted = [*whole, *gradients(whole, [*tensors, initial])]
     assert groups == [[slice(0, U)]] * 2

@@ -25,16 +25,16 @@ Backward keeps only the inputs. It computes A, M and P again, passes over the ch
 the state in front of each, and from the last to the first for the gradients. What then remains are batched
 products of each chunk by itself: by hand to the gradients of q, k, G, M and P, and through torch's autograd
 from those to the inputs, whose graph holds small matrices only. Of the inverse T the gradient is
--T^T dT T^T below the diagonal. It runs over a few key heads at a time, so that what it holds besides inputs
-and gradients is about `WORKING_BYTES` however long the row is.
+-T^T dT T^T below the diagonal. Both run over a few key heads at a time, so that what they hold besides inputs
+and results is about `WORKING_BYTES` however long the row is; forward, which keeps no states, over more.
 
 On a GPU inputs are of 16 bits, all sums and states FP32. Forward has the precision of FP32, since the sampler
 goes token by token in FP32 and both are to give the same numbers; outputs are rounded once. Products of
 gradients take their operands as TF32, which has three binary digits more than the BF16 that gradients are
 rounded to in the end. FP64 is computed by torch anywhere; it is for tests. The order of all sums is fixed.
 
-Given up: one kernel for A, M and P, which would read and write a tenth in forward. Also a kernel of our own
-for the convolution, which gathers its taps one after the other.
+Given up: one kernel for A, M and P, which would not write what is between them and the inputs. Also a kernel
+of our own for the convolution, which gathers its taps one after the other.
 
 Shapes: L tokens of all sequences, N sequences, J chunks, I tokens of a chunk, C channels, W taps, U key heads
 of size K, V value heads of size E.
@@ -52,7 +52,7 @@ from qerl.kernels import delta_scan
 from qerl.kernels.delta_scan import CHUNK, Chunks, Local
 
 WORKING_BYTES = 3 << 29
-"""What backward holds at a time besides inputs and gradients, about; not less than one key head needs."""
+"""What is held at a time besides inputs and results, about; not less than one key head needs."""
 
 _EPS = 1e-6  # of the norms of q and k
 
@@ -168,7 +168,7 @@ class _DeltaRule(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.chunks = chunks
-        parts = [_forward(inputs.heads(keys), chunks) for keys in _groups(inputs, chunks)]
+        parts = [_forward(inputs.heads(keys), chunks) for keys in _groups(inputs, chunks, keep=False)]
         outs, finals = zip(*parts, strict=True)
         return _side_by_side(outs), _side_by_side(finals)
 
@@ -181,7 +181,7 @@ class _DeltaRule(torch.autograd.Function):
         if dout_LVE is None:
             dout_LVE = torch.zeros_like(inputs.v_LVE)
         parts = []
-        for keys in _groups(inputs, ctx.chunks):
+        for keys in _groups(inputs, ctx.chunks, keep=True):
             heads = inputs.heads(keys)
             pulls = inputs._replace(v_LVE=dout_LVE, initial_NVKE=dfinal_NVKE).heads(keys)
             parts.append(_backward(heads, pulls.v_LVE, pulls.initial_NVKE, ctx.chunks))
@@ -195,12 +195,15 @@ def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 
-def _groups(inputs: _Inputs, chunks: Chunks) -> list[slice]:
-    """Key heads that are computed at a time, of which backward holds `WORKING_BYTES`, or one."""
+def _groups(inputs: _Inputs, chunks: Chunks, keep: bool) -> list[slice]:
+    """Key heads that are computed at a time, which hold `WORKING_BYTES`, or one; with or without what
+    gradients need."""
     (_, key_heads, key_size), (_, heads, size) = inputs.q_LUK.shape, inputs.v_LVE.shape
-    # Of a value head: states and their gradients; v, R, X, their gradients and that of the outputs; gradients
-    # of q and k; and matrices of two tokens. Of a key head: q and k as they came, of unit length, gradients.
-    value = 2 * key_size * size + CHUNK * (6 * size + 3 * key_size + 9 * CHUNK)
+    # Of a value head: v and outputs, and matrices of two tokens. Of a key head: q and k as they came and of
+    # unit length, products of them, and gradients.
+    value = CHUNK * (2 * size + 9 * CHUNK)
+    if keep:  # states, R and X with gradients, those of the outputs, and those of q and k by value heads
+        value += 2 * key_size * size + CHUNK * (5 * size + 3 * key_size)
     numbers = heads // key_heads * value + CHUNK * (8 * key_size + 4 * CHUNK)
     each = len(chunks.rows_JI) * numbers * _working(inputs).itemsize
     at_once = max(1, min(key_heads, WORKING_BYTES // each))
