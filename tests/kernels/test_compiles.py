@@ -38,14 +38,14 @@ KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_act_mul", "_partial_softmax",
     "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
     "_rotate", "_propose", "_settle", "_token_logps",
-    "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_delta_step", "_gated_norm",
+    "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_gated_norm",
     "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
 OF_GEMMA = {"_sum_product", "_cap_logits"}
 OF_DELTA_NETS = {
-    "_delta_inputs", "_delta_step", "_gated_norm", "_gated_rms_norm", "_gated_rms_norm_backward",
+    "_delta_inputs", "_gated_norm", "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
 }  # fmt: skip
 OF_OPERANDS = {"_residual_norm", "_act_mul", "_combine_splits", "_gated_norm"}
@@ -96,16 +96,40 @@ def test_the_dense_weight_is_written_on_every_class_of_gpus(tmp_path):
     from qerl.kernels.nvrtc import compile_source
     from qerl.kernels.weights import dequantize
 
-    cuobjdump = Path(pytest.importorskip("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
     for card in CARDS.values():
         for out in dequantize._OUT.values() if card.number == 80 else (0,):
             defines = {"TILES": dequantize._TILES, "OUT": out}
             cubin = tmp_path / f"{card.number}"
             cubin.write_bytes(compile_source(dequantize._SOURCE, defines, card.target))
-            used = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True)
-            registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used.stdout).groups())
+            registers, stack, _ = resources(cubin)
             assert registers * 128 <= 1 << 16 and stack == 0, f"{card.number}: registers are spilled"
     assert min(card.shared_bytes for card in CARDS.values()) >= dequantize._STAGED_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(128, 32, 128), (1, 32, 128), (8, 4, 40)])
+def test_the_step_of_a_delta_net_compiles_for_every_class_of_gpus(tmp_path, tokens, heads, size):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    from qerl.kernels.cards import CARDS
+    from qerl.kernels.decode.delta_net import STEP_SOURCE, block_columns
+    from qerl.kernels.limits import STATE_TOKENS
+    from qerl.kernels.nvrtc import compile_source
+
+    defines = {"U": heads // 2, "V": heads, "K": size, "E": size, "P": STATE_TOKENS - 1}
+    defines["COLUMNS"] = block_columns(tokens, heads, size)
+    for card in CARDS.values():
+        cubin = tmp_path / f"{card.number}"
+        cubin.write_bytes(compile_source(STEP_SOURCE, defines, card.target))
+        registers, stack, shared = resources(cubin)
+        assert registers <= 128 and stack == 0, f"{card.number}: registers are spilled"
+        assert 4 * (shared + 1024) <= card.shared_bytes, f"{card.number}: four blocks share no multiprocessor"
+
+
+def resources(cubin):
+    """Registers, bytes of the stack and of shared memory of a kernel's threads and blocks."""
+    cuobjdump = Path(pytest.importorskip("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
+    used = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True)
+    return [int(re.search(rf"{name}:(\d+)", used.stdout).group(1)) for name in ("REG", "STACK", "SHARED")]
 
 
 AS_OLDER = """
@@ -300,9 +324,8 @@ def delta_net_step(tokens: int, rank: int) -> None:
     """Launches what is between the products of a gated delta net of 16 heads of keys and 32 of values."""
     import torch
 
-    from qerl.kernels.decode.delta_net import delta_inputs, delta_step, gated_norm
+    from qerl.kernels.decode.delta_net import delta_inputs, gated_norm
     from qerl.kernels.decode.launch import LoraA, LoraB
-    from qerl.kernels.limits import STATE_TOKENS
     from qerl.kernels.weights.product import LoraSum
 
     key_heads, heads, size, taps = 16, 32, 128, 4
@@ -319,9 +342,6 @@ def delta_net_step(tokens: int, rank: int) -> None:
         b=LoraB(LoraSum(sum_TR=single(tokens, 2 * (rank + heads))), half(channels + inner, rank)),
         partials_G=integer((channels + inner) // 64),
     )  # fmt: skip
-    recent, fades = half(1, STATE_TOKENS - 1, (key_heads + heads) * size), single(1, STATE_TOKENS - 1, heads)
-    position, slot = integer(tokens), integer(tokens)
-    delta_step(convolved, gates, half(1, heads, size, size), recent, fades, position, slot, out)
     gated_norm(
         out, z, single(size), half(tokens * inner), eps=1e-6, padded_tokens=tokens,
         a=LoraA(half(rank, inner), LoraSum(single(heads, tokens, rank))),

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-from qerl.kernels.decode.delta_net import block_e, delta_inputs, delta_step, gated_norm, states_now
+from qerl.kernels.decode.delta_net import block_columns, delta_inputs, delta_step, gated_norm, states_now
 from qerl.kernels.decode.launch import NO_A, LoraA, LoraB
 from qerl.kernels.limits import STATE_TOKENS, pad_rank
 from qerl.kernels.weights.product import LoraSum
@@ -139,13 +139,12 @@ def test_gates_are_exact_where_softplus_is_tiny_and_where_it_is_its_argument():
         assert gates[1, 0, 0] == 0.5
 
 
-@pytest.mark.parametrize("dtype", dict.fromkeys([torch.float32, HALF]))
 @pytest.mark.parametrize(
     ("tokens", "key_heads", "share", "key_size", "size"), [shape[:5] for shape in SHAPES]
 )
-def test_delta_step(tokens, key_heads, share, key_size, size, dtype):
+def test_delta_step(tokens, key_heads, share, key_size, size):
     """Each token's step, wherever the last write of its state was, and the state as it is read later."""
-    heads, slots = key_heads * share, tokens + 3
+    heads, slots, dtype = key_heads * share, tokens + 3, HALF
     slot, position = some_slots(tokens, slots), torch.randint(0, 50, (tokens,), **AS_INT)
     position[: min(4, tokens)] = torch.tensor([7, 8, 6, 0], **AS_INT)[:tokens]
     there = slot >= 0
@@ -208,10 +207,11 @@ def step_in_float64(q, k, v, g, beta, state):
     return torch.einsum("vke,vk->ve", state, q)[None] / q.shape[-1] ** 0.5, state[None]
 
 
-def test_few_tokens_have_programs_for_each_multiprocessor_and_many_have_wide_ones():
-    for tokens, columns in ((1, 16), (2, 16), (4, 32), (8, 64), (64, 64)):
-        assert block_e(tokens, 16, 128) == columns
-    assert block_e(1, 2, 16) == block_e(70, 6, 16) == 16
+def test_few_tokens_have_blocks_for_each_multiprocessor_and_many_have_wide_ones():
+    for tokens, columns in ((1, 16), (2, 32), (4, 64), (8, 128), (64, 128)):
+        assert block_columns(tokens, 32, 128) == columns
+    assert block_columns(1, 2, 16) == block_columns(70, 6, 16) == 16
+    assert [block_columns(1, 1, size) for size in (40, 48, 256)] == [40, 24, 16]
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_steps_are_a_layer_of_transformers(share):
     truth = [layer(h[i : i + 1, first[i] : last[i]])[0].detach() for i in range(3)]
 
     rows, slots = 4, [5, 0, 3]
-    ring, state = poison(6, 4, channels, dtype=HALF), poison(6, heads, 16, 32)
+    ring, XX
     found, z, gates = poison(rows, channels), poison(rows, inner), poison(2, rows, heads)
-    recent = poison(6, STATE_TOKENS - 1, 2 * 16 + heads * 32)
+    recent = poison(6, STATE_TOKENS - 1, 2 * 16 + heads * 32, dtype=HALF)
     fades = poison(6, STATE_TOKENS - 1, heads)
     out, y = poison(rows, heads, 32), poison(rows, inner, dtype=HALF)
     stacked = torch.cat([layer.in_proj_qkv.weight, layer.in_proj_z.weight]).detach()

@@ -24,10 +24,11 @@ only. The k, the d and the sum of g of the up to STATE_TOKENS - 1 tokens since t
 
     S = exp(G) S' + sum_i exp(G - G_i) k_i d_i^T
 
-delta_step multiplies k and q with S' and with each k_i on tensor cores, as two 16-bit numbers each, and adds
-up in FP32. What is rounded to BF16 is S', once in STATE_TOKENS tokens, and the k and d of the ring. It loads
-a block of the columns of S' ahead of its wait, for all value heads of a key head, which share what they are
-multiplied with. Given up: writing the states of all rows in the same step, which positions forbid.
+All sums are FP32. What is rounded to BF16 is S', once in STATE_TOKENS tokens, and the k and d of the ring.
+Given up: writing the states of all rows in the same step, which positions forbid.
+
+delta_step is in CUDA (delta_step.cu): in Triton each of its small sums changes layouts, with 50 barriers in
+all, and it took three times as long as its bytes do. On a CPU it is computed by its formula.
 
 There is one token of each sequence: a second one of the same slot would need what the first one writes.
 
@@ -35,6 +36,8 @@ Shapes: as in `qerl.kernels.decode.common`; U heads of queries and of keys, K th
 their size, C = 2 U K + V E channels (q, k, v), M = V E, W inputs of a convolution; S also slots of sequences;
 P tokens since a state was written at most, F = U K + V E numbers of each.
 """
+
+from pathlib import Path
 
 import torch
 import triton
@@ -57,6 +60,9 @@ from qerl.kernels.decode.common import (
 from qerl.kernels.decode.launch import NO_A, LoraA, LoraB
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
+from qerl.kernels.nvrtc import kernel
+
+STEP_SOURCE = Path(__file__).with_name("delta_step.cu")
 
 
 @triton.jit
@@ -144,88 +150,6 @@ def _delta_inputs(
         g = tl.load(decay_V + v) * softplus(a + tl.load(dt_bias_V + v))
         tl.store(gates_2TV + t * V + v, g, mask=in_t)
         tl.store(gates_2TV + (T + t) * V + v, beta, mask=in_t)
-
-
-@triton.jit
-def _delta_step(
-    heads_TC, gates_2TV, state_SVKE, recent_SPF, fades_SPV, position_T, slot_T, out_TVE, T,
-    U: tl.constexpr, V: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    C: tl.constexpr = 2 * U * K + V * E
-    F: tl.constexpr = U * K + V * E
-    SHARE: tl.constexpr = V // U  # value heads of a key head, which read the same keys and query
-    dtype = state_SVKE.dtype.element_ty
-    key_head, t = tl.program_id(1), tl.program_id(2)
-    k = tl.arange(0, K_PADDED)
-    in_k = in_head(k, K)
-    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    in_e = e < E
-    slot = tl.load(slot_T + t)
-    since = tl.load(position_T + t) % (P + 1)
-    here = slot >= 0
-    of_slot_e, of_slot_k = e < tl.where(here, E, 0), k < tl.where(here, K, 0)
-    held = in_k[:, None] & of_slot_e[None, :]
-    i = tl.arange(0, PADDED)
-    past = i < tl.where(here, since, 0)
-    at = state_SVKE + (slot.to(tl.int64) * V + key_head * SHARE) * (K * E) + k[:, None] * E + e[None, :]
-    ring = recent_SPF + slot.to(tl.int64) * (P * F)
-    of_fade = fades_SPV + slot.to(tl.int64) * (P * V) + key_head * SHARE
-    # Ahead of the wait, although the kernel before is no product: programs of delta_inputs start when all
-    # before their product has ended (`begin`), and those of this kernel when all of delta_inputs have
-    # started. So the step before, which wrote state and ring, has ended. What delta_inputs writes is not yet
-    # there.
-    keys = tl.load(
-        ring + i[:, None] * F + (key_head * K + k)[None, :], mask=past[:, None] & in_k[None, :], other=0.0
-    )
-    states, deltas, fades, before = (), (), (), ()
-    for j in tl.static_range(SHARE):
-        states += (tl.load(at + j * K * E, mask=held, other=0.0),)  # type: ignore[assignment]
-        own = ring + i[:, None] * F + (U * K + (key_head * SHARE + j) * E + e)[None, :]
-        deltas += (tl.load(own, mask=past[:, None] & in_e[None, :], other=0.0),)  # type: ignore[assignment]
-        fades += (tl.load(of_fade + i * V + j, mask=past, other=0.0),)  # type: ignore[assignment]
-        last = tl.load(of_fade + (since - 1) * V + j, mask=here & (since > 0), other=0.0)
-        before += (last,)  # type: ignore[assignment]
-    begin(PDL)
-    row = heads_TC + t.to(tl.int64) * C
-    query = tl.load(row + key_head * K + k, mask=in_k, other=0.0)
-    key = tl.load(row + (U + key_head) * K + k, mask=in_k, other=0.0)
-    # Tensor cores multiply 16 rows as fast as one. Key and query are two each, rounded and what rounding
-    # left, so that nothing is lost beside a state in 16 bits, which is an operand as it is.
-    r = tl.arange(0, 16)
-    of_key, of_query = (r < 2)[:, None], ((r == 2) | (r == 3))[:, None]
-    both_16K = tl.where(of_key, key[None, :], tl.where(of_query, query[None, :], 0.0))
-    rounded_16K = both_16K.to(dtype)
-    left_16K = (both_16K - rounded_16K.to(tl.float32)).to(dtype)
-    rows_16K = tl.where((r % 2 == 0)[:, None], rounded_16K, left_16K)
-    of_ring = tl.dot(rows_16K, tl.trans(keys), input_precision="ieee")
-    common = tl.sum(key * query, axis=0)
-    for j in tl.static_range(SHARE):
-        head = key_head * SHARE + j
-        value = tl.load(row + 2 * U * K + head * E + e, mask=in_e, other=0.0)
-        fade = before[j] + tl.load(gates_2TV + t * V + head)
-        beta = tl.load(gates_2TV + (T + t) * V + head)
-        parts = tl.where(past, tl.exp(fade - fades[j]), 0.0)
-        scores = of_ring * parts[None, :]
-        rounded = scores.to(dtype)
-        left = (scores - rounded.to(tl.float32)).to(dtype)
-        sums = tl.dot(rows_16K, states[j], input_precision="ieee") * tl.exp(fade)
-        sums = tl.dot(rounded, deltas[j], sums, input_precision="ieee")
-        sums = tl.dot(left, deltas[j], sums, input_precision="ieee")
-        delta = beta * (value - tl.sum(tl.where(of_key, sums, 0.0), axis=0))
-        out = tl.sum(tl.where(of_query, sums, 0.0), axis=0) + common * delta
-        tl.store(out_TVE + (t.to(tl.int64) * V + head) * E + e, tl.where(here, out, 0.0), mask=in_e)
-        if since < P:
-            tl.store(ring + since * F + U * K + head * E + e, delta.to(dtype), mask=of_slot_e)
-            if tl.program_id(0) == 0:
-                tl.store(of_fade + since * V + j, fade, mask=here)
-        else:
-            faded = (deltas[j].to(tl.float32) * parts[:, None]).to(dtype)
-            state = states[j].to(tl.float32) * tl.exp(fade) + key[:, None] * delta[None, :]
-            state = tl.dot(tl.trans(keys), faded, state, input_precision="ieee")
-            tl.store(at + j * K * E, state.to(dtype), mask=held)
-    if (tl.program_id(0) == 0) & (since < P):
-        tl.store(ring + since * F + key_head * K + k, key.to(dtype), mask=of_slot_k)
 
 
 @triton.jit
@@ -331,18 +255,17 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def block_e(tokens: int, heads: int, size: int) -> int:
-    """Columns of the states per program: few when there are few tokens, so that all multiprocessors of a
-    large GPU have some to load, about two programs each; more when there are many, because every program
-    reads all of q and k. Sixteen numbers are one piece of 32 bytes in which memory is read.
+def block_columns(tokens: int, heads: int, size: int) -> int:
+    """Columns of a state per block of delta_step.cu: all of them, or fewer while there are too few blocks for
+    the multiprocessors of a large GPU.
 
     Args:
         tokens: T.
-        heads: U, each with a program of its own.
+        heads: V.
         size: E.
     """
-    columns = min(64, _padded(size))
-    while columns > 16 and tokens * heads * triton.cdiv(size, columns) < 256:
+    columns = next(each for each in range(min(size, 128), 0, -1) if size % each == each % 8 == 0)
+    while columns % 16 == 0 and columns > 16 and tokens * heads * (size // columns) < 256:
         columns //= 2
     return columns
 
@@ -361,8 +284,8 @@ def delta_step(
 
     Args:
         heads_TC, gates_2TV: As :func:`delta_inputs` left them.
-        state_SVKE: fp32 or bf16, the state at the last position that is a multiple of P + 1; written at the
-            slots of tokens behind which the next such position comes.
+        state_SVKE: bf16 on a GPU, the state at the last position that is a multiple of P + 1; written at the
+            slots of tokens behind which the next such position comes. On a GPU E is a multiple of 8.
         recent_SPF: In that dtype, of the tokens from there on k and d; the token's own are written.
         fades_SPV: fp32, the sum of g from there on; the token's own is written.
         position_T: int32 position of each token.
@@ -372,18 +295,58 @@ def delta_step(
     Raises:
         QeRLError: A tensor is not contiguous.
     """
-    tokens, channels = heads_TC.shape
-    heads, key_size, size = state_SVKE.shape[1:]
-    key_heads, recent = (channels - heads * size) // (2 * key_size), recent_SPF.shape[1]
-    columns = block_e(tokens, key_heads, size)
-    arguments = pointers(
+    tensors = pointers(
         "delta_step", out_TVE, heads_TC=heads_TC, gates_2TV=gates_2TV, state_SVKE=state_SVKE,
         recent_SPF=recent_SPF, fades_SPV=fades_SPV, position_T=position_T, slot_T=slot_T, out_TVE=out_TVE,
     )  # fmt: skip
-    _delta_step[(triton.cdiv(size, columns), key_heads, tokens)](
-        *arguments, tokens, U=key_heads, V=heads, K=key_size, K_PADDED=_padded(key_size), E=size,
-        BLOCK_E=columns, P=recent, PADDED=_padded(recent), num_warps=4, **dependent(out_TVE),
-    )  # fmt: skip
+    tokens, channels = heads_TC.shape
+    heads, key_size, size = state_SVKE.shape[1:]
+    if not out_TVE.is_cuda:
+        _step_by_formula(*tensors)
+        return
+    columns = block_columns(tokens, heads, size)
+    sizes = (channels - heads * size) // (2 * key_size), heads, key_size, size, columns, recent_SPF.shape[1]
+    defines = tuple(zip(("U", "V", "K", "E", "COLUMNS", "P"), sizes, strict=True))
+    compiled = kernel(STEP_SOURCE, "delta_step", defines, out_TVE.device.index or 0)
+    compiled((heads * (size // columns), tokens), 128, 0, tensors, (tokens,))
+
+
+def _step_by_formula(
+    heads_TC: torch.Tensor,
+    gates_2TV: torch.Tensor,
+    state_SVKE: torch.Tensor,
+    recent_SPF: torch.Tensor,
+    fades_SPV: torch.Tensor,
+    position_T: torch.Tensor,
+    slot_T: torch.Tensor,
+    out_TVE: torch.Tensor,
+) -> None:
+    """:func:`delta_step` of fp32 tensors on a CPU."""
+    here_T = slot_T >= 0
+    slot_N, position_N, (fade_NV, beta_NV) = (
+        slot_T[here_T].long(),
+        position_T[here_T].long(),
+        gates_2TV[:, here_T],
+    )
+    heads, key_size, size = state_SVKE.shape[1:]
+    key_channels = (heads_TC.shape[1] - heads * size) // 2
+    q_NK, k_NK, v_NM = heads_TC[here_T].split([key_channels, key_channels, heads * size], dim=1)
+    share = heads * key_size // key_channels
+    q_NVK, k_NVK = (x.unflatten(1, (-1, key_size)).repeat_interleave(share, dim=1) for x in (q_NK, k_NK))
+    held = state_SVKE[slot_N], recent_SPF[slot_N], fades_SPV[slot_N]
+    state_NVKE = states_now(*held, position_N) * fade_NV.exp()[..., None, None]
+    known_NVE = torch.einsum("nvk,nvke->nve", k_NVK, state_NVKE)
+    delta_NVE = beta_NV[..., None] * (v_NM.unflatten(1, (heads, size)) - known_NVE)
+    state_NVKE = state_NVKE + k_NVK[..., None] * delta_NVE[:, :, None]
+    out_TVE.zero_()
+    out_TVE[here_T] = torch.einsum("nvk,nvke->nve", q_NVK, state_NVKE)
+    since_N = position_N % (recent_SPF.shape[1] + 1)
+    full_N = since_N == recent_SPF.shape[1]
+    state_SVKE[slot_N[full_N]] = state_NVKE[full_N]
+    open_N, since_N = slot_N[~full_N], since_N[~full_N]
+    recent_SPF[open_N, since_N] = torch.cat([k_NK, delta_NVE.flatten(1)], dim=1)[~full_N]
+    before_NV = fades_SPV[open_N, (since_N - 1).clamp(min=0)].masked_fill((since_N == 0)[:, None], 0.0)
+    fades_SPV[open_N, since_N] = before_NV + fade_NV[~full_N]
 
 
 def states_now(
