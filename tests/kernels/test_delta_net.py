@@ -262,7 +262,7 @@ def test_steps_are_a_layer_of_transformers(share):
     truth = [layer(h[i : i + 1, first[i] : last[i]])[0].detach() for i in range(3)]
 
     rows, slots = 4, [5, 0, 3]
-    ring, XX
+    ring, state = poison(6, 4, channels, dtype=HALF), poison(6, heads, 16, 32, dtype=HALF)
     found, z, gates = poison(rows, channels), poison(rows, inner), poison(2, rows, heads)
     recent = poison(6, STATE_TOKENS - 1, 2 * 16 + heads * 32, dtype=HALF)
     fades = poison(6, STATE_TOKENS - 1, heads)
