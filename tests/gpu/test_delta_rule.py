@@ -18,21 +18,25 @@ NAMES = "outputs", "states", "dq", "dk", "dv", "ddecay", "dbeta", "dinitial"
 SIZE = 128
 
 
-def drawn(lengths, key_heads, heads, alike=0.0):
-    """q, k, v in BF16; decay, beta and first states in FP32; some heads forget within a chunk.
+def drawn(lengths, key_heads, heads, alike=0.0, sizes=(SIZE, SIZE)):
+    """q, k, v in BF16, parts of one tensor as a convolution leaves them; decay, beta and first states in
+    FP32; some heads forget within a chunk.
 
     ``alike`` is how much all keys have of one.
     """
     torch.manual_seed(0)
-    rows = sum(lengths)
-    q, k, v = (torch.randn(rows, n, SIZE, device="cuda") for n in (key_heads, key_heads, heads))
-    k += alike * torch.randn(key_heads, SIZE, device="cuda")
+    rows, (key_size, size) = sum(lengths), sizes
+    parts = [key_heads * key_size, key_heads * key_size, heads * size]
+    q, k, v = torch.randn(rows, sum(parts), device="cuda").split(parts, dim=1)
+    k += alike * torch.randn(key_heads * key_size, device="cuda")
+    row = torch.cat([q, k, v], dim=1).bfloat16().split(parts, dim=1)
+    q, k, v = (x.unflatten(1, (-1, n)) for x, n in zip(row, (key_size, key_size, size), strict=True))
     rates = torch.logspace(-3, 1, heads, device="cuda")
     decay = -rates * torch.randn(rows, heads, device="cuda").exp()
     beta = torch.randn(rows, heads, device="cuda").sigmoid()
-    initial = 0.1 * torch.randn(len(lengths), heads, SIZE, SIZE, device="cuda")
-    inputs = [x.requires_grad_() for x in (*(x.bfloat16() for x in (q, k, v)), decay, beta, initial)]
-    pulls = torch.randn(rows, heads, SIZE, device="cuda").bfloat16(), torch.randn_like(initial)
+    initial = 0.1 * torch.randn(len(lengths), heads, key_size, size, device="cuda")
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, decay, beta, initial)]
+    pulls = torch.randn(rows, heads, size, device="cuda").bfloat16(), torch.randn_like(initial)
     return inputs, pulls, [sum(lengths[:n]) for n in range(len(lengths) + 1)]
 
 
@@ -45,9 +49,19 @@ def computed(inputs, pulls, offsets, dtype=None):
     return [*(x.detach() for x in results), *torch.autograd.grad(results, given, pulls)]
 
 
-@pytest.mark.parametrize("alike", [0.0, 3.0])
-def test_the_rule_and_its_gradients_are_near_to_float64_and_the_same_each_time(alike):
-    inputs, pulls, offsets = drawn([3000, 1, 1095], 16, 32, alike)
+@pytest.mark.parametrize(
+    ("lengths", "key_heads", "heads", "alike", "sizes"),
+    [
+        ([3000, 1, 1095], 16, 32, 0.0, (SIZE, SIZE)),
+        ([3000, 1, 1095], 16, 32, 3.0, (SIZE, SIZE)),
+        ([7, 1, 30, 65], 2, 4, 0.0, (16, 32)),
+        ([130, 3], 2, 6, 0.0, (48, 48)),
+    ],
+)
+def test_the_rule_and_its_gradients_are_near_to_float64_and_the_same_each_time(
+    lengths, key_heads, heads, alike, sizes
+):
+    inputs, pulls, offsets = drawn(lengths, key_heads, heads, alike, sizes)
     found, again = computed(inputs, pulls, offsets), computed(inputs, pulls, offsets)
     truth = computed(inputs, pulls, offsets, torch.float64)
     gaps = {name: error(one, other) for name, one, other in zip(NAMES, found, truth, strict=True)}

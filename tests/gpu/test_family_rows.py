@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from qerl.lora.adapter import add_lora
+from qerl.update.delta_net import read_sequences
 from qerl.update.head import score
 from qerl.update.kernels import use_kernels
 from qerl.update.packed_row import PackedRow, pack_row
@@ -69,6 +70,7 @@ def test_a_row_on_the_kernels_is_as_near_to_fp32_as_bf16(name) -> None:
     model = model.bfloat16().cuda()
     model = move_adapter(add_lora(model, rank=16, alpha=32, dropout=0.0), 0.05).train()
     exact, row = copy.deepcopy(model).float(), drawn_row()
+    read_sequences(exact)  # which its own code reads as one
     path = use_kernels(model.get_base_model())
     assert path.by_segment and not path.is_slow, path.sentence()
     assert (path.norms.fused, path.rotary.fused, path.mlps.fused) == PATHS[name]

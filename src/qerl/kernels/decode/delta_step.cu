@@ -9,7 +9,8 @@
 // Where the token is the last before a position that is a multiple of P + 1, what the ring holds is added to S',
 // which the threads still hold, and S' is rounded and written. Else the token itself goes to the ring.
 //
-// Compile-time: U key heads of K numbers, V value heads of E; COLUMNS, a multiple of 8 that divides E; P.
+// Compile-time: U key heads of K numbers, at most 128; V value heads of E; COLUMNS, a multiple of 8 that divides
+// E; P.
 
 typedef unsigned int u32;
 typedef unsigned short Half;  // bf16
@@ -22,8 +23,8 @@ typedef unsigned short Half;  // bf16
 #define KEPT (U * K + V * E)  // numbers of a token in the ring
 #define DOTS ((P + 4) / 4)  // of a warp: those with P keys, and of the key with the query
 
-#if COLUMNS % 8 || E % COLUMNS || COLUMNS > THREADS
-#error "A thread takes 8 columns of a block, and ends with one."
+#if COLUMNS % 8 || E % COLUMNS || COLUMNS > THREADS || K > THREADS
+#error "A thread takes 8 columns of a block, and ends with one; it has one number of a key."
 #endif
 
 __device__ __forceinline__ float number(Half bits) { return __uint_as_float((u32)bits << 16); }
@@ -72,14 +73,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     const int k = own + j * LANES;
     held[j] = here && own < LANES && k < K ? *(const uint4*)(state + k * E) : make_uint4(0, 0, 0, 0);
   }
-  if (here) {
-#pragma unroll 1
-    for (int at = thread; at < since * K; at += THREADS)
-      keys[at / K][at % K] = number(ring[at / K * KEPT + key_head * K + at % K]);
-#pragma unroll 1
-    for (int at = thread; at < since * COLUMNS; at += THREADS)
-      written[at / COLUMNS][at % COLUMNS] =
-          number(ring[at / COLUMNS * KEPT + U * K + head * E + first + at % COLUMNS]);
+  Half key_of[P], written_of[P];
+#pragma unroll
+  for (int i = 0; i < P; i++) {
+    const bool past = here && i < since;
+    key_of[i] = past && thread < K ? ring[i * KEPT + key_head * K + thread] : 0;
+    written_of[i] = past && thread < COLUMNS ? ring[i * KEPT + U * K + head * E + first + thread] : 0;
   }
   const float before = here && since ? fade[(since - 1) * V] : 0.0f;
   const float old = here && thread < since ? fade[thread * V] : 0.0f;
@@ -93,12 +92,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     return;
   }
   const float* const row = heads + (long long)t * (2 * U * K + V * E);
-  for (int k = thread; k < K; k += THREADS) {
-    query[k] = row[key_head * K + k];
-    keys[P][k] = row[(U + key_head) * K + k];
+  if (thread < K) {
+    query[thread] = row[key_head * K + thread];
+    keys[P][thread] = row[(U + key_head) * K + thread];
   }
   const float value = thread < COLUMNS ? row[2 * U * K + head * E + first + thread] : 0.0f;
   const float now = before + gates[t * V + head], beta = gates[(tokens + t) * V + head], whole = expf(now);
+#pragma unroll
+  for (int i = 0; i < P; i++) {
+    if (thread < K) keys[i][thread] = number(key_of[i]);
+    if (thread < COLUMNS) written[i][thread] = number(written_of[i]);
+  }
   if (thread < since) weight[thread] = expf(now - old);
   __syncthreads();
 
@@ -107,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     const int i = warp + 4 * n;
     if (i < since || i == P) {
       float with_key = 0.0f, with_query = 0.0f;
-#pragma unroll 1
+#pragma unroll
       for (int k = lane; k < K; k += 32) {
         with_key += keys[i][k] * keys[P][k];
         with_query += keys[i][k] * query[k];
@@ -162,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   if (since < P) {
     if (first == 0 && thread == 0) fade[since * V] = now;
     if (first == 0 && head % (V / U) == 0)
-      for (int k = thread; k < K; k += THREADS) ring[since * KEPT + key_head * K + k] = rounded(keys[P][k]);
+      if (thread < K) ring[since * KEPT + key_head * K + thread] = rounded(keys[P][thread]);
     return;
   }
   __syncthreads();
