@@ -12,8 +12,8 @@ from qerl.families.layer import Attention, DeltaNet, LayerSpec, Linear
 from qerl.kernels.limits import MAX_HEAD
 from qerl.plan.work import FULL, HALF, Work
 
-RULE_BYTES = 1 << 30
-"""What a delta rule makes again for backward at once, at most."""
+RULE_BYTES = 3 << 29
+"""What the backward pass of a delta rule holds at a time besides inputs and gradients, about."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class LayerActivations:
 
     def _delta_net_backward(self, m: DeltaNet) -> int:
         """The larger of two moments, each with the gradients that came in and of z, ``2 T (D + Y)``. Of the
-        rule: gradients of its output and inputs, ``2 T (Y + C)``, and of the states in front of branches in
-        fp32, and what it makes again. Of the convolution ``22 T C``: the gradient of its output, and five of
-        as many numbers in fp32."""
+        rule: gradients of its output, of its inputs, ``2 T (Y + 2 C)``, and of the states in front of
+        branches in fp32, the latter two once by groups of heads and once together, and what it makes again.
+        Of the convolution ``22 T C``: the gradient of its output, and five of as many numbers in fp32."""
         tokens = self.work.tokens
-        rule = HALF * tokens * (m.values + m.channels) + self._states(m) + RULE_BYTES
+        rule = HALF * tokens * (m.values + 2 * m.channels) + 2 * self._states(m) + RULE_BYTES
         convolution = tokens * (HALF + 5 * FULL) * m.channels
         return HALF * tokens * (self.spec.hidden + m.values) + max(rule, convolution)
 
