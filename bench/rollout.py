@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,7 +36,7 @@ from qerl.measure.random_model import as_if_trained, random_decoder, random_poli
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.limits import BlockDemand, KVGeometry
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry, States
 from qerl.rollout.paged.machine import CudaGraphs
 from qerl.rollout.paged.weights import Decoder, Projection
 from qerl.rollout.session import whole_completions
@@ -89,8 +89,8 @@ def step_bytes(
     group: int,
     kv_bytes: int,
 ) -> float:
-    """Bytes one decode step must move: weights, head, LoRA and, at half of the completion, keys and values;
-    states are read and written."""
+    """Bytes one decode step must move: weights, head, LoRA, states and, at half of the completion, keys and
+    values."""
     per_weight = FORMATS[weights].on_engine.bytes_per_element
     layers = sum(
         run.layers * (p.outputs * p.inputs * per_weight + (p.outputs + p.inputs * len(p.linears)) * rank * 2)
@@ -100,12 +100,13 @@ def step_bytes(
     groups = -(-rows // group)
     geometry = KVGeometry.of(sizes, kv_bytes)
     cache = 0.0
-    for held, each in zip(geometry.pools, geometry.block_bytes, strict=True):
-        if held == "state":
-            cache += 2 * rows * each  # read and written
+    for layer in geometry.layers:
+        if isinstance(layer, States):
+            cache += rows * layer.moved_bytes
         else:
-            tokens = groups * min(prompt, held or prompt) + rows * min(decoded / 2, held or decoded)
-            cache += tokens * each / PAGE
+            window = cast(int | None, geometry.pools[layer.pool])
+            tokens = groups * min(prompt, window or prompt) + rows * min(decoded / 2, window or decoded)
+            cache += tokens * sum(array.bytes for array in layer.arrays) / PAGE
     return layers + cache + sizes.vocabulary * sizes.hidden * 2
 
 

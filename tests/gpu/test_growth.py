@@ -13,7 +13,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.limits import KVGeometry, Pages
 from qerl.rollout.paged.machine import Cuda
 from tests.support.paged import from_uniforms, random_model
 
@@ -87,7 +87,7 @@ class TenBlocks(Cuda):
     """The GPU, with room for ten blocks of keys and values of `random_model`'s model."""
 
     def cache_bytes(self, model, freed=0):
-        return 10 * KVGeometry((None,), ((0, 2, 64),) * 3, 2).bytes((1,))
+        return 10 * KVGeometry((None,), (Pages(0, 2, 64, 2),) * 3).bytes((1,))
 
 
 def test_a_join_that_does_not_fit_leaves_the_others_their_memory(reserved):

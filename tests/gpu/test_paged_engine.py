@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams, truncate
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.limits import KVGeometry, Pages
 from qerl.rollout.paged.machine import Cuda
 from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Pace, Scheduler
@@ -88,7 +88,7 @@ class NineBlocks(Cuda):
     """The GPU, with room for nine blocks of keys and values of `random_model`'s model."""
 
     def cache_bytes(self, model, freed=0):
-        return 9 * KVGeometry((None,), ((0, 2, 64),) * 3, 2).bytes((1,))
+        return 9 * KVGeometry((None,), (Pages(0, 2, 64, 2),) * 3).bytes((1,))
 
 
 def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):

@@ -39,6 +39,6 @@ def test_pages_behind_a_window_are_given_back():
     engine = PagedEngine(model, 0)
     prompt = torch.randint(2, 500, (32768,)).tolist()
     check(model, engine, SamplingParams(max_tokens=200, seed=3), [prompt], samples=1)
-    of_pool = dict(zip(engine.cache.geometry.windows, engine.cache.blocks, strict=True))
+    of_pool = dict(zip(engine.cache.geometry.pools, engine.cache.blocks, strict=True))
     assert 5 * of_pool[1024] <= of_pool[None]
     print(f"blocks: {of_pool}")

@@ -31,7 +31,7 @@ class FifteenBlocks(Cuda):
     """The GPU, with room for one long sequence of `random_model` and little more."""
 
     def cache_bytes(self, model, freed=0):
-        return 15 * KVGeometry((None,), (Pages(0, 2, 64),) * 3, 2).bytes((1,))
+        return 15 * KVGeometry((None,), (Pages(0, 2, 64, 2),) * 3).bytes((1,))
 
 
 @torch.no_grad()

@@ -39,10 +39,13 @@ KERNELS = {
     "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
     "_rotate", "_propose", "_settle", "_token_logps",
     "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_delta_step", "_gated_norm",
+    "_gated_rms_norm", "_gated_rms_norm_backward",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
 OF_GEMMA = {"_sum_product", "_cap_logits"}
-OF_DELTA_NETS = {"_delta_inputs", "_delta_step", "_gated_norm"}
+OF_DELTA_NETS = {
+    "_delta_inputs", "_delta_step", "_gated_norm", "_gated_rms_norm", "_gated_rms_norm_backward",
+}  # fmt: skip
 OF_OPERANDS = {"_residual_norm", "_act_mul", "_combine_splits", "_gated_norm"}
 TARGETS = (80, 86, 89, 90, 100, 120)
 LEAST_MEMORY, HOPPER = 86, 90
@@ -205,6 +208,7 @@ def walk(recorder: Recorder, target: int) -> None:
 
     from qerl.families.sizes import Sizes
     from qerl.kernels.cards import ARCH, CARDS, card_of
+    from qerl.kernels.update.gated_norm import gated_norm
     from qerl.kernels.update.rms_norm import rms_norm
     from qerl.kernels.update.rotary import rotated_heads
     from qerl.kernels.update.swiglu import swiglu
@@ -273,6 +277,7 @@ def walk(recorder: Recorder, target: int) -> None:
         recorder.walk = "gated delta nets"
         delta_net_step(128, 32)
         gated_attention(128, 32)
+        gated_norm(x[:, :128], x[:, 128:256], torch.ones(128), 1e-6).sum().backward()
     if target == LEAST_MEMORY:
         recorder.walk = "heads of 80"
         decode(128, 32, 80, fp8=False)
@@ -290,6 +295,7 @@ def delta_net_step(tokens: int, rank: int) -> None:
 
     from qerl.kernels.decode.delta_net import delta_inputs, delta_step, gated_norm
     from qerl.kernels.decode.launch import LoraA, LoraB
+    from qerl.kernels.limits import STATE_TOKENS, recent_numbers
     from qerl.kernels.weights.product import LoraSum
 
     key_heads, heads, size, taps = 16, 32, 128, 4
@@ -306,7 +312,8 @@ def delta_net_step(tokens: int, rank: int) -> None:
         b=LoraB(LoraSum(sum_TR=single(tokens, 2 * (rank + heads))), half(channels + inner, rank)),
         partials_G=integer((channels + inner) // 64),
     )  # fmt: skip
-    delta_step(convolved, gates, single(1, heads, size, size), integer(tokens), out)
+    recent = single(1, STATE_TOKENS - 1, recent_numbers(key_heads, heads, size, size))
+    delta_step(convolved, gates, half(1, heads, size, size), recent, integer(tokens), integer(tokens), out)
     gated_norm(
         out, z, single(size), half(tokens * inner), eps=1e-6, padded_tokens=tokens,
         a=LoraA(half(rank, inner), LoraSum(single(heads, tokens, rank))),

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-from qerl.kernels.decode.delta_net import block_e, delta_inputs, delta_step, gated_norm
+from qerl.kernels.decode.delta_net import block_e, delta_inputs, delta_step, gated_norm, states_now
 from qerl.kernels.decode.launch import NO_A, LoraA, LoraB
-from qerl.kernels.limits import pad_rank
+from qerl.kernels.limits import STATE_TOKENS, pad_rank, recent_numbers
 from qerl.kernels.weights.product import LoraSum
 from tests.support.kernels import DEVICE, EPS, HALF, as_rows, error, half, poison
 
@@ -103,7 +103,7 @@ def test_delta_inputs(tokens, key_heads, share, key_size, size, rank, splits, ta
     there = slot >= 0
     assert error(z, true_z) < 1e-5
     assert error(gates[1], gate[:, :heads].sigmoid()) < 1e-6
-    assert error(gates[0], (decay.double() * F.softplus(gate[:, heads:] + dt_bias.double())).exp()) < 1e-5
+    assert error(gates[0], decay.double() * F.softplus(gate[:, heads:] + dt_bias.double())) < 1e-5
 
     earlier[:, -1] = qkv.to(HALF).double()
     y = F.conv1d(earlier.transpose(1, 2), conv.double().T[:, None], groups=channels)[..., 0]
@@ -122,7 +122,6 @@ def test_gates_are_exact_where_softplus_is_tiny_and_where_it_is_its_argument():
     """1 + exp(-17) is 1 in FP32, and exp(100) is infinite."""
     a = torch.tensor([-60.0, -30.0, -17.0, -9.0, -1.0, 0.0, 1.0, 19.0, 21.0, 100.0], device=DEVICE)
     tokens, heads, size = len(a), 1, 16
-    # So that g is about -1 everywhere: what is wrong with softplus is as wrong in exp(g).
     for t in range(tokens):
         decay = -1 / F.softplus(a[t].double())
         low = torch.stack([torch.zeros_like(a), a], 1)[t, None].contiguous()
@@ -134,7 +133,7 @@ def test_gates_are_exact_where_softplus_is_tiny_and_where_it_is_its_argument():
             half(1, 4, 3 * size), poison(1, 3 * size), poison(1, size), gates,
             key_heads=1, width=WIDTH, eps=EPS, b=LoraB(LoraSum(sum_TR=low)),
         )  # fmt: skip
-        truth = (decay.float().double() * F.softplus(a[t].double())).exp()
+        truth = decay.float().double() * F.softplus(a[t].double())
         assert abs(float(gates[0, 0, 0]) / float(truth) - 1) < 1e-6, f"a = {float(a[t])}"
         assert gates[1, 0, 0] == 0.5
 
@@ -144,28 +143,68 @@ def test_gates_are_exact_where_softplus_is_tiny_and_where_it_is_its_argument():
     ("tokens", "key_heads", "share", "key_size", "size"), [shape[:5] for shape in SHAPES]
 )
 def test_delta_step(tokens, key_heads, share, key_size, size, dtype):
+    """Each token's step, wherever the last write of its state was, and the state as it is read later."""
     heads, slots = key_heads * share, tokens + 3
-    slot = some_slots(tokens, slots)
+    slot, position = some_slots(tokens, slots), torch.randint(0, 50, (tokens,), **AS_INT)
+    position[: min(4, tokens)] = torch.tensor([7, 8, 6, 0], **AS_INT)[:tokens]
     there = slot >= 0
+    at, since = slot[there].long(), (position % STATE_TOKENS)[there].tolist()
     q, k = (theirs.l2norm(torch.randn(tokens, key_heads, key_size, device=DEVICE)) for _ in range(2))
     v = torch.randn(tokens, heads, size, device=DEVICE)
-    gates = torch.rand(2, tokens, heads, device=DEVICE)
+    gates = torch.stack([-torch.rand(tokens, heads, device=DEVICE), torch.rand(tokens, heads, device=DEVICE)])
     state = poison(slots + 2, heads, key_size, size, dtype=dtype)[1:-1]
-    state[slot[there].long()] = torch.randn(int(there.sum()), heads, key_size, size, device=DEVICE).to(dtype)
-    before = state.clone()
+    state[at] = torch.randn(len(at), heads, key_size, size, device=DEVICE).to(dtype)
+    numbers = recent_numbers(key_heads, heads, key_size, size)
+    recent = poison(slots + 2, STATE_TOKENS - 1, numbers)[1:-1]
+    keys, deltas, fades = recent.split([key_heads * key_size, heads * size, numbers - key_heads * key_size
+                                        - heads * size], 2)  # fmt: skip
+    known = []  # the states that the tokens meet, in float64
+    for i, past in zip(at, since, strict=True):
+        own_k = theirs.l2norm(torch.randn(past, key_heads, key_size, device=DEVICE))
+        own_d, own_g = (torch.randn(past, heads, n, device=DEVICE) for n in (size, 1))
+        own_g = -own_g.abs()
+        keys[i, :past], deltas[i, :past] = own_k.flatten(1), own_d.flatten(1)
+        fades[i, :past, :heads] = own_g[..., 0].cumsum(0)
+        meets = state[i].double()
+        for one_k, one_d, one_g in zip(own_k.double(), own_d.double(), own_g.double(), strict=True):
+            written = one_k.repeat_interleave(share, 0)[..., None] * one_d[:, None]
+            meets = meets * one_g.exp()[..., None] + written
+        known.append(meets)
+    before, ring_before = state.clone(), recent.clone()
     rows = torch.cat([(q * key_size**-0.5).flatten(1), k.flatten(1), v.flatten(1)], 1)
     rows[~there], gates[:, ~there] = float("nan"), float("nan")
     out = poison(tokens, heads, size)
-    delta_step(rows, gates, state, slot, out)
-    truth, following = theirs.torch_recurrent_gated_delta_rule(
-        *(x[there, None] for x in (q, k, v)), g=gates[0, there, None].log(), beta=gates[1, there, None],
-        initial_state=before[slot[there].long()].float(), output_final_state=True,
+    found = states_now(state[at], recent[at], position[there].long(), key_heads)
+    assert error(found, torch.stack(known)) < 1e-5
+    delta_step(rows, gates, state, recent, position, slot, out)
+    truth, following = (
+        torch.cat(each)
+        for each in zip(*(
+            step_in_float64(*(x[t].double() for x in (q, k, v, gates[0], gates[1])), meets)
+            for t, meets in zip(there.nonzero()[:, 0].tolist(), known, strict=True)
+        ), strict=True)
     )  # fmt: skip
-    assert error(out[there], truth[:, 0]) < 1e-5
+    assert error(out[there], truth) < 1e-5
     assert not out[~there].any()
-    assert error(state[slot[there].long()], following) < (1e-6 if dtype == torch.float32 else 4e-3)
-    state[slot[there].long()] = before[slot[there].long()]
+    found = states_now(state[at], recent[at], position[there].long() + 1, key_heads)
+    assert error(found, following) < (1e-5 if dtype == torch.float32 else 4e-3)
+    for i, past in zip(at, since, strict=True):
+        if past == STATE_TOKENS - 1:
+            assert not torch.equal(state[i], before[i])
+            state[i] = before[i]
+        else:
+            recent[i, past] = ring_before[i, past]
     assert torch.equal(state.nan_to_num(7.0), before.nan_to_num(7.0)), "another slot was written"
+    assert torch.equal(recent.nan_to_num(7.0), ring_before.nan_to_num(7.0)), "another place was written"
+
+
+def step_in_float64(q, k, v, g, beta, state):
+    """Output [1, V, E] of one token and the state [1, V, K, E] behind it, as the paper has them."""
+    q, k = (x.repeat_interleave(len(v) // len(x), 0) for x in (q, k))
+    state = state * g.exp()[:, None, None]
+    delta = beta[:, None] * (v - torch.einsum("vke,vk->ve", state, k))
+    state = state + k[..., None] * delta[:, None]
+    return torch.einsum("vke,vk->ve", state, q)[None] / q.shape[-1] ** 0.5, state[None]
 
 
 def test_few_tokens_have_programs_for_each_multiprocessor_and_many_have_wide_ones():
@@ -215,7 +254,7 @@ def test_steps_are_a_layer_of_transformers(share):
     for linear in (layer.in_proj_b, layer.in_proj_a, layer.conv1d):
         linear.weight.data = linear.weight.data.to(HALF).float()
     heads, channels, inner = layer.num_v_heads, layer.conv_dim, layer.value_dim
-    length, first, last = 7, [0, 2, 0], [7, 7, 5]
+    length, first, last = 21, [0, 2, 0], [21, 21, 5]
     u = torch.randn(3, length, 48, device=DEVICE)
     norm = u.square().mean(-1, keepdim=True)
     h = u / (norm + EPS).sqrt()
@@ -224,6 +263,7 @@ def test_steps_are_a_layer_of_transformers(share):
     rows, slots = 4, [5, 0, 3]
     ring, state = poison(6, 4, channels, dtype=HALF), poison(6, heads, 16, 32)
     found, z, gates = poison(rows, channels), poison(rows, inner), poison(2, rows, heads)
+    recent = poison(6, STATE_TOKENS - 1, recent_numbers(2, heads, 16, 32))
     out, y = poison(rows, heads, 32), poison(rows, inner, dtype=HALF)
     stacked = torch.cat([layer.in_proj_qkv.weight, layer.in_proj_z.weight]).detach()
     tiny = torch.cat([layer.in_proj_b.weight, layer.in_proj_a.weight]).detach()
@@ -245,7 +285,7 @@ def test_steps_are_a_layer_of_transformers(share):
             decay, layer.dt_bias.detach(), torch.tensor(position, **AS_INT), slot, ring, found, z, gates,
             key_heads=2, width=48, eps=EPS, b=LoraB(LoraSum(sum_TR=x @ tiny.T)),
         )  # fmt: skip
-        delta_step(found, gates, state, slot, out)
+        delta_step(found, gates, state, recent, torch.tensor(position, **AS_INT), slot, out)
         gated_norm(out, z, layer.norm.weight.detach(), y, eps=EPS)
         for row, i in zip(order, running, strict=True):
             given = y[row].float() @ layer.out_proj.weight.detach().T

@@ -148,7 +148,7 @@ def test_a_server_takes_room_for_what_is_to_come():
 
 @pytest.mark.parametrize("prompt, completion, samples", [(1, 1, 1), (65, 64, 8), (300, 1000, 3)])
 def test_rows_that_blocks_hold(prompt, completion, samples):
-    demand, geometry = BlockDemand(prompt, completion, samples), KVGeometry((None,), (Pages(0, 1, 1),), 1)
+    demand, geometry = BlockDemand(prompt, completion, samples), KVGeometry((None,), (Pages(0, 1, 1, 1),))
     for blocks in range(200):
         fitting = [rows for rows in range(1, 41) if demand.blocks(rows)[0] <= blocks]
         alone = [1] if blocks >= demand.least[0] else []

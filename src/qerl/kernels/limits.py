@@ -1,5 +1,6 @@
-"""What the decode kernels are compiled for: tokens per block of keys and values, stop tokens of a row, ranks
-of an adapter; and how many logits the output head of the update has at a time.
+"""What the decode kernels are compiled for: tokens per block of keys and values, tokens between two writes of
+a state, stop tokens of a row, ranks of an adapter; and how many logits the output head of the update has at a
+time.
 
 Plain numbers without Triton or torch, so that a plan made on a machine without a GPU counts with those of the
 kernels.
@@ -7,6 +8,10 @@ kernels.
 
 PAGE = 64
 """Tokens in a block of keys and values."""
+
+STATE_TOKENS = 8
+"""Tokens after which the state of a delta net is written: those since then lie beside it
+(`qerl.kernels.decode.delta_net`)."""
 
 STOP_TOKENS = 16
 """Tokens that end a row, as many as the kernel that draws compares; others the host looks for."""
@@ -25,6 +30,13 @@ MAX_HEAD = 256
 
 WHOLE_PARTS = 160 * 1024
 """Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
+
+
+def recent_numbers(key_heads: int, value_heads: int, key_size: int, value_size: int) -> int:
+    """Numbers kept of each token that the state of a delta net does not hold yet, in fp32 a multiple of 16
+    bytes: its keys, what is written under them, and a sum of decays per value head."""
+    numbers = key_heads * key_size + value_heads * (value_size + 1)
+    return -(-numbers // 4) * 4
 
 
 def pad_rank(rank: int) -> int:

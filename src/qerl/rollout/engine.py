@@ -401,8 +401,8 @@ def check_drafts(speculative_tokens: int, config: PreTrainedConfig) -> None:
     """
     if speculative_tokens and any(layers_with_state(config)):
         raise QeRLError(
-            f"speculative_tokens is {speculative_tokens}, and {config.model_type} has layers that carry a state "
-            "from token to token, which cannot take drafted tokens back; set speculative_tokens: 0."
+            f"speculative_tokens is {speculative_tokens}, and {config.model_type} has layers that carry a "
+            "state from token to token, which cannot take drafted tokens back; set speculative_tokens: 0."
         )
 
 

@@ -28,7 +28,7 @@ from tests.support.models import move_adapter
 
 PROMPTS = [list(range(3, 8)), [9]]
 PACE = Pace(round_steps=2, prefill_tokens=(8, 80))
-BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16),) * 2, 4).bytes((1,))
+BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16, 4),) * 2).bytes((1,))
 
 
 def paged(model, blocks=12, pace=PACE, **settings):

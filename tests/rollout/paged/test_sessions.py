@@ -22,7 +22,7 @@ from tests.support.sessions import check_against, play
 pytestmark = pytest.mark.slow
 
 PROMPTS = [[5, 7, 11], [9]]
-BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16),) * 1, 4).bytes((1,))
+BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16, 4),) * 1).bytes((1,))
 
 
 def paged(model, blocks=12, **settings):

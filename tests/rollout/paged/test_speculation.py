@@ -28,7 +28,7 @@ from tests.support.speculation import drop_drafts
 
 pytestmark = pytest.mark.slow
 
-BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16),) * 1, 4).bytes((1,))
+BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16, 4),) * 1).bytes((1,))
 CYCLE = [5, 7, 11, 5, 7, 11, 5, 7]
 
 

@@ -20,8 +20,8 @@ class Machine:
     Args:
         blocks: Of each pool.
         rows, seed, pace: As usual.
-        windows: Of each pool; None for one whose layers see everything, "state" for one of states, each of which
-            is the list of all tokens that it has read.
+        windows: Of each pool; None for one whose layers see everything, "state" for one of states, each of
+            which is the list of all tokens that it has read.
         pass_tokens: Tokens of a pass of prefill.
     """
 
@@ -90,7 +90,9 @@ class Machine:
         for pool, window in enumerate(self.windows):
             if window == "state":
                 seen = self.slots[pool, own[pool][0]]
-                assert [position for position, _ in seen][: before + place + 1] == [*range(before + place + 1)]
+                assert [position for position, _ in seen][: before + place + 1] == [
+                    *range(before + place + 1)
+                ]
                 found.append([token for _, token in seen][: before + place + 1])
                 continue
             first = 0 if window is None else max(0, before + place - window + 1)
@@ -160,7 +162,9 @@ def play(machine, sequences, most_turns=6):
     return turns
 
 
-@pytest.mark.parametrize("windows", [(None,), (3,), (None, 6), (9, None), ("state", None), (None, 6, "state")])
+@pytest.mark.parametrize(
+    "windows", [(None,), (3,), (None, 6), (9, None), ("state", None), (None, 6, "state")]
+)
 def test_random_turns_end_and_leave_no_block(windows):
     preempted = 0
     for seed in range(150):

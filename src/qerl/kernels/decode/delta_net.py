@@ -6,7 +6,7 @@ then moves what S has under k towards v, as far as beta says, and reads S with i
 
     q, k, v = silu(convolution(x W_qkv^T)); q, k = q / |q| / sqrt(K), k / |k|   # delta_inputs
     g = -exp(A_log) softplus(a + dt_bias); beta = sigmoid(b); z = x W_z^T
-    S = exp(g) S; S = S + k (beta (v - k^T S))^T; o = q^T S                     # delta_step
+    S = exp(g) S; d = beta (v - k^T S); S = S + k d^T; o = q^T S                # delta_step
     y = rmsnorm(o) * weight * silu(z)                                           # gated_norm
 
 The convolution is along the sequence, of each channel with itself: of the token's input and the W - 1 before.
@@ -17,14 +17,22 @@ still reads. Its own input is rounded as it is kept before it is used, so it is 
 a and b are V columns each, too few for a product of their own. Their weights, in 16 bits, are further rows of
 the product's stacked A, so a and b are columns of its sum x A^T, in FP32, behind those of the adapters.
 
-S is most of what such a layer reads in a step beside its weights: 2 MB of a sequence with 32 heads of 128 in
-FP32. delta_step loads a block of its columns once, ahead of its wait, and holds them in registers until they
-are stored. In BF16 the bytes are half as many and sums still FP32, but S is rounded again at each token.
+S is most of what such a layer moves in a step beside its weights: 1 MB of a sequence with 32 heads of 128 in
+BF16, and as much again if it were written at each token. So it is written at each STATE_TOKENS-th position
+only. The k, the d and the sum of g of the up to STATE_TOKENS - 1 tokens since then lie in a ring beside it,
+25 KB per token, and S is S' faded by all of them and each k d^T faded by those behind it:
+
+    S = exp(G) S' + sum_i exp(G - G_i) k_i d_i^T
+
+delta_step multiplies k and q with S' and with each k_i, and adds up. All sums are FP32, and what is rounded
+to BF16 is S' alone, once in STATE_TOKENS tokens. It loads a block of the columns of S' ahead of its wait, and
+holds them in registers. Given up: writing the states of all rows in the same step, which positions forbid.
 
 There is one token of each sequence: a second one of the same slot would need what the first one writes.
 
 Shapes: as in `qerl.kernels.decode.common`; U heads of queries and of keys, K their size, V heads of values, E
-their size, C = 2 U K + V E channels (q, k, v), M = V E, W inputs of a convolution; S also slots of sequences.
+their size, C = 2 U K + V E channels (q, k, v), M = V E, W inputs of a convolution; S also slots of sequences;
+P tokens since a state was written at most, F = U K + V E + V numbers of each, padded.
 """
 
 import torch
@@ -133,43 +141,73 @@ def _delta_inputs(
         beta = tl.sigmoid(tl.load(gate, mask=in_t, other=0.0) * rms)
         a = tl.load(gate + V, mask=in_t, other=0.0) * rms
         g = tl.load(decay_V + v) * softplus(a + tl.load(dt_bias_V + v))
-        tl.store(gates_2TV + t * V + v, tl.exp(g), mask=in_t)
+        tl.store(gates_2TV + t * V + v, g, mask=in_t)
         tl.store(gates_2TV + (T + t) * V + v, beta, mask=in_t)
 
 
 @triton.jit
 def _delta_step(
-    heads_TC, gates_2TV, state_SVKE, slot_T, out_TVE, T,
+    heads_TC, gates_2TV, state_SVKE, recent_SPF, position_T, slot_T, out_TVE, T,
     U: tl.constexpr, V: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, P: tl.constexpr, F: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * U * K + V * E
     head, t = tl.program_id(1), tl.program_id(2)
+    key_head = head // (V // U)
     k = tl.arange(0, K_PADDED)
     in_k = in_head(k, K)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_e = e < E
     slot = tl.load(slot_T + t)
+    since = tl.load(position_T + t) % (P + 1)
     at = state_SVKE + ((slot.to(tl.int64) * V + head) * K + k[:, None]) * E + e[None, :]
     held = in_k[:, None] & (e < tl.where(slot >= 0, E, 0))[None, :]
+    ring = recent_SPF + slot.to(tl.int64) * (P * F)
+    of_keys, of_deltas, of_fades = key_head * K + k, U * K + head * E + e, U * K + V * E + head
+    i = tl.arange(0, P + 1)
+    past = i < tl.where(slot >= 0, since, 0)
     # Ahead of the wait, although the kernel before is no product: programs of delta_inputs start when all
     # before their product has ended (`begin`), and those of this kernel when all of delta_inputs have
-    # started. So the step before, which wrote the state, has ended. What delta_inputs writes is not there yet.
+    # started. So the step before, which wrote state and ring, has ended. What delta_inputs writes is not yet
+    # there.
     state = tl.load(at, mask=held, other=0.0)
+    keys = tl.load(ring + i[:, None] * F + of_keys[None, :], mask=past[:, None] & in_k[None, :], other=0.0)
+    deltas = tl.load(
+        ring + i[:, None] * F + of_deltas[None, :], mask=past[:, None] & in_e[None, :], other=0.0
+    )
+    fades = tl.load(ring + i * F + of_fades, mask=past, other=0.0)
+    fade = tl.load(ring + (since - 1) * F + of_fades, mask=(slot >= 0) & (since > 0), other=0.0)
     begin(PDL)
     row = heads_TC + t.to(tl.int64) * C
-    key_head = head // (V // U)
     query = tl.load(row + key_head * K + k, mask=in_k, other=0.0)
     key = tl.load(row + (U + key_head) * K + k, mask=in_k, other=0.0)
     value = tl.load(row + 2 * U * K + head * E + e, mask=in_e, other=0.0)
-    fade, beta = tl.load(gates_2TV + t * V + head), tl.load(gates_2TV + (T + t) * V + head)
-    state = state.to(tl.float32) * fade
-    delta = beta * (value - tl.sum(state * key[:, None], axis=0))
-    state += key[:, None] * delta[None, :]
-    out = tl.sum(state * query[:, None], axis=0)
-    tl.store(at, state.to(state_SVKE.dtype.element_ty), mask=held)
+    fade += tl.load(gates_2TV + t * V + head)
+    beta = tl.load(gates_2TV + (T + t) * V + head)
+    state = state.to(tl.float32)
+    whole, parts = tl.exp(fade), tl.where(past, tl.exp(fade - fades), 0.0)
+    of_key = tl.sum(keys * key[None, :], axis=1) * parts
+    of_query = tl.sum(keys * query[None, :], axis=1) * parts
+    known = whole * tl.sum(state * key[:, None], axis=0) + tl.sum(of_key[:, None] * deltas, axis=0)
+    delta = beta * (value - known)
+    out = whole * tl.sum(state * query[:, None], axis=0) + tl.sum(of_query[:, None] * deltas, axis=0)
+    out += tl.sum(key * query, axis=0) * delta
     out_at = out_TVE + (t.to(tl.int64) * V + head) * E + e
     tl.store(out_at, tl.where(slot >= 0, out, 0.0), mask=in_e)
+    if slot >= 0:
+        if since == P:
+            state = state * whole + key[:, None] * delta[None, :]
+            for j in tl.static_range(P):
+                part = tl.exp(fade - tl.load(ring + j * F + of_fades))
+                own = tl.load(ring + j * F + of_keys, mask=in_k, other=0.0) * part
+                state += own[:, None] * tl.load(ring + j * F + of_deltas, mask=in_e, other=0.0)[None, :]
+            tl.store(at, state.to(state_SVKE.dtype.element_ty), mask=held)
+        else:
+            tl.store(ring + since * F + of_deltas, delta, mask=in_e)
+            if tl.program_id(0) == 0:
+                tl.store(ring + since * F + of_fades, fade)
+                if head % (V // U) == 0:
+                    tl.store(ring + since * F + of_keys, key, mask=in_k)
 
 
 @triton.jit
@@ -237,7 +275,7 @@ def delta_inputs(
             written, and what would be before the first position is not read.
         heads_TC: fp32, written: q of unit length / sqrt(K), k of unit length, v.
         z_TM: fp32, written.
-        gates_2TV: fp32, written: exp(g), and beta.
+        gates_2TV: fp32, written: g, and beta.
         key_heads: U.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
@@ -289,14 +327,19 @@ def delta_step(
     heads_TC: torch.Tensor,
     gates_2TV: torch.Tensor,
     state_SVKE: torch.Tensor,
+    recent_SPF: torch.Tensor,
+    position_T: torch.Tensor,
     slot_T: torch.Tensor,
     out_TVE: torch.Tensor,
 ) -> None:
-    """Take each sequence's state one token on, in place, and read it with the token's query.
+    """Take each sequence one token on, in place, and read its state with the token's query.
 
     Args:
         heads_TC, gates_2TV: As :func:`delta_inputs` left them.
-        state_SVKE: fp32 or bf16, updated at the tokens' slots.
+        state_SVKE: fp32 or bf16, the state at the last position that is a multiple of P + 1; written at the
+            slots of tokens behind which the next such position comes.
+        recent_SPF: fp32, of the tokens from there on k, d and the sum of g; the token's own are written.
+        position_T: int32 position of each token.
         slot_T: int32, the slot of each token, each at most once; -1: no state is read or written.
         out_TVE: fp32, written: q^T S, zeros for a token without a slot.
 
@@ -307,14 +350,40 @@ def delta_step(
     heads, key_size, size = state_SVKE.shape[1:]
     columns = block_e(tokens, heads, size)
     arguments = pointers(
-        "delta_step", out_TVE, heads_TC=heads_TC, gates_2TV=gates_2TV, state_SVKE=state_SVKE, slot_T=slot_T,
-        out_TVE=out_TVE,
+        "delta_step", out_TVE, heads_TC=heads_TC, gates_2TV=gates_2TV, state_SVKE=state_SVKE,
+        recent_SPF=recent_SPF, position_T=position_T, slot_T=slot_T, out_TVE=out_TVE,
     )  # fmt: skip
     _delta_step[(triton.cdiv(size, columns), heads, tokens)](
         *arguments, tokens, U=(channels - heads * size) // (2 * key_size), V=heads,
         K=key_size, K_PADDED=triton.next_power_of_2(key_size), E=size, BLOCK_E=columns,
-        num_warps=4, **dependent(out_TVE),
+        P=recent_SPF.shape[1], F=recent_SPF.shape[2], num_warps=4, **dependent(out_TVE),
     )  # fmt: skip
+
+
+def states_now(
+    state_NVKE: torch.Tensor, recent_NPF: torch.Tensor, position_N: torch.Tensor, key_heads: int
+) -> torch.Tensor:
+    """States [N, V, K, E] in fp32 in front of these positions.
+
+    Args:
+        state_NVKE, recent_NPF: What :func:`delta_step` left of each sequence.
+        position_N: int64, the position of each sequence's next token.
+        key_heads: U.
+    """
+    heads, key_size, size = state_NVKE.shape[1:]
+    recent, numbers = recent_NPF.shape[1:]
+    parts = [key_heads * key_size, heads * size, heads]
+    keys_NPK, deltas_NPM, fades_NPV, _ = recent_NPF.split([*parts, numbers - sum(parts)], dim=2)
+    since_N = position_N % (recent + 1)
+    past_NP1 = (torch.arange(recent, device=since_N.device) < since_N[:, None])[..., None]
+    last_N = (since_N - 1).clamp(min=0)[:, None, None].expand(-1, 1, heads)
+    fade_N1V = fades_NPV.gather(1, last_N).masked_fill((since_N == 0)[:, None, None], 0.0)
+    parts_NPV = (fade_N1V - fades_NPV).exp().masked_fill(~past_NP1, 0.0)
+    keys_NPVK = keys_NPK.unflatten(2, (-1, key_size)).repeat_interleave(heads // key_heads, dim=2)
+    keys_NPVK = keys_NPVK.masked_fill(~past_NP1[..., None], 0.0) * parts_NPV[..., None]
+    deltas_NPVE = deltas_NPM.unflatten(2, (heads, size)).masked_fill(~past_NP1[..., None], 0.0)
+    faded_NVKE = state_NVKE.float() * fade_N1V.exp().transpose(1, 2)[..., None]
+    return faded_NVKE + torch.einsum("npvk,npve->nvke", keys_NPVK, deltas_NPVE)
 
 
 def gated_norm(

@@ -29,7 +29,7 @@ def gated_norm(x_NE: torch.Tensor, z_NE: torch.Tensor, w_E: torch.Tensor, eps: f
 
 
 @triton.jit
-def _gated_norm(x_NE, z_NE, w_E, y_NE, N, eps, E: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+def _gated_rms_norm(x_NE, z_NE, w_E, y_NE, N, eps, E: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, PADDED)
     inside = (n < N)[:, None] & (e < E)[None, :]
@@ -44,7 +44,7 @@ def _gated_norm(x_NE, z_NE, w_E, y_NE, N, eps, E: tl.constexpr, PADDED: tl.const
 
 
 @triton.jit
-def _gated_norm_backward(
+def _gated_rms_norm_backward(
     dy_NE, x_NE, z_NE, w_E, dx_NE, dz_NE, N, eps,
     E: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ class _GatedNorm(torch.autograd.Function):
         x_NE, z_NE = x_NE.contiguous(), z_NE.contiguous()
         y_NE = torch.empty_like(x_NE)
         grid, constants = _launch(x_NE)
-        _gated_norm[grid](x_NE, z_NE, w_E, y_NE, len(x_NE), eps, **constants)
+        _gated_rms_norm[grid](x_NE, z_NE, w_E, y_NE, len(x_NE), eps, **constants)
         ctx.save_for_backward(x_NE, z_NE, w_E)
         ctx.eps = eps
         return y_NE
@@ -84,7 +84,7 @@ class _GatedNorm(torch.autograd.Function):
         x_NE, z_NE, w_E = ctx.saved_tensors
         dx_NE, dz_NE = torch.empty_like(x_NE), torch.empty_like(z_NE)
         grid, constants = _launch(x_NE)
-        _gated_norm_backward[grid](
+        _gated_rms_norm_backward[grid](
             dy_NE.contiguous(), x_NE, z_NE, w_E, dx_NE, dz_NE, len(x_NE), ctx.eps, **constants
         )
         return dx_NE, dz_NE, None, None

@@ -1,13 +1,14 @@
 """Which blocks of the KV cache are free, and who holds the others: plain Python, no tensors.
 
 A block holds the keys and values of 64 tokens, in all layers of a pool (`qerl.rollout.paged.limits`), or the
-state of one sequence. A prompt's blocks are held once by each sequence that reads them, so the group shares them and the last to
-finish frees them. A sequence's own tokens start in a fresh block even where the prompt's last block has room:
-nothing is ever copied or written to while shared, at the price of less than one block per prompt.
+state of one sequence. A prompt's blocks are held once by each sequence that reads them, so the group shares
+them and the last to finish frees them. A sequence's own tokens start in a fresh block even where the prompt's
+last block has room: nothing is ever copied or written to while shared, at the price of less than one block
+per prompt.
 
 A state is a block that holds any number of tokens. It is overwritten with every one, so it cannot be shared
-with a sequence that goes on: whoever enters has the prompt's copied (`copies`), and what was computed beyond a
-sequence's end (`rewinds`) is computed again from there.
+with a sequence that goes on: whoever enters has the prompt's copied (`copies`), and what was computed beyond
+a sequence's end (`rewinds`) is computed again from there.
 
 In a pool with a window, blocks that no token to come sees are given back, and stand in tables as `GONE`.
 What is longer than window and pass of prefill together never has all its blocks at once: those that a pass

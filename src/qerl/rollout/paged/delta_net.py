@@ -1,4 +1,4 @@
-"""The middle of a delta net in a forward pass: from the product in front of it to the operand of the one behind.
+"""The middle of a delta net in a forward pass: from the product in front of it to the operand of that behind.
 
 A decode step computes one token of each sequence in place, in three small kernels that read the product as it
 was left (`qerl.kernels.decode.delta_net`). A pass of prefill computes many tokens of a few sequences: it adds
@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import softplus
 
 from qerl.families.layer import DeltaNet
-from qerl.kernels.decode.delta_net import delta_inputs, delta_step, gated_norm
+from qerl.kernels.decode.delta_net import delta_inputs, delta_step, gated_norm, states_now
 from qerl.kernels.decode.launch import LoraA, LoraB
 from qerl.kernels.decode.sum_product import block_of, sum_product
 from qerl.kernels.delta_rule import chunked_delta_rule, short_conv
@@ -34,7 +34,7 @@ class Runs:
     Attributes:
         offsets: Where the tokens of each begin in the pass, and L.
         blocks_N: int64, where the state of each is kept.
-        fresh_N: bool, which of them begin without a state.
+        position_N: int64, the position of the first token of each; 0 for one that begins without a state.
         taps_LW: int64, what the convolution sees at each token: index into the W inputs kept of each
             sequence, in order, and the tokens of the pass behind them; -1 for nothing.
         kept_3J: int64, last inputs to keep: sequence's block, place there, token of the pass.
@@ -42,7 +42,7 @@ class Runs:
 
     offsets: list[int]
     blocks_N: torch.Tensor
-    fresh_N: torch.Tensor
+    position_N: torch.Tensor
     taps_LW: torch.Tensor
     kept_3J: torch.Tensor
 
@@ -70,9 +70,8 @@ class Runs:
             seen.append(np.where(position_LW < 0, -1, np.where(own_LW >= 0, in_pass_LW, before_LW)))
             last = np.arange(max(0, length - taps), length)
             kept.append(np.stack([np.full_like(last, block), (first + last) % taps, ends[number] + last]))
-        fresh = torch.tensor([position == 0 for position in positions])
-        on_host = torch.tensor(blocks), fresh, torch.tensor(np.concatenate(seen)), torch.tensor(np.hstack(kept))
-        return cls(ends.tolist(), *(upload(tensor, device) for tensor in on_host))
+        arrays = np.asarray(blocks), np.asarray(positions), np.concatenate(seen), np.hstack(kept)
+        return cls(ends.tolist(), *(upload(torch.from_numpy(array), device) for array in arrays))
 
 
 class DeltaNets:
@@ -101,7 +100,7 @@ class DeltaNets:
         squares_PT: torch.Tensor,
         weights: DeltaNetWeights,
         b: LoraB,
-        held: tuple[torch.Tensor, torch.Tensor],
+        held: tuple[torch.Tensor, ...],
         position_T: torch.Tensor,
         block_T: torch.Tensor,
     ) -> None:
@@ -112,18 +111,20 @@ class DeltaNets:
             squares_PT: Partial sums of squares of its input.
             weights: Of the layer.
             b: The product's LoRA.
-            held: States and last inputs of the layer.
+            held: What the layer keeps of sequences, `States.arrays`.
             position_T: int32.
             block_T: int32, the block of each token's sequence; -1 for a token that goes nowhere.
         """
-        states, inputs = held
+        states, inputs, recent = held
         delta_inputs(
             product.out_STN, product.scale_L, squares_PT, weights.taps_WC, weights.rates_V,
             weights.offsets_V, position_T, block_T, inputs, self._heads_TC, self._z_TM, self._gates_2TV,
             key_heads=self._mixer.key_heads, width=self._hidden, eps=self._eps, b=b,
             partials_G=product.partials_G,
         )  # fmt: skip
-        delta_step(self._heads_TC, self._gates_2TV, states, block_T, self._out_TVE)
+        delta_step(
+            self._heads_TC, self._gates_2TV, states, recent, position_T, block_T, self._out_TVE
+        )  # fmt: skip
 
     def run(
         self,
@@ -131,7 +132,7 @@ class DeltaNets:
         squares_PT: torch.Tensor,
         weights: DeltaNetWeights,
         b: LoraB,
-        held: tuple[torch.Tensor, torch.Tensor],
+        held: tuple[torch.Tensor, ...],
         runs: Runs,
         dtype: torch.dtype,
     ) -> None:
@@ -142,7 +143,7 @@ class DeltaNets:
             runs: The sequences.
             dtype: Of activations.
         """
-        mixer, (states, inputs), tokens = self._mixer, held, runs.offsets[-1]
+        mixer, (states, inputs, recent), tokens = self._mixer, held, runs.offsets[-1]
         outputs = mixer.channels, mixer.values
         y_TN = product.out_STN.new_empty(len(self._z_TM), sum(outputs), dtype=torch.float32)
         y_squares_PT = y_TN.new_empty(sum(outputs) // block_of(outputs), len(y_TN))
@@ -156,8 +157,10 @@ class DeltaNets:
         q, k, v = short_conv(seen, weights.taps_WC.T, runs.taps_LW).split(
             [mixer.key_heads * mixer.key_size] * 2 + [mixer.values], dim=1
         )
-        states_NVKE = states[runs.blocks_N].float()
-        states_NVKE[runs.fresh_N] = 0.0
+        states_NVKE = states_now(
+            states[runs.blocks_N], recent[runs.blocks_N], runs.position_N, mixer.key_heads
+        )  # fmt: skip
+        states_NVKE[runs.position_N == 0] = 0.0
         assert b.xa.sum_TR is not None, "its gates come with x A^T"
         b_LV, a_LV = b.xa.sum_TR[:tokens, -2 * mixer.value_heads :].chunk(2, dim=1)
         rms_L1 = (squares_PT[:, :tokens].sum(0)[:, None] / self._hidden + self._eps).rsqrt()
@@ -170,6 +173,7 @@ class DeltaNets:
         )  # fmt: skip
         self._out_TVE[:tokens] = out_LVE
         states[runs.blocks_N] = states_NVKE.to(states.dtype)
+        recent[runs.blocks_N] = 0.0  # the state holds all tokens
         block_J, place_J, token_J = runs.kept_3J
         inputs[block_J, place_J] = x_LC[token_J].to(inputs.dtype)
 

@@ -13,7 +13,7 @@ What a layer computes, by the names of transformers and vLLM, with ours behind t
 
 or, where the mixer is a delta net (`qerl.rollout.paged.delta_net`),
 
-    qkv, z = in_proj_qkv(h), in_proj_z(h)              # Layer.mixer.qkvz: one GEMM; its x A^T brings the gates
+    qkv, z = in_proj_qkv(h), in_proj_z(h)              # Layer.mixer.qkvz: one GEMM; gates come with x A^T
     q, k, v = conv1d(qkv)                              # delta_inputs, with the last inputs of each sequence
     state, y = delta_rule(state, q, k, v, decay, beta) # delta_step
     x = x + out_proj(norm(y) * silu(z))                # gated_norm, Layer.mixer.out
@@ -229,14 +229,17 @@ class Forward:
             rope_kv.find_slots(inputs.limit_2T, inputs.table_T, tables_GB, slot_T, page)
         residual_norm.residual_norm(
             self.residual_TD, first.before_mixer_D, self.u, self.squares_PT,
-            padded_tokens=self._padded(first.projections[0]), embedding=(decoder.embedding_VD, inputs.token_T),
-            gain=decoder.embedding_scale, a=_a(first.projections[0], self._sums[0].into_mixer),
+            padded_tokens=self._padded(first.projections[0]),
+            embedding=(decoder.embedding_VD, inputs.token_T), gain=decoder.embedding_scale,
+            a=_a(first.projections[0], self._sums[0].into_mixer),
         )  # fmt: skip
         for i, layer in enumerate(decoder.layers):
+            kind, sums, held = self._kinds[i], self._sums[i], cache.layers[i]
             if isinstance(layer.mixer, DeltaNetWeights):
-                self._delta_net(layer.spec, layer.mixer, self._sums[i], cache.layers[i], inputs)
+                self._delta_net(layer.spec, layer.mixer, sums, held, inputs)
             else:
-                self._attention(layer.spec, layer.mixer, self._sums[i], self._kinds[i], cache.layers[i], inputs)
+                assert kind is not None
+                self._attention(layer.spec, layer.mixer, sums, kind, held, inputs)
             self._add_mixed(layer, self._sums[i])
             self._mlp(i)
         return self.u_TD
@@ -246,7 +249,7 @@ class Forward:
         spec: LayerSpec,
         mixer: DeltaNetWeights,
         sums: Sums,
-        held: tuple[torch.Tensor, torch.Tensor],
+        held: tuple[torch.Tensor, ...],
         inputs: Inputs,
     ) -> None:
         """From the first norm's output to the mixer's."""
@@ -266,10 +269,11 @@ class Forward:
         mixer: AttentionWeights,
         sums: Sums,
         kind: Attending,
-        held: tuple[torch.Tensor, torch.Tensor],
+        held: tuple[torch.Tensor, ...],
         inputs: Inputs,
     ) -> None:
         """From the first norm's output to the mixer's."""
+        assert isinstance(spec.mixer, Attention)
         decoder, (k, v) = self.decoder, held
         tables_GB, (item_4, order) = inputs.tables[kind.pool], inputs.items[kind.number]
         product = self._multiply(self.u, mixer.qkv, sums.into_mixer)
@@ -296,8 +300,9 @@ class Forward:
     def _add_mixed(self, layer: Layer, sums: Sums) -> None:
         """From the mixer's output to the second norm's."""
         last, following = layer.projections[1:3]
+        name = "out" if isinstance(layer.mixer, DeltaNetWeights) else "o"
         self._add(
-            layer, "o" if isinstance(layer.mixer, AttentionWeights) else "out", last, self.mixed, sums.from_mixer, layer.behind_mixer_D, None,
+            layer, name, last, self.mixed, sums.from_mixer, layer.behind_mixer_D, None,
             layer.before_mlp_D, self._padded(following), _a(following, sums.gate_up),
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 
 from qerl.errors import QeRLError
 from qerl.kernels.tensors import upload
-from qerl.rollout.paged.limits import KVGeometry, States, Units
+from qerl.rollout.paged.limits import KVGeometry, Pages, States, Units
 from qerl.rollout.paged.memory import Memory, PlainMemory
 from qerl.rollout.paged.weights import Decoder
 
@@ -24,8 +24,8 @@ class KVCache:
         memory: Makes a range of so many bytes.
 
     Attributes:
-        layers: Two tensors per layer: keys and values [blocks, kv heads, block tokens, head size], or, in
-            fp32, states [blocks, value heads, key size, value size] and last inputs [blocks, taps, channels].
+        layers: Tensors of each layer, of which the first axis is the block and the others are those of
+            `Pages.arrays` (keys and values) or of `States.arrays`.
         blocks: Number of blocks of each pool.
         geometry: Shape and size of a block.
         is_limited: True if the blocks were reserved for a call that wanted more of them than its budget gave.
@@ -33,7 +33,8 @@ class KVCache:
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype | None, memory: Callable[[int], Memory]) -> None:
         self._dtype, self._make_memory = dtype or decoder.dtype, memory
-        self.geometry = KVGeometry.of(decoder.sizes, self._dtype.itemsize)
+        self._dtypes = {Pages: (self._dtype,) * 2, States: (decoder.dtype, decoder.dtype, torch.float32)}
+        self.geometry = KVGeometry.of(decoder.sizes, self._dtype.itemsize, decoder.dtype.itemsize)
         self._device = decoder.embedding_VD.device
         self._set(PlainMemory(0, self._device), self._none)
         self.is_limited = False
@@ -117,18 +118,17 @@ class KVCache:
 
     def _set(self, memory: Memory, blocks: Units) -> None:
         self._memory, self.blocks = memory, blocks
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.layers: list[tuple[torch.Tensor, ...]] = []
         offset = 0
-        for layer, shapes in zip(self.geometry.layers, self.geometry.shapes(blocks), strict=True):
-            dtype = torch.float32 if isinstance(layer, States) else self._dtype
-            tensors = []
-            for shape in shapes:
-                tensors.append(memory.tensor(shape, dtype, offset))
+        for layer in self.geometry.layers:
+            tensors: list[torch.Tensor] = []
+            for array, dtype in zip(layer.arrays, self._dtypes[type(layer)], strict=True):
+                tensors.append(memory.tensor((blocks[layer.pool], *array.shape), dtype, offset))
                 offset += tensors[-1].nbytes
-            self.layers.append((tensors[0], tensors[1]))
+            self.layers.append(tuple(tensors))
 
     def copy_states(self, sources: Mapping[int, int | None]) -> None:
-        """Let blocks have the states and last inputs of others, in all layers that carry a state.
+        """Let blocks have what others have, in all layers that carry a state.
 
         Args:
             sources: Of each block the one whose content it takes; None for that of nobody who has read a
@@ -138,7 +138,7 @@ class KVCache:
         for block, source in sources.items():
             targets.setdefault(source, []).append(block)
         held = zip(self.geometry.layers, self.layers, strict=True)
-        tensors = [each for layer, pair in held if isinstance(layer, States) for each in pair]
+        tensors = [each for layer, own in held if isinstance(layer, States) for each in own]
         for source, blocks in targets.items():
             index = upload(torch.tensor(blocks), self._device)
             for tensor in tensors:

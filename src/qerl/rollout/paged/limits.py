@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, cast
 
 from qerl.families.layer import Attention, DeltaNet
 from qerl.families.sizes import Sizes
-from qerl.kernels.limits import PAGE
+from qerl.kernels.limits import PAGE, STATE_TOKENS, recent_numbers
 
 ROW_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 """Numbers of rows for which decode steps are captured, each when it is first needed.
@@ -50,11 +50,8 @@ MAX_SHARE_OF_FREE = 0.95
 """Share of the memory that is free at the moment that keys and values may take."""
 
 Pool = int | Literal["state"] | None
-"""What layers keep of a sequence: keys and values of a window of so many tokens, those of all its tokens (None),
-or a state."""
-
-STATE_BYTES = 4
-"""Bytes per number of a state and of the convolution's last inputs beside it: they are in fp32."""
+"""What layers keep of a sequence: keys and values of a window of so many tokens, those of all its tokens
+(None), or a state."""
 
 CONTEXT_BYTES = 1_200_000_000
 """CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured.
@@ -141,28 +138,70 @@ def window_blocks(tokens: int, pool: Pool, pass_tokens: int, block_tokens: int =
     return whole if pool is None else min(whole, -(-(pool + pass_tokens) // block_tokens) + 1)
 
 
+class Array(NamedTuple):
+    """Shape of a tensor in one block, and bytes per number."""
+
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of it."""
+        return prod(self.shape) * self.item_bytes
+
+
 class Pages(NamedTuple):
-    """Keys and values of a layer: its pool, heads of keys (as many of values), and numbers per head and
-    token."""
+    """Keys and values of a layer.
+
+    Attributes:
+        pool: Of the layer.
+        heads: Of keys, and as many of values.
+        size: Numbers of a head per token.
+        item_bytes: 2 for bf16, 1 for E4M3.
+    """
 
     pool: int
     heads: int
     size: int
+    item_bytes: int
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Keys and values of a block, [kv heads, block tokens, head size]."""
+        return (Array((self.heads, PAGE, self.size), self.item_bytes),) * 2
 
 
 class States(NamedTuple):
-    """State and last inputs of a delta net.
+    """What a delta net keeps of a sequence.
 
     Attributes:
         pool: Of the layer.
-        state: Shape of a sequence's state, [value heads, key size, value size].
-        inputs: That of the last inputs of its convolution, [taps, channels]: that of position p is at p
-            modulo taps.
+        net: Its description.
+        item_bytes: Those of the activations, in whose dtype state and inputs are.
     """
 
     pool: int
-    state: tuple[int, int, int]
-    inputs: tuple[int, int]
+    net: DeltaNet
+    item_bytes: int
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """A sequence's state [value heads, key size, value size]; the last inputs of its convolution [taps,
+        channels], that of position p at p modulo taps; and in fp32 what the state does not hold yet, of the
+        tokens since a position that is a multiple of `STATE_TOKENS`."""
+        net = self.net
+        recent = recent_numbers(net.key_heads, net.value_heads, net.key_size, net.value_size)
+        return (
+            Array((net.value_heads, net.key_size, net.value_size), self.item_bytes),
+            Array((net.taps, net.channels), self.item_bytes),
+            Array((STATE_TOKENS - 1, recent), 4),
+        )
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that a decode step reads and writes of a sequence, on average over positions."""
+        state, inputs, recent = (array.bytes for array in self.arrays)
+        return state * (1 + 1 / STATE_TOKENS) + inputs + recent * (1 / 2 + 1 / STATE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -172,49 +211,42 @@ class KVGeometry:
     Attributes:
         pools: What each holds.
         layers: What each layer has there.
-        item_bytes: Bytes per number of keys and values: 2 for bf16, 1 for E4M3.
     """
 
     pools: tuple[Pool, ...]
     layers: tuple[Pages | States, ...]
-    item_bytes: int
 
     @classmethod
-    def of(cls, sizes: Sizes, item_bytes: int) -> "KVGeometry":
-        """The cache of a model of these sizes."""
+    def of(cls, sizes: Sizes, item_bytes: int, state_bytes: int = 2) -> "KVGeometry":
+        """The cache of a model of these sizes.
+
+        Args:
+            sizes: Of the model.
+            item_bytes: Bytes per number of keys and values: 2 for bf16, 1 for E4M3.
+            state_bytes: Bytes per number of states, which are in the activations' dtype.
+        """
         mixers = [spec.mixer for spec in sizes.specs]
         pools = tuple(dict.fromkeys(map(_pool_of, mixers)))
-        layers = tuple(_held_by(mixer, pools.index(_pool_of(mixer))) for mixer in mixers)
-        return cls(pools, layers, item_bytes)
+
+        def held_by(mixer: Attention | DeltaNet) -> Pages | States:
+            pool = pools.index(_pool_of(mixer))
+            if isinstance(mixer, DeltaNet):
+                return States(pool, mixer, state_bytes)
+            return Pages(pool, mixer.kv_heads, mixer.head_size, item_bytes)
+
+        return cls(pools, tuple(map(held_by, mixers)))
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each pool, in all its layers."""
         sizes = [0] * len(self.pools)
         for layer in self.layers:
-            sizes[layer.pool] += sum(map(prod, self._of_block(layer))) * self.bytes_per_number(layer)
+            sizes[layer.pool] += sum(array.bytes for array in layer.arrays)
         return tuple(sizes)
-
-    def bytes_per_number(self, layer: Pages | States) -> int:
-        """Bytes of each number that a layer holds."""
-        return STATE_BYTES if isinstance(layer, States) else self.item_bytes
-
-    @staticmethod
-    def _of_block(layer: Pages | States) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a layer's two tensors in one block: keys and values, or state and inputs."""
-        if isinstance(layer, States):
-            return layer.state, layer.inputs
-        return ((layer.heads, PAGE, layer.size),) * 2
 
     def bytes(self, blocks: tuple[int, ...]) -> int:
         """Bytes of so many blocks of each pool."""
         return sum(count * each for count, each in zip(blocks, self.block_bytes, strict=True))
-
-    def shapes(self, blocks: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shapes of the two tensors of each layer in that many blocks of each pool: keys and values, or
-        states and inputs."""
-        pairs = [(blocks[layer.pool], *self._of_block(layer)) for layer in self.layers]
-        return [((count, *first), (count, *second)) for count, first, second in pairs]
 
     def affordable(self, wanted: Units, least: Units, budget: int) -> Units:
         """Blocks of each pool in the budget: those that are wanted, or as many beyond the least as their
@@ -229,13 +261,6 @@ class KVGeometry:
 
 def _pool_of(mixer: Attention | DeltaNet) -> Pool:
     return "state" if isinstance(mixer, DeltaNet) else mixer.window
-
-
-def _held_by(mixer: Attention | DeltaNet, pool: int) -> Pages | States:
-    if isinstance(mixer, DeltaNet):
-        state = mixer.value_heads, mixer.key_size, mixer.value_size
-        return States(pool, state, (mixer.taps, mixer.channels))
-    return Pages(pool, mixer.kv_heads, mixer.head_size)
 
 
 @dataclass(frozen=True)

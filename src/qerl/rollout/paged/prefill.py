@@ -2,8 +2,9 @@
 
 All spans that have something to compute are laid end to end and cut into passes, so short prompts share a
 pass and a long one takes several. Within a pass every layer first writes all keys and values, then attends,
-which is why a span may continue in the next pass, or read a prompt computed in the same one. A state is one per
-sequence: where layers carry one, prompts are run first and their states copied, then what goes on from them.
+which is why a span may continue in the next pass, or read a prompt computed in the same one. A state is one
+per sequence: where layers carry one, prompts are run first and their states copied, then what goes on from
+them.
 """
 
 from collections.abc import Iterator, Sequence

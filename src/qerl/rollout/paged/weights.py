@@ -5,8 +5,8 @@ the same tensors. LoRA matrices are copied into stacked bf16 buffers before each
 weights into fp32 buffers that may carry noise; both are written in place, so captured graphs stay valid.
 
 Shapes: D hidden, N out-features, K in-features, I intermediate, R padded rank, E head size, H query heads, V
-vocabulary, M positions, P pairs of numbers that are turned; of a delta net C channels of the convolution, W its
-taps, V value heads, E their size.
+vocabulary, M positions, P pairs of numbers that are turned; of a delta net C channels of the convolution, W
+its taps, V value heads, E their size.
 """
 
 from collections.abc import Sequence
