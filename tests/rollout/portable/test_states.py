@@ -16,8 +16,8 @@ BOUND = 1e-4
 """Nats that sums in another order move a token by: 2e-5 in this model from chunks to single tokens."""
 
 BEGINNING = list(range(20, 60))
-STATE = 3 * (4 * 8 * 16 + (2 * 2 * 8 + 4 * 16) * 4) * 4
-"""Bytes of a row's states: in three layers those of four heads and four inputs of 96 channels, in FP32."""
+STATE = 3 * (4 * 16 * 32 + (2 * 2 * 16 + 4 * 32) * 4) * 4
+"""Bytes of a row's states: in three layers those of four heads and four inputs of 192 channels, in FP32."""
 
 
 @pytest.fixture
