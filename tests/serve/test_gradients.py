@@ -13,6 +13,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 from qerl.update.losses import Datum
 from qerl_serve.names import split_path
 from tests.support import by_hand
+from tests.support.families import DELTA_NETS, tiny
 from tests.support.http import Client, connected
 from tests.support.serve import small_model, tiny_backend
 
@@ -66,16 +67,24 @@ def data_of(loss: str, near: list[torch.Tensor]) -> list[Datum]:
     return found
 
 
-@pytest.mark.parametrize("loss", [*by_hand.LOSSES])
-def test_a_step_over_http_is_the_one_that_torch_alone_makes(tmp_path: Path, loss: str):
-    with connected(tmp_path, tiny_backend(tmp_path), context=512) as client:
+def delta_nets():
+    """One of each kind; over four layers FP32 rounds by more than the bound."""
+    layers = ["linear_attention", "full_attention"]
+    return tiny(DELTA_NETS, max_position_embeddings=512, num_hidden_layers=2, layer_types=layers)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"), [*((small_model, loss) for loss in by_hand.LOSSES), (delta_nets, "importance_sampling")]
+)
+def test_a_step_over_http_is_the_one_that_torch_alone_makes(tmp_path: Path, make: Any, loss: str):
+    with connected(tmp_path, tiny_backend(tmp_path, make()), context=512) as client:
         model = client.model()
         client.send_data(model, 1, data(), "cross_entropy")  # after which B is not 0, and A has a gradient
         client.ask("optim_step", model_id=model, seq_id=2, adam_params={"learning_rate": 0.05})
         path = client.ask("save_weights", model_id=model, seq_id=3, path="warm")["path"]
         client.ask("load_weights", model_id=model, seq_id=4, path=path, optimizer=False)
         before = saved(client, model, 5, tmp_path)
-        base = small_model()
+        base = make()
         sent = data_of(loss, by_hand.logprobs(base, before, data()))
         client.send_data(model, 6, sent, loss)
         assert isinstance(client.result(f"{model}:6"), bytes)
