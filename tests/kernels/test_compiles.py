@@ -40,11 +40,13 @@ KERNELS = {
     "_rotate", "_propose", "_settle", "_token_logps",
     "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_delta_step", "_gated_norm",
     "_gated_rms_norm", "_gated_rms_norm_backward",
+    "_delta_inverse", "_delta_scan", "_delta_scan_backward",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
 OF_GEMMA = {"_sum_product", "_cap_logits"}
 OF_DELTA_NETS = {
     "_delta_inputs", "_delta_step", "_gated_norm", "_gated_rms_norm", "_gated_rms_norm_backward",
+    "_delta_inverse", "_delta_scan", "_delta_scan_backward",
 }  # fmt: skip
 OF_OPERANDS = {"_residual_norm", "_act_mul", "_combine_splits", "_gated_norm"}
 TARGETS = (80, 86, 89, 90, 100, 120)
@@ -131,8 +133,9 @@ def test_a_card_treated_as_an_older_one_assembles_that_classs_code_for_itself(tm
     assert done.stdout.split() == ["sm_80", str(90)], "PTX of 8.0, and machine code of 9.0"
 
 
-SPILLS = {"heads of 256": 512, "rank 256": 1536}
-"""Bytes that a thread may spill, by walk; sizes that few models and adapters have."""
+SPILLS = {"heads of 256": 512, "rank 256": 1536, "delta rule": 768, "delta rule, small heads": 768}
+"""Bytes that a thread may spill, by walk: sizes that few models and adapters have; and what the delta rule
+holds of states and both halves of its operands, whose time are products."""
 
 
 def limit(target: int) -> int:
@@ -278,6 +281,10 @@ def walk(recorder: Recorder, target: int) -> None:
         delta_net_step(128, 32)
         gated_attention(128, 32)
         gated_norm(x[:, :128], x[:, 128:256], torch.ones(128), 1e-6).sum().backward()
+        recorder.walk = "delta rule"
+        delta_rule(128)
+        recorder.walk = "delta rule, small heads"
+        delta_rule(48)
     if target == LEAST_MEMORY:
         recorder.walk = "heads of 80"
         decode(128, 32, 80, fp8=False)
@@ -295,7 +302,7 @@ def delta_net_step(tokens: int, rank: int) -> None:
 
     from qerl.kernels.decode.delta_net import delta_inputs, delta_step, gated_norm
     from qerl.kernels.decode.launch import LoraA, LoraB
-    from qerl.kernels.limits import STATE_TOKENS, recent_numbers
+    from qerl.kernels.limits import STATE_TOKENS
     from qerl.kernels.weights.product import LoraSum
 
     key_heads, heads, size, taps = 16, 32, 128, 4
@@ -312,12 +319,30 @@ def delta_net_step(tokens: int, rank: int) -> None:
         b=LoraB(LoraSum(sum_TR=single(tokens, 2 * (rank + heads))), half(channels + inner, rank)),
         partials_G=integer((channels + inner) // 64),
     )  # fmt: skip
-    recent = single(1, STATE_TOKENS - 1, recent_numbers(key_heads, heads, size, size))
-    delta_step(convolved, gates, half(1, heads, size, size), recent, integer(tokens), integer(tokens), out)
+    recent, fades = half(1, STATE_TOKENS - 1, (key_heads + heads) * size), single(1, STATE_TOKENS - 1, heads)
+    position, slot = integer(tokens), integer(tokens)
+    delta_step(convolved, gates, half(1, heads, size, size), recent, fades, position, slot, out)
     gated_norm(
         out, z, single(size), half(tokens * inner), eps=1e-6, padded_tokens=tokens,
         a=LoraA(half(rank, inner), LoraSum(single(heads, tokens, rank))),
     )  # fmt: skip
+
+
+def delta_rule(size: int) -> None:
+    """Launches the rule over two sequences, and its gradients."""
+    import torch
+
+    from qerl.kernels import delta_kernels
+    from qerl.kernels.delta_scan import CHUNK, Chunks, Local
+
+    key_heads, heads = 16, 32
+    chunks = Chunks.of([0, CHUNK, 2 * CHUNK + 1], torch.device("cpu"))
+    new, half = torch.empty, partial(torch.empty, dtype=torch.bfloat16)
+    square, keys = (3, heads, CHUNK, CHUNK), (3, key_heads, CHUNK, size)
+    local = Local(new(keys), new(keys), new(3, heads, CHUNK), delta_kernels.inverse(new(square)), new(square))
+    x, states = half(3, CHUNK, heads, size), new(2, heads, size, size)
+    delta_kernels.scan(local, x, states, chunks, keep=True)
+    delta_kernels.scan_backward(local, x, states, chunks)
 
 
 def gated_attention(tokens: int, rank: int) -> None:

@@ -15,7 +15,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from qerl.kernels.decode.delta_net import block_e, delta_inputs, delta_step, gated_norm, states_now
 from qerl.kernels.decode.launch import NO_A, LoraA, LoraB
-from qerl.kernels.limits import STATE_TOKENS, pad_rank, recent_numbers
+from qerl.kernels.limits import STATE_TOKENS, pad_rank
 from qerl.kernels.weights.product import LoraSum
 from tests.support.kernels import DEVICE, EPS, HALF, as_rows, error, half, poison
 
@@ -134,11 +134,12 @@ def test_gates_are_exact_where_softplus_is_tiny_and_where_it_is_its_argument():
             key_heads=1, width=WIDTH, eps=EPS, b=LoraB(LoraSum(sum_TR=low)),
         )  # fmt: skip
         truth = decay.float().double() * F.softplus(a[t].double())
-        assert abs(float(gates[0, 0, 0]) / float(truth) - 1) < 1e-6, f"a = {float(a[t])}"
+        bound = 1e-6 + abs(float(a[t])) * 2**-23  # a GPU's exp is 2^(x log2(e)), whose argument is rounded
+        assert abs(float(gates[0, 0, 0]) / float(truth) - 1) < bound, f"a = {float(a[t])}"
         assert gates[1, 0, 0] == 0.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", dict.fromkeys([torch.float32, HALF]))
 @pytest.mark.parametrize(
     ("tokens", "key_heads", "share", "key_size", "size"), [shape[:5] for shape in SHAPES]
 )
@@ -154,29 +155,28 @@ def test_delta_step(tokens, key_heads, share, key_size, size, dtype):
     gates = torch.stack([-torch.rand(tokens, heads, device=DEVICE), torch.rand(tokens, heads, device=DEVICE)])
     state = poison(slots + 2, heads, key_size, size, dtype=dtype)[1:-1]
     state[at] = torch.randn(len(at), heads, key_size, size, device=DEVICE).to(dtype)
-    numbers = recent_numbers(key_heads, heads, key_size, size)
-    recent = poison(slots + 2, STATE_TOKENS - 1, numbers)[1:-1]
-    keys, deltas, fades = recent.split([key_heads * key_size, heads * size, numbers - key_heads * key_size
-                                        - heads * size], 2)  # fmt: skip
+    recent = poison(slots + 2, STATE_TOKENS - 1, key_heads * key_size + heads * size, dtype=dtype)[1:-1]
+    fades = poison(slots + 2, STATE_TOKENS - 1, heads)[1:-1]
+    keys, deltas = recent.split([key_heads * key_size, heads * size], 2)
     known = []  # the states that the tokens meet, in float64
     for i, past in zip(at, since, strict=True):
-        own_k = theirs.l2norm(torch.randn(past, key_heads, key_size, device=DEVICE))
-        own_d, own_g = (torch.randn(past, heads, n, device=DEVICE) for n in (size, 1))
-        own_g = -own_g.abs()
+        own_k = theirs.l2norm(torch.randn(past, key_heads, key_size, device=DEVICE)).to(dtype)
+        own_d, own_g = (torch.randn(past, heads, n, device=DEVICE).to(dtype) for n in (size, 1))
+        own_g = -own_g.float().abs()
         keys[i, :past], deltas[i, :past] = own_k.flatten(1), own_d.flatten(1)
-        fades[i, :past, :heads] = own_g[..., 0].cumsum(0)
+        fades[i, :past] = own_g[..., 0].cumsum(0)
         meets = state[i].double()
         for one_k, one_d, one_g in zip(own_k.double(), own_d.double(), own_g.double(), strict=True):
             written = one_k.repeat_interleave(share, 0)[..., None] * one_d[:, None]
             meets = meets * one_g.exp()[..., None] + written
         known.append(meets)
-    before, ring_before = state.clone(), recent.clone()
+    before, ring_before, fades_before = state.clone(), recent.clone(), fades.clone()
     rows = torch.cat([(q * key_size**-0.5).flatten(1), k.flatten(1), v.flatten(1)], 1)
     rows[~there], gates[:, ~there] = float("nan"), float("nan")
     out = poison(tokens, heads, size)
-    found = states_now(state[at], recent[at], position[there].long(), key_heads)
+    found = states_now(state[at], recent[at], fades[at], position[there].long())
     assert error(found, torch.stack(known)) < 1e-5
-    delta_step(rows, gates, state, recent, position, slot, out)
+    delta_step(rows, gates, state, recent, fades, position, slot, out)
     truth, following = (
         torch.cat(each)
         for each in zip(*(
@@ -186,16 +186,17 @@ def test_delta_step(tokens, key_heads, share, key_size, size, dtype):
     )  # fmt: skip
     assert error(out[there], truth) < 1e-5
     assert not out[~there].any()
-    found = states_now(state[at], recent[at], position[there].long() + 1, key_heads)
+    found = states_now(state[at], recent[at], fades[at], position[there].long() + 1)
     assert error(found, following) < (1e-5 if dtype == torch.float32 else 4e-3)
     for i, past in zip(at, since, strict=True):
         if past == STATE_TOKENS - 1:
             assert not torch.equal(state[i], before[i])
             state[i] = before[i]
         else:
-            recent[i, past] = ring_before[i, past]
+            recent[i, past], fades[i, past] = ring_before[i, past], fades_before[i, past]
     assert torch.equal(state.nan_to_num(7.0), before.nan_to_num(7.0)), "another slot was written"
-    assert torch.equal(recent.nan_to_num(7.0), ring_before.nan_to_num(7.0)), "another place was written"
+    for ring, untouched in ((recent, ring_before), (fades, fades_before)):
+        assert torch.equal(ring.nan_to_num(7.0), untouched.nan_to_num(7.0)), "another place was written"
 
 
 def step_in_float64(q, k, v, g, beta, state):
@@ -208,8 +209,8 @@ def step_in_float64(q, k, v, g, beta, state):
 
 
 def test_few_tokens_have_programs_for_each_multiprocessor_and_many_have_wide_ones():
-    for tokens, columns in ((1, 16), (2, 32), (4, 64), (8, 64), (64, 64)):
-        assert block_e(tokens, 32, 128) == columns
+    for tokens, columns in ((1, 16), (2, 16), (4, 32), (8, 64), (64, 64)):
+        assert block_e(tokens, 16, 128) == columns
     assert block_e(1, 2, 16) == block_e(70, 6, 16) == 16
 
 
@@ -263,7 +264,8 @@ def test_steps_are_a_layer_of_transformers(share):
     rows, slots = 4, [5, 0, 3]
     ring, state = poison(6, 4, channels, dtype=HALF), poison(6, heads, 16, 32)
     found, z, gates = poison(rows, channels), poison(rows, inner), poison(2, rows, heads)
-    recent = poison(6, STATE_TOKENS - 1, recent_numbers(2, heads, 16, 32))
+    recent = poison(6, STATE_TOKENS - 1, 2 * 16 + heads * 32)
+    fades = poison(6, STATE_TOKENS - 1, heads)
     out, y = poison(rows, heads, 32), poison(rows, inner, dtype=HALF)
     stacked = torch.cat([layer.in_proj_qkv.weight, layer.in_proj_z.weight]).detach()
     tiny = torch.cat([layer.in_proj_b.weight, layer.in_proj_a.weight]).detach()
@@ -285,7 +287,7 @@ def test_steps_are_a_layer_of_transformers(share):
             decay, layer.dt_bias.detach(), torch.tensor(position, **AS_INT), slot, ring, found, z, gates,
             key_heads=2, width=48, eps=EPS, b=LoraB(LoraSum(sum_TR=x @ tiny.T)),
         )  # fmt: skip
-        delta_step(found, gates, state, recent, torch.tensor(position, **AS_INT), slot, out)
+        delta_step(found, gates, state, recent, fades, torch.tensor(position, **AS_INT), slot, out)
         gated_norm(out, z, layer.norm.weight.detach(), y, eps=EPS)
         for row, i in zip(order, running, strict=True):
             given = y[row].float() @ layer.out_proj.weight.detach().T

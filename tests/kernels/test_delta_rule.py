@@ -1,13 +1,11 @@
 """Convolution and recurrence of gated delta nets, against their definitions and transformers' own."""
 
-import sys
 from itertools import pairwise
 
 import pytest
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from qerl.errors import QeRLError
 from qerl.kernels import delta_rule
 from qerl.kernels.delta_rule import CHUNK, chunked_delta_rule, short_conv
 
@@ -134,29 +132,47 @@ def test_a_convolution_of_16_bits_is_rounded_once():
     assert torch.equal(found, wanted.bfloat16())
 
 
-def test_a_gpu_without_the_package_is_told_which(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
-    with pytest.raises(QeRLError, match="fla-core"):
-        delta_rule._by_package(*drawn([3])[:5], [0, 3], None)
+def test_a_row_is_computed_by_as_many_heads_as_the_bound_allows(monkeypatch):
+    *tensors, initial = drawn(LENGTHS)
+    call = *tensors, offsets_of(LENGTHS), initial
+    groups, computed = [], delta_rule._groups
+    monkeypatch.setattr(
+        delta_rule, "_groups", lambda *given, keep: groups.append(computed(*given, keep=keep)) or groups[-1]
+    )
+    whole = chunked_delta_rule(*call)
+    wanted = [*whole, *gradients(whole, [*tensors, initial])]
+    assert groups == [[slice(0, U)]] * 2
+    monkeypatch.setattr(delta_rule, "WORKING_BYTES", 1)
+    parts = chunked_delta_rule(*call)
+    found = [*parts, *gradients(parts, [*tensors, initial])]
+    assert groups[2:] == [[slice(0, 1), slice(1, 2)]] * 2
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_the_package_is_told_where_sequences_and_chunks_begin(monkeypatch):
-    """Checked against the package's description of its arguments: nothing here can run it."""
-    called = {}
+@pytest.mark.parametrize("used", [0, 1], ids=["outputs", "states"])
+def test_gradients_of_one_of_the_results_are_those_of_the_definition(used):
+    """A sequence whose state nobody reads has no gradient of it, nor one whose outputs nobody reads."""
+    *tensors, initial = drawn(LENGTHS)
+    call = *tensors, offsets_of(LENGTHS), initial
+    inputs = [*tensors[1:], initial]  # q has no part in the states
+    found, wanted = (gradients([run(*call)[used]], inputs) for run in (chunked_delta_rule, token_by_token))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
-    class Package:
-        @staticmethod
-        def chunk_gated_delta_rule(**arguments):
-            called.update(arguments)
-            return arguments["v"], arguments["initial_state"]
 
-    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
-        monkeypatch.setitem(sys.modules, name, Package)
-    lengths = [CHUNK + 1, 3]
-    *tensors, initial = drawn(lengths)
-    out, _ = delta_rule._by_package(*tensors, offsets_of(lengths), initial)
-    assert out.shape == (CHUNK + 4, V, E)
-    assert called["q"].shape == (1, CHUNK + 4, U, K) and called["g"].shape == (1, CHUNK + 4, V)
-    assert called["cu_seqlens"].tolist() == [0, CHUNK + 1, CHUNK + 4]
-    assert called["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0]]
-    assert called["initial_state"] is initial and called["output_final_state"]
+def test_the_precision_of_other_products_stays():
+    """torch's older and newer name for it are both as before, also where they were set."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    seen = lambda: (setting.fp32_precision, setting.allow_tf32, torch.get_float32_matmul_precision())  # noqa: E731
+    try:
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            found = seen()
+            with delta_rule._tf32():
+                assert setting.fp32_precision == "tf32" and setting.allow_tf32
+            assert seen() == found
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        setting.fp32_precision = before

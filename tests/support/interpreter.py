@@ -4,7 +4,8 @@ While a kernel is interpreted, the functions of `triton.language` are replaced b
 NumPy. The interpreter replaces them anew for every device function that a kernel calls; once for a launch
 is enough. It also computes each sum and product of integers a second time in 64 bits, to find overflows
 of 32: compiled kernels are not checked so either, and no test here has sizes that come near. Each takes a
-third of the time.
+third of the time. Its products are those of the operands' own dtype whatever precision is asked for, so here
+it takes one more of those that compilers know.
 """
 
 import dataclasses
@@ -19,7 +20,10 @@ from triton.runtime import interpreter
 def hurry() -> None:
     """Let a launch replace each of the language's modules once, and let integers overflow as on a GPU."""
     builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    precisions = (*builder.options.allowed_dot_input_precisions, "bf16x3")
+    builder.options = dataclasses.replace(
+        builder.options, sanitize_overflow=False, allowed_dot_input_precisions=precisions
+    )
     whole, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
     modules: dict[Callable, frozenset] = {}
     launch: Any = scope_class()

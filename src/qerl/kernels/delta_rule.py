@@ -10,35 +10,49 @@ a few taps per channel mixes each token with those just before it.
 
 Token by token this is one product of a vector with a matrix after the other. By chunks of `CHUNK` tokens it
 is products of matrices: within a chunk the d of all tokens solve a triangular system, whose right side needs
-S only at the chunk's beginning (the UT transform of Yang et al., 2024). What remains one after the other is a
-pass over chunks. Decays are multiplied as differences of their sums, each at most 0, so nothing overflows.
+S only at the chunk's beginning (the UT transform of Yang et al., 2024). With G the sums of decays within a
+chunk, decays between two tokens are exp(G_i - G_j) for i >= j, each at most 1, so nothing overflows, and
 
-On a GPU the recurrence is that of the package fla-core, which computes by chunks of the same size. It sums in
-16-bit products with FP32 totals, carries states in FP32, and adds in a fixed order, without atomics. Which
-tiles it takes it decides by time at the first call and keeps in Triton's cache: where that was emptied, or on
-another card, last bits may differ. Elsewhere it is written out here, all of it in FP32, with each sequence as
-a row of a padded batch: padding has beta 0 and decay 0 and leaves the state as it is.
+    A = beta_i exp(G_i - G_j) k_i^T k_j  for i > j        M = (1 + A)^-1 diag(beta)
+    P = exp(G_i - G_j) q_i^T k_j         for i >= j
 
-Given up: a kernel of our own for the convolution, which gathers its taps one after the other.
+are what a chunk needs besides q, k and v. All chunks of all sequences get them at once, in batched products
+of torch: chunks are a list without padded sequences, and only the last chunk of a sequence has places without
+a token, with beta 0 and decay 0. What remains one after the other is the pass over chunks, which
+`qerl.kernels.delta_scan` defines: on a GPU one kernel (`qerl.kernels.delta_kernels`), elsewhere a loop.
 
-Shapes: L tokens of all sequences, N sequences, T tokens of a padded sequence, C channels, W taps, U key heads
+Backward keeps only the inputs. It computes A, M and P again, passes over the chunks once more, now storing
+the state in front of each, and from the last to the first for the gradients. What then remains are batched
+products of each chunk by itself: by hand to the gradients of q, k, G, M and P, and through torch's autograd
+from those to the inputs, whose graph holds small matrices only. Of the inverse T the gradient is
+-T^T dT T^T below the diagonal. Both run over a few key heads at a time, so that what they hold besides inputs
+and results is about `WORKING_BYTES` however long the row is; forward, which keeps no states, over more.
+
+On a GPU inputs are of 16 bits, all sums and states FP32. Forward has the precision of FP32, since the sampler
+goes token by token in FP32 and both are to give the same numbers; outputs are rounded once. Products of
+gradients take their operands as TF32, which has three binary digits more than the BF16 that gradients are
+rounded to in the end. FP64 is computed by torch anywhere; it is for tests. The order of all sums is fixed.
+
+Given up: one kernel for A, M and P, which would not write what is between them and the inputs. Also a kernel
+of our own for the convolution, which gathers its taps one after the other.
+
+Shapes: L tokens of all sequences, N sequences, J chunks, I tokens of a chunk, C channels, W taps, U key heads
 of size K, V value heads of size E.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from qerl.errors import QeRLError
-from qerl.kernels.needs import how_to_install
-from qerl.kernels.tensors import upload
+from qerl.kernels import delta_scan
+from qerl.kernels.delta_scan import CHUNK, Chunks, Local
 
-CHUNK = 64
-"""Tokens that are computed by products of matrices at once."""
+WORKING_BYTES = 3 << 29
+"""What is held at a time besides inputs and results, about; not less than one key head needs."""
 
 _EPS = 1e-6  # of the norms of q and k
 
@@ -109,6 +123,8 @@ def chunked_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule over N sequences, differentiable in all tensors.
 
+    Kept for backward are the arguments alone. The same inputs give the same bits.
+
     Args:
         q_LUK, k_LUK: As they come; they are normalised here, and q divided by sqrt(K). Value head j reads key
             head ``j // (V / U)``.
@@ -120,95 +136,235 @@ def chunked_delta_rule(
 
     Returns:
         Outputs [L, V, E] in the dtype of v, and the state [N, V, K, E] behind each sequence in FP32. Of FP64
-        inputs both are FP64, where no GPU computes.
-
-    Raises:
-        QeRLError: The tensors are on a GPU and fla-core is not installed.
+        inputs both are FP64.
     """
-    run = _by_package if v_LVE.is_cuda else _by_batch
-    return run(q_LUK, k_LUK, v_LVE, decay_LV, beta_LV, offsets, initial_NVKE)
+    chunks = Chunks.of(offsets, v_LVE.device)
+    inputs = _Inputs(q_LUK, k_LUK, v_LVE, decay_LV, beta_LV, initial_NVKE)
+    return cast(tuple[torch.Tensor, torch.Tensor], _DeltaRule.apply(chunks, *inputs))
 
 
-def _by_package(
-    q_LUK: torch.Tensor,
-    k_LUK: torch.Tensor,
-    v_LVE: torch.Tensor,
-    decay_LV: torch.Tensor,
-    beta_LV: torch.Tensor,
-    offsets: Sequence[int],
-    initial_NVKE: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class _Inputs(NamedTuple):
+    """What the rule is differentiable in, or the gradients."""
+
+    q_LUK: torch.Tensor
+    k_LUK: torch.Tensor
+    v_LVE: torch.Tensor
+    decay_LV: torch.Tensor
+    beta_LV: torch.Tensor
+    initial_NVKE: torch.Tensor | None
+
+    def heads(self, keys: slice) -> "_Inputs":
+        """Those of some key heads and of the value heads that read them."""
+        share = self.v_LVE.shape[1] // self.q_LUK.shape[1]
+        values = slice(keys.start * share, keys.stop * share)
+        q, k, *rest = self
+        return _Inputs(q[:, keys], k[:, keys], *(None if x is None else x[:, values] for x in rest))  # type: ignore[arg-type]
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = _Inputs(*tensors)
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.chunks = chunks
+        parts = [_forward(inputs.heads(keys), chunks) for keys in _groups(inputs, chunks, keep=False)]
+        outs, finals = zip(*parts, strict=True)
+        return _side_by_side(outs), _side_by_side(finals)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dout_LVE: torch.Tensor | None, dfinal_NVKE: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        inputs = _Inputs(*ctx.saved_tensors)
+        if dout_LVE is None:
+            dout_LVE = torch.zeros_like(inputs.v_LVE)
+        parts = []
+        for keys in _groups(inputs, ctx.chunks, keep=True):
+            heads = inputs.heads(keys)
+            pulls = inputs._replace(v_LVE=dout_LVE, initial_NVKE=dfinal_NVKE).heads(keys)
+            parts.append(_backward(heads, pulls.v_LVE, pulls.initial_NVKE, ctx.chunks))
+        *of_tokens, initials = zip(*parts, strict=True)
+        dinitial_NVKE = None if inputs.initial_NVKE is None else _side_by_side(initials)
+        return None, *map(_side_by_side, of_tokens), dinitial_NVKE
+
+
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What groups of heads gave."""
+    return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
+
+
+def _groups(inputs: _Inputs, chunks: Chunks, keep: bool) -> list[slice]:
+    """Key heads that are computed at a time, which hold `WORKING_BYTES`, or one; with or without what
+    gradients need."""
+    (_, key_heads, key_size), (_, heads, size) = inputs.q_LUK.shape, inputs.v_LVE.shape
+    # Of a value head: v and outputs, and matrices of two tokens. Of a key head: q and k as they came and of
+    # unit length, products of them, and gradients.
+    value = CHUNK * (2 * size + 9 * CHUNK)
+    if keep:  # states, R and X with gradients, those of the outputs, and those of q and k by value heads
+        value += 2 * key_size * size + CHUNK * (5 * size + 3 * key_size)
+    numbers = heads // key_heads * value + CHUNK * (8 * key_size + 4 * CHUNK)
+    each = len(chunks.rows_JI) * numbers * _working(inputs).itemsize
+    at_once = max(1, min(key_heads, WORKING_BYTES // each))
+    return [slice(first, min(first + at_once, key_heads)) for first in range(0, key_heads, at_once)]
+
+
+def _working(inputs: _Inputs) -> torch.dtype:
+    """The dtype of sums and states."""
+    return torch.promote_types(inputs.v_LVE.dtype, torch.float32)
+
+
+def _steps(tensor: torch.Tensor) -> Any:
+    """The module that has `inverse`, `scan` and `scan_backward` for sums of this dtype on this device."""
+    if tensor.is_cuda and tensor.dtype == torch.float32:
+        from qerl.kernels import delta_kernels  # Triton is not there without a GPU
+
+        return delta_kernels
+    return delta_scan
+
+
+def _forward(inputs: _Inputs, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [L, V, E] and states [N, V, K, E]."""
+    split = _split(inputs, chunks)
+    local = _local(split, chunks)
+    out_JIVE, final_NVKE, _ = _steps(local.k_JUIK).scan(local, split.v, split.initial, chunks, keep=False)
+    return chunks.join(out_JIVE), final_NVKE
+
+
+def _backward(
+    inputs: _Inputs, dout_LVE: torch.Tensor, dfinal_NVKE: torch.Tensor | None, chunks: Chunks
+) -> _Inputs:
+    """Gradients of all inputs, from those of the outputs and of the states, if there are."""
+    split = _split(inputs, chunks)
+    leaves = [x.requires_grad_() for x in (split.q, split.k, split.decay, split.beta)]
+    with torch.enable_grad():
+        graph = _local(split, chunks)
+    local = Local(*(x.detach() for x in graph))
+    steps, dtype = _steps(local.k_JUIK), local.k_JUIK.dtype
+    *_, kept = steps.scan(local, split.v, split.initial, chunks, keep=True)
+    dout_JIVE = chunks.split(dout_LVE).masked_fill_(~chunks.real_JI[..., None, None], 0)
+    dfinal_NVKE = None if dfinal_NVKE is None else dfinal_NVKE.to(dtype).contiguous()
+    pulls = steps.scan_backward(local, dout_JIVE, dfinal_NVKE, chunks)
+    dinitial_NVKE = pulls.initial_NVKE if split.initial is not None else None
+    dv_LVE = chunks.join(pulls.missing_JVIE.movedim(1, 2).to(split.v.dtype))
+    dout_JVIE = dout_JIVE.movedim(2, 1).to(dtype).contiguous()
+    with _tf32():
+        pulled = _chunk_gradients(local, dout_JVIE, kept, pulls)
+        del kept, pulls, dout_JIVE, dout_JVIE
+        dq, dk, ddecay, dbeta = map(chunks.join, torch.autograd.grad(graph, leaves, pulled))
+    return _Inputs(dq, dk, dv_LVE, ddecay, dbeta, dinitial_NVKE)
+
+
+def _chunk_gradients(
+    local: Local, dout_JVIE: torch.Tensor, kept: delta_scan.Kept, pulls: delta_scan.Pulls
+) -> Local:
+    """What q, k, G, M and P get from the pass over chunks."""
+    heads = dout_JVIE.shape[1]
+    share = heads // local.k_JUIK.shape[1]
+
+    def by_key(x_JVIK: torch.Tensor) -> torch.Tensor:
+        return x_JVIK.unflatten(1, (-1, share))
+
+    q, k = local.q_JUIK[:, :, None], local.k_JUIK[:, :, None]
+    grown = local.sums_JVI.exp()[..., None]
+    last = local.sums_JVI[..., -1:]
+    dq = (dout_JVIE @ kept.states_JVKE.mT).mul_(grown)
+    dsums = (by_key(dq) * q).sum(-1)
+    dq_JUIK = by_key(dq).sum(2)
+    del dq
+    dk = (pulls.missing_JVIE @ kept.states_JVKE.mT).mul_(-grown)
+    dsums += (by_key(dk) * k).sum(-1)
+    dk_JUIK = by_key(dk).sum(2)
+    del dk
+    dk = (kept.written_JVIE @ pulls.behind_JVKE.mT).mul_((last - local.sums_JVI).exp()[..., None])
+    left = (by_key(dk) * k).sum(-1)
+    dk_JUIK += by_key(dk).sum(2)
+    del dk
+    dsums_JVI = (dsums - left).flatten(1, 2)
+    faded = torch.linalg.vecdot(kept.states_JVKE.flatten(2), pulls.behind_JVKE.flatten(2))
+    dsums_JVI[..., -1] += left.flatten(1, 2).sum(-1) + last[..., 0].exp() * faded
+    dmix_JVII = pulls.written_JVIE @ kept.missing_JVIE.mT
+    dscores_JVII = dout_JVIE @ kept.written_JVIE.mT
+    return Local(dq_JUIK, dk_JUIK, dsums_JVI, dmix_JVII, dscores_JVII)
+
+
+class _Split(NamedTuple):
+    """Inputs by chunks: [J, I, heads, ...], and the first states as the pass reads them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+    initial: torch.Tensor | None
+
+
+def _split(inputs: _Inputs, chunks: Chunks) -> _Split:
+    *of_tokens, initial_NVKE = inputs
+    if initial_NVKE is not None:
+        initial_NVKE = initial_NVKE.to(_working(inputs)).contiguous()
+    q, k, v, decay, beta = (chunks.split(x) for x in cast(list[torch.Tensor], of_tokens))
+    return _Split(q, k, v, decay, beta, initial_NVKE)
+
+
+def _local(split: _Split, chunks: Chunks) -> Local:
+    """What the pass over chunks reads, differentiable where the inputs are."""
+    dtype, device = torch.promote_types(split.v.dtype, torch.float32), split.v.device
+    share = split.v.shape[2] // split.k.shape[2]
+
+    def unit(x_JIUK: torch.Tensor) -> torch.Tensor:
+        x_JUIK = x_JIUK.transpose(1, 2).to(dtype).contiguous()
+        return x_JUIK * (x_JUIK.square().sum(-1, keepdim=True) + _EPS).rsqrt()
+
+    def of_tokens(x_JIV: torch.Tensor) -> torch.Tensor:
+        """[J, V, I], zeros where a chunk has no token."""
+        return x_JIV.to(dtype).masked_fill(~chunks.real_JI[..., None], 0).transpose(1, 2).contiguous()
+
+    def of_value_heads(x_JUII: torch.Tensor, factor_JVII: torch.Tensor) -> torch.Tensor:
+        return (x_JUII[:, :, None] * factor_JVII.unflatten(1, (-1, share))).flatten(1, 2)
+
+    q_JUIK, k_JUIK = unit(split.q) * split.q.shape[-1] ** -0.5, unit(split.k)
+    beta_JVI, sums_JVI = of_tokens(split.beta), of_tokens(split.decay).cumsum(-1)
+    seen_II = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).tril()
+    between_JVII = (sums_JVI[..., :, None] - sums_JVI[..., None, :]).masked_fill(~seen_II, -torch.inf).exp()
+    system_JVII = of_value_heads(k_JUIK @ k_JUIK.mT, between_JVII) * beta_JVI[..., None]
+    mix_JVII = _Inverse.apply(system_JVII) * beta_JVI[..., None, :]
+    scores_JVII = of_value_heads(q_JUIK @ k_JUIK.mT, between_JVII)
+    return Local(q_JUIK, k_JUIK, sums_JVI, mix_JVII, scores_JVII)
+
+
+class _Inverse(torch.autograd.Function):
+    """`delta_scan.inverse`, with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, system_JVII: torch.Tensor) -> torch.Tensor:
+        inverse_JVII: torch.Tensor = _steps(system_JVII).inverse(system_JVII)
+        ctx.save_for_backward(inverse_JVII)
+        return inverse_JVII
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dinverse_JVII: torch.Tensor) -> torch.Tensor:
+        (inverse_JVII,) = ctx.saved_tensors
+        return (inverse_JVII.mT @ dinverse_JVII @ inverse_JVII.mT).tril_(-1).neg_()
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    """Inside the block products of FP32 matrices are TF32 on a GPU; other code keeps its setting.
+
+    torch has an older and a newer name for it and refuses to go on where they contradict each other. The
+    older one sets both.
+    """
+    setting: Any = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    if before == "tf32":
+        yield
+        return
+    setting.allow_tf32 = True
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # takes seconds to import
-    except ImportError as error:
-        raise QeRLError(
-            f"Gated delta nets on a GPU need the package fla-core ({error}); run "
-            f"`{how_to_install('fla-core')}`."
-        ) from error
-    # Sequence and place in it of each chunk. The package would make them itself, and wait for the GPU.
-    chunks = [(n, c) for n, (a, b) in enumerate(pairwise(offsets)) for c in range(-(-(b - a) // CHUNK))]
-    out_1LVE, final_NVKE = chunk_gated_delta_rule(
-        q=q_LUK[None],
-        k=k_LUK[None],
-        v=v_LVE[None],
-        g=decay_LV[None],
-        beta=beta_LV[None],
-        initial_state=initial_NVKE,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=upload(torch.tensor(offsets), v_LVE.device),
-        chunk_indices=upload(torch.tensor(chunks), v_LVE.device),
-        chunk_size=CHUNK,
-    )
-    return out_1LVE.squeeze(0), final_NVKE
-
-
-def _by_batch(
-    q_LUK: torch.Tensor,
-    k_LUK: torch.Tensor,
-    v_LVE: torch.Tensor,
-    decay_LV: torch.Tensor,
-    beta_LV: torch.Tensor,
-    offsets: Sequence[int],
-    initial_NVKE: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.promote_types(v_LVE.dtype, torch.float32)
-    value_heads, size = v_LVE.shape[1:]
-    lengths = [stop - start for start, stop in pairwise(offsets)]
-    length = min(CHUNK, max(lengths))  # of a chunk
-    chunks = -(-max(lengths) // length)
-    index_NT = torch.full((len(lengths), chunks * length), -1, device=v_LVE.device)
-    for row, (start, stop) in enumerate(pairwise(offsets)):
-        index_NT[row, : stop - start] = torch.arange(start, stop, device=v_LVE.device)
-
-    def batch(x_L: torch.Tensor) -> torch.Tensor:
-        """[N, heads, chunks, tokens of a chunk, ...], with zeros as padding."""
-        with_zeros = torch.cat([x_L.to(dtype), x_L.new_zeros(1, *x_L.shape[1:], dtype=dtype)])
-        return with_zeros[index_NT].unflatten(1, (chunks, length)).movedim(3, 1)
-
-    def unit(x_LUK: torch.Tensor) -> torch.Tensor:
-        """Batch of unit vectors, for each value head."""
-        x = batch(x_LUK)
-        x = x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
-        return x.repeat_interleave(value_heads // x_LUK.shape[1], dim=1)
-
-    q, k, v = unit(q_LUK) * q_LUK.shape[-1] ** -0.5, unit(k_LUK), batch(v_LVE)
-    beta, decay = batch(beta_LV)[..., None], batch(decay_LV).cumsum(-1)
-    seen = torch.ones(length, length, dtype=torch.bool, device=v.device).tril()
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~seen, -torch.inf).exp()
-    since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
-    system = (beta * k @ k.mT) * between
-    right = torch.cat([beta * v, beta * since * k], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    from_values, from_state = solved.split([size, k.shape[-1]], dim=-1)
-    scores, q, k, whole = (q @ k.mT) * between, q * since, k * until, since[..., -1:, :]
-
-    state = q.new_zeros(len(lengths), value_heads, k.shape[-1], size)
-    state = state if initial_NVKE is None else initial_NVKE.to(dtype)
-    outs = []
-    for at in range(chunks):
-        written = from_values[:, :, at] - from_state[:, :, at] @ state
-        outs.append(q[:, :, at] @ state + scores[:, :, at] @ written)
-        state = state * whole[:, :, at] + k[:, :, at].mT @ written
-    out_NTVE = torch.stack(outs, dim=2).movedim(1, 3).flatten(1, 2)
-    return out_NTVE[index_NT >= 0].to(v_LVE.dtype), state
+        yield
+    finally:
+        setting.allow_tf32 = False
+        setting.fp32_precision = before

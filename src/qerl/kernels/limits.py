@@ -32,13 +32,6 @@ WHOLE_PARTS = 160 * 1024
 """Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
 
 
-def recent_numbers(key_heads: int, value_heads: int, key_size: int, value_size: int) -> int:
-    """Numbers kept of each token that the state of a delta net does not hold yet, in fp32 a multiple of 16
-    bytes: its keys, what is written under them, and a sum of decays per value head."""
-    numbers = key_heads * key_size + value_heads * (value_size + 1)
-    return -(-numbers // 4) * 4
-
-
 def pad_rank(rank: int) -> int:
     """Ranks that buffers have for an adapter of this rank: a power of two, as Triton wants, from 16 on."""
     return max(16, 1 << (rank - 1).bit_length())

@@ -39,7 +39,6 @@ PACKAGES = (
     Package("triton", "triton", "GPU kernels of a decode step and of the update"),
     Package("cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time"),
     Package("quack-kernels", "quack", "NVFP4 products of many tokens", required=False),
-    Package("fla-core", "fla", "gated delta nets of many tokens", required=False),
     Package("flash-attn-4", "flash_attn.cute", "attention of long rows on Hopper", required=False),
 )
 """What the kernels import."""

@@ -20,19 +20,20 @@ the product's stacked A, so a and b are columns of its sum x A^T, in FP32, behin
 S is most of what such a layer moves in a step beside its weights: 1 MB of a sequence with 32 heads of 128 in
 BF16, and as much again if it were written at each token. So it is written at each STATE_TOKENS-th position
 only. The k, the d and the sum of g of the up to STATE_TOKENS - 1 tokens since then lie in a ring beside it,
-25 KB per token, and S is S' faded by all of them and each k d^T faded by those behind it:
+12 KB per token, and S is S' faded by all of them and each k d^T faded by those behind it:
 
     S = exp(G) S' + sum_i exp(G - G_i) k_i d_i^T
 
-delta_step multiplies k and q with S' and with each k_i, and adds up. All sums are FP32, and what is rounded
-to BF16 is S' alone, once in STATE_TOKENS tokens. It loads a block of the columns of S' ahead of its wait, and
-holds them in registers. Given up: writing the states of all rows in the same step, which positions forbid.
+delta_step multiplies k and q with S' and with each k_i on tensor cores, as two 16-bit numbers each, and adds
+up in FP32. What is rounded to BF16 is S', once in STATE_TOKENS tokens, and the k and d of the ring. It loads
+a block of the columns of S' ahead of its wait, for all value heads of a key head, which share what they are
+multiplied with. Given up: writing the states of all rows in the same step, which positions forbid.
 
 There is one token of each sequence: a second one of the same slot would need what the first one writes.
 
 Shapes: as in `qerl.kernels.decode.common`; U heads of queries and of keys, K their size, V heads of values, E
 their size, C = 2 U K + V E channels (q, k, v), M = V E, W inputs of a convolution; S also slots of sequences;
-P tokens since a state was written at most, F = U K + V E + V numbers of each, padded.
+P tokens since a state was written at most, F = U K + V E numbers of each.
 """
 
 import torch
@@ -147,67 +148,84 @@ def _delta_inputs(
 
 @triton.jit
 def _delta_step(
-    heads_TC, gates_2TV, state_SVKE, recent_SPF, position_T, slot_T, out_TVE, T,
+    heads_TC, gates_2TV, state_SVKE, recent_SPF, fades_SPV, position_T, slot_T, out_TVE, T,
     U: tl.constexpr, V: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, P: tl.constexpr, F: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * U * K + V * E
-    head, t = tl.program_id(1), tl.program_id(2)
-    key_head = head // (V // U)
+    F: tl.constexpr = U * K + V * E
+    SHARE: tl.constexpr = V // U  # value heads of a key head, which read the same keys and query
+    dtype = state_SVKE.dtype.element_ty
+    key_head, t = tl.program_id(1), tl.program_id(2)
     k = tl.arange(0, K_PADDED)
     in_k = in_head(k, K)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     in_e = e < E
     slot = tl.load(slot_T + t)
     since = tl.load(position_T + t) % (P + 1)
-    at = state_SVKE + ((slot.to(tl.int64) * V + head) * K + k[:, None]) * E + e[None, :]
-    held = in_k[:, None] & (e < tl.where(slot >= 0, E, 0))[None, :]
+    here = slot >= 0
+    of_slot_e, of_slot_k = e < tl.where(here, E, 0), k < tl.where(here, K, 0)
+    held = in_k[:, None] & of_slot_e[None, :]
+    i = tl.arange(0, PADDED)
+    past = i < tl.where(here, since, 0)
+    at = state_SVKE + (slot.to(tl.int64) * V + key_head * SHARE) * (K * E) + k[:, None] * E + e[None, :]
     ring = recent_SPF + slot.to(tl.int64) * (P * F)
-    of_keys, of_deltas, of_fades = key_head * K + k, U * K + head * E + e, U * K + V * E + head
-    i = tl.arange(0, P + 1)
-    past = i < tl.where(slot >= 0, since, 0)
+    of_fade = fades_SPV + slot.to(tl.int64) * (P * V) + key_head * SHARE
     # Ahead of the wait, although the kernel before is no product: programs of delta_inputs start when all
     # before their product has ended (`begin`), and those of this kernel when all of delta_inputs have
     # started. So the step before, which wrote state and ring, has ended. What delta_inputs writes is not yet
     # there.
-    state = tl.load(at, mask=held, other=0.0)
-    keys = tl.load(ring + i[:, None] * F + of_keys[None, :], mask=past[:, None] & in_k[None, :], other=0.0)
-    deltas = tl.load(
-        ring + i[:, None] * F + of_deltas[None, :], mask=past[:, None] & in_e[None, :], other=0.0
+    keys = tl.load(
+        ring + i[:, None] * F + (key_head * K + k)[None, :], mask=past[:, None] & in_k[None, :], other=0.0
     )
-    fades = tl.load(ring + i * F + of_fades, mask=past, other=0.0)
-    fade = tl.load(ring + (since - 1) * F + of_fades, mask=(slot >= 0) & (since > 0), other=0.0)
+    states, deltas, fades, before = (), (), (), ()
+    for j in tl.static_range(SHARE):
+        states += (tl.load(at + j * K * E, mask=held, other=0.0),)  # type: ignore[assignment]
+        own = ring + i[:, None] * F + (U * K + (key_head * SHARE + j) * E + e)[None, :]
+        deltas += (tl.load(own, mask=past[:, None] & in_e[None, :], other=0.0),)  # type: ignore[assignment]
+        fades += (tl.load(of_fade + i * V + j, mask=past, other=0.0),)  # type: ignore[assignment]
+        last = tl.load(of_fade + (since - 1) * V + j, mask=here & (since > 0), other=0.0)
+        before += (last,)  # type: ignore[assignment]
     begin(PDL)
     row = heads_TC + t.to(tl.int64) * C
     query = tl.load(row + key_head * K + k, mask=in_k, other=0.0)
     key = tl.load(row + (U + key_head) * K + k, mask=in_k, other=0.0)
-    value = tl.load(row + 2 * U * K + head * E + e, mask=in_e, other=0.0)
-    fade += tl.load(gates_2TV + t * V + head)
-    beta = tl.load(gates_2TV + (T + t) * V + head)
-    state = state.to(tl.float32)
-    whole, parts = tl.exp(fade), tl.where(past, tl.exp(fade - fades), 0.0)
-    of_key = tl.sum(keys * key[None, :], axis=1) * parts
-    of_query = tl.sum(keys * query[None, :], axis=1) * parts
-    known = whole * tl.sum(state * key[:, None], axis=0) + tl.sum(of_key[:, None] * deltas, axis=0)
-    delta = beta * (value - known)
-    out = whole * tl.sum(state * query[:, None], axis=0) + tl.sum(of_query[:, None] * deltas, axis=0)
-    out += tl.sum(key * query, axis=0) * delta
-    out_at = out_TVE + (t.to(tl.int64) * V + head) * E + e
-    tl.store(out_at, tl.where(slot >= 0, out, 0.0), mask=in_e)
-    if slot >= 0:
-        if since == P:
-            state = state * whole + key[:, None] * delta[None, :]
-            for j in tl.static_range(P):
-                part = tl.exp(fade - tl.load(ring + j * F + of_fades))
-                own = tl.load(ring + j * F + of_keys, mask=in_k, other=0.0) * part
-                state += own[:, None] * tl.load(ring + j * F + of_deltas, mask=in_e, other=0.0)[None, :]
-            tl.store(at, state.to(state_SVKE.dtype.element_ty), mask=held)
-        else:
-            tl.store(ring + since * F + of_deltas, delta, mask=in_e)
+    # Tensor cores multiply 16 rows as fast as one. Key and query are two each, rounded and what rounding
+    # left, so that nothing is lost beside a state in 16 bits, which is an operand as it is.
+    r = tl.arange(0, 16)
+    of_key, of_query = (r < 2)[:, None], ((r == 2) | (r == 3))[:, None]
+    both_16K = tl.where(of_key, key[None, :], tl.where(of_query, query[None, :], 0.0))
+    rounded_16K = both_16K.to(dtype)
+    left_16K = (both_16K - rounded_16K.to(tl.float32)).to(dtype)
+    rows_16K = tl.where((r % 2 == 0)[:, None], rounded_16K, left_16K)
+    of_ring = tl.dot(rows_16K, tl.trans(keys), input_precision="ieee")
+    common = tl.sum(key * query, axis=0)
+    for j in tl.static_range(SHARE):
+        head = key_head * SHARE + j
+        value = tl.load(row + 2 * U * K + head * E + e, mask=in_e, other=0.0)
+        fade = before[j] + tl.load(gates_2TV + t * V + head)
+        beta = tl.load(gates_2TV + (T + t) * V + head)
+        parts = tl.where(past, tl.exp(fade - fades[j]), 0.0)
+        scores = of_ring * parts[None, :]
+        rounded = scores.to(dtype)
+        left = (scores - rounded.to(tl.float32)).to(dtype)
+        sums = tl.dot(rows_16K, states[j], input_precision="ieee") * tl.exp(fade)
+        sums = tl.dot(rounded, deltas[j], sums, input_precision="ieee")
+        sums = tl.dot(left, deltas[j], sums, input_precision="ieee")
+        delta = beta * (value - tl.sum(tl.where(of_key, sums, 0.0), axis=0))
+        out = tl.sum(tl.where(of_query, sums, 0.0), axis=0) + common * delta
+        tl.store(out_TVE + (t.to(tl.int64) * V + head) * E + e, tl.where(here, out, 0.0), mask=in_e)
+        if since < P:
+            tl.store(ring + since * F + U * K + head * E + e, delta.to(dtype), mask=of_slot_e)
             if tl.program_id(0) == 0:
-                tl.store(ring + since * F + of_fades, fade)
-                if head % (V // U) == 0:
-                    tl.store(ring + since * F + of_keys, key, mask=in_k)
+                tl.store(of_fade + since * V + j, fade, mask=here)
+        else:
+            faded = (deltas[j].to(tl.float32) * parts[:, None]).to(dtype)
+            state = states[j].to(tl.float32) * tl.exp(fade) + key[:, None] * delta[None, :]
+            state = tl.dot(tl.trans(keys), faded, state, input_precision="ieee")
+            tl.store(at + j * K * E, state.to(dtype), mask=held)
+    if (tl.program_id(0) == 0) & (since < P):
+        tl.store(ring + since * F + key_head * K + k, key.to(dtype), mask=of_slot_k)
 
 
 @triton.jit
@@ -314,9 +332,15 @@ def _padded(size: int) -> int:
 
 
 def block_e(tokens: int, heads: int, size: int) -> int:
-    """Columns of the state per program: few when there are few tokens, so that all multiprocessors of a large
-    GPU have some to load, about two programs each; more when there are many, because every program reads all
-    of q and k. Sixteen numbers are one or two of the pieces of 32 bytes in which memory is read."""
+    """Columns of the states per program: few when there are few tokens, so that all multiprocessors of a
+    large GPU have some to load, about two programs each; more when there are many, because every program
+    reads all of q and k. Sixteen numbers are one piece of 32 bytes in which memory is read.
+
+    Args:
+        tokens: T.
+        heads: U, each with a program of its own.
+        size: E.
+    """
     columns = min(64, _padded(size))
     while columns > 16 and tokens * heads * triton.cdiv(size, columns) < 256:
         columns //= 2
@@ -328,6 +352,7 @@ def delta_step(
     gates_2TV: torch.Tensor,
     state_SVKE: torch.Tensor,
     recent_SPF: torch.Tensor,
+    fades_SPV: torch.Tensor,
     position_T: torch.Tensor,
     slot_T: torch.Tensor,
     out_TVE: torch.Tensor,
@@ -338,7 +363,8 @@ def delta_step(
         heads_TC, gates_2TV: As :func:`delta_inputs` left them.
         state_SVKE: fp32 or bf16, the state at the last position that is a multiple of P + 1; written at the
             slots of tokens behind which the next such position comes.
-        recent_SPF: fp32, of the tokens from there on k, d and the sum of g; the token's own are written.
+        recent_SPF: In that dtype, of the tokens from there on k and d; the token's own are written.
+        fades_SPV: fp32, the sum of g from there on; the token's own is written.
         position_T: int32 position of each token.
         slot_T: int32, the slot of each token, each at most once; -1: no state is read or written.
         out_TVE: fp32, written: q^T S, zeros for a token without a slot.
@@ -348,40 +374,37 @@ def delta_step(
     """
     tokens, channels = heads_TC.shape
     heads, key_size, size = state_SVKE.shape[1:]
-    columns = block_e(tokens, heads, size)
+    key_heads, recent = (channels - heads * size) // (2 * key_size), recent_SPF.shape[1]
+    columns = block_e(tokens, key_heads, size)
     arguments = pointers(
         "delta_step", out_TVE, heads_TC=heads_TC, gates_2TV=gates_2TV, state_SVKE=state_SVKE,
-        recent_SPF=recent_SPF, position_T=position_T, slot_T=slot_T, out_TVE=out_TVE,
+        recent_SPF=recent_SPF, fades_SPV=fades_SPV, position_T=position_T, slot_T=slot_T, out_TVE=out_TVE,
     )  # fmt: skip
-    _delta_step[(triton.cdiv(size, columns), heads, tokens)](
-        *arguments, tokens, U=(channels - heads * size) // (2 * key_size), V=heads,
-        K=key_size, K_PADDED=triton.next_power_of_2(key_size), E=size, BLOCK_E=columns,
-        P=recent_SPF.shape[1], F=recent_SPF.shape[2], num_warps=4, **dependent(out_TVE),
+    _delta_step[(triton.cdiv(size, columns), key_heads, tokens)](
+        *arguments, tokens, U=key_heads, V=heads, K=key_size, K_PADDED=_padded(key_size), E=size,
+        BLOCK_E=columns, P=recent, PADDED=_padded(recent), num_warps=4, **dependent(out_TVE),
     )  # fmt: skip
 
 
 def states_now(
-    state_NVKE: torch.Tensor, recent_NPF: torch.Tensor, position_N: torch.Tensor, key_heads: int
+    state_NVKE: torch.Tensor, recent_NPF: torch.Tensor, fades_NPV: torch.Tensor, position_N: torch.Tensor
 ) -> torch.Tensor:
     """States [N, V, K, E] in fp32 in front of these positions.
 
     Args:
-        state_NVKE, recent_NPF: What :func:`delta_step` left of each sequence.
+        state_NVKE, recent_NPF, fades_NPV: What :func:`delta_step` left of each sequence.
         position_N: int64, the position of each sequence's next token.
-        key_heads: U.
     """
     heads, key_size, size = state_NVKE.shape[1:]
-    recent, numbers = recent_NPF.shape[1:]
-    parts = [key_heads * key_size, heads * size, heads]
-    keys_NPK, deltas_NPM, fades_NPV, _ = recent_NPF.split([*parts, numbers - sum(parts)], dim=2)
-    since_N = position_N % (recent + 1)
-    past_NP1 = (torch.arange(recent, device=since_N.device) < since_N[:, None])[..., None]
-    last_N = (since_N - 1).clamp(min=0)[:, None, None].expand(-1, 1, heads)
-    fade_N1V = fades_NPV.gather(1, last_N).masked_fill((since_N == 0)[:, None, None], 0.0)
+    since_N = position_N % (recent_NPF.shape[1] + 1)
+    past_NP1 = (torch.arange(recent_NPF.shape[1], device=since_N.device) < since_N[:, None])[..., None]
+    last_N1V = (since_N - 1).clamp(min=0)[:, None, None].expand(-1, 1, heads)
+    fade_N1V = fades_NPV.gather(1, last_N1V).masked_fill((since_N == 0)[:, None, None], 0.0)
     parts_NPV = (fade_N1V - fades_NPV).exp().masked_fill(~past_NP1, 0.0)
-    keys_NPVK = keys_NPK.unflatten(2, (-1, key_size)).repeat_interleave(heads // key_heads, dim=2)
-    keys_NPVK = keys_NPVK.masked_fill(~past_NP1[..., None], 0.0) * parts_NPV[..., None]
-    deltas_NPVE = deltas_NPM.unflatten(2, (heads, size)).masked_fill(~past_NP1[..., None], 0.0)
+    recent_NPF = recent_NPF.float().masked_fill(~past_NP1, 0.0)
+    keys_NPK, deltas_NPM = recent_NPF.split([recent_NPF.shape[2] - heads * size, heads * size], dim=2)
+    keys_NPUK, deltas_NPVE = keys_NPK.unflatten(2, (-1, key_size)), deltas_NPM.unflatten(2, (heads, size))
+    keys_NPVK = keys_NPUK.repeat_interleave(heads // keys_NPUK.shape[2], dim=2) * parts_NPV[..., None]
     faded_NVKE = state_NVKE.float() * fade_N1V.exp().transpose(1, 2)[..., None]
     return faded_NVKE + torch.einsum("npvk,npve->nvke", keys_NPVK, deltas_NPVE)
 

@@ -115,16 +115,14 @@ class DeltaNets:
             position_T: int32.
             block_T: int32, the block of each token's sequence; -1 for a token that goes nowhere.
         """
-        states, inputs, recent = held
+        states, inputs, recent, fades = held
         delta_inputs(
             product.out_STN, product.scale_L, squares_PT, weights.taps_WC, weights.rates_V,
             weights.offsets_V, position_T, block_T, inputs, self._heads_TC, self._z_TM, self._gates_2TV,
             key_heads=self._mixer.key_heads, width=self._hidden, eps=self._eps, b=b,
             partials_G=product.partials_G,
         )  # fmt: skip
-        delta_step(
-            self._heads_TC, self._gates_2TV, states, recent, position_T, block_T, self._out_TVE
-        )  # fmt: skip
+        delta_step(self._heads_TC, self._gates_2TV, states, recent, fades, position_T, block_T, self._out_TVE)
 
     def run(
         self,
@@ -143,7 +141,7 @@ class DeltaNets:
             runs: The sequences.
             dtype: Of activations.
         """
-        mixer, (states, inputs, recent), tokens = self._mixer, held, runs.offsets[-1]
+        mixer, (states, inputs, recent, fades), tokens = self._mixer, held, runs.offsets[-1]
         outputs = mixer.channels, mixer.values
         y_TN = product.out_STN.new_empty(len(self._z_TM), sum(outputs), dtype=torch.float32)
         y_squares_PT = y_TN.new_empty(sum(outputs) // block_of(outputs), len(y_TN))
@@ -157,9 +155,8 @@ class DeltaNets:
         q, k, v = short_conv(seen, weights.taps_WC.T, runs.taps_LW).split(
             [mixer.key_heads * mixer.key_size] * 2 + [mixer.values], dim=1
         )
-        states_NVKE = states_now(
-            states[runs.blocks_N], recent[runs.blocks_N], runs.position_N, mixer.key_heads
-        )  # fmt: skip
+        kept = (each[runs.blocks_N] for each in (states, recent, fades))
+        states_NVKE = states_now(*kept, runs.position_N)
         states_NVKE[runs.position_N == 0] = 0.0
         assert b.xa.sum_TR is not None, "its gates come with x A^T"
         b_LV, a_LV = b.xa.sum_TR[:tokens, -2 * mixer.value_heads :].chunk(2, dim=1)
@@ -174,6 +171,7 @@ class DeltaNets:
         self._out_TVE[:tokens] = out_LVE
         states[runs.blocks_N] = states_NVKE.to(states.dtype)
         recent[runs.blocks_N] = 0.0  # the state holds all tokens
+        fades[runs.blocks_N] = 0.0
         block_J, place_J, token_J = runs.kept_3J
         inputs[block_J, place_J] = x_LC[token_J].to(inputs.dtype)
 

@@ -33,7 +33,7 @@ class KVCache:
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype | None, memory: Callable[[int], Memory]) -> None:
         self._dtype, self._make_memory = dtype or decoder.dtype, memory
-        self._dtypes = {Pages: (self._dtype,) * 2, States: (decoder.dtype, decoder.dtype, torch.float32)}
+        self._dtypes = {Pages: (self._dtype,) * 2, States: (decoder.dtype,) * 3 + (torch.float32,)}
         self.geometry = KVGeometry.of(decoder.sizes, self._dtype.itemsize, decoder.dtype.itemsize)
         self._device = decoder.embedding_VD.device
         self._set(PlainMemory(0, self._device), self._none)

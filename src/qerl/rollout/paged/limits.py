@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, cast
 
 from qerl.families.layer import Attention, DeltaNet
 from qerl.families.sizes import Sizes
-from qerl.kernels.limits import PAGE, STATE_TOKENS, recent_numbers
+from qerl.kernels.limits import PAGE, STATE_TOKENS
 
 ROW_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 """Numbers of rows for which decode steps are captured, each when it is first needed.
@@ -187,21 +187,22 @@ class States(NamedTuple):
     @property
     def arrays(self) -> tuple[Array, ...]:
         """A sequence's state [value heads, key size, value size]; the last inputs of its convolution [taps,
-        channels], that of position p at p modulo taps; and in fp32 what the state does not hold yet, of the
-        tokens since a position that is a multiple of `STATE_TOKENS`."""
-        net = self.net
-        recent = recent_numbers(net.key_heads, net.value_heads, net.key_size, net.value_size)
+        channels], that of position p at p modulo taps; and of the tokens since a position that is a multiple
+        of `STATE_TOKENS` what the state does not hold yet: keys and what is written under them [tokens,
+        numbers], and in fp32 sums of decays [tokens, value heads]."""
+        net, recent = self.net, STATE_TOKENS - 1
         return (
             Array((net.value_heads, net.key_size, net.value_size), self.item_bytes),
             Array((net.taps, net.channels), self.item_bytes),
-            Array((STATE_TOKENS - 1, recent), 4),
+            Array((recent, net.key_heads * net.key_size + net.values), self.item_bytes),
+            Array((recent, net.value_heads), 4),
         )
 
     @property
     def moved_bytes(self) -> float:
         """Bytes that a decode step reads and writes of a sequence, on average over positions."""
-        state, inputs, recent = (array.bytes for array in self.arrays)
-        return state * (1 + 1 / STATE_TOKENS) + inputs + recent * (1 / 2 + 1 / STATE_TOKENS)
+        state, inputs, *recent = (array.bytes for array in self.arrays)
+        return state * (1 + 1 / STATE_TOKENS) + inputs + sum(recent) * (1 / 2 + 1 / STATE_TOKENS)
 
 
 @dataclass(frozen=True)
