@@ -14,10 +14,11 @@ from qerl.errors import QeRLError
 from qerl.families.sizes import PUBLISHED as CONFIGS
 from qerl.families.sizes import SIZES, Run, Sizes
 from qerl.fp4.linear import PackedLinear
+from qerl.kernels.delta_rule import WORKING_BYTES, numbers_of_key_head
 from qerl.lora.adapter import add_lora
 from qerl.models.load import load_model
 from qerl.plan.command import plan_command
-from qerl.plan.layers import RULE_BYTES, LayerActivations
+from qerl.plan.layers import LayerActivations
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.render import verdict
@@ -335,10 +336,12 @@ def test_delta_nets_beside_gated_attention():
     assert LayerActivations(net, step).kept == own + behind
     convolution = 2 * t * (hidden + values) + 22 * t * 8192
     assert LayerActivations(net, step).backward == convolution - behind
-    few = work(targets=sizes.targets, microbatch=1, completion_tokens=256)
-    rule = 2 * few.tokens * (hidden + 2 * values + 2 * 8192) + 2 * states // 8 + RULE_BYTES
-    left = 2 * few.tokens * (2 * hidden + 3 * intermediate + 4 * rank) + 4 * few.tokens
-    assert LayerActivations(net, few).backward == rule - left
+    for tokens, made_again in ((256, 16 * 9), (8192, None)):
+        few = work(targets=sizes.targets, microbatch=1, completion_tokens=tokens)
+        made_again = 4 * made_again * numbers_of_key_head(2, 128, 128, True) if made_again else WORKING_BYTES
+        rule = 2 * few.tokens * (hidden + 2 * values + 2 * 8192) + 2 * states // 8 + made_again
+        left = 2 * few.tokens * (2 * hidden + 3 * intermediate + 4 * rank) + 4 * few.tokens
+        assert LayerActivations(net, few).backward == rule - left
     plain = dataclasses.replace(full, mixer=dataclasses.replace(full.mixer, gated=False))
     with_gate, without = (LayerActivations(spec, step) for spec in (full, plain))
     assert with_gate.kept - without.kept == 2 * t * 2 * 16 * 256

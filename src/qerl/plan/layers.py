@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qerl.families.layer import Attention, DeltaNet, LayerSpec, Linear
+from qerl.kernels.delta_rule import WORKING_BYTES, numbers_of_key_head
+from qerl.kernels.delta_scan import CHUNK
 from qerl.kernels.limits import MAX_HEAD
 from qerl.plan.work import FULL, HALF, Work
-
-RULE_BYTES = 3 << 29
-"""What the backward pass of a delta rule holds at a time besides inputs and gradients, about."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,17 @@ class LayerActivations:
         branches in fp32, the latter two once by groups of heads and once together, and what it makes again.
         Of the convolution ``22 T C``: the gradient of its output, and five of as many numbers in fp32."""
         tokens = self.work.tokens
-        rule = HALF * tokens * (m.values + 2 * m.channels) + 2 * self._states(m) + RULE_BYTES
+        rule = HALF * tokens * (m.values + 2 * m.channels) + 2 * self._states(m) + self._made_again(m)
         convolution = tokens * (HALF + 5 * FULL) * m.channels
         return HALF * tokens * (self.spec.hidden + m.values) + max(rule, convolution)
+
+    def _made_again(self, m: DeltaNet) -> int:
+        """What the backward pass of the rule holds of the key heads that it computes at a time, in fp32: as
+        many as `WORKING_BYTES` hold, but one at least."""
+        values = m.value_heads // m.key_heads
+        chunks = -(-self.work.tokens // CHUNK) + self.work.branches  # the last of a sequence is not full
+        each = FULL * chunks * numbers_of_key_head(values, m.key_size, m.value_size, keep=True)
+        return max(each, min(WORKING_BYTES, m.key_heads * each))
 
     @property
     def workspace(self) -> int:
