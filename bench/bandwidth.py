@@ -25,6 +25,7 @@ from qerl.kernels.decode import act_mul, filters, residual_norm, rope_kv
 from qerl.kernels.decode.launch import LoraA, LoraB
 from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import head_positions
+from qerl.kernels.update.gated_norm import gated_norm
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
@@ -98,7 +99,7 @@ def norm_of_residual(work: Work) -> Launch:
 
 def rotation_into_cache(work: Work) -> Launch:
     """rope_kv: q, k and v turned, and k and v written to the cache."""
-    hidden, s = work.sizes.hidden, work.sizes.spec.mixer
+    hidden, s = work.sizes.hidden, work.sizes.attention
     t, r = work.tokens, work.rank
     columns = s.queries + 2 * s.keys
     product, b_NR = work.single(1, t, columns), work.half(columns, r)
@@ -132,7 +133,7 @@ def rotation_into_cache(work: Work) -> Launch:
 
 def gated_product(work: Work) -> Launch:
     """act_mul: silu(gate) * up, and A of down."""
-    t, i, r = work.tokens, work.sizes.spec.mlp.intermediate, work.rank
+    t, i, r = work.tokens, work.sizes.mlp.intermediate, work.rank
     product, h_TI = work.single(1, t, 2 * i), work.half(t, i)
     b_NR, a_RK = work.half(2 * i, r), work.half(r, i)
     squares, scale = work.single(1, t).abs(), torch.ones(2, device=work.device)
@@ -169,16 +170,24 @@ def norm_of_update(work: Work) -> Launch:
     return Launch(lambda: torch.autograd.grad(rms_norm(x, w_D, 1e-6), x, dy), 5 * _bytes(x))
 
 
+def gated_norm_of_update(work: Work) -> Launch:
+    """gated_norm: as many values as the residual stream is wide, in heads of 128, forward and backward."""
+    size = 128
+    x, z = (work.half(work.tokens * work.sizes.hidden // size, size).requires_grad_() for _ in range(2))
+    w_E, dy = work.half(size), work.half(*x.shape)
+    return Launch(lambda: torch.autograd.grad(gated_norm(x, z, w_E, 1e-6), (x, z), dy), 8 * _bytes(x))
+
+
 def swiglu_of_update(work: Work) -> Launch:
     """swiglu: forward and backward."""
-    x = work.half(work.tokens, 2 * work.sizes.spec.mlp.intermediate).requires_grad_()
-    dy = work.half(work.tokens, work.sizes.spec.mlp.intermediate)
+    x = work.half(work.tokens, 2 * work.sizes.mlp.intermediate).requires_grad_()
+    dy = work.half(work.tokens, work.sizes.mlp.intermediate)
     return Launch(lambda: torch.autograd.grad(swiglu(x), x, dy), 3 * _bytes(x) + 2 * _bytes(dy))
 
 
 def rotation_of_update(work: Work) -> Launch:
     """rotary: queries, keys and values of the update, forward and backward."""
-    s, t = work.sizes.spec.mixer, work.tokens
+    s, t = work.sizes.attention, work.tokens
     qkv = work.half(1, t, s.queries + 2 * s.keys).requires_grad_()
     cos, sin = work.half(2, 1, t, s.head_size)
 
@@ -208,6 +217,7 @@ def head_of_update(work: Work) -> Launch:
 
 UPDATE = {
     "rms_norm": norm_of_update,
+    "gated_norm": gated_norm_of_update,
     "swiglu": swiglu_of_update,
     "rotary": rotation_of_update,
     "token_logps": head_of_update,

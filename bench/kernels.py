@@ -232,7 +232,8 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     result: list[dict[str, Any]] = []
     for name in args.shape:
-        for product in Sizes.by_name(name).spec.products:
+        sizes = Sizes.by_name(name)
+        for product in dict.fromkeys(each for run in sizes.runs for each in run.spec.products):
             label, rows, width = product.name, product.outputs, product.inputs
             for tokens in args.tokens:
                 found = measure(name, (label, rows, width), tokens, args.engine, args.tune)

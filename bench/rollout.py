@@ -225,10 +225,10 @@ def _ranks(args: argparse.Namespace) -> list[int]:
     return [args.rank, 0] if args.no_adapter and args.rank else [args.rank]
 
 
-def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """The same of other engines, each in a process of its own."""
+def _peer_rows(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same of other engines, each in a process of its own, with a model of this config."""
     spec = {
-        "config": model_config(sizes, "bf16", sizes.positions).to_dict(),
+        "config": config,
         "batches": args.batch, "prompt_tokens": args.prompt,
         "decode_tokens": args.decode, "group": args.group, "repeats": args.repeats, "lengths": args.lengths,
     }  # fmt: skip
@@ -275,6 +275,7 @@ def main(arguments: list[str]) -> None:
     sizes = sizes_of(shape_of(args.shape, args.layers or 0))
     if args.lengths:
         draw_lengths(args.lengths, 1, args.decode)  # a mistake is said before anything is made
+    for_peers = model_config(sizes, "bf16", sizes.positions).to_dict() if args.peers else {}
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, reads {limit:.0f} GB/s")
     common = {
@@ -284,7 +285,7 @@ def main(arguments: list[str]) -> None:
     rows: list[dict[str, Any]] = []
     own = _own_calls if args.lengths else _own_rows
     with gauge() as state:
-        for row in itertools.chain(own(args), _peer_rows(args, sizes)):
+        for row in itertools.chain(own(args), _peer_rows(args, for_peers)):
             if not args.lengths:
                 row = _with_bandwidth(row, args, sizes, limit)
             rows.append(row | common | {"gpu_state": state.take()})

@@ -299,11 +299,11 @@ def does_not_fit(what: str, sizes: Sizes, work: Work, capacity: int, *choices: A
     return QeRLError(f"{said}; `qerl plan` says why." if beyond is None else f"{said}. {would_fit(beyond)}")
 
 
-def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """The same of other trainers, each row in a process of its own."""
+def _peer_rows(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same of other trainers, each row in a process of its own, with a model of this config."""
     for peer, rank, prompts, tokens in itertools.product(args.peers, args.rank, args.prompts, args.tokens):
         spec = {
-            "config": model_config(sizes, "bf16", sizes.positions).to_dict(),
+            "config": config,
             "rank": rank, "prompts": prompts, "samples": args.samples,
             "microbatch": args.microbatch or args.samples, "prompt_tokens": args.prompt, "tokens": tokens,
             "lengths": args.lengths, "steps": args.steps,
@@ -322,6 +322,7 @@ def main(arguments: list[str]) -> None:
     if "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     sizes = sizes_of(shape_of(args.shape))
+    for_peers = model_config(sizes, "bf16", sizes.positions).to_dict() if args.peers else {}
     common = {
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
         "microbatch": args.microbatch or args.samples, "lengths": args.lengths,
@@ -329,7 +330,7 @@ def main(arguments: list[str]) -> None:
     draw_lengths(args.lengths, 1, max(args.tokens))  # a mistake is said before anything is made
     rows: list[dict[str, Any]] = []
     with gauge() as state:
-        for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
+        for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, for_peers)):
             rows.append(common | row | {"gpu_state": state.take()})
             if not is_first_process():
                 continue

@@ -173,7 +173,7 @@ def _settings(sizes: Sizes, spec: dict[str, Any], folder: Path) -> GRPOConfig:
 def _vllm_share(sizes: Sizes, samples: int, positions: int) -> float:
     """Part of the GPU's memory with which vLLM holds its weights and all samples of a step at once."""
     weights = 2 * replace(sizes, tied=False).parameters
-    cache = samples * positions * 2 * 2 * sizes.layers * sizes.spec.mixer.keys  # keys and values in bf16
+    cache = samples * positions * 2 * 2 * sizes.keys  # keys and values in bf16
     return (weights + cache + _VLLM_BYTES) / torch.cuda.mem_get_info()[1]
 
 

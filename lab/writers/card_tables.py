@@ -118,6 +118,9 @@ _MODELS = {
     "14b": "14B",
     "qwen3-14b": "Qwen3 14B",
     "32b": "32B",
+    "qwen3.5-4b": "Qwen3.5 4B",
+    "qwen3.5-9b": "Qwen3.5 9B",
+    "qwen3.6-27b": "Qwen3.6 and 3.8 27B",
 }
 _LENGTHS = (1024, 2048, 4096, 8192, 16384)
 _PROMPT = 512

@@ -1,12 +1,13 @@
 """The table of described families: what their layers have, what was measured, and which checkpoints load."""
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import AutoConfig
 
 from bench.result import RESULTS, read_rows
 from lab.writers.captions import table
-from qerl.families.layer import LayerSpec
+from qerl.families.layer import Attention, DeltaNet, LayerSpec
 from qerl.families.sizes import PUBLISHED, SIZES
 from qerl.families.table import FAMILIES
 
@@ -17,7 +18,11 @@ def families() -> str:
     lines = []
     for model_type, family in FAMILIES.items():
         specs = {run.spec for run in family.sizes(AutoConfig.for_model(model_type)).runs}
-        has = [words for words, there in _FEATURES.items() if any(there(spec) for spec in specs)]
+        mixers = [spec.mixer for spec in specs]
+        attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+        has = ["gated delta nets"] * any(isinstance(mixer, DeltaNet) for mixer in mixers)
+        has += [words for words, there in _OF_ATTENTION.items() if any(map(there, attention))]
+        has += [words for words, there in _OF_LAYERS.items() if any(map(there, specs))]
         shapes = ", ".join(measured.get(model_type, [])) or "none"
         lines.append(
             (family.name, f"`{model_type}`", ", ".join(has) or "as Llama", shapes, family.checkpoints)
@@ -27,23 +32,21 @@ def families() -> str:
     return table(head, lines, caption)
 
 
-_FEATURES: dict[str, Any] = {
-    "windows": lambda spec: spec.mixer.window,
-    "sinks": lambda spec: spec.mixer.sinks,
-    "no rotary embedding in some": lambda spec: spec.mixer.rotary is None,
-    "a part of each head turned": lambda spec: _partly(spec),
-    "normalised heads": lambda spec: spec.mixer.qk_norm == "head",
-    "queries and keys normalised together": lambda spec: spec.mixer.qk_norm == "all",
-    "queries scaled by position": lambda spec: spec.mixer.position_scale,
+_OF_ATTENTION: dict[str, Callable[[Attention], Any]] = {
+    "gated attention": lambda mixer: mixer.gated,
+    "windows": lambda mixer: mixer.window,
+    "sinks": lambda mixer: mixer.sinks,
+    "no rotary embedding in some": lambda mixer: mixer.rotary is None,
+    "a part of each head turned": lambda mixer: mixer.rotary and 2 * mixer.rotary.pairs < mixer.head_size,
+    "normalised heads": lambda mixer: mixer.qk_norm == "head",
+    "queries and keys normalised together": lambda mixer: mixer.qk_norm == "all",
+    "queries scaled by position": lambda mixer: mixer.position_scale,
+    "joined linears": lambda mixer: mixer.fused,
+}
+_OF_LAYERS: dict[str, Callable[[LayerSpec], Any]] = {
     "norms behind parts": lambda spec: spec.around.behind_mixer,
     "GELU": lambda spec: spec.mlp.activation != "silu",
-    "joined linears": lambda spec: spec.mixer.fused,
 }
-
-
-def _partly(spec: LayerSpec) -> bool:
-    rotary = spec.mixer.rotary
-    return rotary is not None and 2 * rotary.pairs < spec.mixer.head_size
 
 
 def _measured() -> dict[str, list[str]]:
@@ -55,7 +58,7 @@ def _measured() -> dict[str, list[str]]:
             if shape in PUBLISHED:
                 found.setdefault(PUBLISHED[shape]["model_type"], {})[shape] = None
             elif shape in SIZES and row.get("engine", "qerl") == "qerl":
-                mixer = SIZES[shape].spec.mixer  # the benchmark's model: see qerl.measure.model_config
+                mixer = SIZES[shape].attention  # the benchmark's model: see qerl.measure.model_config
                 kind = "qwen2" if mixer.qkv_bias else "qwen3" if mixer.qk_norm else "llama"
                 found.setdefault(kind, {})[shape] = None
     return {kind: list(shapes) for kind, shapes in found.items()}

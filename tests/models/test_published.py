@@ -8,11 +8,12 @@ import json
 import pytest
 import torch
 import transformers
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from qerl.errors import QeRLError
 from qerl.fp4.linear import PackedLinear
-from qerl.lora.adapter import add_lora
+from qerl.lora.adapter import add_lora, load_adapter
 from qerl.models.load import check_model, load_model
 from qerl.plan.settings import plan_settings
 from qerl.rollout.engine import SamplingParams
@@ -48,6 +49,7 @@ QWEN36_27B = MIXED | {
     "quantized_layers": {
         "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
         "model.language_model.layers.0.linear_attn.in_proj_qkv": {"quant_algo": "FP8"},
+        "model.language_model.layers.0.linear_attn.in_proj_z": {"quant_algo": "FP8"},
         "model.language_model.layers.0.linear_attn.out_proj": {"quant_algo": "FP8"},
         "model.language_model.layers.0.mlp.gate_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
         "model.language_model.layers.1.self_attn.q_proj": {"quant_algo": "FP8"},
@@ -83,13 +85,23 @@ def in_mlp(module: str) -> str | None:
 
 
 def qwen36(module: str) -> str | None:
+    """MLPs and the head in four bits, attention and delta nets in eight but for decay and rate."""
+    if module.endswith(("in_proj_a", "in_proj_b")):
+        return None
+    if module == "lm_head":
+        return "nvfp4"
     return in_mlp(module) or ("fp8" if "attn." in module and "language_model" in module else None)
 
 
-def test_gemma_4_31b_loads_and_trains_as_nvidia_publishes_it(tmp_path):
-    wrapper, dense = write(tmp_path, in_mlp, GEMMA4_31B, "modelopt", make_wrapper("Gemma4"))
+@pytest.mark.parametrize(
+    ("family", "held", "declared"), [("Gemma4", in_mlp, GEMMA4_31B), ("Qwen3_5", qwen36, QWEN36_27B)]
+)
+def test_what_nvidia_publishes_loads_and_trains(tmp_path, family, held, declared):
+    """Gemma 4 31B, and Qwen3.6 and 3.8 27B with their heads packed."""
+    made = make_wrapper(family, tied=family == "Gemma4")
+    wrapper, dense = write(tmp_path / "base", held, declared, "modelopt", made)
     texts = torch.randint(3, 128, (2, 20))
-    model = load_model(tmp_path, None, torch.float32, "cpu")
+    model = load_model(tmp_path / "base", None, torch.float32, "cpu")
     packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     assert len(packed) == 6 and all(".mlp." in name for name in packed)
     for module, weight in dense.items():
@@ -102,8 +114,13 @@ def test_gemma_4_31b_loads_and_trains_as_nvidia_publishes_it(tmp_path):
     logits = text_logits(model, torch.tensor([[5, 6, 7, *sample.token_ids]]))[0, 2:-1].log_softmax(-1)
     wanted = logits.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
-    assert check_model(tmp_path, None) == "as-published"
-    assert check_model(tmp_path, "nvfp4") == "nvfp4"
+    model.save_pretrained(tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(wrapper, tmp_path / "adapter").eval()
+    torch.testing.assert_close(text_logits(theirs, texts), text_logits(model, texts), rtol=0, atol=1e-4)
+    again = load_adapter(load_model(tmp_path / "base", None, torch.float32, "cpu"), tmp_path / "adapter")
+    assert torch.equal(text_logits(again, texts), text_logits(model, texts))
+    assert check_model(tmp_path / "base", None) == "as-published"
+    assert check_model(tmp_path / "base", "nvfp4") == "nvfp4"
 
 
 def gpt_oss(folder) -> None:
@@ -121,11 +138,6 @@ def gpt_oss(folder) -> None:
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": GPT_OSS}))
-
-
-def qwen36_dense(folder) -> None:
-    config = transformers.Qwen3_5Config(text_config=TINY | DELTA, vision_config=QWEN_SIGHT)
-    write(folder, qwen36, QWEN36_27B, "modelopt", transformers.Qwen3_5ForConditionalGeneration(config))
 
 
 def qwen36_experts(folder) -> None:
@@ -146,7 +158,6 @@ def lightning(folder) -> None:
 @pytest.mark.parametrize(
     ("make", "layers"),
     [
-        (qwen36_dense, "layers .linear_attention. that carry a state"),
         (qwen36_experts, "layers .linear_attention. that carry a state"),
         (lightning, "layers .* that carry a state"),
         (gpt_oss, "is a mixture of experts"),

@@ -14,6 +14,7 @@ from qerl.errors import QeRLError
 from qerl.families.sizes import PUBLISHED as CONFIGS
 from qerl.families.sizes import SIZES, Run, Sizes
 from qerl.fp4.linear import PackedLinear
+from qerl.kernels.delta_rule import WORKING_BYTES, numbers_of_key_head
 from qerl.lora.adapter import add_lora
 from qerl.models.load import load_model
 from qerl.plan.command import plan_command
@@ -26,6 +27,7 @@ from qerl.trainer.reference import Reference
 from qerl.update.chunks import split_rows
 from qerl.update.packed_row import Lengths, RowBuilder
 from qerl.weight_formats import FORMATS
+from tests.support.families import DELTA_NETS, tiny
 from tests.support.models import move_adapter
 from tests.support.plan import GB80, LINEARS, work
 
@@ -321,6 +323,59 @@ def test_keys_of_a_pass(limit, samples):
             row.add_branch(0, torch.arange(4), torch.arange(4))
     gathered = row.finish(torch.device("cpu"))
     assert step.keys - step.tokens == len(gathered.branches.keys_M) - gathered.input_ids_1L.numel()
+
+
+def test_delta_nets_beside_gated_attention():
+    """Qwen3.5 9B: 8192 channels, 32 value heads of 128, and 16 heads of 256 with 4 of keys."""
+    sizes = Sizes.by_name("qwen3.5-9b")
+    (net, full), step = (run.spec for run in sizes.runs[:2]), work(targets=sizes.targets)
+    t, hidden, intermediate, rank, values = step.tokens, 4096, 12288, 32, 32 * 128
+    states = 4 * 8 * 32 * 128 * 128
+    behind = 2 * t * (2 * hidden + 3 * intermediate + 4 * rank) + 4 * t
+    own = 2 * t * (hidden + 2 * 8192 + 3 * values + 2 * rank) + 4 * t * (1 + 3 * 32) + states
+    assert LayerActivations(net, step).kept == own + behind
+    convolution = 2 * t * (hidden + values) + 22 * t * 8192
+    assert LayerActivations(net, step).backward == convolution - behind
+    for tokens, made_again in ((256, 16 * 9), (8192, None)):
+        few = work(targets=sizes.targets, microbatch=1, completion_tokens=tokens)
+        made_again = 4 * made_again * numbers_of_key_head(2, 128, 128, True) if made_again else WORKING_BYTES
+        rule = 2 * few.tokens * (hidden + 2 * values + 2 * 8192) + 2 * states // 8 + made_again
+        left = 2 * few.tokens * (2 * hidden + 3 * intermediate + 4 * rank) + 4 * few.tokens
+        assert LayerActivations(net, few).backward == rule - left
+    plain = dataclasses.replace(full, mixer=dataclasses.replace(full.mixer, gated=False))
+    with_gate, without = (LayerActivations(spec, step) for spec in (full, plain))
+    assert with_gate.kept - without.kept == 2 * t * 2 * 16 * 256
+    # Both linears in front are written one after the other, gate and up at once.
+    assert LayerActivations(net, step).workspace == 2 * (
+        2 * intermediate * hidden + 2 * rank * 2 * intermediate
+    )
+
+
+def test_states_have_a_line_of_their_own():
+    """One of each sequence, whatever its length, and one of each prompt."""
+    sizes = Sizes.by_name("qwen3.5-9b")
+    lines = []
+    for tokens in (512, 2048):
+        plan = make_plan(sizes, work(targets=sizes.targets, completion_tokens=tokens, sequences=16), GB80)
+        lines.append({line.name: line.rollout for line in plan.lines})
+    cache = Cache(sizes, work(targets=sizes.targets, sequences=16))
+    by_pool = dict(zip(cache.geometry.pools, cache.geometry.block_bytes, strict=True))
+    assert lines[0]["states of layers"] == lines[1]["states of layers"] == by_pool["state"] * (16 + 3)
+    assert lines[1]["keys and values"] == by_pool[None] * (16 * 32 + 3 * 4)
+    assert by_pool[None] == 8 * 2 * 4 * 256 * 64 * 2, "8 of 32 layers have keys and values"
+    assert "states of layers" not in {line.name for line in make_plan(SIZES["7b"], work(), GB80).lines}
+
+
+def test_bytes_of_a_model_with_delta_nets(tmp_path):
+    tiny(DELTA_NETS).save_pretrained(tmp_path)
+    model = load_model(tmp_path, "nvfp4", torch.bfloat16, "cpu")
+    sizes = Sizes.from_config(json.loads((tmp_path / "config.json").read_text()))
+    tensors = list(model.parameters())
+    tensors += [b for m in model.modules() if isinstance(m, PackedLinear) for b in m.buffers(recurse=False)]
+    assert Weights(sizes, FORMATS["nvfp4"]).bytes == sum(tensor.nbytes for tensor in tensors)
+    adapted = add_lora(model, rank=6, alpha=6, dropout=0.0)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert Adapter(sizes, 6, sizes.targets).parameters == sum(p.numel() for p in trained)
 
 
 def test_normalised_heads_are_kept_twice():

@@ -13,6 +13,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 from qerl.update.losses import Datum
 from qerl_serve.names import split_path
 from tests.support import by_hand
+from tests.support.families import DELTA_NETS, tiny
 from tests.support.http import Client, connected
 from tests.support.serve import small_model, tiny_backend
 
@@ -21,7 +22,8 @@ TOKENS = [[5, 9, number, *range(3, 99, 4 + number)] for number in (1, 1, 2, 3, 3
 LR, EPS = 10.0, 100.0
 """With so large an epsilon a step is nearly the gradient times the rate, and not its sign."""
 BOUND = 1e-5
-"""Of the largest difference, in parts of the largest change of any matrix."""
+"""Of the largest difference, in parts of the largest change of any matrix. With delta nets three times as
+much: there what torch computes in FP32 differs by as much from FP64, for some of the random adapters."""
 
 
 def saved(client: Client, model: str, seq_id: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -66,16 +68,30 @@ def data_of(loss: str, near: list[torch.Tensor]) -> list[Datum]:
     return found
 
 
-@pytest.mark.parametrize("loss", [*by_hand.LOSSES])
-def test_a_step_over_http_is_the_one_that_torch_alone_makes(tmp_path: Path, loss: str):
-    with connected(tmp_path, tiny_backend(tmp_path), context=512) as client:
+def delta_nets():
+    """A model with one layer of each kind."""
+    layers = ["linear_attention", "full_attention"]
+    return tiny(DELTA_NETS, max_position_embeddings=512, num_hidden_layers=2, layer_types=layers)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "bound"),
+    [
+        *((small_model, loss, BOUND) for loss in by_hand.LOSSES),
+        (delta_nets, "importance_sampling", 3 * BOUND),
+    ],
+)
+def test_a_step_over_http_is_the_one_that_torch_alone_makes(
+    tmp_path: Path, make: Any, loss: str, bound: float
+):
+    with connected(tmp_path, tiny_backend(tmp_path, make()), context=512) as client:
         model = client.model()
         client.send_data(model, 1, data(), "cross_entropy")  # after which B is not 0, and A has a gradient
         client.ask("optim_step", model_id=model, seq_id=2, adam_params={"learning_rate": 0.05})
         path = client.ask("save_weights", model_id=model, seq_id=3, path="warm")["path"]
         client.ask("load_weights", model_id=model, seq_id=4, path=path, optimizer=False)
         before = saved(client, model, 5, tmp_path)
-        base = small_model()
+        base = make()
         sent = data_of(loss, by_hand.logprobs(base, before, data()))
         client.send_data(model, 6, sent, loss)
         assert isinstance(client.result(f"{model}:6"), bytes)
@@ -88,4 +104,4 @@ def test_a_step_over_http_is_the_one_that_torch_alone_makes(tmp_path: Path, loss
     off = max(float((after[name] - expected[name]).abs().max()) for name in after)
     print(f"{loss}: largest change {change:.3g}, largest difference {off:.2g}, {off / change:.1g} of it")
     assert change > 1e-3
-    assert off < BOUND * change
+    assert off < bound * change

@@ -50,7 +50,9 @@ def test_a_model_fits_on_the_gpus_of_its_header_and_on_no_other(name, console):
     }
     sizes = SIZES.get(name, name)
     planned = {
-        gpu for gpu in (24, 48, 80) if fits(plan_command(sizes, ["gsm8k", "nvfp4-lora"], {}, gpu, console))
+        gpu
+        for gpu in (24, 32, 48, 80)
+        if fits(plan_command(sizes, ["gsm8k", "nvfp4-lora"], {}, gpu, console))
     }
     assert said == planned
 
@@ -65,7 +67,7 @@ def test_models_up_to_14b_fit_on_a_card_with_its_recipe(name, console):
     sold = [gpu for card in CARDS.values() for gpu, gib in card.gpus if 0.9 * size < gib < size]
     gpu = min([size, *sold], key=lambda one: planned_gpu(one).capacity)
     assert f"CUDA GPU of {size} GB" in read_header(packaged()[name]).hardware
-    for model in ("7b", "qwen3-8b", "llama3.1-8b", "mistral-7b", "14b", "qwen3-14b"):
+    for model in ("7b", "qwen3-8b", "qwen3.5-9b", "llama3.1-8b", "mistral-7b", "14b", "qwen3-14b"):
         for task, variant in (("gsm8k", "nvfp4-aqn"), ("gsm8k", "nf4-lora"), ("bigmath", "mxfp4-lora")):
             plan = plan_command(model, [task, variant, name], {}, gpu, console)
             assert fits(plan), f"{model} {task} {variant} on {gpu}"

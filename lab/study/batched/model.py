@@ -108,7 +108,7 @@ class BatchedModel:
             attention = layer.self_attn
             self._head_norms.append(
                 (attention.q_norm.weight.detach().float(), attention.k_norm.weight.detach().float())
-                if self.sizes.spec.mixer.qk_norm
+                if self.sizes.attention.qk_norm
                 else None
             )
             for name in ("input_layernorm", "post_attention_layernorm"):
@@ -168,7 +168,7 @@ class BatchedModel:
         for index, products in enumerate(self._products):
             (qkv, output, gate_up, down), own = products, adapted[4 * index : 4 * index + 4]
             h_STD = rms_norm(x_STD, norm_weight(2 * index), self._eps)
-            q, k, v = (y.unflatten(-1, (-1, self.sizes.spec.mixer.head_size)) for y in qkv(h_STD, own[0]))
+            q, k, v = (y.unflatten(-1, (-1, self.sizes.attention.head_size)) for y in qkv(h_STD, own[0]))
             if (norms := self._head_norms[index]) is not None:
                 q, k = rms_norm(q, norms[0], self._eps), rms_norm(k, norms[1], self._eps)
             attended = attend(index, _turned(q, *angles), _turned(k, *angles), v)
@@ -211,10 +211,9 @@ def _check(base: PreTrainedModel) -> None:
     config = base.config
     kind = str(getattr(config, "model_type", None))
     name, why = type(base).__name__, None
-    specs = {run.spec for run in FAMILIES[kind].sizes(config).runs} if kind in FAMILIES else set()
     if kind not in _KNOWN or not hasattr(base.get_decoder(), "layers"):
         why = f"is of the family {kind}; known are {', '.join(_KNOWN)}"
-    elif any(spec.mixer.window for spec in specs):
+    elif any(FAMILIES[kind].sizes(config).windows):
         why = "attends to a sliding window"
     elif config.hidden_act != "silu":
         why = f"has the activation {config.hidden_act}"

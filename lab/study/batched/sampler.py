@@ -166,7 +166,7 @@ class _Decoder:
         pool: Any,
     ) -> None:
         self._model, self._shape, self._pad = model, shape, pad
-        sizes, mixer = model.sizes, model.sizes.spec.mixer
+        sizes, mixer = model.sizes, model.sizes.attention
         device, dtype = model.device, model.dtype
         s, u, n, width, tokens = shape[:5]
         rows = s * u * n

@@ -163,16 +163,15 @@ class Walker:
     def _rows_in_memory(self) -> int:
         """Rows for which a GPU has memory, so that two processes fit on it.
 
-        A row has keys and values, twice while prompts are handed to their samples, FP32 logits and as much
-        again that is computed of them, and a weight of each noisy norm with its noise.
+        A row has keys, values and states, twice while prompts are handed to their samples, FP32 logits and as
+        much again that is computed of them, and a weight of each noisy norm with its noise.
         """
         if self._device.type != "cuda":
             return sys.maxsize
         config = base_model(self._model).config.get_text_config(decoder=True)
         sizes = Sizes.from_config(config.to_dict())
         tokens = max(map(len, self.prompts)) + self._tokens
-        keys = sum(spec.mixer.keys for spec in sizes.specs)
-        cache = 2 * keys * tokens * base_model(self._model).dtype.itemsize
+        cache = 2 * sizes.keys * tokens * base_model(self._model).dtype.itemsize + 4 * sizes.states
         row = 2 * cache + 4 * (2 * sizes.vocabulary + 3 * self._norms.width)
         return max(2, int(_SHARE * total_bytes(self._device) / row))
 

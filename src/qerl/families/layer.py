@@ -1,10 +1,10 @@
 """Decoder layers as descriptions: a mixer of tokens, an MLP behind it, and the linears and norms of both.
 
 `Attention`, `DeltaNet` and `GatedMLP` are the kinds of the described families; each lists its products.
-Four-bit scales, LoRA, memory plan and paged engine read linears and products from here, so a further kind is a
-class here and a function in each of them: routed experts would stand beside `GatedMLP`. A difference between
-layers of one model, such as a window, sinks, the size of heads or no rotary embedding, is a field of their
-kind; a layer that is a mixer or an MLP alone leaves out the other.
+Four-bit scales, LoRA, memory plan and paged engine read linears and products from here, so a further kind is
+a class here and a function in each of them: routed experts would stand beside `GatedMLP`. A difference
+between layers of one model, such as a window, sinks, the size of heads or no rotary embedding, is a field of
+their kind; a layer that is a mixer or an MLP alone leaves out the other.
 
 Nothing here needs torch.
 """
@@ -175,12 +175,13 @@ class DeltaNet:
     """A gated delta rule: each value head has a state S, which every token reads and corrects.
 
     A short causal convolution goes over queries, keys and values. Then, with q and k of length 1,
-    ``S = decay S; S = S + k (beta (v - S^T k))^T; y = S^T q / sqrt(key_size)``, and y passes a norm and the gate
-    ``silu(z)``. Decay and beta are two numbers per token and value head, made by two narrow linears that stay
-    in 16 bits and have no adapter.
+    ``S = decay S; S = S + k (beta (v - S^T k))^T; y = S^T q / sqrt(key_size)``, and y passes a norm and the
+    gate ``silu(z)``. Decay and beta are two numbers per token and value head, made by two narrow linears that
+    stay in 16 bits and have no adapter.
 
     Attributes:
-        key_heads: Heads of queries, and of keys; each serves value_heads / key_heads neighbouring value heads.
+        key_heads: Heads of queries, and of keys; each serves value_heads / key_heads neighbouring value
+            heads.
         key_size, value_size: Width of a head; a state is [key_size, value_size].
         taps: Tokens that the convolution sees, the present one included.
     """
@@ -217,10 +218,18 @@ class DeltaNet:
         """Elements of the norm of its output."""
         return self.value_size
 
+    def gates(self, hidden: int) -> int:
+        """Elements of both linears of decay and beta."""
+        return 2 * self.value_heads * hidden
+
+    @property
+    def constants(self) -> int:
+        """Elements of two numbers per value head, and of the convolution."""
+        return 2 * self.value_heads + self.channels * self.taps
+
     def dense(self, hidden: int) -> int:
-        """Elements of what stays in 16 bits beside linears and norms: both linears of gates, two numbers per
-        head, and the convolution."""
-        return 2 * self.value_heads * (hidden + 1) + self.channels * self.taps
+        """Elements of what stays in 16 bits beside linears and norms."""
+        return self.gates(hidden) + self.constants
 
     @property
     def summed(self) -> set[str]:

@@ -6,7 +6,11 @@ from typing import cast
 
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+WITH_STATE = {"qwen3_5_text": "linear_attention"}
+"""By ``model_type`` the type of layers whose state is carried on at the borders of samples: gated delta nets,
+in the update by `qerl.update.delta_net`, in rollouts by either engine."""
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -16,6 +20,19 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     Names taken from here are therefore the same with and without an adapter.
     """
     return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
+def layers_with_state(config: PreTrainedConfig) -> list[bool]:
+    """For each decoder layer whether it carries a state from token to token, instead of keys and values.
+
+    Args:
+        config: Of a model that can be trained (`qerl.families.supported.why_not`), or of the decoder in it.
+    """
+    text = config.get_text_config(decoder=True)
+    kind = WITH_STATE.get(text.model_type)
+    if kind is None:
+        return [False] * text.num_hidden_layers
+    return [each == kind for each in text.layer_types]
 
 
 def eval_mode(model: nn.Module) -> AbstractContextManager[None]:

@@ -1,8 +1,8 @@
 """Qwen3.5, 3.6 and 3.8, dense: three of four layers are gated delta nets, every fourth has gated attention.
 
-The attention gates each head by a second half of its query's projection, normalises queries and keys, and turns
-a quarter of each head. Positions are three per token, for text, height and width; on text they are equal. All
-norms but that of a delta net's output multiply by 1 + w.
+The attention gates each head by a second half of its query's projection, normalises queries and keys, and
+turns a quarter of each head. Positions are three per token, for text, height and width; on text they are
+equal. All norms but that of a delta net's output multiply by 1 + w.
 """
 
 from typing import Any

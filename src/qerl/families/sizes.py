@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from qerl.errors import QeRLError
-from qerl.families.layer import Attention, GatedMLP, LayerSpec, Rotary
+from qerl.families.layer import Attention, DeltaNet, GatedMLP, LayerSpec, Rotary
 
 FREQUENCIES = "rotary_emb.inv_freq"
 """Place in a decoder of its rotary frequencies, where all layers have the same."""
@@ -149,6 +149,42 @@ class Sizes:
         return first
 
     @property
+    def attention(self) -> Attention:
+        """The attention that all layers with one have.
+
+        Raises:
+            QeRLError: It differs, or there is none.
+        """
+        found = {run.spec.mixer for run in self.runs if isinstance(run.spec.mixer, Attention)}
+        if len(found) != 1:
+            raise QeRLError(f"This model has {len(found)} kinds of attention; what was asked takes one.")
+        return found.pop()
+
+    @property
+    def mlp(self) -> GatedMLP:
+        """The MLP that all layers have.
+
+        Raises:
+            QeRLError: They differ.
+        """
+        first, *others = {run.spec.mlp for run in self.runs}
+        if others:
+            raise QeRLError("The MLPs of this model differ; one description does not hold for all of them.")
+        return first
+
+    @property
+    def keys(self) -> int:
+        """Numbers of a token's keys in all layers, as many as of its values."""
+        mixers = [spec.mixer for spec in self.specs]
+        return sum(each.keys for each in mixers if isinstance(each, Attention))
+
+    @property
+    def states(self) -> int:
+        """Numbers of a sequence's states in all layers that carry one."""
+        mixers = [spec.mixer for spec in self.specs]
+        return sum(each.state for each in mixers if isinstance(each, DeltaNet))
+
+    @property
     def specs(self) -> list[LayerSpec]:
         """The description of each layer."""
         return [run.spec for run in self.runs for _ in range(run.layers)]
@@ -212,6 +248,11 @@ _QWEN35_ROPE = {
     "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
     "mrope_interleaved": True,
 }  # fmt: skip
+_QWEN36_27B = {
+    "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
+    "num_attention_heads": 24, "linear_num_value_heads": 48, "max_position_embeddings": 262144,
+    "rope_parameters": _QWEN35_ROPE,
+}  # fmt: skip
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "smollm3-3b": {
@@ -221,17 +262,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "ministral3-8b": {"model_type": "ministral3"},
     "qwen3.5-4b": {
-        "model_type": "qwen3_5_text", "hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True,
-        "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE,
+        "model_type": "qwen3_5_text", "hidden_size": 2560, "intermediate_size": 9216,
+        "tie_word_embeddings": True, "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE,
     },
     "qwen3.5-9b": {
         "model_type": "qwen3_5_text", "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE,
     },
-    "qwen3.6-27b": {
-        "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408,
-        "num_hidden_layers": 64, "num_attention_heads": 24, "linear_num_value_heads": 48,
-        "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE,
-    },
+    "qwen3.6-27b": _QWEN36_27B,
+    "qwen3.8-27b": _QWEN36_27B,
     "gemma4-31b": {
         "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504,
         "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,

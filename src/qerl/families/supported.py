@@ -9,31 +9,15 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.families.parts import WITH_STATE
 
 _BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types whose attention depends on nothing but who may see whom."""
-
-_WITH_STATE = {"qwen3_5_text": "linear_attention"}
-"""By ``model_type`` the type of layers whose state is carried on at the borders of samples: gated delta nets,
-in the update by `qerl.update.delta_net`, in rollouts by either engine."""
 
 LEFT_WHOLE = frozenset({"in_proj_a", "in_proj_b"})
 """Last names of linears that are neither quantised nor, unless somebody names them, adapted: in a gated delta
 net those of the decay and the rate, with one output per head. They are a thousandth of the layer, and what
 they give is exponentiated or summed over all tokens that follow."""
-
-
-def layers_with_state(config: PreTrainedConfig) -> list[bool]:
-    """For each decoder layer whether it carries a state from token to token, instead of keys and values.
-
-    Args:
-        config: Of a model that `why_not` has nothing against, or of the decoder in it.
-    """
-    text = config.get_text_config(decoder=True)
-    kind = _WITH_STATE.get(text.model_type)
-    if kind is None:
-        return [False] * text.num_hidden_layers
-    return [each == kind for each in text.layer_types]
 
 
 def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
@@ -44,7 +28,7 @@ def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
         return (
             f"{model_class.__name__} is an encoder-decoder, of which no prompt can be shared by its samples"
         )
-    kind_with_state = _WITH_STATE.get(text.model_type)
+    kind_with_state = WITH_STATE.get(text.model_type)
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _BY_POSITION - {kind_with_state})
     if others or (getattr(model_class, "_is_stateful", False) and not kind_with_state):
         kind = f" ({others[0]})" if others else ""

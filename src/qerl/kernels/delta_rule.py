@@ -195,16 +195,27 @@ def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 
-def _groups(inputs: _Inputs, chunks: Chunks, keep: bool) -> list[slice]:
-    """Key heads that are computed at a time, which hold `WORKING_BYTES`, or one; with or without what
-    gradients need."""
-    (_, key_heads, key_size), (_, heads, size) = inputs.q_LUK.shape, inputs.v_LVE.shape
+def numbers_of_key_head(values: int, key_size: int, size: int, keep: bool) -> int:
+    """Numbers that are held for each chunk of a key head, beside inputs and results, about.
+
+    Args:
+        values: Value heads that read it.
+        key_size, size: Of a key head, and of a value head.
+        keep: Whether what gradients need is there.
+    """
     # Of a value head: v and outputs, and matrices of two tokens. Of a key head: q and k as they came and of
     # unit length, products of them, and gradients.
     value = CHUNK * (2 * size + 9 * CHUNK)
     if keep:  # states, R and X with gradients, those of the outputs, and those of q and k by value heads
         value += 2 * key_size * size + CHUNK * (5 * size + 3 * key_size)
-    numbers = heads // key_heads * value + CHUNK * (8 * key_size + 4 * CHUNK)
+    return values * value + CHUNK * (8 * key_size + 4 * CHUNK)
+
+
+def _groups(inputs: _Inputs, chunks: Chunks, keep: bool) -> list[slice]:
+    """Key heads that are computed at a time, which hold `WORKING_BYTES`, or one; with or without what
+    gradients need."""
+    (_, key_heads, key_size), (_, heads, size) = inputs.q_LUK.shape, inputs.v_LVE.shape
+    numbers = numbers_of_key_head(heads // key_heads, key_size, size, keep)
     each = len(chunks.rows_JI) * numbers * _working(inputs).itemsize
     at_once = max(1, min(key_heads, WORKING_BYTES // each))
     return [slice(first, min(first + at_once, key_heads)) for first in range(0, key_heads, at_once)]

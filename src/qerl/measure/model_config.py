@@ -37,7 +37,7 @@ def model_config(sizes: Sizes, weights: str, positions: int) -> PreTrainedConfig
         weights: ``bf16`` or ``nvfp4``, the latter as compressed-tensors declares it.
         positions: Positions of the model.
     """
-    mixer = sizes.spec.mixer
+    mixer = sizes.attention
     kind = Qwen2Config if mixer.qkv_bias else Qwen3Config if mixer.qk_norm else LlamaConfig
     quantised = {} if weights == "bf16" else {"quantization_config": quantization_config(NVFP4, ["lm_head"])}
     return kind(

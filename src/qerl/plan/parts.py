@@ -13,6 +13,7 @@ LoRA rank, V vocabulary.
 
 from dataclasses import dataclass
 
+from qerl.families.layer import Attention, DeltaNet
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import pad_rank
 from qerl.kernels.tensors import head_positions
@@ -71,12 +72,15 @@ class Adapter:
 
     @property
     def copies(self) -> int:
-        """Bytes of the engine's copies: LoRA of all linears in bf16, R padded, norms and the rotary tables in
-        fp32."""
-        sizes = self.sizes
-        tables = {run.spec.mixer.rotary for run in sizes.runs}
+        """Bytes of the engine's copies: LoRA of all linears and the linears of delta nets' gates in bf16, R
+        padded, norms, the rotary tables and what delta nets have beside linears in fp32."""
+        sizes, mixers = self.sizes, [spec.mixer for spec in self.sizes.specs]
+        nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNet)]
+        tables = {mixer.rotary for mixer in mixers if isinstance(mixer, Attention)}
         angles = sizes.positions * sum(2 * rotary.pairs for rotary in tables if rotary)
-        return HALF * pad_rank(self.rank) * self._widths(sizes.targets) + FULL * (sizes.norms + angles)
+        narrow = sum(net.gates(sizes.hidden) for net in nets)
+        single = sizes.norms + angles + sum(net.constants for net in nets)
+        return HALF * (pad_rank(self.rank) * self._widths(sizes.targets) + narrow) + FULL * single
 
     def _widths(self, targets: tuple[str, ...]) -> int:
         """Inputs and outputs of all linears of these names."""
@@ -90,7 +94,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values: ``2 G`` numbers per token and layer, in blocks of 64, prompts once per group.
+    """Keys and values: ``2 G`` numbers per token and layer, in blocks of 64, prompts once per group. Layers
+    that carry a state have one for each sequence, and one for each prompt.
 
     The paged engine reserves them by the same functions (`qerl.rollout.paged.limits`).
     """
@@ -110,9 +115,19 @@ class Cache:
         return BlockDemand(work.prompt_tokens, work.completion_tokens, work.group, pools)
 
     def bytes(self, budget: int) -> int:
-        """Bytes that the engine reserves with this budget for keys and values."""
+        """Bytes that the engine reserves with this budget for keys and values, and for states."""
+        return sum(self._reserved(budget))
+
+    def states(self, budget: int) -> int:
+        """Bytes of those that hold states."""
+        pools = zip(self.geometry.pools, self._reserved(budget), strict=True)
+        return sum(size for pool, size in pools if pool == "state")
+
+    def _reserved(self, budget: int) -> list[int]:
+        """Bytes of each pool."""
         geometry, (demand, rows) = self.geometry, self._taken
-        return geometry.bytes(geometry.affordable(demand.blocks(rows), demand.least, budget))
+        blocks = geometry.affordable(demand.blocks(rows), demand.least, budget)
+        return [count * each for count, each in zip(blocks, geometry.block_bytes, strict=True)]
 
     @property
     def state(self) -> int:

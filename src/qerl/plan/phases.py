@@ -97,9 +97,11 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
     # Within one backward pass, gradients grow while what was kept for them goes.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
     slack = round(SLACK * (update.inputs + update.working) + KEPT_SLACK * update.whole_layers)
+    states = cache.states(budget)
     lines = (
         *(Line(name, size, size) for name, size in resident.items() if size),
-        Line("keys and values", cache.bytes(budget), 0),
+        Line("keys and values", cache.bytes(budget) - states, 0),
+        *([Line("states of layers", states, 0)] if states else []),
         Line("gradients", 0, gradients),
         Line("activations kept", 0, update.kept),
         Line("one layer or the head", 0, update.working),

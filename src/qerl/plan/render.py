@@ -23,6 +23,7 @@ _COLORS = {
     "other adapters": "cyan",
     "buckets of gradients": "magenta",
     "keys and values": "yellow",
+    "states of layers": "yellow",
     "gradients": "magenta",
     "activations kept": "green",
     "one layer or the head": "green",

@@ -102,7 +102,7 @@ class Work:
     def keys(self) -> int:
         """M, keys that attention gathers in that pass: its tokens, and for each of its samples their prompt
         once more. Of samples that reach the limit; of shorter ones more share a pass and read a prompt."""
-        return self.tokens + self._fitting * (self.prompt_tokens - 1)
+        return self.tokens + self.branches * (self.prompt_tokens - 1)
 
     @property
     def scored_tokens(self) -> int:
@@ -114,7 +114,7 @@ class Work:
         """Backward passes per optimizer step, at least."""
         if self.tokens_per_forward is None:
             return self.microbatches
-        return -(-self._samples // self._fitting)
+        return -(-self._samples // self.branches)
 
     @property
     def computed_tokens(self) -> int:
@@ -125,7 +125,7 @@ class Work:
         return self.tokens_of(self._samples) + divided * (self.prompt_tokens - 1)
 
     @property
-    def _fitting(self) -> int:
+    def branches(self) -> int:
         """Samples of the longest kind that fit the largest pass, whole groups together."""
         return max(1, bisect_right(range(1, self._samples + 1), self.tokens, key=self.tokens_of))
 

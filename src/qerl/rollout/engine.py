@@ -33,9 +33,9 @@ from transformers import PreTrainedConfig
 
 from qerl.errors import QeRLError
 from qerl.families.layer import Attention
-from qerl.families.parts import base_model
+from qerl.families.parts import base_model, layers_with_state
 from qerl.families.sizes import Sizes
-from qerl.families.supported import layers_with_state, why_not
+from qerl.families.supported import why_not
 from qerl.rollout.stops import FinishReason, Stop
 from qerl.seeding import derive_seed
 

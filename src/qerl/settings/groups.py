@@ -222,7 +222,8 @@ class Sampling(Group):
     """Largest number of tokens, up to 15, that are drafted for a sequence where at most four run, and
     computed in one pass: what followed its last tokens in itself or in other samples of its prompt. Samples
     are those drawn without drafts, up to rounding. 0 drafts none. A draft costs a large model little; what it
-    wins depends on how often completions repeat themselves."""
+    wins depends on how often completions repeat themselves. Refused for models whose layers carry a state
+    (Qwen3.5)."""
     generation_kwargs: Options | None = None
     """Arguments of transformers' generate or of vLLM; each sets the field that means the same, such as
     temperature, or is refused."""

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.families.parts import layers_with_state
 from qerl.kernels.tensors import add_product, head_positions, product
 from qerl.update.attention import attention_kwargs
 from qerl.update.delta_net import sequence_kwargs
@@ -368,7 +369,7 @@ def hidden_states(decoder: torch.nn.Module, row: PackedRow, by_segment: bool) ->
             position_ids=row.position_ids_1L,
             use_cache=False,
             **attention,
-            **sequence_kwargs(decoder, row),
+            **(sequence_kwargs(decoder, row) if any(layers_with_state(decoder.config)) else {}),
         )
     hidden_1LD: torch.Tensor = out.last_hidden_state
     return hidden_1LD[0]

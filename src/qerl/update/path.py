@@ -26,8 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qerl.families.layer import Attention, GatedMLP, names
-from qerl.families.parts import eval_mode
-from qerl.families.supported import layers_with_state
+from qerl.families.parts import eval_mode, layers_with_state
 from qerl.kernels.flash import why_not_flash4
 from qerl.kernels.limits import MAX_HEAD
 from qerl.lora.product import why_not_fused

@@ -37,9 +37,8 @@ import torch
 from torch import nn
 
 from qerl.errors import QeRLError
-from qerl.families.parts import base_model, eval_mode
+from qerl.families.parts import base_model, eval_mode, layers_with_state
 from qerl.families.sizes import positions_of
-from qerl.families.supported import layers_with_state
 from qerl.fp4.linear import PackedLinear, dense_weights_kept
 from qerl.noise.norms import noisy_norms
 from qerl.rollout.drafts import FEW_ROWS, Drafts

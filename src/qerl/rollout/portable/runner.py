@@ -56,8 +56,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from qerl.families.parts import base_model
-from qerl.families.supported import layers_with_state
+from qerl.families.parts import base_model, layers_with_state
 from qerl.kernels.tensors import unrounded_logits
 
 OfLayer = tuple[torch.Tensor, torch.Tensor]
