@@ -155,8 +155,8 @@ class DeltaNets:
         q, k, v = short_conv(seen, weights.taps_WC.T, runs.taps_LW).split(
             [mixer.key_heads * mixer.key_size] * 2 + [mixer.values], dim=1
         )
-        kept = (each[runs.blocks_N] for each in (states, recent, fades))
-        states_NVKE = states_now(*kept, runs.position_N)
+        at_N = runs.blocks_N
+        states_NVKE = states_now(states[at_N], recent[at_N], fades[at_N], runs.position_N)
         states_NVKE[runs.position_N == 0] = 0.0
         assert b.xa.sum_TR is not None, "its gates come with x A^T"
         b_LV, a_LV = b.xa.sum_TR[:tokens, -2 * mixer.value_heads :].chunk(2, dim=1)
