@@ -85,9 +85,10 @@ def test_a_row_on_the_kernels_is_as_near_to_fp32_as_bf16(name) -> None:
     )
     assert off < 0.05 and worst < max(0.1, rounded) and found.keys() == gradients.keys()
 
+    again, repeated = computed(model, row, by_segment=True)
+    assert torch.equal(again, logps) and all(torch.equal(repeated[n], found[n]) for n in found)
+
 
 def gap(found: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> float:
     """The largest relative error of a gradient."""
     return max(float((found[n] - g).norm() / g.norm()) for n, g in gradients.items())
-    again, repeated = computed(model, row, by_segment=True)
-    assert torch.equal(again, logps) and all(torch.equal(repeated[n], found[n]) for n in found)
