@@ -204,17 +204,19 @@ def test_nf4_layers_are_left_to_peft(tiny_model, to_nf4, monkeypatch):
 
 
 def test_norms_are_fused_for_what_they_compute(adapted, monkeypatch):
-    """Not for their names: one trains, one centres, one has a gate; those of Gemma and OLMo are others."""
+    """Not for their names: one trains, one centres, and one has a gate, which another kernel takes; those of
+    Gemma and OLMo are others."""
     model = adapted("llama").get_base_model()
     first, second, *_ = (module for module in model.modules() if is_norm(module))
     first.weight.requires_grad_(True)
     assert fit(monkeypatch, model).norms == Share(4, 5, "their weights train")
     first.weight.requires_grad_(False)
-    for kind in (CohereLayerNorm, Qwen3NextRMSNormGated):
+    no_plain = Share(4, 5, "CohereLayerNorm is no plain RMSNorm")
+    for kind, share in ((CohereLayerNorm, no_plain), (Qwen3NextRMSNormGated, Share(5, 5))):
         other = kind(64)
         other.variance_epsilon, other.weight = second.variance_epsilon, second.weight
         model.model.layers[0].input_layernorm = other
-        assert fit(monkeypatch, model).norms == Share(4, 5, f"{kind.__name__} is no plain RMSNorm")
+        assert fit(monkeypatch, model).norms == share
 
 
 @pytest.mark.parametrize(
@@ -273,6 +275,7 @@ def test_the_path_says_what_computes_attention(monkeypatch):
 FAMILY_PATHS = {  # norms, layers whose heads are turned, forward passes that turn them, MLPs
     "llama": (9, 4, 4, 4),
     "qwen3": (4 * 4 + 1, 0, 0, 4),
+    "qwen3_5_text": (4 * 2 + 2 + 1, 0, 0, 4),  # and three with a gate
     "granite": (9, 4, 4, 4),
     "mistral": (9, 4, 4, 4),
     "qwen2": (9, 4, 4, 4),
@@ -296,8 +299,9 @@ def test_families_with_windows_sinks_and_the_like_on_the_kernels(calls, monkeypa
         logits, gradients = logits_and_gradients(model)
     path, kwargs = fit(monkeypatch, model), packed_row(model)
     norms, turned, turns, mlps = FAMILY_PATHS[name]
-    assert (path.norms.fused, path.rotary.fused, path.mlps.fused) == (norms, turned, mlps)
-    assert path.by_segment and path.attention == Share(4, 4) and not path.is_slow
+    gated = path.delta_nets.fused
+    assert (path.norms.fused, path.rotary.fused, path.mlps.fused) == (norms + gated, turned, mlps)
+    assert path.by_segment and path.attention == Share(4 - gated, 4 - gated) and not path.is_slow
     fused.fuse(model)
     joined, product = [], fused.fused_forward
     monkeypatch.setattr(fused, "fused_forward", lambda *args: joined.append(len(args)) or product(*args))

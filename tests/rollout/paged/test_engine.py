@@ -120,7 +120,7 @@ def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
             engine.generate([[9, 4]], 1, params)
     passes = [*engine.prefill.passes.values(), *(step.forward for step in engine.graphs.steps.values())]
     for forward in passes:
-        for left in (each for sums in forward._sums for each in sums.values()):
+        for left in (each for sums in forward._sums for each in sums):
             left.parts_PTR.fill_(torch.nan)
             left.sum_TR.fill_(torch.nan)
     assert engine.generate([[9, 4]], 1, params).completions == wanted.completions

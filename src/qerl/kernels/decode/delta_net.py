@@ -255,19 +255,12 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def block_columns(tokens: int, heads: int, size: int) -> int:
-    """Columns of a state per block of delta_step.cu: all of them, or fewer while there are too few blocks for
-    the multiprocessors of a large GPU.
+def block_columns(size: int) -> int:
+    """Columns of a state per block of delta_step.cu, the most up to 64 that are a multiple of 8 and divide E.
 
-    Args:
-        tokens: T.
-        heads: V.
-        size: E.
+    From 1 to 128 rows of 32 heads of 128 no other width was faster on an H200.
     """
-    columns = next(each for each in range(min(size, 128), 0, -1) if size % each == each % 8 == 0)
-    while columns % 16 == 0 and columns > 16 and tokens * heads * (size // columns) < 256:
-        columns //= 2
-    return columns
+    return next(each for each in range(64, 0, -1) if size % each == each % 8 == 0)
 
 
 def delta_step(
@@ -304,7 +297,7 @@ def delta_step(
     if not out_TVE.is_cuda:
         _step_by_formula(*tensors)
         return
-    columns = block_columns(tokens, heads, size)
+    columns = block_columns(size)
     sizes = (channels - heads * size) // (2 * key_size), heads, key_size, size, columns, recent_SPF.shape[1]
     defines = tuple(zip(("U", "V", "K", "E", "COLUMNS", "P"), sizes, strict=True))
     compiled = kernel(STEP_SOURCE, "delta_step", defines, out_TVE.device.index or 0)
