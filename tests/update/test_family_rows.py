@@ -87,7 +87,8 @@ def test_a_row_is_the_samples_in_it(monkeypatch, name, way):
         assert made.keys() == truth.keys() and truth
         for parameter, gradient in truth.items():
             error = (made[parameter] - gradient).norm() / gradient.norm()
-            assert error < 1e-5, f"{parameter}: {error:.1e}"
+            # Of a delta net each of the two is 5e-6 from FP64.
+            assert error < (2e-5 if name == "qwen3_5_text" else 1e-5), f"{parameter}: {error:.1e}"
         again = plain(model)  # attention without a packed row is the model's own
     for one, other in zip(again, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-5)
