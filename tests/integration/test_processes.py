@@ -74,7 +74,8 @@ def by_process(completions, **kwargs):
 APART = WHOLE | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 SHARED = APART | {"tokens_per_forward": 500}
 QUANTILE = WHOLE | {"top_entropy_quantile": 0.5, "dynamic_sampling_rounds": 0, "max_steps": 2}
-STATES = WHOLE | {"dynamic_sampling_rounds": 0, "max_steps": 2}
+# Adam moves a number whose gradient is rounding as far as any other, unless epsilon is above that.
+STATES = WHOLE | {"dynamic_sampling_rounds": 0, "max_steps": 2, "adam_epsilon": 1e-3}
 PASSES = """import json, os
 
 import torch
@@ -301,11 +302,8 @@ def test_layers_with_a_state_train_on_two_processes(forked):
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
         assert row["grad_norm"] > 0
     assert any(tensor.any() for name, tensor in adapter.items() if "in_proj_qkv.lora_B" in name)
-    for (
-        name,
-        tensor,
-    ) in expected.items():  # as a whole: Adam moves a number whose gradient is rounding by as much
-        assert (adapter[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+    for name, tensor in expected.items():
+        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 
 
 def test_processes_share_forward_passes_each_for_itself(forked):
