@@ -83,7 +83,8 @@ def test_a_row_on_the_kernels_is_as_near_to_fp32_as_bf16(name) -> None:
     print(
         f"{name}: {off:.4f} nats; gradients off by {worst:.1e} at most, of transformers' code {rounded:.1e}"
     )
-    assert off < 0.05 and worst < max(0.1, rounded) and found.keys() == gradients.keys()
+    bound = max(0.1, rounded) if name == "qwen3_5_text" else 0.1  # tiny delta nets are badly conditioned
+    assert off < 0.05 and worst < bound and found.keys() == gradients.keys()
 
     again, repeated = computed(model, row, by_segment=True)
     assert torch.equal(again, logps) and all(torch.equal(repeated[n], found[n]) for n in found)
