@@ -28,6 +28,9 @@ STACKED_PART = 512
 MAX_HEAD = 256
 """Widest heads that FlashAttention takes."""
 
+MAX_KEY = 128
+"""Widest keys of a delta net: a thread of delta_step.cu has one number of a key."""
+
 WHOLE_PARTS = 160 * 1024
 """Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
 

@@ -17,7 +17,7 @@ from qerl.rollout.paged.binding import Binding, _why_not_with_linears, _why_not_
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
-from tests.support.families import NAMES, tiny
+from tests.support.families import DELTA_NETS, NAMES, tiny
 from tests.support.machine import Eager
 from tests.support.models import move_adapter
 
@@ -100,6 +100,13 @@ def test_rotary_embeddings_that_change_with_the_length_are_refused():
         config = {"rope_parameters": kinds} if kinds else {}
         found = _why_not_with_sizes(tiny("gemma3_text", **config).bfloat16())
         assert found is None if kinds is None else "dynamic" in found
+
+
+@pytest.mark.parametrize("config", [{"linear_key_head_dim": 136}, {"linear_value_head_dim": 36}])
+def test_delta_nets_of_sizes_that_the_step_does_not_take_are_refused(config):
+    assert _why_not_with_sizes(tiny(DELTA_NETS).bfloat16()) is None
+    found = _why_not_with_sizes(tiny(DELTA_NETS, **config).bfloat16())
+    assert "the kernels take keys up to 128 and values of a multiple of 8" in found
 
 
 def test_biases_that_the_config_does_not_tell_of_are_refused():

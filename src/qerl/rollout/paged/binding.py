@@ -25,7 +25,7 @@ from qerl.families.table import why_not_described
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.storage import stack_tiles, why_no_tiles
 from qerl.kernels.decode.rope_kv import Heads
-from qerl.kernels.limits import MAX_HEAD
+from qerl.kernels.limits import MAX_KEY
 from qerl.kernels.weights import nf4
 from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
@@ -67,8 +67,11 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
     for run in Sizes.of(config).runs:
         mixer = run.spec.mixer
         if isinstance(mixer, DeltaNet):
-            if mixer.value_size > MAX_HEAD or mixer.key_size > MAX_HEAD:
-                return f"its delta nets have heads wider than {MAX_HEAD}"
+            if mixer.key_size > MAX_KEY or mixer.value_size % 8:
+                return (
+                    f"its delta nets have keys of {mixer.key_size} and values of {mixer.value_size} numbers; "
+                    f"the kernels take keys up to {MAX_KEY} and values of a multiple of 8"
+                )
             continue
         if mixer.head_size not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
