@@ -22,7 +22,7 @@ from torch import nn
 
 from bench import first_step
 from bench.result import write_result
-from qerl.families.sizes import Sizes
+from qerl.measure.model_config import shape_of, sizes_of
 from qerl.measure.random_model import as_if_trained, random_policy
 from qerl.rollout.engine import KV_DTYPES, RolloutEngine, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
@@ -38,20 +38,37 @@ def trainer_logprobs(model: nn.Module, prompt: list[int], completion: list[int])
 
 def compare(
     model: nn.Module, engine: RolloutEngine, prompts: list[list[int]], samples: int, tokens: int
-) -> str:
-    """One line: the engine's log-probabilities against the trainer's, and both against FP32."""
+) -> dict[str, float]:
+    """The engine's log-probabilities against the trainer's, and both against FP32; differences in nats."""
     result = engine.generate(prompts, samples, SamplingParams(max_tokens=tokens, seed=1))
     exact = copy.deepcopy(model).float()
     pairs = [(prompts[i // samples], c.token_ids) for i, c in enumerate(result.completions)]
     trainer = torch.cat([trainer_logprobs(model, *pair) for pair in pairs])
     truth = torch.cat([trainer_logprobs(exact, *pair) for pair in pairs])
     found = torch.cat([torch.tensor(c.logprobs, device="cuda") for c in result.completions])
-    gap = (found - trainer).abs()
+    return {
+        "samples": len(pairs), "tokens": found.numel(), "logprob": float(found.mean()),
+        "sampler_trainer": _gap(found, trainer), "largest": float((found - trainer).abs().max()),
+        "sampler_fp32": _gap(found, truth), "trainer_fp32": _gap(trainer, truth),
+        "kl_sampler_trainer": _kl(found, trainer), "kl_sampler_fp32": _kl(found, truth),
+    }  # fmt: skip
+
+
+def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().mean())
+
+
+def _kl(sampler: torch.Tensor, other: torch.Tensor) -> float:
+    """KL(sampler || other) per token as `sampling/kl` estimates it."""
+    return float(((other - sampler).expm1() - (other - sampler)).mean())
+
+
+def _line(found: dict[str, float]) -> str:
     return (
-        f"{gap.numel()} tokens: mean |sampler - trainer| {gap.mean():.2e}, largest {gap.max():.2e}; mean "
-        f"|sampler - FP32| {(found - truth).abs().mean():.2e}, |trainer - FP32| "
-        f"{(trainer - truth).abs().mean():.2e}; KL(sampler, trainer) {(found - trainer).mean():.1e}, mean "
-        f"log-probability {found.mean():.3f}"
+        f"{found['tokens']} tokens: mean |sampler - trainer| {found['sampler_trainer']:.2e}, largest "
+        f"{found['largest']:.2e}; mean |sampler - FP32| {found['sampler_fp32']:.2e}, |trainer - FP32| "
+        f"{found['trainer_fp32']:.2e}; KL(sampler, trainer) {found['kl_sampler_trainer']:.1e}, "
+        f"KL(sampler, FP32) {found['kl_sampler_fp32']:.1e}, mean log-probability {found['logprob']:.3f}"
     )
 
 
@@ -85,7 +102,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="of the engine")
     parser.add_argument("--model", help="Hub id or folder: compare the first step of a real model")
     parser.add_argument("--steps", type=int, help="with --model: steps over which sampling/kl is measured")
-    parser.add_argument("--out", type=Path, help="with --steps: the result file")
+    parser.add_argument("--out", type=Path, help="of a shape, or with --steps: the result file")
     args = parser.parse_args(arguments)
     if args.model and args.steps:
         found = first_step.sampling_gap(args.model, args.steps)
@@ -96,20 +113,24 @@ def main(arguments: list[str]) -> None:
         return
     if args.model:
         policy, engine, prompts = first_step.sampler(args.model, args.kv_cache_dtype)
-        print(f"4 prompts, 8 samples: {compare(policy.eval(), engine, prompts, 8, 32)}")
+        print(f"4 prompts, 8 samples: {_line(compare(policy.eval(), engine, prompts, 8, 32))}")
         del policy, engine
         torch.cuda.empty_cache()
         print(f"first step: {first_step.compare(args.model)}")
         return
-    sizes = Sizes.by_name(args.shape)
     torch.manual_seed(0)
-    sizes = sizes.with_layers(args.layers or sizes.layers)
-    model = as_if_trained(random_policy(sizes, "nvfp4", rank=32, positions=4096)).eval()
-    prompt = torch.randint(0, sizes.vocabulary, (100,)).tolist()
+    shape = shape_of(args.shape, args.layers or 0)
+    model = as_if_trained(random_policy(shape, "nvfp4", rank=32, positions=4096)).eval()
+    prompt = torch.randint(0, sizes_of(shape).vocabulary, (100,)).tolist()
     reference = trainer_logprobs(model, prompt[:50], prompt[50:])
     engine = PagedEngine(model, pad_token_id=0, kv_cache_dtype=args.kv_cache_dtype)
     moved = trainer_logprobs(model, prompt[:50], prompt[50:])
     print(f"trainer before and after the weights were laid out anew: {(reference - moved).abs().max():.1e}")
-    print(f"4 samples: {compare(model, engine, [prompt], 4, args.tokens // 4)}")
-    print(f"32 samples: {compare(model, engine, [prompt, prompt[:37], prompt[:1], prompt[:65]], 8, 64)}")
+    few = compare(model, engine, [prompt], 4, args.tokens // 4)
+    print(f"4 samples: {_line(few)}")
+    many = compare(model, engine, [prompt, prompt[:37], prompt[:1], prompt[:65]], 8, 64)
+    print(f"32 samples: {_line(many)}")
     print(f"decode and prefill: {compare_prefill(engine, prompt, args.tokens // 4)}")
+    if args.out:
+        given = {"shape": args.shape, "layers": sizes_of(shape).layers}
+        write_result(args.out, " ".join(["parity", *arguments]), [given | few, given | many])

@@ -12,6 +12,7 @@ COMMANDS = {
     "speed": "speed",
     "verdicts": "writers.verdicts",
     "needle": "needle.folder",
+    "sums": "sums.runs",
     "tables": "writers.tables",
     "draw": "writers.draw",
     "numbers": "writers.numbers",

@@ -16,8 +16,9 @@ prior has a right door that is the likeliest one: greedy decoding starts without
 
 from collections.abc import Iterable
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from lab.scratch import SPECIAL, word_tokenizer
 
 PRIORS = {"10%": 0.1, "3%": 0.03, "1%": 0.01, "0.3%": 0.003}
 """Probability of success by the word that asks for it."""
@@ -41,17 +42,10 @@ NOTHING = "0"
 PLACES = "abcdefghijklmnop"
 """Words that mean nothing: three of them make 4096 places, so that prompts differ."""
 
-PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
-ROLES = {role: f"<|{role}|>" for role in ("system", "user", "assistant")}
-VOCABULARY = (PAD, END, UNKNOWN, *ROLES.values(), *PRIORS, *COUNTS, NOTHING, *KEYS, *DOORS, *PLACES)
+VOCABULARY = (*SPECIAL, *PRIORS, *COUNTS, NOTHING, *KEYS, *DOORS, *PLACES)
 """Every token, in the order of their ids."""
 
-_TOKENS = Regex(r"[0-9.]+%|x[0-9]|\S")
-_CHAT = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+_WORD = r"[0-9.]+%|x[0-9]|\S"
 
 
 def question(prior: float, decisions: int, key: str, place: Iterable[str]) -> str:
@@ -89,19 +83,5 @@ def door_probabilities(prior: float, decisions: int, place: int) -> list[float]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer: words of prompts may have spaces between them, completions have none."""
-    ids = {token: i for i, token in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(_TOKENS, behavior="isolated")]
-    )
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        extra_special_tokens=list(ROLES.values()),
-        chat_template=_CHAT,
-        clean_up_tokenization_spaces=False,
-    )
+    """The tokenizer of this language."""
+    return word_tokenizer(VOCABULARY, _WORD)

@@ -19,17 +19,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from lab.needle.language import (
     COUNTS,
     DOORS,
-    END,
     KEYS,
     NOTHING,
-    PAD,
     PLACES,
     PRIORS,
     RIGHT,
-    ROLES,
     VOCABULARY,
     door_probabilities,
 )
+from lab.scratch import END, PAD, ROLES
 from qerl.errors import QeRLError
 
 STEPS, LEARNING_RATE = 150, 8e-3

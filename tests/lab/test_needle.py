@@ -148,7 +148,7 @@ def test_the_policy_is_made_once_and_anew_when_its_source_changes(monkeypatch, t
     monkeypatch.setattr(training, "train_policy", lambda: made.append(policy) or policy)
     with caplog.at_level(logging.WARNING):
         first, second = folder.needle_folder(), find_model("needle").folder
-    assert first == second and len(made) == 1 == caplog.text.count("Training the needle policy")
+    assert first == second and len(made) == 1 == caplog.text.count("Training the policy of needle")
     assert load_tokenizer(find_model("needle")).eos_token_id == policy.config.eos_token_id
     monkeypatch.setattr(folder, "SOURCES", (training,))
     assert folder.needle_folder() != first and len(made) == 2

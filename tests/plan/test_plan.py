@@ -199,11 +199,13 @@ def measured_sizes(row):
 @pytest.mark.parametrize("row", recorded())
 def test_prediction_of_recorded_peaks(row):
     samples = row["prompts"] * row["samples"]
+    sizes = measured_sizes(row)
     plan = make_plan(
-        measured_sizes(row),
+        sizes,
         work(
             weights=row["weights"],
             rank=row["lora_rank"],
+            targets=sizes.targets,
             prompt_tokens=row["prompt_tokens"],
             completion_tokens=row["completion_tokens"],
             group=row["samples"],

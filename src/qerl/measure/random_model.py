@@ -23,11 +23,16 @@ from qerl.rollout.paged.weights import Decoder
 Shape: TypeAlias = "Sizes | PreTrainedConfig"
 """Sizes of a decoder like Llama's, or the config of a model of any family."""
 
+_LOG_STEPS = math.log(0.001), math.log(0.1)
+"""Between these lies the logarithm of a delta net's time step where its gate is 0, as flash-linear-attention
+initialises it. Transformers' own initial step of 1.3 lets a state be forgotten within one token, so that a
+random model would not show what a state costs or gets wrong."""
+
 
 def random_policy(
     shape: Shape, weights: str, rank: int, positions: int, device: str = "cuda"
 ) -> PeftModel | PreTrainedModel:
-    """A bfloat16 model with random frozen weights and fresh LoRA; norms are one and biases zero.
+    """A bfloat16 model with random frozen weights and fresh LoRA; norms change nothing and biases are zero.
 
     It is the same in every process: each begins with another seed on its GPU, and a sample that one process
     draws may be another's to train on.
@@ -50,9 +55,8 @@ def random_policy(
         torch.manual_seed(0)
         _fill(model, weights, device)
     model.tie_weights()
-    for (
-        module
-    ) in model.modules():  # scores of heads that are normalised and not scaled would be far too large
+    for module in model.modules():
+        # Scores of heads that are normalised and not scaled would be far too large.
         if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
             for norm in (module.q_norm, module.k_norm):
                 norm.weight.fill_(module.head_dim**-0.25)
@@ -61,6 +65,7 @@ def random_policy(
     return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0) if rank else model
 
 
+@torch.no_grad()
 def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
     """Weights of a model on the meta device, drawn on the device."""
     targets = Sizes.of(model.config).targets
@@ -71,18 +76,25 @@ def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
-                made = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+                made = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=device)
                 if made.ndim >= 2:
                     made.normal_(std=made.shape[-1] ** -0.5)
-                elif name == "A_log":  # rates of decay as a new model has them
-                    made.uniform_(0.01, 16.0).log_()
-                else:
-                    made.fill_(0.0 if name == "bias" else 1.0)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
+        own = list(module.parameters(recurse=False))
+        if own and all(parameter.ndim < 2 for parameter in own):
+            model._init_weights(module)  # norms, of which those of 1 + w begin at 0, and rates of decay
+        if hasattr(module, "dt_bias"):
+            module.dt_bias.copy_(
+                _inverse_softplus(torch.empty_like(module.dt_bias).uniform_(*_LOG_STEPS).exp())
+            )
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:  # a factor of embeddings or of a layer's result
                 value = getattr(module, f"scalar_{name}", 1.0)
                 setattr(module, name, torch.full(buffer.shape, value, device=device))
+
+
+def _inverse_softplus(y: torch.Tensor) -> torch.Tensor:
+    return y + torch.log(-torch.expm1(-y))
 
 
 @torch.no_grad()
@@ -90,8 +102,8 @@ def as_if_trained(model: nn.Module) -> nn.Module:
     """The same model with nothing in it one or zero any more: norms, biases and LoRA's B are random."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.uniform_(0.5, 1.5)
-        elif name.endswith("bias"):
+            parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
+        elif name.endswith(".bias"):
             parameter.normal_(std=0.2)
         elif "lora_B" in name:
             parameter.normal_(std=0.02)

@@ -1,0 +1,102 @@
+"""GRPO on sums with a packed base: how often the policy is right, over seeds, beside runs with a rate of 0.
+
+    python -m lab sums                               # prints the folder of the policy
+    python -m lab sums --seeds 0 1 2 --out FILE      # trains, and writes what came of it
+
+A run is that of `lab/sums/recipe.yaml`, whole: rollout engine, rewards, packed row, optimizer. What it
+learned is not sampled but computed: the mean probability of a right answer over sums that are held out.
+"""
+
+import argparse
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.result import write_result
+from lab import scratch
+from lab.sums import policy
+from lab.sums.task import Sums
+from qerl.settings.recipe import load_config
+from qerl.trainer.run import build
+
+SUMS = "sums"
+RECIPE = Path(__file__).parent / "recipe.yaml"
+HELD_OUT = 2000
+"""Sums that are scored before and after a run."""
+
+
+def sums_folder() -> Path:
+    """Folder with the policy in bfloat16, its config and its tokenizer; trained on the first call.
+
+    Raises:
+        QeRLError: Its training did not come far enough.
+    """
+    return scratch.policy_folder(SUMS, (scratch, policy), policy.train_policy, policy.make_tokenizer)
+
+
+def learn(seed: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """A run of the recipe.
+
+    Args:
+        seed: Of the run: its prompts, samples and adapter.
+        changes: Settings that differ from the recipe's.
+
+    Returns:
+        Figures of the run: share of right samples of each step, probability of a right answer on held-out
+        sums before and after, and `sampling/kl` of the first step, in which both policies are the same.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"model": str(sums_folder()), "output_dir": folder, "seed": seed, "eval_strategy": "no"}
+        config = load_config([RECIPE], given | changes)
+        trainer, _ = build(config, Console(quiet=True))
+        problems = torch.tensor(
+            [list(map(int, row["prompt"][-1]["content"].split("+"))) for row in _held_out()]
+        )
+        started, before = time.perf_counter(), _right(trainer.model, problems)
+        trainer.train()
+        steps = [row for row in trainer.state.log_history if "loss" in row]
+        return {
+            "seed": seed, "learning_rate": config.learning_rate, "weights": config.weights,
+            "device": trainer.model.device.type, "engine": type(trainer.engine).__name__, "steps": len(steps),
+            "seconds": time.perf_counter() - started,
+            "before": before, "after": _right(trainer.model, problems),
+            "reward_by_step": [step["rewards/accuracy/mean"] for step in steps],
+            "first_sampling_kl": steps[0]["sampling/kl"],
+        }  # fmt: skip
+
+
+def _held_out() -> list[dict[str, Any]]:
+    return Sums(test_size=HELD_OUT).draw("test", HELD_OUT)
+
+
+def _right(model: torch.nn.Module, sums_B2: torch.Tensor) -> float:
+    return float(policy.right_probability(model, sums_B2).mean())
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `python -m lab sums` with these arguments."""
+    parser = argparse.ArgumentParser(prog="python -m lab sums", description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", help="train with these seeds")
+    parser.add_argument("--steps", type=int, help="of each run; those of the recipe")
+    parser.add_argument("--out", type=Path, help="the result file")
+    args = parser.parse_args(arguments)
+    if not args.seeds:
+        print(sums_folder())
+        return
+    changes = {"max_steps": args.steps} if args.steps else {}
+    rows = []
+    for seed, control in itertools.product(args.seeds, (False, True)):
+        row = learn(seed, changes | ({"learning_rate": 0.0} if control else {}))
+        rows.append(row)
+        print(
+            f"seed {seed}, learning rate {row['learning_rate']:g}: right {row['before']:.3f} before, "
+            f"{row['after']:.3f} after {row['steps']} steps; sampling/kl {row['first_sampling_kl']:.1e}",
+            flush=True,
+        )
+        if args.out:
+            write_result(args.out, " ".join(["sums", *arguments]), rows, program="lab")

@@ -1,0 +1,69 @@
+"""Sums: the tiny hybrid's language, its task, and that GRPO on a packed base learns them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab import scratch
+from lab.sums import policy, runs
+from lab.sums.task import Sums
+from qerl.errors import QeRLError
+from qerl.models.chat import Chat
+from qerl.models.load import load_tokenizer
+from qerl.tasks import get_task
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of this module's own, in which the policy is made on the first call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def test_training_writes_what_the_chat_template_and_the_tokenizer_write():
+    tokenizer = policy.make_tokenizer()
+    prompt = Chat(tokenizer).ids([{"role": "user", "content": policy.question(7, 58)}])
+    (chat,) = policy.chats(torch.tensor([[7, 58]])).tolist()
+    assert chat == prompt + tokenizer("560")["input_ids"] + [tokenizer.eos_token_id]
+    assert tokenizer.decode(chat[-policy.ANSWER :], skip_special_tokens=True) == policy.answer(7, 58) == "560"
+    assert tokenizer.unk_token_id not in chat
+
+
+def test_the_task_rewards_the_right_digits_alone():
+    task = Sums()
+    row = task.test()[0]
+    first, second = map(int, row["prompt"][-1]["content"].split("+"))
+    right = policy.answer(first, second)
+    answers = [right, right[::-1] if right != right[::-1] else "999", "", right + "0"]
+    completions = [[{"role": "assistant", "content": text}] for text in answers]
+    reward = next(each for each in task.rewards if each.__name__ == "accuracy")
+    given = reward(prompts=[row["prompt"]] * 4, completions=completions, answer=[row["answer"]] * 4)
+    assert given == [1.0, 0.0, 0.0, 0.0]
+    train, test = ({str(row["prompt"]) for row in split} for split in (task.train(), task.test()))
+    assert train and not train & test
+
+
+def test_training_that_does_not_come_far_enough_is_an_error(monkeypatch):
+    monkeypatch.setattr(policy, "MOST_STEPS", 2)
+    with pytest.raises(QeRLError, match="right less often than 40% after 2 steps"):
+        policy.train_policy()
+
+
+def test_the_policy_is_right_as_often_as_its_training_says_and_reads_its_task(cache):
+    folder = runs.sums_folder()
+    assert load_tokenizer(folder).convert_tokens_to_ids("+") == policy.ID["+"] == len(scratch.SPECIAL)
+    path = Path(runs.__file__).parent / "task.py"
+    assert get_task(f"{path}:Sums").name == "sums"
+
+
+def test_grpo_on_a_packed_base_learns_sums_and_a_rate_of_zero_does_not(cache):
+    fewer = {"max_steps": 12, "per_device_train_batch_size": 256}
+    learned = runs.learn(0, fewer)
+    control = runs.learn(0, fewer | {"max_steps": 1, "learning_rate": 0.0})
+    assert control["after"] == control["before"] == learned["before"] == pytest.approx(0.45, abs=0.15)
+    assert learned["after"] > learned["before"] + 0.02
+    assert learned["first_sampling_kl"] < 1e-6 and learned["steps"] == 12
