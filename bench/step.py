@@ -237,11 +237,11 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
     """What :func:`measure` gives for each format, rank, number of prompts and length."""
     number, processes = _processes()
     for weights, rank in itertools.product(args.weights, args.rank):
-        before = torch.cuda.memory_allocated()  # workspaces of the row before
+        before = _requested()  # workspaces of the row before
         positions = args.prompt + max(args.tokens) + 64
         policy = random_policy(shape_of(args.shape), weights, rank, positions)
         engine = PagedEngine(policy, 0, min(args.samples * max(args.prompts), MAX_ROWS))
-        resident = (torch.cuda.memory_allocated() - before) / 1e9
+        resident = (_requested() - before) / 1e9
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
             tokens_per_forward, checkpointing = _settings(args, sizes, weights, rank, prompts, tokens)
             own = prompts * args.samples
@@ -262,6 +262,11 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
         del policy, engine
         gc.collect()  # the trainer and its model refer to each other
         torch.cuda.empty_cache()
+
+
+def _requested() -> int:
+    """Bytes of all tensors. torch's allocator may give each up to 1 MiB more, which counts as allocated."""
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 def _settings(
