@@ -49,7 +49,7 @@ def config() -> Qwen3_5TextConfig:
     """Of the policy."""
     return Qwen3_5TextConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
+        num_key_value_heads=1, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
         linear_key_head_dim=32, linear_value_head_dim=32, max_position_embeddings=256,
         layer_types=["linear_attention"] * 3 + ["full_attention"], initializer_range=0.05,
         tie_word_embeddings=False, pad_token_id=ID[PAD], bos_token_id=None, eos_token_id=ID[END],
