@@ -69,7 +69,8 @@ def right_probability(model: torch.nn.Module, sums_B2: torch.Tensor) -> torch.Te
     """Probability [B] that the policy answers right."""
     ids_BT = chats(sums_B2).to(next(model.parameters()).device)
     with torch.no_grad():
-        logps_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, -ANSWER - 1 : -1].log_softmax(-1)
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, -ANSWER - 1 : -1]
+        logps_BTV = logits_BTV.float().log_softmax(-1)
     return logps_BTV.gather(2, ids_BT[:, -ANSWER:, None])[..., 0].sum(1).exp()
 
 

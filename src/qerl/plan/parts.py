@@ -190,8 +190,19 @@ class Activations:
     @property
     def whole_layers(self) -> int:
         """Bytes of everything inside the layers that are not computed again."""
+        return sum(self._whole)
+
+    @property
+    def whole_delta_nets(self) -> int:
+        """Bytes of those of them that are delta nets."""
+        runs = zip(self.sizes.runs, self._whole, strict=True)
+        return sum(size for run, size in runs if isinstance(run.spec.mixer, DeltaNet))
+
+    @property
+    def _whole(self) -> list[int]:
+        """Of each run, bytes of everything inside its layers that are not computed again."""
         runs = zip(self.sizes.runs, self._kinds, self._recomputed, strict=True)
-        return sum((run.layers - again) * kind.kept for run, kind, again in runs)
+        return [(run.layers - again) * kind.kept for run, kind, again in runs]
 
     @property
     def kept(self) -> int:
