@@ -12,8 +12,6 @@ from transformers import (
     CompressedTensorsConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from qerl.errors import QeRLError
@@ -284,21 +282,6 @@ def test_unsupported_families(tmp_path) -> None:
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(QeRLError, match="GPT2LMHeadModel has no decoder layers"):
         load(tmp_path / "gpt2")
-    moe = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=2,
-        num_experts_per_tok=1,
-    )
-    Qwen3MoeForCausalLM(moe).save_pretrained(tmp_path / "moe")
-    with pytest.raises(QeRLError, match="mixture of experts"):
-        load(tmp_path / "moe")
 
 
 def test_what_a_family_keeps_in_fp32_is_as_before_once_a_model_is_loaded(saved) -> None:

@@ -9,15 +9,16 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.families.experts import experts_of, why_not_separable
 from qerl.families.parts import WITH_STATE
 
 _BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types whose attention depends on nothing but who may see whom."""
 
-LEFT_WHOLE = frozenset({"in_proj_a", "in_proj_b"})
-"""Last names of linears that are neither quantised nor, unless somebody names them, adapted: in a gated delta
-net those of the decay and the rate, with one output per head. They are a thousandth of the layer, and what
-they give is exponentiated or summed over all tokens that follow."""
+LEFT_WHOLE = frozenset({"in_proj_a", "in_proj_b", "gate", "shared_expert_gate"})
+"""Last names of matrices that are neither quantised nor, unless somebody names them, adapted. They are a
+thousandth of their layer, and much depends on what they give: in a gated delta net the decay and the rate,
+which are exponentiated or summed over all tokens that follow; in a mixture the choice of experts."""
 
 
 def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
@@ -39,20 +40,31 @@ def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
     return None
 
 
-_EXPERT = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
+_EXPERT = re.compile(r"\bexperts?\b")
+_SEPARATE = re.compile(r"\.experts\.\d+\.(?:gate|up|down)_proj\.\w+")
 
 
-def check_dense(family: str, names: Iterable[str]) -> None:
-    """Raise for a mixture of experts, recognised by the names of its tensors.
+def check_experts(family: str, names: Iterable[str], model: PreTrainedModel | None = None) -> None:
+    """Raise for a mixture whose experts are not linears of their own.
+
+    Args:
+        family: For the error.
+        names: Of the tensors of the checkpoint.
+        model: As it would be loaded, with its experts separated; None if there is none.
 
     Raises:
-        QeRLError: One of them belongs to an expert.
+        QeRLError: The checkpoint or the model has experts in another form.
     """
-    expert = next((name for name in names if _EXPERT.search(name)), None)
-    if expert is not None:
+    of_experts = [name for name in names if _EXPERT.search(name)]
+    other = next((name for name in of_experts if not _SEPARATE.search(name)), None)
+    reason = other and f"has {other}"
+    if model is not None and (why := why_not_separable(model)):
+        reason = why
+    if reason:
         raise QeRLError(
-            f"{family} is a mixture of experts ({expert}), whose experts are neither quantised nor adapted "
-            "and whose router loss is not computed; use a dense model."
+            f"{family} is a mixture of experts that {reason}; experts are read one by one, as "
+            "experts.0.gate_proj, up_proj and down_proj. Use another mixture (docs/families.md) or a dense "
+            "model."
         )
 
 
@@ -62,20 +74,27 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
     Args:
         model: May be without memory (on the meta device).
         wanted: Names or last parts of names; None takes every linear layer of the decoder but those of
-            `LEFT_WHOLE`.
+            `LEFT_WHOLE` and the experts of a mixture.
 
     Raises:
         QeRLError: A name that no layer has, or a decoder without linear layers.
     """
-    linears = {
-        name.rpartition(".")[2]: None
-        for name, module in model.get_decoder().named_modules()
+    decoder = model.get_decoder()
+    experts = tuple(f"{name}." for name, _ in experts_of(decoder))
+    names = [
+        name
+        for name, module in decoder.named_modules()
         if hasattr(module, "in_features") and hasattr(module, "out_features")
-    }
+    ]
+    linears = dict.fromkeys(name.rpartition(".")[2] for name in names)
     if wanted is None:
         if not linears:
             raise QeRLError(f"{type(model).__name__} has no linear layers to adapt; use another family.")
-        return [name for name in linears if name not in LEFT_WHOLE]
+        routed = {name.rpartition(".")[2] for name in names if name.startswith(experts)}
+        own = [name.split(".") for name in names if not name.startswith(experts)]
+        # Where linears of experts have the same last name, the module around one of another tells them apart.
+        chosen = [".".join(words[-2:] if words[-1] in routed else words[-1:]) for words in own]
+        return [end for end in dict.fromkeys(chosen) if end.rpartition(".")[2] not in LEFT_WHOLE]
     parts = [name.split(".") for name, _ in model.named_modules()]
     ends = {".".join(words[start:]) for words in parts for start in range(len(words))}
     if unknown := [name for name in wanted if name not in ends]:

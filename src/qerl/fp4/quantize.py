@@ -21,7 +21,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 
 from qerl.errors import QeRLError
-from qerl.families.supported import check_dense
+from qerl.families.supported import check_experts
 from qerl.fp4.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -136,7 +136,7 @@ def quantize_checkpoint(
 def _layers_to_quantize(checkpoint: Checkpoint, format: BlockFormat) -> dict[str, Header]:
     """Qualified name -> header of the weight, of every layer to quantise; all of them fit the format."""
     layers, others = {}, []
-    check_dense(str(checkpoint.folder), (name for headers in checkpoint.shards.values() for name in headers))
+    check_experts(str(checkpoint.folder), (name for name, _ in checkpoint.headers))
     for shard, headers in checkpoint.shards.items():
         for name, header in headers.items():
             module = name.removesuffix(".weight")

@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qerl.errors import QeRLError
+from qerl.families.experts import experts_of, separate_experts
 from qerl.fp4.checkpoint import packed_tensors, quantization_config
 from qerl.fp4.format import BLOCK_FORMATS, BlockFormat, block_format
 from qerl.fp4.groups import fused_group, is_quantized, left_out
@@ -163,7 +164,21 @@ class QeRLQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _QuantizeOnArrival(self)
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """What transformers does to tensors on their way, without its merging of experts."""
+        found = super().update_weight_conversions(weight_conversions, model)
+        if not any(experts_of(model)):
+            return found
+        return [
+            each
+            for each in found
+            if not (
+                isinstance(each, WeightConverter) and any("experts" in end for end in each.target_patterns)
+            )
+        ]
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        separate_experts(model)
         self._insert_empty_layers(model)
         if self.quantization_config.pack is not None:
             self._prepare_to_quantize(model)

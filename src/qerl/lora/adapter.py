@@ -44,9 +44,12 @@ from qerl.errors import QeRLError, first_line
 from qerl.families.supported import lora_targets
 from qerl.families.towers import WRAPPED, of_wrapper
 from qerl.fp4.linear import PackedLinear
+from qerl.lora.experts import leave_separate_experts
 from qerl.lora.product import DenseLoraLinear, PackedLoraLinear
 from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from qerl.seeding import derive_seed
+
+leave_separate_experts()
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT writes in front of the names of the base model's modules."""

@@ -30,6 +30,7 @@ from transformers import (
 
 from qerl.errors import QeRLError, first_line
 from qerl.families import supported as families
+from qerl.families.experts import experts_of, separate_experts
 from qerl.families.sizes import check_counts, positions_of
 from qerl.families.towers import remember_wrapper, text_config
 from qerl.fp4.checkpoint import Checkpoint, open_checkpoint
@@ -85,7 +86,9 @@ def load_model(
         None,
         config=config,
         state_dict=stored,
-        quantization_config=_quantization_config(weights, rounding, held, stored, block, dtype, device),
+        quantization_config=_quantization_config(
+            weights, rounding, held, stored, block, dtype, device, any(experts_of(skeleton))
+        ),
         dtype=dtype,
         device_map=None if device.type == "cpu" else {"": device},
         attn_implementation=_attention(skeleton),
@@ -129,8 +132,11 @@ def _checked(
     checkpoint = open_checkpoint(local_checkpoint(name_or_path))
     config = _read_config(checkpoint, trust_remote_code)
     skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
-    _check_family(config, skeleton, lora_targets)
+    separate_experts(skeleton)
+    _check_family(config, skeleton, checkpoint, lora_targets)
     weights = choose_weights(name_or_path, checkpoint.held, weights)
+    if FORMATS[weights].package is not None and any(experts_of(skeleton)):
+        raise QeRLError(f"{weights} does not pack the experts of a mixture; use {DEFAULT_FORMAT} or bf16.")
     _check_shapes(skeleton, checkpoint)
     return checkpoint, config, skeleton, weights
 
@@ -240,10 +246,15 @@ def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_cod
         raise _unsupported(checkpoint, error) from error
 
 
-def _check_family(config: PreTrainedConfig, skeleton: PreTrainedModel, targets: Sequence[str] | None) -> None:
+def _check_family(
+    config: PreTrainedConfig,
+    skeleton: PreTrainedModel,
+    checkpoint: Checkpoint,
+    targets: Sequence[str] | None,
+) -> None:
     if reason := families.why_not(config, type(skeleton)):
         raise QeRLError(f"{reason}; use a family of docs/families.md.")
-    families.check_dense(type(skeleton).__name__, (name for name, _ in skeleton.named_parameters()))
+    families.check_experts(type(skeleton).__name__, checkpoint.names.values(), skeleton)
     if targets is not None:
         families.lora_targets(skeleton, targets)
 
@@ -287,12 +298,13 @@ def _quantization_config(
     block: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
+    has_experts: bool,
 ) -> Any:
     """transformers' settings for what becomes of a checkpoint's layers; None leaves them as they are."""
     format = FORMATS[weights]
     if format.package is None:
-        quantised = format.packed or not set(held.values()) <= {"bf16"}
-        return QeRLQuantizationConfig(weights, rounding, held, stored.get, block) if quantised else None
+        ours = format.packed or not set(held.values()) <= {"bf16"} or has_experts
+        return QeRLQuantizationConfig(weights, rounding, held, stored.get, block) if ours else None
     check_format(weights, device)
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -18,8 +18,9 @@ what the last one of the block gives is normalised before.
 A norm that is given a gate beside its input (behind the recurrence of a gated delta net) gets none either:
 its weight is one for all heads, so Z would move as many columns of the linear behind it together.
 
-Given up: a router or fused expert tensor that is no linear module (mixture-of-experts models) is not seen, so
-there only the norms before attention are perturbed.
+The experts of a mixture count as one linear, since tokens are gathered before each expert multiplies them; so
+the norm in front of them and of their router gets noise. Given up: experts that are one tensor, in a model
+that the caller has built; there only the norms before attention are perturbed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.families.experts import Experts
 from qerl.families.parts import base_model, eval_mode
 
 _TAKES_FLOAT32 = "_qerl_takes_float32_weight"
@@ -57,7 +59,11 @@ def find_noise_norms(model: nn.Module) -> list[str]:
     head = base.get_output_embeddings()
     head_modules = set(head.modules()) if head is not None else set()
     norms = {name: module for name, module in base.named_modules() if is_norm(module)}
-    linears = [m for m in base.modules() if hasattr(m, "in_features") and hasattr(m, "out_features")]
+    linears = [
+        m
+        for m in base.modules()
+        if isinstance(m, Experts) or (hasattr(m, "in_features") and hasattr(m, "out_features"))
+    ]
     found = _norms_feeding(base, norms, [linear for linear in linears if linear not in head_modules])
     if not found:
         raise QeRLError(

@@ -94,7 +94,8 @@ class Model(Group):
     trust_remote_code: bool = False
     """Load models and tokenizers that bring code of their own, which then runs here."""
     router_aux_loss_coef: NonNegative | None = None
-    """Weight of the router's loss of a mixture of experts, for which it must be 0."""
+    """Weight of the router's loss of a mixture of experts, which must be 0; unset, 0 for adapters, under
+    which routers are frozen."""
     model_init_kwargs: Options | None = None
     """Arguments of transformers' from_pretrained; each sets the field that means the same, such as dtype, or
     is refused."""

@@ -7,6 +7,7 @@ is checked once it is in place.
 import logging
 from contextlib import nullcontext
 
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -34,7 +35,8 @@ def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | Non
     check_model(model)
     base = base_model(model)
     config, coef = base.config.get_text_config(), args.router_aux_loss_coef
-    coef = getattr(config, "router_aux_loss_coef", 0.0) if coef is None else coef
+    if coef is None:  # under an adapter routers are frozen
+        coef = 0.0 if isinstance(model, PeftModel) else getattr(config, "router_aux_loss_coef", 0.0)
     if coef and hasattr(config, "output_router_logits"):
         raise QeRLError("A mixture of experts trains without its router loss: pass router_aux_loss_coef=0.")
     if isinstance(base.get_output_embeddings(), BaseTunerLayer):

@@ -1,0 +1,177 @@
+"""Experts as linears of their own: they compute, hold, learn and save what transformers' merged ones do."""
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl.errors import QeRLError
+from qerl.families.experts import Experts, experts_of
+from qerl.fp4.format import NVFP4
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import quantize
+from qerl.lora.adapter import add_lora, load_adapter
+from qerl.models.load import load_model
+from tests.support.models import TINY, move_adapter
+
+MIXTURES = {
+    "qwen3_moe": {},
+    "qwen2_moe": {"shared_expert_intermediate_size": 48},
+    "olmoe": {"intermediate_size": 32},
+}
+PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+IDS = torch.randint(2, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=MIXTURES)
+def theirs(request):
+    """transformers' own model in FP32."""
+    settings = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model(request.param, **(TINY | settings | MIXTURES[request.param]))
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+@pytest.fixture
+def folder(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def load(folder, weights="bf16"):
+    return load_model(folder, weights, torch.float32, "cpu", "rtn")
+
+
+def logits(model) -> torch.Tensor:
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(logits(model).flatten(0, 1), IDS.flatten()).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def adapted(model, targets):
+    """The model with an adapter that is the same each time."""
+    model = add_lora(model, 4, 8, 0.0, targets)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return move_adapter(model)
+
+
+def equal(found, wanted, atol=1e-5):
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=atol)
+
+
+@torch.no_grad()
+def dequantised(theirs):
+    """transformers' model with the weights that a packed one stands for."""
+    rounded = theirs.state_dict()
+    for name, parameter in theirs.named_parameters():
+        *_, module, last = name.split(".")
+        if last in ("gate_up_proj", "down_proj") and module == "experts":
+            halves = parameter.chunk(2, dim=1) if last == "gate_up_proj" else (parameter,)
+            packed = [[_rounded(w, max(float(h[e].abs().max()) for h in halves)) for e, w in enumerate(half)]
+                      for half in halves]  # fmt: skip
+            rounded[name] = torch.cat([torch.stack(half) for half in packed], dim=1)
+    model = type(theirs)(theirs.config).eval()
+    model.load_state_dict(rounded)
+    return model
+
+
+def _rounded(weight, amax):
+    packed = quantize(weight, NVFP4, "rtn", amax)
+    return PackedLinear.of(packed).dense()
+
+
+def test_experts_in_16_bits_compute_what_transformers_does(theirs, folder):
+    own = load(folder)
+    assert sum(1 for _ in experts_of(own)) == 2
+    with torch.no_grad():
+        equal(logits(own), logits(theirs))
+    found, wanted = (gradients(adapted(model, ["q_proj", "o_proj"])) for model in (own, theirs))
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        equal(found[name], wanted[name])
+
+
+def test_packed_experts_compute_what_their_dequantised_weights_do(theirs, folder):
+    own, dense = load(folder, "nvfp4"), dequantised(theirs)
+    packed = {
+        name: m for name, m in own.named_modules() if isinstance(m, PackedLinear) and ".experts." in name
+    }
+    assert len(packed) == 2 * 6 * 3
+    layer = dense.model.layers[1].mlp.experts
+    equal(packed["model.layers.1.mlp.experts.4.down_proj"].dense(), layer.down_proj[4], atol=0)
+    gate, up = layer.gate_up_proj[4].chunk(2)
+    equal(packed["model.layers.1.mlp.experts.4.gate_proj"].dense(), gate, atol=0)
+    equal(packed["model.layers.1.mlp.experts.4.up_proj"].dense(), up, atol=0)
+    names = [name for name, module in own.named_modules() if isinstance(module, PackedLinear)]
+    with torch.no_grad():
+        for name in names:
+            if ".experts." not in name:
+                dense.get_submodule(name).weight.copy_(own.get_submodule(name).dense())
+        equal(logits(own), logits(dense))
+
+
+def test_adapters_on_experts_have_the_gradients_of_dense_weights(folder):
+    packed, dense = load(folder, "nvfp4"), load(folder)
+    for name, module in list(packed.named_modules()):
+        if isinstance(module, PackedLinear):
+            dense.get_submodule(name).weight.data = module.dense()
+    found, wanted = (gradients(adapted(model, PROJECTIONS)) for model in (packed, dense))
+    assert found.keys() == wanted.keys()
+    assert sum(".experts." in name for name in wanted) == 2 * 6 * 3 * 2
+    for name in wanted:
+        equal(found[name], wanted[name])
+
+
+def test_an_expert_without_tokens_has_gradients_of_zero():
+    layer = Experts([torch.nn.Linear(8, 8, bias=False) for _ in range(3)])
+    x_TD, expert_TK = torch.randn(5, 8), torch.tensor([[0, 2]] * 5)
+    layer(x_TD, expert_TK, torch.full((5, 2), 0.5)).sum().backward()
+    assert torch.equal(layer[1].weight.grad, torch.zeros(8, 8)) and layer[0].weight.grad.any()
+
+
+def test_a_token_s_result_does_not_depend_on_the_tokens_beside_it():
+    layer = Experts([torch.nn.Linear(8, 8, bias=False) for _ in range(3)])
+    x_TD, weight_TK = torch.randn(6, 8), torch.rand(6, 2)
+    expert_TK = torch.stack([torch.randperm(3)[:2] for _ in range(6)])
+    with torch.no_grad():
+        together = layer(x_TD, expert_TK, weight_TK)
+        for t in range(6):
+            alone = sum(weight_TK[t, k] * layer[expert_TK[t, k]](x_TD[t]) for k in range(2))
+            equal(together[t], alone, atol=1e-6)
+
+
+def test_adapters_are_saved_for_each_expert_and_load_here_and_around_merged_experts(theirs, folder, tmp_path):
+    model = adapted(load(folder), PROJECTIONS)
+    model.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.mlp.experts.5.gate_proj.lora_A.weight" in saved
+    with torch.no_grad():
+        wanted = logits(model)
+        equal(logits(load_adapter(load(folder), tmp_path / "adapter")), wanted, atol=0)
+        if theirs.config.model_type == "qwen3_moe":  # the others have linears of the same names elsewhere
+            equal(logits(PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))), wanted)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
+def test_a_model_is_saved_under_the_names_of_the_checkpoint(folder, tmp_path, weights):
+    model = load(folder, weights)
+    model.save_pretrained(tmp_path / "again")
+    published, saved = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
+    if weights == "bf16":
+        assert published.keys() == saved.keys() and all(torch.equal(saved[k], published[k]) for k in saved)
+    else:
+        assert "model.layers.0.mlp.experts.3.up_proj.weight_packed" in saved
+    with torch.no_grad():
+        equal(logits(load_model(tmp_path / "again", None, torch.float32, "cpu")) if weights == "nvfp4"
+              else logits(load(tmp_path / "again")), logits(model), atol=0)  # fmt: skip
+
+
+def test_what_does_not_pack_experts_is_refused(folder):
+    with pytest.raises(QeRLError, match="nf4 does not pack the experts of a mixture; use nvfp4 or bf16"):
+        load(folder, "nf4")
