@@ -277,6 +277,12 @@ def _newest_demo(name: str) -> list[Row]:
     return rows(name, commit=rows(name)[-1]["commit"])
 
 
+def _sums(when: str) -> str:
+    found = [100 * row[when] for row in rows("sums-h200") if row["learning_rate"]]
+    least, most = f"{min(found):.0f}", f"{max(found):.0f}"
+    return f"{least} %" if least == most else f"{least} to {most} %"
+
+
 def _demo_after() -> str:
     after = [found["after"] for found in _newest_demo("demo-cpu")]
     return f"{min(after):.0f} to {max(after):.0f} %"
@@ -323,6 +329,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
+    "sums-before": lambda: _sums("before"),
+    "sums-after": lambda: _sums("after"),
     **cookbook_numbers("cookbook-smollm2-h200"),
     **serve_tables.rival_numbers("serve-rival-4b-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),

@@ -313,7 +313,7 @@ class LayerSpec:
     gain: float = 1.0
     scalar: str = ""
 
-    @property
+    @cached_property
     def products(self) -> tuple[Product, ...]:
         """All products, in the order in which they are computed."""
         return self.mixer.products(self.hidden) + self.mlp.products(self.hidden)
@@ -329,7 +329,7 @@ class LayerSpec:
         products = [product for product in self.products if product.name in whole]
         return {each.name: tuple(linear.outputs for linear in each.linears) for each in products}
 
-    @property
+    @cached_property
     def linears(self) -> tuple[Linear, ...]:
         """The linears of all products."""
         return tuple(linear for product in self.products for linear in product.linears)

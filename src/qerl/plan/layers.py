@@ -7,6 +7,7 @@ convolution, V value heads, and Y all values together. bf16 unless said otherwis
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from qerl.families.layer import Attention, DeltaNet, LayerSpec, Linear
 from qerl.kernels.delta_rule import WORKING_BYTES, numbers_of_key_head
@@ -22,7 +23,7 @@ class LayerActivations:
     spec: LayerSpec
     work: Work
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """Activations kept up to the mixer's last linear, and from there on; with attention
         ``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``."""
@@ -69,7 +70,7 @@ class LayerActivations:
         """A state of each branch, in fp32."""
         return FULL * self.work.branches * m.state
 
-    @property
+    @cached_property
     def _behind_mixer(self) -> int:
         """``2 T (2 D + 3 I + 4 R)``: the residual, the input of gate/up, gate, up and their product, and
         x A^T of the adapters; in fp32 one number per token for the norm. What norms behind the parts read is
@@ -93,7 +94,7 @@ class LayerActivations:
         masks = inputs if work.why_not_fused and work.lora_dropout else 0
         return work.tokens * (HALF * wide + FULL * single + masks)
 
-    @property
+    @cached_property
     def backward(self) -> int:
         """The larger of two moments, on top of a layer: of the MLP ``2 T (2 I + D)``, gradients of gate and
         up, that of their product in the place of the product itself, and the one that came in; and of the
@@ -137,7 +138,7 @@ class LayerActivations:
         each = FULL * chunks * numbers_of_key_head(values, m.key_size, m.value_size, keep=True)
         return max(each, min(WORKING_BYTES, m.key_heads * each))
 
-    @property
+    @cached_property
     def workspace(self) -> int:
         """The largest weight in bf16 with R more rows or columns: mostly that of gate and up together."""
         return HALF * max(self._written_at_once(group) for group in self._groups)

@@ -12,6 +12,7 @@ LoRA rank, V vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from qerl.families.layer import Attention, DeltaNet
 from qerl.families.sizes import Sizes
@@ -30,7 +31,7 @@ class Weights:
     sizes: Sizes
     format: WeightFormat
 
-    @property
+    @cached_property
     def linears(self) -> int:
         """Bytes of the linears of all decoder layers, scales included."""
         matrices = self.format.matrix_bytes
@@ -55,7 +56,7 @@ class Adapter:
     rank: int
     targets: tuple[str, ...]
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Number of trained parameters."""
         return self.rank * self._widths(self.targets)
@@ -103,12 +104,12 @@ class Cache:
     sizes: Sizes
     work: Work
 
-    @property
+    @cached_property
     def geometry(self) -> KVGeometry:
         """Shape of the cache."""
         return KVGeometry.of(self.sizes, self.work.cache_bytes)
 
-    @property
+    @cached_property
     def demand(self) -> BlockDemand:
         """Blocks of the work's sequences at their full length."""
         work, pools = self.work, self.geometry.pools
@@ -198,7 +199,7 @@ class Activations:
         runs = zip(self.sizes.runs, self._whole, strict=True)
         return sum(size for run, size in runs if isinstance(run.spec.mixer, DeltaNet))
 
-    @property
+    @cached_property
     def _whole(self) -> list[int]:
         """Of each run, bytes of everything inside its layers that are not computed again."""
         runs = zip(self.sizes.runs, self._kinds, self._recomputed, strict=True)
@@ -232,7 +233,8 @@ class Activations:
         """The largest weight in bf16 with R more rows or columns, shared by all layers."""
         return max(kind.workspace for kind in self._kinds)
 
-    @property
+    @cached_property
     def _kinds(self) -> list[LayerActivations]:
-        """The activations of one layer of each run."""
-        return [LayerActivations(run.spec, self.work) for run in self.sizes.runs]
+        """The activations of one layer of each run; runs of the same layer share them."""
+        kinds = {run.spec: LayerActivations(run.spec, self.work) for run in self.sizes.runs}
+        return [kinds[run.spec] for run in self.sizes.runs]
