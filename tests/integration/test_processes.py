@@ -16,7 +16,7 @@ from qerl.run_folder import table_path
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 from tests.support.agents import tool_tokenizer
-from tests.support.families import DELTA_NETS, tiny
+from tests.support.families import DELTA_NETS, MIXTURE, tiny
 from tests.support.models import make_tiny_model, make_tiny_tokenizer
 from tests.support.runs import results, run_command, run_python, write_recipe
 
@@ -76,6 +76,7 @@ SHARED = APART | {"tokens_per_forward": 500}
 QUANTILE = WHOLE | {"top_entropy_quantile": 0.5, "dynamic_sampling_rounds": 0, "max_steps": 2}
 # Adam moves a number whose gradient is rounding as far as any other, unless epsilon is above that.
 STATES = WHOLE | {"dynamic_sampling_rounds": 0, "max_steps": 2, "adam_epsilon": 1e-3}
+EXPERTS = STATES | {"lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
 PASSES = """import json, os
 
 import torch
@@ -204,6 +205,10 @@ def forked(tmp_path_factory, tiny_runs):
     make_tiny_tokenizer().save_pretrained(folder / "delta_nets")
     for name, limit in {"states": None, "states_chunks": 30}.items():
         runs[name] = STATES | {"model": str(folder / "delta_nets"), "tokens_per_forward": limit}
+    tiny(MIXTURE).save_pretrained(folder / "mixture")
+    make_tiny_tokenizer().save_pretrained(folder / "mixture")
+    for name, limit in {"experts": None, "experts_chunks": 30}.items():
+        runs[name] = EXPERTS | {"model": str(folder / "mixture"), "tokens_per_forward": limit}
     (folder / "tools.py").write_text(ONE_CALLS)
     (folder / "odd.py").write_text(SAME_LOGS)
     runs["tools"] = TOOLS | {
@@ -294,14 +299,16 @@ def test_the_quantile_of_entropies_is_one_of_both_processes(forked):
         torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 
 
-def test_layers_with_a_state_train_on_two_processes(forked):
-    """In chunks each computes the prompts' states anew, and the result is the same."""
-    (rows, adapter), (others, expected) = (results(forked / name) for name in ("states_chunks", "states"))
+@pytest.mark.parametrize(("kind", "adapted"), [("states", "in_proj_qkv"), ("experts", "experts.0.down_proj")])
+def test_layers_of_other_kinds_train_on_two_processes(forked, kind, adapted):
+    """In chunks prompts are computed anew, states with them, and the result is the same. Chunks, like
+    processes, have experts to which no token goes."""
+    (rows, adapter), (others, expected) = (results(forked / name) for name in (f"{kind}_chunks", kind))
     for row, other in zip(rows[:2], others[:2], strict=True):
         for name in ("loss", "grad_norm"):
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
         assert row["grad_norm"] > 0
-    assert any(tensor.any() for name, tensor in adapter.items() if "in_proj_qkv.lora_B" in name)
+    assert any(tensor.any() for name, tensor in adapter.items() if f"{adapted}.lora_B" in name)
     for name, tensor in expected.items():
         torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 

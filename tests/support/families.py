@@ -69,16 +69,25 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 NAMES = tuple(_SETTINGS)
-"""Every ``model_type`` that `tiny` knows."""
+"""Every ``model_type`` that `tiny` knows and that is described."""
 
 DELTA_NETS = "qwen3_5_text"
+MIXTURE = "qwen3_moe"
+"""Of experts, which is not described; `tiny` knows it."""
+
+_SETTINGS[MIXTURE] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [1],
+}
 
 
 def tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model in FP32 and eval mode: 4 layers, hidden 64, heads of 16, vocabulary 128.
 
     Args:
-        model_type: One of `NAMES`.
+        model_type: One of `NAMES`, or `MIXTURE`.
         seed: Of its weights.
         overrides: Fields of its config.
     """
