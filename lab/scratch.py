@@ -64,7 +64,7 @@ def policy_folder(
         hashed.update(Path(str(module.__file__)).read_bytes())
 
     def make(folder: Path) -> None:
-        logger.warning("Training the policy of %s, once; it takes half a minute.", name)
+        logger.warning("Training the policy of %s, once.", name)
         model = train()
         config = model.config
         model.generation_config = GenerationConfig(

@@ -77,7 +77,7 @@ EXPERTS = {
     "Mixtral": ({"num_local_experts": 2}, "has model.layers.0.block_sparse_moe.experts.0.w1.weight"),
     "GptOss": (
         {"num_local_experts": 2, "num_experts_per_tok": 1},
-        "has the parameters down_proj, down_proj_bias",
+        "has model.layers.0.mlp.experts, which has the parameters down_proj, down_proj_bias",
     ),
 }
 """Mixtures that are not read, and why."""
@@ -157,6 +157,12 @@ def test_experts_in_another_form_are_refused_before_weights_are_read(saved, tmp_
             load(folder, weights)
     with pytest.raises(QeRLError, match=r"is a mixture of experts that has model\.layers\.0"):
         quantize_checkpoint(folder, tmp_path / "packed")
+
+
+def test_a_mixture_whose_checkpoint_names_no_experts_is_refused(saved):
+    folder = saved("GraniteMoe", {"num_local_experts": 2, "num_experts_per_tok": 1})
+    with pytest.raises(QeRLError, match="is a mixture of experts that names none of them"):
+        load(folder, "bf16")
 
 
 @pytest.mark.parametrize("family", STATES)

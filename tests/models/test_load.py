@@ -201,8 +201,9 @@ def test_demo_model_comes_from_the_package_where_the_hub_is_not(plain, monkeypat
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789", "Ġ", "a", "b", "Ċ", "12", "ab"]
 
 
-def write_gguf(path: Path) -> dict[str, np.ndarray]:
-    """A one-layer Llama as llama.cpp stores it; returns the matrices that are stored as they are."""
+def write_gguf(path: Path, experts: int = 0) -> dict[str, np.ndarray]:
+    """A one-layer Llama as llama.cpp stores it, which says that it has so many experts; returns the matrices
+    that are stored as they are."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     for add, value in [
@@ -227,6 +228,8 @@ def write_gguf(path: Path) -> dict[str, np.ndarray]:
         (writer.add_chat_template, "{{ messages }}"),
     ]:
         add(value)
+    if experts:
+        writer.add_expert_count(experts)
     shapes = {
         "token_embd": (len(WORDS), 32),
         "blk.0.attn_q": (32, 32),
@@ -304,6 +307,12 @@ def test_damaged_gguf_leaves_nothing_behind(gguf_file, tmp_path) -> None:
     with pytest.raises(QeRLError, match=r"tiny\.gguf is not a complete GGUF file"):
         gguf_to_folder(gguf_file)
     assert [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"] == []
+
+
+def test_a_mixture_is_refused_before_it_is_converted(gguf_file) -> None:
+    write_gguf(gguf_file, experts=8)
+    with pytest.raises(QeRLError, match=r"tiny\.gguf is a mixture of experts, which is not read as GGUF"):
+        gguf_to_folder(gguf_file)
 
 
 def test_full_disk_while_converting(gguf_file, tmp_path, monkeypatch) -> None:

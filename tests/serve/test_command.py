@@ -14,6 +14,8 @@ import qerl_serve.command as command
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl_serve.gate import Gate
+from tests.support.families import MIXTURE, tiny
+from tests.support.models import make_tiny_tokenizer
 from tests.support.wire import BASE, KEY, FakeBackend, RunningServer
 
 
@@ -82,6 +84,14 @@ def test_a_key_is_shown_to_a_terminal_alone(monkeypatch, capsys, tmp_path, word,
     words = ["--api_key", word] if word else []
     assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path), *words]) == 0
     assert shown in capsys.readouterr().out
+
+
+def test_a_mixture_is_not_served(tmp_path, capsys):
+    model = tmp_path / "mixture"
+    tiny(MIXTURE).save_pretrained(model)
+    make_tiny_tokenizer().save_pretrained(model)
+    told = said(capsys, str(model), "--port", "0", "--output_dir", str(tmp_path / "out"))
+    assert "is a mixture of experts, which are not served; use a dense model" in told
 
 
 def test_the_words_reach_the_server(monkeypatch, tmp_path):

@@ -40,7 +40,7 @@ def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
     return None
 
 
-_EXPERT = re.compile(r"\bexperts?\b")
+_EXPERT = re.compile(r"(?:^|\.|(?<!shared)_)experts?(?:[._]|$)")
 _SEPARATE = re.compile(r"\.experts\.\d+\.(?:gate|up|down)_proj\.\w+")
 
 
@@ -58,8 +58,10 @@ def check_experts(family: str, names: Iterable[str], model: PreTrainedModel | No
     of_experts = [name for name in names if _EXPERT.search(name)]
     other = next((name for name in of_experts if not _SEPARATE.search(name)), None)
     reason = other and f"has {other}"
+    if model is not None and any(experts_of(model)) and not of_experts:
+        reason = "names none of them"
     if model is not None and (why := why_not_separable(model)):
-        reason = why
+        reason = f"has {why}"
     if reason:
         raise QeRLError(
             f"{family} is a mixture of experts that {reason}; experts are read one by one, as "

@@ -44,7 +44,7 @@ from qerl.errors import QeRLError, first_line
 from qerl.families.supported import lora_targets
 from qerl.families.towers import WRAPPED, of_wrapper
 from qerl.fp4.linear import PackedLinear
-from qerl.lora.experts import leave_separate_experts
+from qerl.lora.experts import leave_separate_experts, warn_of_merging
 from qerl.lora.product import DenseLoraLinear, PackedLoraLinear
 from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from qerl.seeding import derive_seed
@@ -120,6 +120,7 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
     with _making(model, seed):
         adapted = get_peft_model(model, _with_own_layers(config, model))
     _check_head(adapted)
+    warn_of_merging(adapted)
     return _finished(adapted)
 
 

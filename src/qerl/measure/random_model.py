@@ -105,6 +105,8 @@ def as_if_trained(model: nn.Module) -> nn.Module:
             parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
         elif name.endswith(".bias"):
             parameter.normal_(std=0.2)
+        elif name.endswith("sinks"):
+            parameter.normal_()
         elif "lora_B" in name:
             parameter.normal_(std=0.02)
     return model

@@ -84,6 +84,8 @@ def _read_metadata(gguf: Path) -> dict[str, object]:
         fields = GGUFReader(gguf).fields
     except (ValueError, IndexError, OSError) as error:
         raise QeRLError(f"{gguf} is not a complete GGUF file ({error}); get it again.") from error
+    if any(name.endswith(".expert_count") and field.contents() for name, field in fields.items()):
+        raise QeRLError(f"{gguf} is a mixture of experts, which is not read as GGUF; use its safetensors.")
     keys = ("pre", "bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id")
     return {key: field.contents() for key in keys if (field := fields.get(f"tokenizer.ggml.{key}"))}
 

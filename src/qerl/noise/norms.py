@@ -20,7 +20,7 @@ its weight is one for all heads, so Z would move as many columns of the linear b
 
 The experts of a mixture count as one linear, since tokens are gathered before each expert multiplies them; so
 the norm in front of them and of their router gets noise. Given up: experts that are one tensor, in a model
-that the caller has built; there only the norms before attention are perturbed.
+that the caller has built; a norm that only they and a router read is not perturbed.
 """
 
 from collections.abc import Iterator, Mapping

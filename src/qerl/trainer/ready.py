@@ -5,9 +5,9 @@ is checked once it is in place.
 """
 
 import logging
+import re
 from contextlib import nullcontext
 
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -24,6 +24,9 @@ from qerl.update.row_check import check_packed_row
 
 logger = logging.getLogger(__name__)
 
+_ROUTER = re.compile(r"\.(?:gate|router)\.")
+"""In the names of parameters of a router of a mixture of experts."""
+
 
 def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | None) -> None:
     """Refuse a policy that cannot be trained on packed rows, and an engine that samples from another model.
@@ -35,8 +38,9 @@ def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | Non
     check_model(model)
     base = base_model(model)
     config, coef = base.config.get_text_config(), args.router_aux_loss_coef
-    if coef is None:  # under an adapter routers are frozen
-        coef = 0.0 if isinstance(model, PeftModel) else getattr(config, "router_aux_loss_coef", 0.0)
+    if coef is None:
+        learns = any(p.requires_grad and _ROUTER.search(name) for name, p in model.named_parameters())
+        coef = getattr(config, "router_aux_loss_coef", 0.0) if learns else 0.0
     if coef and hasattr(config, "output_router_logits"):
         raise QeRLError("A mixture of experts trains without its router loss: pass router_aux_loss_coef=0.")
     if isinstance(base.get_output_embeddings(), BaseTunerLayer):

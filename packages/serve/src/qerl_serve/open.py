@@ -9,6 +9,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
+from qerl.families.experts import experts_of
 from qerl.families.parts import base_model
 from qerl.families.sizes import positions_of
 from qerl.kernels.limits import MAX_RANK
@@ -102,6 +103,8 @@ def open_backend(options: BackendOptions) -> ModelBackend:
     loading = decide(source, Choices())
     tokenizer = load_tokenizer(loading.model, chat=False, trust_remote_code=options.trust_remote_code)
     model = loading.load()
+    if any(experts_of(model)):
+        raise QeRLError(f"{options.model} is a mixture of experts, which are not served; use a dense model.")
     facts = {
         "dtype": str(loading.dtype).removeprefix("torch."),
         "base": options.model,
