@@ -18,6 +18,7 @@ from qerl.models.load import load_model
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.ready import check_policy
 from tests.support.models import TINY, move_adapter
+from tests.support.published import write
 
 MIXTURES = {
     "qwen3_moe": {},
@@ -118,6 +119,35 @@ def test_packed_experts_compute_what_their_dequantised_weights_do(theirs, folder
             if ".experts." not in name:
                 dense.get_submodule(name).weight.copy_(own.get_submodule(name).dense())
         equal(logits(own), logits(dense))
+
+
+DECLARED = {
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "mixed-precision"},
+}
+
+
+@pytest.mark.parametrize("layout", DECLARED)
+def test_experts_that_are_published_packed_keep_their_bytes(theirs, folder, tmp_path, layout):
+    """Experts in NVFP4 beside attention in FP8."""
+
+    def held(module):
+        return "nvfp4" if ".experts." in module else "fp8" if ".self_attn." in module else None
+
+    _, dense = write(tmp_path / "packed", held, DECLARED[layout], layout, theirs)
+    own, wanted = load_model(tmp_path / "packed", None, torch.float32, "cpu"), load(folder)
+    packed = {name for name, module in own.named_modules() if isinstance(module, PackedLinear)}
+    assert packed == {name for name in dense if held(name) == "nvfp4"} and len(packed) == 2 * 6 * 3
+    stored = load_file(tmp_path / "packed" / "model.safetensors")
+    for name, weight in dense.items():
+        if name in packed:
+            codes = stored[f"{name}.weight" if layout == "modelopt" else f"{name}.weight_packed"]
+            assert torch.equal(own.get_submodule(name).weight_packed, codes)
+            # ModelOpt has the reciprocal of the global scale, which is rounded once more.
+            equal(own.get_submodule(name).dense(), weight, atol=0)
+        wanted.get_submodule(name).weight.data = weight.float()
+    with torch.no_grad():
+        equal(logits(own), logits(wanted))
 
 
 def test_adapters_on_experts_have_the_gradients_of_dense_weights(folder):

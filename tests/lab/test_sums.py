@@ -1,4 +1,4 @@
-"""Sums: the tiny hybrid's language, its task, and that GRPO on a packed base learns them."""
+"""Sums: the tiny hybrid's language, its task, its runs, and that those of the result files have learned."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from lab.sums import policy, runs
 from lab.sums.task import Sums
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat
-from qerl.models.load import load_tokenizer
+from qerl.models.load import load_model, load_tokenizer
 from qerl.tasks import get_task
 
 pytestmark = pytest.mark.slow
@@ -57,8 +57,12 @@ def test_training_that_does_not_come_far_enough_is_an_error(monkeypatch):
         policy.train_policy()
 
 
-def test_the_policy_is_right_as_often_as_its_training_says_and_reads_its_task(cache):
+def test_the_policy_that_is_saved_is_right_as_often_as_its_training_says(cache):
     folder = runs.sums_folder()
+    model = load_model(folder, "bf16", torch.float32, "cpu")
+    sums_B2 = torch.randint(policy.BELOW, (256, 2), generator=torch.Generator().manual_seed(3))
+    # It is looked at every few steps, in which it may learn as much again.
+    assert policy.ENOUGH / 2 < policy.right_probability(model, sums_B2).mean() < 5 * policy.ENOUGH
     assert load_tokenizer(folder).convert_tokens_to_ids("+") == policy.ID["+"] == len(scratch.SPECIAL)
     path = Path(runs.__file__).parent / "task.py"
     assert get_task(f"{path}:Sums").name == "sums"

@@ -3,8 +3,8 @@
 transformers keeps the experts of a layer in two parameters [E, ., .], and merges a checkpoint's matrices into
 them as it loads. Here a module takes their place whose experts are linears under the checkpoint's names. All
 that is done to linears is thereby done to experts: they are quantised one by one as they arrive, with scales
-of their own; read packed as they were published; adapted by PEFT in the layout that vLLM loads; and saved
-under the names under which others look for them. It costs four modules per expert, 25,000 in a model of 30B.
+of their own; read packed as they were published; adapted by PEFT one by one; and saved under the names under
+which others look for them. It costs four modules per expert, 25,000 in a model of 30B.
 
 The router stays transformers' own, in 16 bits and frozen: it is a thousandth of the layer.
 

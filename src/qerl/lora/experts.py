@@ -62,7 +62,7 @@ def warn_of_merging(model: PeftModel) -> None:
     )
     if beside is not None and is_first_process():
         logger.warning(
-            "Load this adapter here or in vLLM: around transformers' own model PEFT may take that of %s for "
-            "one of the experts.",
+            "Read this adapter with qerl.load_adapter: around transformers' own model PEFT may take that of "
+            "%s for one of the experts.",
             beside.removeprefix("base_model.model."),
         )
