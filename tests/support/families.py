@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from qerl.families.experts import separate_experts
 from tests.support.models import TINY
 
 WINDOW = 8
@@ -59,6 +60,12 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": _YARN, "max_position_embeddings": 64},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "olmo3": {"sliding_window": WINDOW},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    },
     "granite_swa": {
         "sliding_window": WINDOW,
         "layer_rope_theta": [0, 1e4, 1e4, 1e5],
@@ -69,25 +76,17 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 NAMES = tuple(_SETTINGS)
-"""Every ``model_type`` that `tiny` knows and that is described."""
+"""Every ``model_type`` that `tiny` knows."""
 
 DELTA_NETS = "qwen3_5_text"
 MIXTURE = "qwen3_moe"
-"""Of experts, which is not described; `tiny` knows it."""
-
-_SETTINGS[MIXTURE] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "mlp_only_layers": [1],
-}
 
 
 def tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model in FP32 and eval mode: 4 layers, hidden 64, heads of 16, vocabulary 128.
 
     Args:
-        model_type: One of `NAMES`, or `MIXTURE`.
+        model_type: One of `NAMES`.
         seed: Of its weights.
         overrides: Fields of its config.
     """
@@ -95,7 +94,7 @@ def tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     config = AutoConfig.for_model(model_type, **(settings | overrides))
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).float().eval()
+        model = _separated(AutoModelForCausalLM.from_config(config)).float().eval()
         for name, parameter in model.named_parameters():
             if "norm" in name:  # around what it starts as: 1, or 0 where 1 is added
                 parameter += 0.2 * torch.randn_like(parameter)
@@ -110,4 +109,21 @@ def tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+    return model
+
+
+def _separated(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its experts as they are once it is loaded: linears of their own."""
+    merged = {
+        name: module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"
+    }
+    separate_experts(model)
+    for name, module in merged.items():
+        for expert, gate_up, down in zip(
+            model.get_submodule(name), module.gate_up_proj, module.down_proj, strict=True
+        ):
+            for linear, weight in zip(
+                (expert.gate_proj, expert.up_proj, expert.down_proj), (*gate_up.chunk(2), down), strict=True
+            ):
+                linear.weight = torch.nn.Parameter(weight.detach().clone())
     return model

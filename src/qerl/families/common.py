@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qerl.families.layer import Attention, DeltaNet, GatedMLP, LayerSpec, Rotary
+from qerl.families.layer import Attention, DeltaNet, GatedMLP, LayerSpec, RoutedMLP, Rotary
 from qerl.families.sizes import FREQUENCIES, Sizes, positions_of
 
 
@@ -36,7 +36,9 @@ def attention(config: Any, **fields: Any) -> Attention:
     return Attention(**own | fields)
 
 
-def layer(config: Any, mixer: Attention | DeltaNet, mlp: GatedMLP | None = None, **fields: Any) -> LayerSpec:
+def layer(
+    config: Any, mixer: Attention | DeltaNet, mlp: GatedMLP | RoutedMLP | None = None, **fields: Any
+) -> LayerSpec:
     """A layer with this mixer and, unless given, a SwiGLU by the config."""
     swiglu = GatedMLP(config.intermediate_size, bool(getattr(config, "mlp_bias", False)))
     return LayerSpec(config.hidden_size, mixer, mlp or swiglu, **fields)

@@ -1,14 +1,15 @@
 """Decoder layers as descriptions: a mixer of tokens, an MLP behind it, and the linears and norms of both.
 
-`Attention`, `DeltaNet` and `GatedMLP` are the kinds of the described families; each lists its products.
-Four-bit scales, LoRA, memory plan and paged engine read linears and products from here, so a further kind is
-a class here and a function in each of them: routed experts would stand beside `GatedMLP`. A difference
-between layers of one model, such as a window, sinks, the size of heads or no rotary embedding, is a field of
-their kind; a layer that is a mixer or an MLP alone leaves out the other.
+`Attention`, `DeltaNet`, `GatedMLP` and `RoutedMLP` are the kinds of the described families; each lists its
+products. Four-bit scales, LoRA, memory plan and paged engine read linears and products from here, so a
+further kind is a class here and a function in each of them. A difference between layers of one model, such as
+a window, sinks, the size of heads or no rotary embedding, is a field of their kind; a layer that is a mixer
+or an MLP alone leaves out the other.
 
 Nothing here needs torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
@@ -280,6 +281,50 @@ class GatedMLP:
         )
 
 
+@dataclass(frozen=True)
+class RoutedMLP:
+    """A mixture: each token goes through some of several gated MLPs, whose results are added by weight.
+
+    The router is a linear of one output per expert, in 16 bits and without an adapter, with a softmax over
+    all experts. Experts are described by one of them (`of_expert`): their products are not computed for all
+    tokens, as those of `LayerSpec.products` are.
+
+    Attributes:
+        intermediate: I of an expert.
+        experts: E.
+        chosen: Experts per token.
+        normalized: True if the weights of a token's experts add up to 1, else they are the softmax's.
+    """
+
+    intermediate: int
+    experts: int
+    chosen: int
+    normalized: bool
+    activation: ClassVar[Literal["silu"]] = "silu"
+    fused: ClassVar[bool] = False
+
+    PLACES: ClassVar[Places] = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+    EXPERTS: ClassVar[str] = "mlp.experts"
+    ROUTER: ClassVar[str] = "mlp.gate"
+
+    @property
+    def summed(self) -> set[str]:
+        """Products that are added up before anything reads them."""
+        return set()
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """None: no linear of it is computed for all tokens."""
+        return ()
+
+    def of_expert(self, hidden: int) -> tuple[Product, Product]:
+        """The products of an expert; places are names within it."""
+        i = self.intermediate
+        return (
+            _product("gate_up", self.PLACES["gate_up"], (i, i), hidden, False),
+            _product("down", self.PLACES["down"], (hidden,), i, False),
+        )
+
+
 class Norms(NamedTuple):
     """Places within a decoder layer of the RMSNorms around mixer and MLP; empty where there is none."""
 
@@ -308,14 +353,14 @@ class LayerSpec:
 
     hidden: int
     mixer: Attention | DeltaNet
-    mlp: GatedMLP
+    mlp: GatedMLP | RoutedMLP
     around: Norms = BEFORE
     gain: float = 1.0
     scalar: str = ""
 
     @cached_property
     def products(self) -> tuple[Product, ...]:
-        """All products, in the order in which they are computed."""
+        """All products that are computed for every token, in their order."""
         return self.mixer.products(self.hidden) + self.mlp.products(self.hidden)
 
     @cached_property
@@ -323,9 +368,8 @@ class LayerSpec:
         """Products that are added up before anything reads them, with the outputs of their linears: what has
         a norm of the whole behind it, or a bias elsewhere than at q, k and v."""
         whole = self.mixer.summed | self.mlp.summed
-        last = self.mixer.products(self.hidden)[-1], self.mlp.products(self.hidden)[-1]
-        behind = self.around.behind_mixer, self.around.behind_mlp
-        whole |= {product.name for product, norm in zip(last, behind, strict=True) if norm}
+        parts = (self.mixer, self.around.behind_mixer), (self.mlp, self.around.behind_mlp)
+        whole |= {part.products(self.hidden)[-1].name for part, norm in parts if norm}
         products = [product for product in self.products if product.name in whole]
         return {each.name: tuple(linear.outputs for linear in each.linears) for each in products}
 
@@ -333,6 +377,24 @@ class LayerSpec:
     def linears(self) -> tuple[Linear, ...]:
         """The linears of all products."""
         return tuple(linear for product in self.products for linear in product.linears)
+
+    @cached_property
+    def expert_linears(self) -> tuple[Linear, ...]:
+        """The linears of each expert; none without a mixture."""
+        if not isinstance(self.mlp, RoutedMLP):
+            return ()
+        return tuple(linear for product in self.mlp.of_expert(self.hidden) for linear in product.linears)
+
+    @property
+    def matrices(self) -> Iterator[tuple[Linear, int]]:
+        """Its linears, and how many there are of each: as many of an expert's as there are experts."""
+        yield from ((linear, 1) for linear in self.linears)
+        yield from ((linear, self.experts) for linear in self.expert_linears)
+
+    @property
+    def experts(self) -> int:
+        """Number of its experts; 0 without a mixture."""
+        return self.mlp.experts if isinstance(self.mlp, RoutedMLP) else 0
 
     @property
     def norms(self) -> int:
@@ -342,7 +404,7 @@ class LayerSpec:
     @property
     def dense(self) -> int:
         """Elements of what stays in 16 bits beside linears, norms and biases."""
-        return self.mixer.dense(self.hidden)
+        return self.mixer.dense(self.hidden) + self.experts * self.hidden
 
     @property
     def biases(self) -> int:

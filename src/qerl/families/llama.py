@@ -1,14 +1,15 @@
-"""Llama, Mistral, Qwen2 and Qwen3: grouped queries, whole heads turned, SwiGLU, a norm before each part.
+"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: grouped queries, whole heads turned, SwiGLU, norms before parts.
 
-Qwen2 has biases on q, k and v whatever its config says, Qwen3 norms of query and key heads. Mistral has its
-window in all layers, Qwen in those from ``max_window_layers`` on, and only if ``use_sliding_window`` is true.
-What a Llama's config may say of windows its code does not read.
+Qwen2 has biases on q, k and v whatever its config says, Qwen3 norms of query and key heads. Mistral and
+Qwen3-MoE have their window in all layers, the others of Qwen in those from ``max_window_layers`` on, and only
+if ``use_sliding_window`` is true. What a Llama's config may say of windows its code does not read. Qwen3-MoE
+has experts in the place of most layers' SwiGLU.
 """
 
 from typing import Any
 
 from qerl.families.common import attention, decoder, layer, rotary, window
-from qerl.families.layer import LayerSpec
+from qerl.families.layer import LayerSpec, RoutedMLP
 from qerl.families.sizes import Sizes
 
 
@@ -20,12 +21,23 @@ def sizes(config: Any) -> Sizes:
 def _layer(config: Any, index: int) -> LayerSpec:
     kind = config.model_type
     fields: dict[str, Any] = {"rotary": rotary(config)}
-    if kind == "mistral":
+    if kind in ("mistral", "qwen3_moe"):
         fields["window"] = config.sliding_window
     if kind in ("qwen2", "qwen3"):
         fields["window"] = window(config, index)
     if kind == "qwen2":
         fields["qkv_bias"] = True
-    if kind == "qwen3":
+    if kind in ("qwen3", "qwen3_moe"):
         fields["qk_norm"] = "head"
-    return layer(config, attention(config, **fields))
+    return layer(config, attention(config, **fields), _mixture(config, index))
+
+
+def _mixture(config: Any, index: int) -> RoutedMLP | None:
+    """The experts of a layer of Qwen3-MoE; None where it has a SwiGLU."""
+    if config.model_type != "qwen3_moe" or index in config.mlp_only_layers:
+        return None
+    if not config.num_experts or (index + 1) % config.decoder_sparse_step:
+        return None
+    return RoutedMLP(
+        config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
+    )

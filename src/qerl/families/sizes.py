@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from qerl.errors import QeRLError
-from qerl.families.layer import Attention, DeltaNet, GatedMLP, LayerSpec, Rotary
+from qerl.families.layer import Attention, DeltaNet, GatedMLP, LayerSpec, RoutedMLP, Rotary
 
 FREQUENCIES = "rotary_emb.inv_freq"
 """Place in a decoder of its rotary frequencies, where all layers have the same."""
@@ -161,7 +161,7 @@ class Sizes:
         return found.pop()
 
     @property
-    def mlp(self) -> GatedMLP:
+    def mlp(self) -> GatedMLP | RoutedMLP:
         """The MLP that all layers have.
 
         Raises:
@@ -208,7 +208,7 @@ class Sizes:
     @property
     def parameters(self) -> int:
         """All parameters, tied ones once."""
-        elements = sum(run.layers * linear.elements for run in self.runs for linear in run.spec.linears)
+        elements = sum(run.layers * count * x.elements for run in self.runs for x, count in run.spec.matrices)
         return elements + self.dense_parameters
 
     @property
@@ -270,6 +270,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "qwen3.6-27b": _QWEN36_27B,
     "qwen3.8-27b": _QWEN36_27B,
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128,
+        "norm_topk_prob": True, "max_position_embeddings": 262144, "rope_theta": 1e7,
+    },
     "gemma4-31b": {
         "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504,
         "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,

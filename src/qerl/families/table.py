@@ -1,6 +1,6 @@
 """Model families whose decoder layers the project's own kernels and the memory plan know.
 
-All of them have RMSNorms, attention with several query heads per key head, and gated MLPs.
+All of them have RMSNorms, attention with several query heads per key head, and gated MLPs or mixtures of them.
 In what a family differs from Llama its file beside this one says: it makes descriptions of layers
 (`qerl.families.layer`) of a config, and has no code that computes. A family of known kinds is such a file
 and a line here. Another kind of mixer or MLP needs a class, and a kernel or function per reader; ARCHITECTURE
@@ -39,6 +39,7 @@ FAMILIES = {
     "mistral": Family("Mistral", llama.sizes),
     "qwen2": Family("Qwen2", llama.sizes, "causal LM; Qwen2.5-VL"),
     "qwen3": Family("Qwen3", llama.sizes, "causal LM; Qwen3-VL"),
+    "qwen3_moe": Family("Qwen3-MoE", llama.sizes, "causal LM with an expert per name"),
     "qwen3_5_text": Family(
         "Qwen3.5, 3.6, 3.8", qwen.sizes, "`Qwen3_5ForConditionalGeneration`, also in ModelOpt's mixed NVFP4"
     ),

@@ -12,6 +12,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from qerl.families.experts import separate_experts
 from qerl.families.sizes import Sizes
 from qerl.fp4.format import block_format
 from qerl.fp4.linear import PackedLinear
@@ -47,6 +48,7 @@ def random_policy(
     config = model_config(shape, "bf16", positions) if isinstance(shape, Sizes) else shape
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        separate_experts(model)
     with torch.device(device):
         for name, module in list(model.model.named_modules()):
             if type(module).__name__.endswith("RotaryEmbedding"):
@@ -68,7 +70,8 @@ def random_policy(
 @torch.no_grad()
 def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
     """Weights of a model on the meta device, drawn on the device."""
-    targets = Sizes.of(model.config).targets
+    specs = {run.spec for run in Sizes.of(model.config).runs}
+    targets = {linear.name for spec in specs for linear, _ in spec.matrices}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if name in targets and weights != "bf16":

@@ -34,8 +34,9 @@ class Weights:
     @cached_property
     def linears(self) -> int:
         """Bytes of the linears of all decoder layers, scales included."""
-        matrices = self.format.matrix_bytes
-        return sum(run.layers * matrices(x.elements) for run in self.sizes.runs for x in run.spec.linears)
+        size = self.format.matrix_bytes
+        runs = self.sizes.runs
+        return sum(run.layers * count * size(x.elements) for run in runs for x, count in run.spec.matrices)
 
     @property
     def dense(self) -> int:

@@ -4,11 +4,14 @@
     u = y * w, the next GEMM's input; 1/rms(y) is applied by the reader of that GEMM
     partial sums of y^2 and of u A_in^T per block of columns
 
-Behind the sublayer there may be a norm of its output, and y may be multiplied by a number of the layer's.
+Behind the sublayer there may be a norm of its output, and y may be multiplied by a number of the layer's. In
+the place of a GEMM's output there may be those of a token's experts, which are added by weight.
 
 w is fp32 and may carry noise. The residual stream is fp32: rounding it to bf16 after every sublayer is most
 of what a bf16 forward pass is off by, and here the bytes hardly count.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -36,15 +39,41 @@ def block_d(tokens: int) -> int:
     return 64 if tokens <= 32 else 128
 
 
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The results of experts, and which of them a token adds up.
+
+    Attributes:
+        out_SD: fp32, of all places.
+        place_TC: int32, the places of each token's experts.
+        factor_TC: fp32, what each is multiplied by.
+    """
+
+    out_SD: torch.Tensor
+    place_TC: torch.Tensor
+    factor_TC: torch.Tensor
+
+
+@triton.jit
+def _add_chosen(out_SD, place_TC, factor_TC, t, in_t, d, inside, D, C: tl.constexpr):
+    """The results of a token's experts by weight, in their order."""
+    total = tl.zeros([t.shape[0], d.shape[0]], tl.float32)
+    for c in tl.static_range(C):
+        place = tl.load(place_TC + t * C + c, mask=in_t, other=0).to(tl.int64)
+        factor = tl.load(factor_TC + t * C + c, mask=in_t, other=0.0)
+        total += tl.load(out_SD + place[:, None] * D + d[None, :], mask=inside, other=0.0) * factor[:, None]
+    return total
+
+
 @triton.jit
 def _residual_norm(
     gemm_STN, partials_G, scale_1, xa_TR, b_NR, table_VD, tokens_T,
-    residual_TD, w_D, behind_D, behind_PT, scalar_1, a_RK, u_TD, squares_PT, parts_PTR,
+    residual_TD, w_D, behind_D, behind_PT, scalar_1, place_TC, factor_TC, a_RK, u_TD, squares_PT, parts_PTR,
     T, D, N, gain, eps,
     BEHIND_P: tl.constexpr, BEHIND_PADDED: tl.constexpr, GAIN: tl.constexpr, SCALAR: tl.constexpr,
     S: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     A_RANKS: tl.constexpr, A_PART: tl.constexpr,
-    EMBED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    EMBED: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -60,14 +89,17 @@ def _residual_norm(
         a = load_a(a_RK, 0, d, in_d, D, A_RANKS, A_PART)
     if not EMBED:
         y = tl.load(residual_TD + at, mask=inside, other=0.0)
-        scale = tl.load(scale_1)
-        counts = partial_counts(partials_G, d, in_d, S)
+        if CHOSEN == 0:
+            scale = tl.load(scale_1)
+            counts = partial_counts(partials_G, d, in_d, S)
     begin(PDL)
     if EMBED:
         token = tl.load(tokens_T + t, mask=in_t, other=0).to(tl.int64)
         y = tl.load(table_VD + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
         if GAIN:
             y *= gain
+    elif CHOSEN > 0:
+        y += _add_chosen(gemm_STN, place_TC, factor_TC, t, in_t, d, inside, D, CHOSEN) * gain
     elif BEHIND_P > 0 or GAIN:
         out = sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R > 0:
@@ -101,6 +133,7 @@ def residual_norm(
     partials_G: torch.Tensor | None = None,
     scale_1: torch.Tensor | None = None,
     embedding: tuple[torch.Tensor, torch.Tensor] | None = None,
+    chosen: Chosen | None = None,
     behind: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
     gain: float = 1.0,
@@ -120,6 +153,7 @@ def residual_norm(
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         scale_1: fp32 [1], multiplies the GEMM's output.
         embedding: (table [V, D], token ids [T]), instead of a GEMM.
+        chosen: Results of experts, instead of a GEMM; without LoRA and a norm behind.
         behind: (weight, fp32 [D]; partial sums of squares of the GEMM's output) of a norm behind the
             sublayer.
         eps: Added to the mean square by that norm.
@@ -134,12 +168,16 @@ def residual_norm(
     tokens, width = residual_TD.shape
     block_t, columns, shared = 16, block_d(tokens), shared_bytes(residual_TD)
     table, ids = embedding or (None, None)
+    place_TC, factor_TC = (None, None) if chosen is None else (chosen.place_TC, chosen.factor_TC)
+    if chosen is not None:
+        gemm_STN = chosen.out_SD[None]
     behind_D, behind_PT = behind or (None, None)
     normed = 0 if behind_PT is None else behind_PT.shape[0]
     arguments = pointers(
         "residual_norm", residual_TD, gemm_STN=gemm_STN, partials_G=partials_G, scale_1=scale_1,
         xa_TR=b.xa.sum_TR, b_NR=b.b_NR, table_VD=table, tokens_T=ids, residual_TD=residual_TD, w_D=w_D,
-        behind_D=behind_D, behind_PT=behind_PT, scalar_1=scalar_1, a_RK=a.a_RK, u_TD=u_TD,
+        behind_D=behind_D, behind_PT=behind_PT, scalar_1=scalar_1, place_TC=place_TC, factor_TC=factor_TC,
+        a_RK=a.a_RK, u_TD=u_TD,
         squares_PT=squares_PT, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
     _residual_norm[(triton.cdiv(width, columns), triton.cdiv(tokens, block_t))](
@@ -149,7 +187,7 @@ def residual_norm(
         SCALAR=scalar_1 is not None,
         S=1 if gemm_STN is None else gemm_STN.shape[0],
         **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
-        EMBED=embedding is not None, PADDED=padded_tokens,
+        EMBED=embedding is not None, CHOSEN=0 if place_TC is None else place_TC.shape[1], PADDED=padded_tokens,
         BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,
         **dependent(residual_TD),
     )  # fmt: skip

@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_weight(const Piece& p, u32 stage, u32 full,
 // Of a cluster each block brings its share to all.
 __device__ __forceinline__ void load_x(const Piece& p, u32 stage, u32 full, const u8* x, u64 policy) {
   stage += TILES * WEIGHT_BYTES;
-  x += (long long)p.first * X_BYTES;
+  x += p.x_tile() * X_BYTES;
   const u32 bytes = p.count * (X_BYTES / CLUSTER), first = rank() * bytes;
   copy_to_all(stage + first, x + first, bytes, full, policy);
 }

@@ -41,13 +41,18 @@
 // share of the activations to all of them. The line of tiles is then cut into as many pieces as there are clusters.
 // bulk_loads.cuh has the order in which they wait for one another.
 //
+// Experts. With EXPERTS the weight is that of many experts on top of each other, and the product goes through items: an
+// expert with at most TOKENS of its tokens, whose activations lie item by item. How many items there are is known to the
+// GPU alone, so all warps wait for the kernel before. The line has the row tiles of all items and is cut between them, so
+// that there are no partial sums; an expert is read from memory by few blocks, which then have its next item as well.
+//
 // Registers. A launch gives all threads of a block equally many. With three warpgroups that multiply and a warp that
 // loads that is at most 128 for each (a quarter of the multiprocessor has four of these warps), too few for 128
 // tokens. So with REGISTERS there are four warps that load, of which one does, and all four give registers up to
 // those that multiply. The block then has all registers of the multiprocessor, and no block of the kernels before and
 // after fits beside it.
 //
-// Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with
+// Compile-time: EXPERTS, TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with
 // two FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups that a block has of a row tile (TEAMS / ROW_GROUPS teams
 // share K), TILES 64-wide k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, CLUSTER (1, or 2
 // with BULK), REGISTERS (of a thread that multiplies, where four warps that load give up theirs; 0: all have as
@@ -61,6 +66,9 @@
 #endif
 #if CLUSTER > 1 && !BULK
 #error "Blocks of a cluster share activations by the copy engine."
+#endif
+#if EXPERTS && CLUSTER > 1
+#error "Blocks of a cluster share activations, and experts have few."
 #endif
 #if REGISTERS && !(BULK && WGMMA)
 #error "Registers change hands between warpgroups of 9.0."
@@ -115,15 +123,55 @@ __device__ __forceinline__ int rank() { return blockIdx.x % CLUSTER; }
 __device__ __forceinline__ u32 cluster() { return blockIdx.x / CLUSTER; }
 __device__ __forceinline__ u32 clusters() { return gridDim.x / CLUSTER; }
 
+#if EXPERTS
+// The items: of each its expert and its tokens. `groups` are the 64-row groups of an expert, ROW_GROUPS of them a row tile.
+struct Items {
+  const int2* of;
+  int groups;
+};
+#else
+struct Items {};
+#endif
+
 // A cluster's tiles, as segments of one row tile that fit a stage.
 struct Piece {
   int at, end, k_tiles, row_tile, first, count;  // count k tiles from the first on
-  __device__ __forceinline__ Piece(int begin, int end, int k_tiles)
+#if EXPERTS
+  Items items;
+  int item, expert, tokens;  // of the row tile
+#endif
+  __device__ __forceinline__ Piece(int begin, int end, int k_tiles, Items items = Items())
       : at(begin), end(end), k_tiles(k_tiles), row_tile(begin / k_tiles), first(begin - row_tile * k_tiles) {
+#if EXPERTS
+    this->items = items;
+#endif
+    locate();
     measure();
+  }
+  // Finds the item of the row tile; past the L1 cache, where those of an earlier layer may be.
+  __device__ __forceinline__ void locate() {
+#if EXPERTS
+    item = row_tile * ROW_GROUPS / items.groups;
+    if (at < end) {
+      int2 own = __ldcg(items.of + item);
+      expert = own.x, tokens = own.y;
+    }
+#endif
   }
   __device__ __forceinline__ void measure() { count = min(min(TILES, k_tiles - first), end - at); }
   __device__ __forceinline__ bool ends_row_tile() const { return first + count == k_tiles || at + count == end; }
+#if EXPERTS
+  // Where one of this block's row groups is in the expert.
+  __device__ __forceinline__ int group(int row_group) const {
+    return row_tile * ROW_GROUPS - item * items.groups + row_group;
+  }
+  // The first tile of a row group.
+  __device__ __forceinline__ long long tile(int row_group, int groups) const {
+    return ((long long)expert * groups + group(row_group)) * k_tiles + first;
+  }
+  // The first tile of activations.
+  __device__ __forceinline__ long long x_tile() const { return (long long)item * k_tiles + first; }
+#else
   // Where one of this block's row groups is in the weight. The last row tile may reach beyond; nobody writes there.
   __device__ __forceinline__ int group(int row_group) const {
     return (row_tile * CLUSTER + rank()) * ROW_GROUPS + row_group;
@@ -132,10 +180,13 @@ struct Piece {
   __device__ __forceinline__ long long tile(int row_group, int groups) const {
     return (long long)min(group(row_group), groups - 1) * k_tiles + first;
   }
+  // The first tile of activations.
+  __device__ __forceinline__ long long x_tile() const { return first; }
+#endif
   __device__ __forceinline__ void advance() {
     at += count;
     first += count;
-    if (first == k_tiles) first = 0, row_tile++;
+    if (first == k_tiles) first = 0, row_tile++, locate();
     measure();
   }
 };
@@ -180,16 +231,31 @@ __device__ __forceinline__ void add_parts(const float* parts, float* sum, int co
 
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
 packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
-            float* __restrict__ y, const float* xa_parts, float* xa, const u8* next_b, const u8* next_a,
+            float* __restrict__ y,
+#if EXPERTS
+            const int2* item, const int* item_count, int N, int K) {
+  const Ahead next = {};
+#else
+            const float* xa_parts, float* xa, const u8* next_b, const u8* next_a,
             const u8* next_codes, const u8* next_scales, int M, int N, int K, int parts, int numbers, int next_b_bytes,
             int next_a_bytes, int next_N, int next_K, int next_pieces) {
+  const Ahead next = {next_b, next_a, next_codes, next_scales, next_b_bytes, next_a_bytes, next_N, next_K, next_pieces};
+#endif
   extern __shared__ __align__(128) u8 stages[];
   __shared__ u64 barriers[2 * STAGES];
   // Broadcast, so that the compiler knows it to be the same for the whole warp.
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int k_tiles = K / 64, groups = N / 64;
+#if EXPERTS
+  wait_for_kernel_before();
+  const Items items = {item, groups};
+  const int row_tiles = __ldcg(item_count) * (groups / ROW_GROUPS);
+  const int begin = share(row_tiles, cluster()) * k_tiles, end = share(row_tiles, cluster() + 1) * k_tiles;
+#else
+  const Items items = {};
   const int total = (groups + CLUSTER * ROW_GROUPS - 1) / (CLUSTER * ROW_GROUPS) * k_tiles;
   const int begin = share(total, cluster()), end = share(total, cluster() + 1);
+#endif
   const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
@@ -203,12 +269,11 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   cluster_sync();  // nobody counts bytes on barriers that are not there, or arrives on them
 
   if (warp >= CONSUMERS / 32) {
-    const Ahead next = {next_b, next_a, next_codes, next_scales, next_b_bytes, next_a_bytes, next_N, next_K, next_pieces};
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(KEPT_REGISTERS));
 #endif
     if ((lane == 0 && warp == CONSUMERS / 32) || !BULK)
-      load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales, next);
+      load_all(Piece(begin, end, k_tiles, items), groups, base, full, empty, x, codes, scales, next);
     return;
   }
 
@@ -216,7 +281,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
   wait_for_kernel_before();
-#if !ADD_LAST
+#if !ADD_LAST && !EXPERTS
   add_parts(xa_parts, xa, parts, numbers, warp, lane);
 #endif
   const int row_group = warp / (TEAM / 32) % ROW_GROUPS, k_group = warp / (TEAM / 32) / ROW_GROUPS;
@@ -231,7 +296,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #pragma unroll
   for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   int stage = 0, parity = 0, unit = 0;
-  for (Piece p(begin, end, k_tiles); p.at < end; p.advance()) {
+  for (Piece p(begin, end, k_tiles, items); p.at < end; p.advance()) {
     barrier_wait(full + stage * 8, parity);
     int t = k_group;
     for (; t + (TOGETHER - 1) * K_GROUPS < p.count; t += TOGETHER * K_GROUPS) {
@@ -268,10 +333,15 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
     unit++;
     int group = p.group(row_group);
     if (k_group == 0 && group < groups) {
+#if EXPERTS
+      const int M = p.tokens;
+      float* to = y + (long long)p.item * TOKENS * N + group * 64 + first_fragment * 16 + lane / 4;
+#else
       // Whoever holds the row tile's first k tile writes part 0.
       long long first = (long long)p.row_tile * k_tiles;
       int part = cluster() - (int)(((first + 1) * clusters() - 1) / total);
       float* to = y + (long long)part * M * N + group * 64 + first_fragment * 16 + lane / 4;
+#endif
 #pragma unroll
       for (int i = 0; i < VALUES / 4; i++) {
         int m = i % (TOKENS / 8) * 8 + lane % 4 * 2;
@@ -283,7 +353,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #pragma unroll
     for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   }
-#if ADD_LAST
+#if ADD_LAST && !EXPERTS
   add_parts(xa_parts, xa, parts, numbers, warp, lane);
 #endif
 }

@@ -205,14 +205,68 @@ def _arguments(ahead: Ahead, tiles: Tiles, tiling: Tiling) -> tuple[list[torch.T
 
 
 @cache
-def _compiled(tiling: Tiling, tokens: int, stages: int, device: int) -> Kernel:
-    defines = switches(tiling, tokens, stages, card_of(torch.device("cuda", device)))
+def _compiled(tiling: Tiling, tokens: int, stages: int, device: int, experts: bool = False) -> Kernel:
+    defines = switches(tiling, tokens, stages, card_of(torch.device("cuda", device)), experts)
     return kernel(SOURCE, "packed_gemm", tuple(defines.items()), device)
 
 
-def switches(tiling: Tiling, tokens: int, stages: int, card: Card) -> dict[str, int]:
+_OF_ITEMS = {8: (2, 2, 8, 4), 16: (2, 2, 8, 4), 32: (2, 2, 4, 4), 64: (2, 2, 4, 4)}
+"""By the size of items: teams, row groups, tiles of a stage and tiles together. Not tuned."""
+
+
+def tiling_of_items(size: int, card: Card) -> Tiling:
+    """How packed_gemm.cu tiles a product of items, each of ``size`` tokens at most."""
+    teams, row_groups, tiles, together = _OF_ITEMS[size]
+    fragments = 1 if size <= 16 or card.math == "wgmma" else 2
+    shared = min(176_000, card.shared_bytes - 1024)
+    if card.math != "wgmma" and size == 64:
+        tiles = together = 2
+    return Tiling(teams, row_groups, tiles, together, shared, fragments)
+
+
+def packed_gemm_of_items(
+    x: torch.Tensor,
+    tiles: Tiles,
+    item_J2: torch.Tensor,
+    count_1: torch.Tensor,
+    out_SN: torch.Tensor,
+    tiling: Tiling,
+    size: int,
+) -> None:
+    """Writes x w^T of experts, times `OUTPUT_SCALE` and without global scales.
+
+    Args:
+        x: bf16, of each item as :func:`to_operand` gives it for ``size`` tokens.
+        tiles: The weights of all experts, [E N, K].
+        item_J2: int32, of each item its expert and how many tokens it has.
+        count_1: int32, the number of items.
+        out_SN: fp32, ``size`` rows of each item; rows beyond its tokens are left as they are.
+        tiling: How the product is tiled.
+        size: Tokens of an item at most: 8, 16, 32 or 64.
+
+    Raises:
+        QeRLError: Activations or output are not of the size that the weight and the items ask for, or the
+            outputs of an expert are not a multiple of the tiling's rows.
+    """
+    (_, width), (places, rows) = tiles.shape, out_SN.shape
+    if x.numel() != places * width or places != len(item_J2) * size:
+        raise QeRLError(f"{len(item_J2)} items of {size} x {width} numbers are not {tuple(x.shape)}.")
+    if rows % (TILE * tiling.row_groups):
+        raise QeRLError(f"Experts of {rows} outputs are not tiled by {TILE * tiling.row_groups} rows.")
+    stages, card = tiling.stages(size), card_of(x.device)
+    _compiled(tiling, size, stages, x.device.index or 0, True)(
+        (multiprocessors(x.device), 1),
+        tiling.threads(card),
+        stages * tiling.stage_bytes(size) + tiling.sums_bytes(size),
+        (x, tiles.codes, tiles.scales, out_SN, item_J2, count_1),
+        (rows, width),
+    )
+
+
+def switches(tiling: Tiling, tokens: int, stages: int, card: Card, experts: bool = False) -> dict[str, int]:
     """The kernel's compile-time parameters, for so many padded tokens."""
     return {
+        "EXPERTS": int(experts),
         "TOKENS": tokens,
         "TEAMS": tiling.teams,
         "ROW_GROUPS": tiling.row_groups,

@@ -27,12 +27,13 @@ struct Loads {
       copy(to + TILES * (ROW_GROUPS * CODE_BYTES + g * SCALE_BYTES), scales + tile * SCALE_BYTES,
            p.count * SCALE_BYTES, TILES * SCALE_BYTES);
     }
-    copy(to + TILES * WEIGHT_BYTES, x + (long long)p.first * X_BYTES, p.count * X_BYTES, TILES * X_BYTES);
+    copy(to + TILES * WEIGHT_BYTES, x + p.x_tile() * X_BYTES, p.count * X_BYTES, TILES * X_BYTES);
     barrier_arrive_copied(full + stage * 8);
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 };
 
+#if !EXPERTS
 // Asks the L2 cache for bytes, by the threads of several blocks that load.
 __device__ __forceinline__ void prefetch(const u8* from, int bytes, int block, int blocks) {
   for (int at = (block * 128 + threadIdx.x - CONSUMERS) * 32; at < bytes; at += blocks * 128 * 32) prefetch32(from + at);
@@ -56,10 +57,14 @@ __device__ __forceinline__ void prefetch_ahead(const Ahead& next) {
     }
 }
 
+#endif
+
 // Loads all pieces of a block.
 __device__ __forceinline__ void load_all(Piece p, int groups, u32 base, u32 full, u32 empty, const u8* x,
                                          const u8* codes, const u8* scales, const Ahead& next) {
   for (Loads loads; p.at < p.end; p.advance()) loads.fill(p, groups, base, full, empty, x, codes, scales);
+#if !EXPERTS
   prefetch_ahead(next);
+#endif
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

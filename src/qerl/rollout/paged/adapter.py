@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.families.layer import DeltaNet, LayerSpec, Product
+from qerl.families.layer import DeltaNet, LayerSpec, Product, RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import MAX_RANK, pad_rank
 from qerl.lora.kinds import active_adapter, why_not
@@ -37,6 +37,8 @@ def why_not_with_adapters(base: PreTrainedModel) -> str | None:
         if isinstance(module, BaseTunerLayer):
             if reason := why_not(module):
                 return f"{name} {reason}"
+            if RoutedMLP.EXPERTS in name and active_adapter(module) is not None:
+                return f"{name} carries an adapter, and the kernels multiply with experts without one"
             if last not in linears and active_adapter(module) is not None:
                 return f"{name} carries an adapter, and only the linears of decoder layers may"
         elif isinstance(module, AuxiliaryTrainingWrapper):

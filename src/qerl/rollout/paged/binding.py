@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.families.layer import Attention, DeltaNet, LayerSpec, Product, Rotary
+from qerl.families.layer import Attention, DeltaNet, LayerSpec, Product, Rotary, RoutedMLP
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes, rope_parameters
 from qerl.families.table import why_not_described
@@ -28,7 +28,9 @@ from qerl.kernels.decode.rope_kv import Heads
 from qerl.kernels.limits import MAX_KEY
 from qerl.kernels.weights import nf4
 from qerl.kernels.weights.dense import DenseStack
+from qerl.kernels.weights.experts import stack_experts
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
+from qerl.kernels.weights.tiles import ROW_MULTIPLE
 from qerl.rollout.paged.adapter import Adapter, check_adapter, inner, linears_of, why_not_with_adapters
 from qerl.rollout.paged.weights import (
     AttentionWeights,
@@ -37,6 +39,7 @@ from qerl.rollout.paged.weights import (
     Layer,
     MLPWeights,
     Projection,
+    RoutedWeights,
 )
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 512)
@@ -51,7 +54,12 @@ def why_not(model: nn.Module) -> str | None:
         return f"it is a {type(base).__name__}, neither a transformers model nor a PeftModel around one"
     if base.device.type != "cuda":
         return "the model is not on a CUDA device"
-    return _why_not_with_sizes(base) or _why_not_with_linears(base) or why_not_with_adapters(base)
+    return (
+        _why_not_with_sizes(base)
+        or _why_not_with_linears(base)
+        or _why_not_with_experts(base)
+        or why_not_with_adapters(base)
+    )
 
 
 def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
@@ -97,7 +105,7 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
             if linear.bias != (getattr(module, "bias", None) is not None):
                 there = "no bias" if linear.bias else "a bias"
                 return f"{linear.name} of layer {index} has {there}, against its config"
-    for name, layer in _linears(base):
+    for name, layer in _weights(base):
         if nf4.quant_state(layer) is not None:
             if reason := nf4.why_not(layer):
                 return f"{name} {reason}"
@@ -110,11 +118,42 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     return None
 
 
+def _why_not_with_experts(base: PreTrainedModel) -> str | None:
+    """Why the kernels cannot multiply with the experts of one of the layers."""
+    formats: dict[str, type[nn.Module]] = {}
+    for name, layer in _experts(base):
+        if nf4.quant_state(layer) is not None:
+            return f"{name} is in NF4, in which experts are not multiplied"
+        if formats.setdefault(name.partition(RoutedMLP.EXPERTS)[0], type(layer)) is not type(layer):
+            return f"{name} is held in another format than other experts of its layer"
+        rows = cast(Any, layer).out_features
+        if isinstance(layer, PackedLinear) and name.endswith("down_proj") and rows % ROW_MULTIPLE:
+            return f"{name} has {rows} outputs, and those of packed experts are multiples of {ROW_MULTIPLE}"
+    return None
+
+
 def _linears(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """The linears of all decoder layers below their adapters, each with its name."""
     for index, product, modules in _products(base):
         for linear, module in zip(product.linears, modules, strict=True):
             yield f"model.layers.{index}.{linear.place}", module
+
+
+def _weights(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The linears of all decoder layers and of their experts, each with its name."""
+    yield from _linears(base)
+    yield from _experts(base)
+
+
+def _experts(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The linears of all experts, each with its name."""
+    specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
+    for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
+        if isinstance(spec.mlp, RoutedMLP):
+            for number, expert in enumerate(layer.get_submodule(RoutedMLP.EXPERTS)):
+                for linear in spec.expert_linears:
+                    name = f"model.layers.{index}.{RoutedMLP.EXPERTS}.{number}.{linear.place}"
+                    yield name, expert.get_submodule(linear.place)
 
 
 def _products(base: PreTrainedModel) -> Iterator[tuple[int, Product, list[nn.Module]]]:
@@ -158,7 +197,7 @@ class Binding:
             eps=config.rms_norm_eps,
             embedding_scale=_embedding_scale(body.embed_tokens, sizes),
         )
-        self._bound = [(name, _address(layer)) for name, layer in _linears(self._base)]
+        self._bound = [(name, _address(layer)) for name, layer in _weights(self._base)]
         self._adapter = Adapter(self._base, list(body.layers), self._dtype)
         self._adapter.bind(self.decoder)
 
@@ -176,7 +215,7 @@ class Binding:
         """
         self._check_offsets(norm_offsets)
         check_adapter(self._base)
-        for (name, address), (_, layer) in zip(self._bound, _linears(self._base), strict=True):
+        for (name, address), (_, layer) in zip(self._bound, _weights(self._base), strict=True):
             if _address(layer) != address:
                 raise QeRLError(
                     f"The weight of {name} was replaced after the paged engine was made; make a new engine "
@@ -235,7 +274,7 @@ class Binding:
         return changed
 
     def _layer(self, layer: Any, spec: LayerSpec) -> Layer:
-        first, last, gate_up, down = (self._projection(linears_of(layer, each)) for each in spec.products)
+        first, last, *of_mlp = (self._projection(linears_of(layer, each)) for each in spec.products)
         described, around = spec.mixer, spec.around
         mixer = (
             self._delta_net(layer, first, last)
@@ -250,7 +289,7 @@ class Binding:
             ones_D if before_mixer_D is None else before_mixer_D,
             mixer,
             ones_D if before_mlp_D is None else before_mlp_D,
-            MLPWeights(gate_up, down),
+            self._mixture(layer, spec) if isinstance(spec.mlp, RoutedMLP) else MLPWeights(*of_mlp),
             behind_mixer_D,
             behind_mlp_D,
             self._copy(layer, spec.scalar) if spec.scalar else None,
@@ -270,6 +309,12 @@ class Binding:
         )
         sink_H = self._copy(attention, "sinks") if described.sinks else None
         return AttentionWeights(qkv, o, heads, *self._tables(described.rotary), sink_H)
+
+    def _mixture(self, layer: Any, spec: LayerSpec) -> RoutedWeights:
+        assert isinstance(spec.mlp, RoutedMLP)
+        experts, products = layer.get_submodule(spec.mlp.EXPERTS), spec.mlp.of_expert(spec.hidden)
+        stacks = [stack_experts([linears_of(expert, product) for expert in experts]) for product in products]
+        return RoutedWeights(layer.get_submodule(spec.mlp.ROUTER).weight.detach(), *stacks)
 
     def _delta_net(self, layer: Any, qkvz: Projection, out: Projection) -> DeltaNetWeights:
         module = layer.linear_attn

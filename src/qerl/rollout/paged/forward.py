@@ -24,6 +24,12 @@ and then
     gate, up = gate_up_proj(h)                         # Layer.mlp.gate_up
     x = x + down_proj(act(gate) * up)                  # act_mul: SwiGLU or GELU; then Layer.mlp.down
 
+or, where that is a mixture (`qerl.rollout.paged.experts`), with the router's logits left by residual_norm,
+
+    expert, weight = top(softmax(h W_router^T))        # route; arrange: tokens by expert; spread: their inputs
+    y = down_expert(act(gate_expert(h)) * up_expert(h))  # Layer.mlp.gate_up of items, act_items, .down
+    x = x + sum(weight * y)                            # the sum is in the next residual_norm
+
 Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, act_mul, GEMM,
 residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. A norm
 behind attention or MLP, one of all heads together, and a bias elsewhere than at q, k and v cost a sum_product
@@ -37,7 +43,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from qerl.families.layer import Attention, DeltaNet, LayerSpec
+from qerl.families.layer import Attention, DeltaNet, LayerSpec, RoutedMLP
 from qerl.kernels.decode import act_mul, residual_norm, rope_kv
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
@@ -45,6 +51,7 @@ from qerl.kernels.decode.sum_product import block_of, sum_product
 from qerl.kernels.limits import PAGE
 from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 from qerl.rollout.paged.delta_net import DeltaNets, Runs
+from qerl.rollout.paged.experts import Mixtures
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.weights import (
@@ -53,7 +60,9 @@ from qerl.rollout.paged.weights import (
     DeltaNetWeights,
     Kind,
     Layer,
+    MLPWeights,
     Projection,
+    RoutedWeights,
     kinds_of,
     look_ahead,
 )
@@ -150,7 +159,7 @@ class Forward:
             return torch.zeros(padded * width, dtype=decoder.dtype, device=device)
 
         mixed = max(s.mixer.products(hidden)[-1].inputs for s in specs)
-        inner = max(s.mlp.intermediate for s in specs)
+        inner = max((s.mlp.intermediate for s in specs if not isinstance(s.mlp, RoutedMLP)), default=0)
         self.u, self.mixed, self.h = operand(hidden), operand(mixed), operand(inner)
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
@@ -176,6 +185,7 @@ class Forward:
         self._slots = [new(tokens, dtype=torch.int32) for _ in pools]
         self._pages = [None if pool == "state" else PAGE for pool in pools]
         self._delta_nets = _delta_nets(decoder, tokens)
+        self._mixtures = _mixtures(decoder, tokens)
         # By layer and not by description, whose hash takes longer than a launch.
         sums = _lora_sums(decoder, tokens)
         mixers = [layer.spec.mixer for layer in decoder.layers]
@@ -299,17 +309,45 @@ class Forward:
 
     def _add_mixed(self, layer: Layer, sums: Sums) -> None:
         """From the mixer's output to the second norm's."""
-        last, following = layer.projections[1:3]
+        last, mlp = layer.mixer.projections[1], layer.mlp
         name = "out" if isinstance(layer.mixer, DeltaNetWeights) else "o"
+        if isinstance(mlp, RoutedWeights):
+            assert self._mixtures is not None
+            padded, a = 0, self._mixtures.logits(mlp)
+        else:
+            padded, a = self._padded(mlp.gate_up), _a(mlp.gate_up, sums.gate_up)
         self._add(
             layer, name, last, self.mixed, sums.from_mixer, layer.behind_mixer_D, None,
-            layer.before_mlp_D, self._padded(following), _a(following, sums.gate_up),
+            layer.before_mlp_D, padded, a,
         )  # fmt: skip
 
     def _mlp(self, i: int) -> None:
         """From the second norm's output to the following layer's first, or to the final norm's."""
-        decoder, layer, sums = self.decoder, self.decoder.layers[i], self._sums[i]
-        spec, mlp, norm = layer.spec, layer.mlp, layer.spec.around.before_mlp
+        decoder, layer = self.decoder, self.decoder.layers[i]
+        if i + 1 < len(decoder.layers):
+            following = decoder.layers[i + 1]
+            into_mixer, before_D = following.projections[0], following.before_mixer_D
+            padded, a = self._padded(into_mixer), _a(into_mixer, self._sums[i + 1].into_mixer)
+        else:
+            before_D, padded, a = decoder.final_norm_D, 0, NO_A
+        if isinstance(layer.mlp, RoutedWeights):
+            assert self._mixtures is not None
+            norm = layer.spec.around.before_mlp
+            chosen = self._mixtures(layer.mlp, self.u_TD, self._squares(norm))
+            residual_norm.residual_norm(
+                self.residual_TD, before_D, self.u, self.squares_PT, padded_tokens=padded, chosen=chosen,
+                gain=layer.spec.gain, scalar_1=layer.scalar_1, a=a,
+            )  # fmt: skip
+            return
+        self._act(layer, layer.mlp, self._sums[i])
+        self._add(
+            layer, "down", layer.mlp.down, self.h, self._sums[i].down, layer.behind_mlp_D, layer.scalar_1,
+            before_D, padded, a,
+        )  # fmt: skip
+
+    def _act(self, layer: Layer, mlp: MLPWeights, sums: Sums) -> None:
+        """From the second norm's output to the input of the down projection."""
+        decoder, spec, norm = self.decoder, layer.spec, layer.spec.around.before_mlp
         product, b = self._multiply(self.u, mlp.gate_up, sums.gate_up), _b(mlp.gate_up, sums.gate_up)
         if outputs := spec.summed.get("gate_up"):
             product, _ = self._sum(product, mlp.gate_up, sums.gate_up, outputs, norm)
@@ -320,16 +358,6 @@ class Forward:
             gelu=spec.mlp.activation == "gelu_tanh", fused=spec.mlp.fused,
             padded_tokens=self._padded(mlp.down), partials_G=product.partials_G, b=b,
             a=_a(mlp.down, sums.down),
-        )  # fmt: skip
-        if i + 1 < len(decoder.layers):
-            following = decoder.layers[i + 1]
-            into_mixer, before_D = following.projections[0], following.before_mixer_D
-            padded, a = self._padded(into_mixer), _a(into_mixer, self._sums[i + 1].into_mixer)
-        else:
-            before_D, padded, a = decoder.final_norm_D, 0, NO_A
-        self._add(
-            layer, "down", mlp.down, self.h, sums.down, layer.behind_mlp_D, layer.scalar_1,
-            before_D, padded, a,
         )  # fmt: skip
 
     def _add(
@@ -371,6 +399,7 @@ def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, Sums]:
             blocks = triton.cdiv(spec.mlp.intermediate, act_mul.BLOCK_I)
             made_by = columns, _heads_of_output(spec), columns, blocks
             ranks = [0 if each.lora is None else len(each.lora.a_RK) for each in layer.projections]
+            ranks += [0] * (len(made_by) - len(ranks))  # experts have no adapter
             shapes[spec] = [(parts, tokens, count) for parts, count in zip(made_by, ranks, strict=True)]
     most = max(math.prod(shape) for each in shapes.values() for shape in each)
     parts = torch.empty(most, dtype=torch.float32, device=decoder.embedding_VD.device)
@@ -396,6 +425,18 @@ def _delta_nets(decoder: Decoder, tokens: int) -> DeltaNets | None:
         return None
     ((mixer, spec),) = found.items()
     return DeltaNets(mixer, spec.hidden, tokens, decoder.eps, decoder.embedding_VD.device)
+
+
+def _mixtures(decoder: Decoder, tokens: int) -> Mixtures | None:
+    """Buffers of the mixtures of a model; None where it has none."""
+    found = {
+        layer.spec.mlp: layer.mlp for layer in decoder.layers if isinstance(layer.spec.mlp, RoutedMLP)
+    }
+    if not found:
+        return None
+    ((mlp, weights),) = found.items()
+    assert isinstance(weights, RoutedWeights)
+    return Mixtures(mlp, weights, tokens, decoder.eps, decoder.embedding_VD)
 
 
 def _a(projection: Projection, xa: LoraSum) -> LoraA:

@@ -19,6 +19,7 @@ import torch
 from qerl.families.layer import Attention, LayerSpec
 from qerl.families.sizes import Sizes
 from qerl.kernels.decode.rope_kv import Heads
+from qerl.kernels.weights.experts import ExpertWeights
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
 from qerl.kernels.weights.packed_gemm import Ahead
 from qerl.kernels.weights.product import GemmWeight
@@ -107,6 +108,29 @@ class MLPWeights:
     gate_up: Projection
     down: Projection
 
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Its GEMMs, in the order of the description's products."""
+        return self.gate_up, self.down
+
+
+@dataclass
+class RoutedWeights:
+    """What `qerl.families.layer.RoutedMLP` computes with.
+
+    Attributes:
+        router_ED: In the activations' dtype; frozen.
+    """
+
+    router_ED: torch.Tensor
+    gate_up: ExpertWeights
+    down: ExpertWeights
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """None: no product of it is computed for every token."""
+        return ()
+
 
 @dataclass
 class Layer:
@@ -122,15 +146,15 @@ class Layer:
     before_mixer_D: torch.Tensor
     mixer: AttentionWeights | DeltaNetWeights
     before_mlp_D: torch.Tensor
-    mlp: MLPWeights
+    mlp: MLPWeights | RoutedWeights
     behind_mixer_D: torch.Tensor | None = None
     behind_mlp_D: torch.Tensor | None = None
     scalar_1: torch.Tensor | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """All GEMMs, in the order of the description's products."""
-        return *self.mixer.projections, self.mlp.gate_up, self.mlp.down
+        """All GEMMs for every token, in the order of the description's products."""
+        return *self.mixer.projections, *self.mlp.projections
 
 
 class Kind(NamedTuple):

@@ -1,0 +1,308 @@
+"""A mixture's layer between its products: who goes to which expert, and the experts' inputs.
+
+    expert, weight = top(softmax(u W_router^T / rms))      # route: the norm before has left u W_router^T in parts
+    items                                                  # arrange: an expert and some of its tokens, each
+    x = u of the item's tokens                             # spread
+    gate, up = x W_expert^T                                # qerl.kernels.weights.experts
+    h = act(gate) * up                                     # act_items
+    y = h W_expert^T                                       # again; residual_norm adds a token's by weight
+
+An item is an expert with at most M of its tokens, in M places of which the last may be empty. Products go
+through as many items as there are, a number that only the GPU knows; buffers have room for as many as there
+can be (`most_items`). The tokens of an expert are in the order of the batch, and a token's experts in that of
+their weight, so nothing here depends on timing.
+
+Given up: making the experts' inputs where they are read. A product could gather them itself, and one launch
+in a layer's twelve would go; its loads of whole tiles, 1 KiB at a time, would become loads of 16 bytes.
+
+Shapes: T tokens, E experts, C chosen per token, J items, M places of an item, S = J M places, D hidden, I
+intermediate, P parts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from qerl.kernels.decode.common import begin, inverse_rms, store_operand
+from qerl.kernels.launch import dependent, pointers
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Which tokens each expert multiplies, all int32 but the factors; written by :func:`arrange`.
+
+    Attributes:
+        size: M.
+        item_J2: Of each item its expert, and how many of its places have a token.
+        count_1: Number of items that there are.
+        token_S: The token of each place.
+        place_TC: The place of each token's experts.
+        factor_TC: fp32, what the result there is multiplied by: the router's weight, and the expert's scale.
+    """
+
+    size: int
+    item_J2: torch.Tensor
+    count_1: torch.Tensor
+    token_S: torch.Tensor
+    place_TC: torch.Tensor
+    factor_TC: torch.Tensor
+
+    @classmethod
+    def empty(cls, tokens: int, experts: int, chosen: int, size: int, device: torch.device) -> "Items":
+        """Room for the items of so many tokens."""
+        most = most_items(tokens, experts, chosen, size)
+
+        def new(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        factor_TC = torch.zeros(tokens, chosen, device=device)
+        return cls(size, new(most, 2), new(1), new(most * size), new(tokens, chosen), factor_TC)
+
+
+def most_items(tokens: int, experts: int, chosen: int, size: int) -> int:
+    """Items that there can be at most: each expert's last may have a single token."""
+    pairs = tokens * chosen
+    return (pairs + min(experts, pairs) * (size - 1)) // size
+
+
+@triton.jit
+def _route(
+    parts_PTE, squares_PT, expert_TC, weight_TC, T, D, eps,
+    P: tl.constexpr, P_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    E: tl.constexpr, E_PADDED: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
+    NORMALIZED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    e, c, p = tl.arange(0, E_PADDED), tl.arange(0, C_PADDED), tl.arange(0, P_PADDED)
+    in_e = e < E
+    begin(PDL)
+    at = parts_PTE + (p[:, None] * T + t) * E + e[None, :]
+    logit = tl.sum(tl.load(at, mask=(p < P)[:, None] & in_e[None, :], other=0.0), axis=0)
+    one = t + tl.arange(0, 1)
+    logit *= tl.sum(inverse_rms(squares_PT, one, one < T, T, D, eps, SQ_P, SQ_PADDED), axis=0)
+    # A row of the batch that nobody uses may hold NaN, of which no number is the largest.
+    logit = tl.where(in_e, tl.where(logit == logit, logit, 0.0), -float("inf"))
+    left = tl.exp(logit - tl.max(logit, axis=0))
+    left = left / tl.sum(left, axis=0)
+    expert = tl.zeros([C_PADDED], tl.int32)
+    weight = tl.zeros([C_PADDED], tl.float32)
+    for i in tl.static_range(C):
+        best = tl.argmax(left, axis=0)
+        weight = tl.where(c == i, tl.max(left, axis=0), weight)
+        expert = tl.where(c == i, best, expert)
+        left = tl.where(e == best, -1.0, left)
+    if NORMALIZED:
+        weight = weight / tl.sum(weight, axis=0)
+    tl.store(expert_TC + t * C + c, expert, mask=c < C)
+    tl.store(weight_TC + t * C + c, weight, mask=c < C)
+
+
+def route(
+    parts_PTE: torch.Tensor,
+    squares_PT: torch.Tensor,
+    expert_TC: torch.Tensor,
+    weight_TC: torch.Tensor,
+    *,
+    normalized: bool,
+    width: int,
+    eps: float,
+) -> None:
+    """Write each token's experts, the heaviest first, and their weights.
+
+    Args:
+        parts_PTE: fp32, u W_router^T in parts, as the norm before has left them.
+        squares_PT: Partial sums of squares, of which 1/rms is made.
+        expert_TC: int32, written.
+        weight_TC: fp32, written.
+        normalized: Whether a token's weights add up to 1.
+        width: Hidden size, over which the mean square is taken.
+        eps: Added to the mean square, as the RMSNorm does.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
+    """
+    parts, tokens, experts = parts_PTE.shape
+    chosen, squares = expert_TC.shape[1], squares_PT.shape[0]
+    padded, columns = triton.next_power_of_2(parts), triton.next_power_of_2(experts)
+    arguments = pointers(
+        "route", parts_PTE, parts_PTE=parts_PTE, squares_PT=squares_PT, expert_TC=expert_TC,
+        weight_TC=weight_TC,
+    )  # fmt: skip
+    _route[(tokens,)](
+        *arguments, tokens, width, eps,
+        P=parts, P_PADDED=padded, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
+        E=experts, E_PADDED=columns, C=chosen, C_PADDED=triton.next_power_of_2(chosen),
+        NORMALIZED=normalized, num_warps=4 if padded * columns <= 8192 else 8, **dependent(parts_PTE),
+    )  # fmt: skip
+
+
+@triton.jit
+def _arrange(
+    expert_TC, weight_TC, scale_E, item_J2, count_1, token_S, place_TC, factor_TC,
+    PAIRS, C: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    own = tl.program_id(0)
+    e = tl.arange(0, BINS)
+    scale = tl.load(scale_E + own)
+    begin(PDL)
+    counts = tl.zeros([BINS], tl.int32)
+    for first in range(0, PAIRS, CHUNK):
+        pair = first + tl.arange(0, CHUNK)
+        # Beyond the last pair is an expert that there is not.
+        counts += tl.histogram(tl.load(expert_TC + pair, mask=pair < PAIRS, other=BINS - 1), BINS)
+    counts = tl.where(e < E, counts, 0)
+    begins = tl.sum(tl.where(e < own, (counts + M - 1) // M, 0), axis=0)
+    mine = tl.sum(tl.where(e == own, counts, 0), axis=0)
+    items = (mine + M - 1) // M
+    for j in range(items):
+        tl.store(item_J2 + (begins + j) * 2, own)
+        tl.store(item_J2 + (begins + j) * 2 + 1, tl.minimum(M, mine - j * M))
+    if own == E - 1:
+        tl.store(count_1, begins + items)
+    place = begins * M
+    if mine > 0:
+        for first in range(0, PAIRS, CHUNK):
+            pair = first + tl.arange(0, CHUNK)
+            is_mine = tl.load(expert_TC + pair, mask=pair < PAIRS, other=BINS - 1) == own
+            number = is_mine.to(tl.int32)
+            at = place + tl.cumsum(number, axis=0) - 1
+            tl.store(place_TC + pair, at, mask=is_mine)
+            tl.store(token_S + at, pair // C, mask=is_mine)
+            weight = tl.load(weight_TC + pair, mask=is_mine, other=0.0)
+            tl.store(factor_TC + pair, weight * scale, mask=is_mine)
+            place += tl.sum(number, axis=0)
+
+
+def arrange(
+    expert_TC: torch.Tensor, weight_TC: torch.Tensor, scale_E: torch.Tensor, items: Items
+) -> None:
+    """Write the items, in the order of their experts.
+
+    Args:
+        expert_TC: int32, the experts of each token.
+        weight_TC: fp32, their weights.
+        scale_E: fp32, what each expert's result is multiplied by beside.
+        items: Written.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
+    """
+    tokens, chosen = expert_TC.shape
+    experts = len(scale_E)
+    arguments = pointers(
+        "arrange", scale_E, expert_TC=expert_TC, weight_TC=weight_TC, scale_E=scale_E, item_J2=items.item_J2,
+        count_1=items.count_1, token_S=items.token_S, place_TC=items.place_TC, factor_TC=items.factor_TC,
+    )  # fmt: skip
+    chunk = min(1024, triton.next_power_of_2(tokens * chosen))
+    _arrange[(experts,)](
+        *arguments, tokens * chosen, C=chosen, E=experts,
+        BINS=2 * triton.next_power_of_2(experts), M=items.size, CHUNK=chunk, num_warps=4,
+        **dependent(weight_TC),
+    )  # fmt: skip
+
+
+@triton.jit
+def _spread(
+    u_TD, place_TC, x, D, C: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_d = d < D
+    begin(PDL)
+    place = tl.load(place_TC + pair)
+    u = tl.load(u_TD + (pair // C).to(tl.int64) * D + d, mask=in_d, other=0.0)
+    row = place % M + tl.arange(0, 1)
+    item = x + (place // M).to(tl.int64) * M * D
+    store_operand(item, u[None, :], row, d, (row < M)[:, None] & in_d[None, :], D, PADDED)
+
+
+def spread(u_TD: torch.Tensor, items: Items, x: torch.Tensor, in_order: bool) -> None:
+    """Write the inputs of all items.
+
+    Args:
+        u_TD: Output of the norm, without its 1/rms.
+        items: As :func:`arrange` has written them.
+        x: Written, of each item M rows: [M, D] or in the order of ``packed_gemm`` for M tokens.
+        in_order: Whether it is the latter.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
+    """
+    (_, width), chosen = u_TD.shape, items.place_TC.shape[1]
+    block = 512
+    arguments = pointers("spread", x, u_TD=u_TD, place_TC=items.place_TC, x=x)
+    _spread[(items.place_TC.numel(), triton.cdiv(width, block))](
+        *arguments, width, C=chosen, M=items.size, PADDED=items.size if in_order else 0, BLOCK_D=block,
+        num_warps=4, **dependent(x),
+    )  # fmt: skip
+
+
+@triton.jit
+def _act_items(
+    y_SN, scale_E2, squares_PT, item_J2, count_1, token_S, h, T, I, D, eps,
+    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    in_n = n < I
+    begin(PDL)
+    if item < tl.load(count_1):
+        expert, used = tl.load(item_J2 + item * 2), tl.load(item_J2 + item * 2 + 1)
+        gate_scale, up_scale = tl.load(scale_E2 + expert * 2), tl.load(scale_E2 + expert * 2 + 1)
+        for first in tl.static_range(0, M, BLOCK_M):
+            if first < used:
+                row = first + tl.arange(0, BLOCK_M)
+                in_m = row < used
+                place = item.to(tl.int64) * M + row
+                token = tl.load(token_S + place, mask=in_m, other=0)
+                rms = inverse_rms(squares_PT, token, in_m, T, D, eps, SQ_P, SQ_PADDED)
+                inside = in_m[:, None] & in_n[None, :]
+                at = y_SN + place[:, None] * (2 * I) + n[None, :]
+                gate = tl.load(at, mask=inside, other=0.0).to(tl.float32) * gate_scale * rms[:, None]
+                up = tl.load(at + I, mask=inside, other=0.0).to(tl.float32) * up_scale * rms[:, None]
+                out = (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty)
+                store_operand(h + item.to(tl.int64) * M * I, out, row, n, inside, I, PADDED)
+
+
+def act_items(
+    y_SN: torch.Tensor,
+    scale_E2: torch.Tensor,
+    squares_PT: torch.Tensor,
+    items: Items,
+    h: torch.Tensor,
+    *,
+    in_order: bool,
+    width: int,
+    eps: float,
+) -> None:
+    """Write silu(gate) * up of all items, the input of their down projections.
+
+    Args:
+        y_SN: Columns 0..I gate and I..2I up.
+        scale_E2: fp32 factors of each expert's gate and up.
+        squares_PT: Partial sums of squares, of which 1/rms is made.
+        items: As :func:`arrange` has written them.
+        h: Written, of each item [M, I] or in the order of ``packed_gemm`` for M tokens.
+        in_order: Whether it is the latter.
+        width: Hidden size, over which the mean square is taken.
+        eps: Added to the mean square, as the RMSNorm does.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
+    """
+    (squares, tokens), inner = squares_PT.shape, y_SN.shape[1] // 2
+    block_m, block_i = min(16, items.size), 128
+    arguments = pointers(
+        "act_items", h, y_SN=y_SN, scale_E2=scale_E2, squares_PT=squares_PT, item_J2=items.item_J2,
+        count_1=items.count_1, token_S=items.token_S, h=h,
+    )  # fmt: skip
+    _act_items[(triton.cdiv(inner, block_i), len(items.item_J2))](
+        *arguments, tokens, inner, width, eps, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
+        M=items.size, PADDED=items.size if in_order else 0, BLOCK_M=block_m, BLOCK_I=block_i, num_warps=4,
+        **dependent(h),
+    )  # fmt: skip
