@@ -27,6 +27,7 @@ from bench.peers import vllm_decode
 from bench.peers.process import PATIENCE_MINUTES, peer_rows
 from bench.peers.vllm_decode import PEERS
 from bench.result import write_result
+from qerl.families.layer import RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.measure.decode import decode_speed, fill_rows, random_cache
@@ -90,13 +91,18 @@ def step_bytes(
     kv_bytes: int,
 ) -> float:
     """Bytes one decode step must move: weights, head, LoRA, states and, at half of the completion, keys and
-    values."""
+    values. Of experts those that so many rows take on average, each as likely as any other."""
     per_weight = FORMATS[weights].on_engine.bytes_per_element
     layers = sum(
         run.layers * (p.outputs * p.inputs * per_weight + (p.outputs + p.inputs * len(p.linears)) * rank * 2)
         for run in sizes.runs
         for p in run.spec.products
     )
+    for run in sizes.runs:
+        if isinstance(mlp := run.spec.mlp, RoutedMLP):
+            taken = mlp.experts * (1 - (1 - mlp.chosen / mlp.experts) ** rows)
+            elements = sum(linear.elements for linear in run.spec.expert_linears)
+            layers += run.layers * (taken * elements * per_weight + 2 * mlp.experts * run.spec.hidden)
     groups = -(-rows // group)
     geometry = KVGeometry.of(sizes, kv_bytes)
     cache = 0.0

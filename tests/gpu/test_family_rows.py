@@ -33,13 +33,14 @@ OF_FAMILIES = {
     **{name: {"sliding_window": None} for name in ("llama", "qwen3", "granite", "ministral3")},
     "phi3": {"sliding_window": None},
     "qwen3_5_text": {"initializer_range": 0.02},
+    "qwen3_moe": {"sliding_window": None, "moe_intermediate_size": 128, "num_experts": 8},
     "smollm3": {"sliding_window": None},
 }
 PATHS = {  # norms, layers whose heads the kernel turns, MLPs
     "llama": (9, 4, 4), "qwen3": (17, 0, 4), "qwen3_5_text": (14, 0, 4), "granite": (9, 4, 4),
     "mistral": (9, 4, 4), "qwen2": (9, 4, 4), "phi3": (9, 0, 4), "gemma3_text": (25, 0, 4),
     "gemma4_text": (25, 0, 4), "ministral3": (9, 0, 4), "smollm3": (9, 3, 4), "olmo3": (17, 0, 4),
-    "granite_swa": (9, 4, 4),
+    "granite_swa": (9, 4, 4), "qwen3_moe": (17, 0, 1),
 }  # fmt: skip
 PULLS = torch.randn(2, 520, generator=torch.Generator().manual_seed(1))
 

@@ -285,6 +285,7 @@ FAMILY_PATHS = {  # norms, layers whose heads are turned, forward passes that tu
     "ministral3": (9, 0, 0, 4),
     "smollm3": (9, 3, 3, 4),
     "olmo3": (4 * 4 + 1, 0, 0, 4),
+    "qwen3_moe": (4 * 4 + 1, 0, 0, 1),  # of four layers, three have experts
     "granite_swa": (9, 4, 3, 4),  # a layer that is given no angles runs its own code
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from qerl.families.layer import Attention, DeltaNet, LayerSpec, Linear
+from qerl.families.layer import Attention, DeltaNet, LayerSpec, Linear, RoutedMLP
 from qerl.kernels.delta_rule import WORKING_BYTES, numbers_of_key_head
 from qerl.kernels.delta_scan import CHUNK
 from qerl.kernels.limits import MAX_HEAD
@@ -18,7 +18,8 @@ from qerl.plan.work import FULL, HALF, Work
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of a layer of a mixer and a gated MLP. Other kinds would have formulas beside these."""
+    """Bytes of a layer of a mixer and a gated MLP, or experts. Other kinds would have formulas beside
+    these."""
 
     spec: LayerSpec
     work: Work
@@ -76,14 +77,26 @@ class LayerActivations:
         x A^T of the adapters; in fp32 one number per token for the norm. What norms behind the parts read is
         kept as well. Through PEFT ``4 T (2 D + I)`` and the input of the mixer's last linear in fp32
         instead of the inputs of gate/up and of down in bf16."""
-        hidden, intermediate = self.spec.hidden, self.spec.mlp.intermediate
+        hidden, mlp = self.spec.hidden, self.spec.mlp
         last = self.spec.mixer.products(hidden)[-1]
+        around = self.spec.around
+        behind = bool(around.behind_mixer) + bool(around.behind_mlp)
+        if isinstance(mlp, RoutedMLP):
+            return self._experts(mlp) + self._kept(
+                (2 + behind) * hidden + self.work.rank, 1 + behind, last.inputs
+            )
+        intermediate = mlp.intermediate
         wide, inputs = 2 * hidden + 3 * intermediate, 2 * hidden + last.inputs + intermediate
         if self.work.why_not_fused:
             wide -= hidden + intermediate
-        around = self.spec.around
-        behind = bool(around.behind_mixer) + bool(around.behind_mlp)
         return self._kept(wide + behind * hidden + 4 * self.work.rank, 1 + behind, inputs)
+
+    def _experts(self, mlp: RoutedMLP) -> int:
+        """``2 T C (3 I + D)`` for C experts per token: of each gate, its silu and up, and the result, which the
+        gradient of its weight wants; 8 bytes for where it lies, and of the router logits and softmax in fp32."""
+        chosen, work = mlp.chosen, self.work
+        per_token = HALF * chosen * (3 * mlp.intermediate + self.spec.hidden) + 8 * chosen
+        return work.tokens * (per_token + 2 * FULL * mlp.experts)
 
     def _kept(self, wide: int, single: int, inputs: int) -> int:
         """Bytes of ``wide`` numbers per token in bf16, ``single`` in fp32, and of the inputs that PEFT
@@ -100,13 +113,22 @@ class LayerActivations:
         up, that of their product in the place of the product itself, and the one that came in; and of the
         mixer, when what is kept behind it is gone."""
         mixer = self.spec.mixer
-        mlp = HALF * self.work.tokens * (2 * self.spec.mlp.intermediate + self.spec.hidden)
+        mlp = HALF * self.work.tokens * self._widest_of_mlp
         of_mixer = (
             self._delta_net_backward(mixer)
             if isinstance(mixer, DeltaNet)
             else self._attention_backward(mixer)
         )
         return max(mlp, of_mixer - self._behind_mixer)
+
+    @property
+    def _widest_of_mlp(self) -> int:
+        """Numbers per token that the MLP's backward pass has beside what was kept. Of experts those of the
+        results of all that a token has, in the order of experts and in that of tokens, and of their inputs."""
+        mlp, hidden = self.spec.mlp, self.spec.hidden
+        if isinstance(mlp, RoutedMLP):
+            return 3 * mlp.chosen * hidden + hidden
+        return 2 * mlp.intermediate + hidden
 
     def _attention_backward(self, m: Attention) -> int:
         """``2 T (D + 4 Q) + 8 M G + 4 M Q``: the gradient that came in, those of attention's result and of

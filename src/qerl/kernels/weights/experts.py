@@ -1,0 +1,148 @@
+"""The weights of a layer's experts on top of each other, and products of items with them.
+
+An item (`qerl.kernels.decode.route`) is an expert with some of its tokens. A product goes through the items
+and writes, of each, the tokens times the expert's weight. Four-bit experts are multiplied by packed_gemm.cu
+from the tiles that it also reads elsewhere; 16-bit ones, and those in Triton's interpreter, by the kernel
+here.
+
+Shapes: E experts, J items, M places of an item, S = J M, N outputs of an expert, K inputs, L linears stacked
+in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.storage import stack_tiles
+from qerl.kernels.cards import card_of
+from qerl.kernels.decode.common import begin
+from qerl.kernels.decode.route import Items
+from qerl.kernels.launch import dependent, pointers
+from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, packed_gemm_of_items, tiling_of_items
+from qerl.kernels.weights.tiles import Tiles
+
+
+class ExpertWeights(Protocol):
+    """The weights [N, K] of E experts.
+
+    Attributes:
+        shape: (N, K) of an expert.
+        scale_EL: fp32, the factor of each linear's outputs.
+        in_order: Whether its operands are in the order of packed_gemm.cu, else [M, K].
+        sizes: What an item's M may be, ascending.
+    """
+
+    shape: tuple[int, int]
+    scale_EL: torch.Tensor
+    in_order: bool
+    sizes: tuple[int, ...]
+
+    def multiply(self, x: torch.Tensor, items: Items, out_SN: torch.Tensor) -> None:
+        """Write x w^T without the factors, fp32; empty places are left as they are.
+
+        Args:
+            x: Of each item M rows of K, see `in_order`.
+            items: The items.
+            out_SN: fp32, written.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class NVFP4Experts:
+    """Experts in NVFP4; an `ExpertWeights`.
+
+    Attributes:
+        tiles: Of all experts, [E N, K].
+    """
+
+    tiles: Tiles
+    scale_EL: torch.Tensor
+    shape: tuple[int, int]
+    in_order: bool = True
+    sizes: tuple[int, ...] = (8, 16, 32, 64)
+
+    def multiply(self, x: torch.Tensor, items: Items, out_SN: torch.Tensor) -> None:
+        """See `ExpertWeights.multiply`."""
+        tiling = tiling_of_items(items.size, card_of(x.device))
+        packed_gemm_of_items(x, self.tiles, items.item_J2, items.count_1, out_SN, tiling, items.size)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseExperts:
+    """Experts in 16 bits, or in fp32 in Triton's interpreter; an `ExpertWeights`."""
+
+    weight_ENK: torch.Tensor
+    scale_EL: torch.Tensor
+    in_order: bool = False
+    sizes: tuple[int, ...] = (16, 64)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of an expert."""
+        return self.weight_ENK.shape[1], self.weight_ENK.shape[2]
+
+    def multiply(self, x: torch.Tensor, items: Items, out_SN: torch.Tensor) -> None:
+        """See `ExpertWeights.multiply`."""
+        rows, width = self.shape
+        block_n = 64
+        arguments = pointers(
+            "multiply", x, x=x, weight_ENK=self.weight_ENK, item_J2=items.item_J2, count_1=items.count_1,
+            out_SN=out_SN,
+        )  # fmt: skip
+        _product_of_items[(triton.cdiv(rows, block_n), len(items.item_J2))](
+            *arguments, rows, width, M=items.size, BLOCK_N=block_n, BLOCK_K=64, num_warps=4, **dependent(x)
+        )
+
+
+@triton.jit
+def _product_of_items(
+    x, weight_ENK, item_J2, count_1, out_SN, N, K,
+    M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, in_n = tl.arange(0, M), n < N
+    begin(PDL)
+    if item < tl.load(count_1):
+        expert, used = tl.load(item_J2 + item * 2).to(tl.int64), tl.load(item_J2 + item * 2 + 1)
+        in_m = m < used
+        total = tl.zeros([M, BLOCK_N], tl.float32)
+        for first in range(0, K, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            in_k = k < K
+            at = x + (item * M + m)[:, None] * K + k[None, :]
+            rows = tl.load(at, mask=in_m[:, None] & in_k[None, :], other=0.0)
+            at = weight_ENK + (expert * N + n)[None, :] * K + k[:, None]
+            weight = tl.load(at, mask=in_k[:, None] & in_n[None, :], other=0.0)
+            total += tl.dot(rows, weight, out_dtype=tl.float32)
+        at = out_SN + (item * M + m)[:, None] * N + n[None, :]
+        tl.store(at, total, mask=in_m[:, None] & in_n[None, :])
+
+
+def stack_experts(experts: Sequence[Sequence[Any]]) -> ExpertWeights:
+    """The weights of experts on top of each other; the layers' own become views.
+
+    Args:
+        experts: Of each expert, the linears of one product: all in one format.
+    """
+    layers = [layer for linears in experts for layer in linears]
+    count = len(experts)
+    if not isinstance(layers[0], PackedLinear):
+        stacked = torch.cat([layer.weight.data for layer in layers])
+        views = stacked.split([layer.out_features for layer in layers])
+        for layer, view in zip(layers, views, strict=True):
+            layer.weight.data = view
+        ones = torch.ones(count, len(experts[0]), device=stacked.device)
+        return DenseExperts(stacked.view(count, -1, stacked.shape[1]), ones)
+    tiles, parts = stack_tiles([layer.storage for layer in layers])
+    for layer, part in zip(layers, parts, strict=True):
+        layer.use(part)
+    scale = torch.stack([1 / (OUTPUT_SCALE * part.global_scale[0]) for part in parts])
+    rows, width = sum(layer.out_features for layer in experts[0]), layers[0].in_features
+    return NVFP4Experts(tiles, scale.view(count, -1), (rows, width))

@@ -1,0 +1,91 @@
+"""A mixture's layer in a forward pass: from the norm in front of it to what the residual stream adds up.
+
+The norm's kernel leaves the router's logits beside its output, as it leaves x A^T of adapters. Then the tokens
+of each expert are found, and experts multiply items of a few tokens each (`qerl.kernels.decode.route`), as many
+as there are: nothing here waits for the GPU, so a decode step is captured with whatever experts it will take.
+
+Shapes: T tokens, E experts, C chosen per token, S places of all items, D hidden, I intermediate.
+"""
+
+import torch
+import triton
+
+from qerl.families.layer import RoutedMLP
+from qerl.kernels.decode import residual_norm
+from qerl.kernels.decode.launch import LoraA
+from qerl.kernels.decode.residual_norm import Chosen
+from qerl.kernels.decode.route import Items, act_items, arrange, route, spread
+from qerl.kernels.weights.product import LoraSum
+from qerl.rollout.paged.weights import RoutedWeights
+
+
+def item_size(tokens: int, mlp: RoutedMLP, sizes: tuple[int, ...]) -> int:
+    """M, the places of an item: room for twice an expert's mean share of the tokens, of the sizes that there
+    are, so that few experts take a second item and few places are empty."""
+    wanted = 2 * tokens * mlp.chosen / mlp.experts
+    return next((size for size in sizes if size >= wanted), sizes[-1])
+
+
+class Mixtures:
+    """Buffers for T tokens that all mixtures of a model use in turn.
+
+    Args:
+        mlp: Their description.
+        weights: Of one of them.
+        tokens: T.
+        eps: What RMSNorm adds to the mean square.
+        like: A tensor of the activations' dtype and device.
+    """
+
+    def __init__(
+        self, mlp: RoutedMLP, weights: RoutedWeights, tokens: int, eps: float, like: torch.Tensor
+    ) -> None:
+        hidden, device = weights.gate_up.shape[1], like.device
+        self._mlp, self._eps, self._hidden = mlp, eps, hidden
+        size = item_size(tokens, mlp, weights.gate_up.sizes)
+        self._items = Items.empty(tokens, mlp.experts, mlp.chosen, size, device)
+        self._expert_TC = torch.zeros(tokens, mlp.chosen, dtype=torch.int32, device=device)
+        self._weight_TC = torch.zeros(tokens, mlp.chosen, device=device)
+        places = len(self._items.token_S)
+        # Empty places keep what they hold: their products are not written, but must not be slow NaN.
+        self._x = torch.zeros(places * hidden, dtype=like.dtype, device=device)
+        self._h = torch.zeros(places * mlp.intermediate, dtype=like.dtype, device=device)
+        self._y = torch.empty(places * max(hidden, 2 * mlp.intermediate), device=device)
+        columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
+        self._logits = LoraSum(torch.empty(columns, tokens, mlp.experts, device=device))
+
+    def logits(self, weights: RoutedWeights) -> LoraA:
+        """What the norm's kernel computes beside its output: the router's product with it."""
+        return LoraA(weights.router_ED, self._logits)
+
+    def __call__(self, weights: RoutedWeights, u_TD: torch.Tensor, squares_PT: torch.Tensor) -> Chosen:
+        """The results of all chosen experts.
+
+        Args:
+            weights: Of this layer.
+            u_TD: Output of the norm, without its 1/rms.
+            squares_PT: Of which 1/rms is made.
+        """
+        mlp, items = self._mlp, self._items
+        parts_PTE = self._logits.parts_PTR
+        assert parts_PTE is not None
+        route(
+            parts_PTE, squares_PT, self._expert_TC, self._weight_TC,
+            normalized=mlp.normalized, width=self._hidden, eps=self._eps,
+        )  # fmt: skip
+        arrange(self._expert_TC, self._weight_TC, weights.down.scale_EL, items)
+        spread(u_TD, items, self._x, weights.gate_up.in_order)
+        gate_up_SN = self._out(2 * mlp.intermediate)
+        weights.gate_up.multiply(self._x, items, gate_up_SN)
+        act_items(
+            gate_up_SN, weights.gate_up.scale_EL, squares_PT, items, self._h,
+            in_order=weights.down.in_order, width=self._hidden, eps=self._eps,
+        )  # fmt: skip
+        out_SD = self._out(self._hidden)
+        weights.down.multiply(self._h, items, out_SD)
+        return Chosen(out_SD, items.place_TC, items.factor_TC)
+
+    def _out(self, width: int) -> torch.Tensor:
+        """Room for a product; the one before is no longer read by then."""
+        places = len(self._items.token_S)
+        return self._y[: places * width].view(places, width)
