@@ -1,7 +1,7 @@
 """A mixture between two norms: router, items, experts' products and what the residual stream adds up.
 
-It runs on a GPU or in Triton's interpreter and is compared with float64; outputs are poisoned. On a GPU experts
-in NVFP4 are multiplied too, with items of every size.
+It runs on a GPU or in Triton's interpreter and is compared with float64; outputs are poisoned. On a GPU
+experts in NVFP4 are multiplied too, with items of every size.
 """
 
 import pytest

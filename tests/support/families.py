@@ -115,9 +115,7 @@ def tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 def _separated(model: PreTrainedModel) -> PreTrainedModel:
     """The model with its experts as they are once it is loaded: linears of their own."""
-    merged = {
-        name: module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"
-    }
+    merged = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"}
     separate_experts(model)
     for name, module in merged.items():
         for expert, gate_up, down in zip(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qerl.families.layer import Attention, DeltaNet, GatedMLP, LayerSpec, RoutedMLP, Rotary
+from qerl.families.layer import Attention, DeltaNet, GatedMLP, LayerSpec, Rotary, RoutedMLP
 from qerl.families.sizes import FREQUENCIES, Sizes, positions_of
 
 

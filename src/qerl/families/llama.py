@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: grouped queries, whole heads turned, SwiGLU, norms before parts.
+"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: grouped queries, whole heads turned, SwiGLU, norms in front.
 
 Qwen2 has biases on q, k and v whatever its config says, Qwen3 norms of query and key heads. Mistral and
 Qwen3-MoE have their window in all layers, the others of Qwen in those from ``max_window_layers`` on, and only

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from qerl.errors import QeRLError
-from qerl.families.layer import Attention, DeltaNet, GatedMLP, LayerSpec, RoutedMLP, Rotary
+from qerl.families.layer import Attention, DeltaNet, GatedMLP, LayerSpec, Rotary, RoutedMLP
 
 FREQUENCIES = "rotary_emb.inv_freq"
 """Place in a decoder of its rotary frequencies, where all layers have the same."""

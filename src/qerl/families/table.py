@@ -1,7 +1,7 @@
 """Model families whose decoder layers the project's own kernels and the memory plan know.
 
-All of them have RMSNorms, attention with several query heads per key head, and gated MLPs or mixtures of them.
-In what a family differs from Llama its file beside this one says: it makes descriptions of layers
+All of them have RMSNorms, attention with several query heads per key head, and gated MLPs or mixtures of
+them. In what a family differs from Llama its file beside this one says: it makes descriptions of layers
 (`qerl.families.layer`) of a config, and has no code that computes. A family of known kinds is such a file
 and a line here. Another kind of mixer or MLP needs a class, and a kernel or function per reader; ARCHITECTURE
 says where each would lie.

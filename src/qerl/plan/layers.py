@@ -92,8 +92,9 @@ class LayerActivations:
         return self._kept(wide + behind * hidden + 4 * self.work.rank, 1 + behind, inputs)
 
     def _experts(self, mlp: RoutedMLP) -> int:
-        """``2 T C (3 I + D)`` for C experts per token: of each gate, its silu and up, and the result, which the
-        gradient of its weight wants; 8 bytes for where it lies, and of the router logits and softmax in fp32."""
+        """``2 T C (3 I + D)`` for C experts per token: of each gate, up and their product, and the result,
+        which the gradient of its weight wants; 8 bytes for where it lies, and of the router logits and
+        softmax in fp32."""
         chosen, work = mlp.chosen, self.work
         per_token = HALF * chosen * (3 * mlp.intermediate + self.spec.hidden) + 8 * chosen
         return work.tokens * (per_token + 2 * FULL * mlp.experts)
@@ -124,7 +125,8 @@ class LayerActivations:
     @property
     def _widest_of_mlp(self) -> int:
         """Numbers per token that the MLP's backward pass has beside what was kept. Of experts those of the
-        results of all that a token has, in the order of experts and in that of tokens, and of their inputs."""
+        results of all that a token has, in the order of experts and in that of tokens, and of their
+        inputs."""
         mlp, hidden = self.spec.mlp, self.spec.hidden
         if isinstance(mlp, RoutedMLP):
             return 3 * mlp.chosen * hidden + hidden

@@ -41,6 +41,15 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def begin_late(PDL: tl.constexpr):
+    """Waits for the kernel before, then lets the next one be scheduled: one that reads ahead of its own wait
+    what the kernel before this has written."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def in_head(e, SIZE: tl.constexpr):
     """Which of these numbers a head has; a constant, which costs nothing, where that is all of them."""
     if e.shape[0] == SIZE:

@@ -73,8 +73,8 @@ def _residual_norm(
     BEHIND_P: tl.constexpr, BEHIND_PADDED: tl.constexpr, GAIN: tl.constexpr, SCALAR: tl.constexpr,
     S: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     A_RANKS: tl.constexpr, A_PART: tl.constexpr,
-    EMBED: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    EMBED: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -187,7 +187,7 @@ def residual_norm(
         SCALAR=scalar_1 is not None,
         S=1 if gemm_STN is None else gemm_STN.shape[0],
         **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
-        EMBED=embedding is not None, CHOSEN=0 if place_TC is None else place_TC.shape[1], PADDED=padded_tokens,
-        BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,
+        EMBED=embedding is not None, CHOSEN=0 if place_TC is None else place_TC.shape[1],
+        PADDED=padded_tokens, BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,
         **dependent(residual_TD),
     )  # fmt: skip

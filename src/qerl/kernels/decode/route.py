@@ -1,16 +1,20 @@
 """A mixture's layer between its products: who goes to which expert, and the experts' inputs.
 
-    expert, weight = top(softmax(u W_router^T / rms))      # route: the norm before has left u W_router^T in parts
-    items                                                  # arrange: an expert and some of its tokens, each
-    x = u of the item's tokens                             # spread
-    gate, up = x W_expert^T                                # qerl.kernels.weights.experts
-    h = act(gate) * up                                     # act_items
-    y = h W_expert^T                                       # again; residual_norm adds a token's by weight
+    expert, weight = top(softmax(u W_router^T / rms))  # route; the norm before has left u W_router^T in parts
+    items                                              # arrange: an expert and some of its tokens, each
+    x = u of the item's tokens                         # spread
+    gate, up = x W_expert^T                            # qerl.kernels.weights.experts
+    h = act(gate) * up                                 # act_items
+    y = h W_expert^T                                   # again; residual_norm adds a token's by weight
 
 An item is an expert with at most M of its tokens, in M places of which the last may be empty. Products go
 through as many items as there are, a number that only the GPU knows; buffers have room for as many as there
 can be (`most_items`). The tokens of an expert are in the order of the batch, and a token's experts in that of
 their weight, so nothing here depends on timing.
+
+The product after `spread` reads the items ahead of its wait, and asks for its weights; so `spread` lets it
+start only when `arrange` has ended (`begin_late`). The second product starts after the first one's wait, as
+all do.
 
 Given up: making the experts' inputs where they are read. A product could gather them itself, and one launch
 in a layer's twelve would go; its loads of whole tiles, 1 KiB at a time, would become loads of 16 bytes.
@@ -25,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.decode.common import begin, inverse_rms, store_operand
+from qerl.kernels.decode.common import begin, begin_late, inverse_rms, store_operand
 from qerl.kernels.launch import dependent, pointers
 
 
@@ -176,9 +180,7 @@ def _arrange(
             place += tl.sum(number, axis=0)
 
 
-def arrange(
-    expert_TC: torch.Tensor, weight_TC: torch.Tensor, scale_E: torch.Tensor, items: Items
-) -> None:
+def arrange(expert_TC: torch.Tensor, weight_TC: torch.Tensor, scale_E: torch.Tensor, items: Items) -> None:
     """Write the items, in the order of their experts.
 
     Args:
@@ -212,7 +214,7 @@ def _spread(
     pair = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = d < D
-    begin(PDL)
+    begin_late(PDL)
     place = tl.load(place_TC + pair)
     u = tl.load(u_TD + (pair // C).to(tl.int64) * D + d, mask=in_d, other=0.0)
     row = place % M + tl.arange(0, 1)
@@ -243,13 +245,13 @@ def spread(u_TD: torch.Tensor, items: Items, x: torch.Tensor, in_order: bool) ->
 
 @triton.jit
 def _act_items(
-    y_SN, scale_E2, squares_PT, item_J2, count_1, token_S, h, T, I, D, eps,
+    y_SN, scale_E2, squares_PT, item_J2, count_1, token_S, h, T, INNER, D, eps,
     SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    in_n = n < I
+    in_n = n < INNER
     begin(PDL)
     if item < tl.load(count_1):
         expert, used = tl.load(item_J2 + item * 2), tl.load(item_J2 + item * 2 + 1)
@@ -262,11 +264,11 @@ def _act_items(
                 token = tl.load(token_S + place, mask=in_m, other=0)
                 rms = inverse_rms(squares_PT, token, in_m, T, D, eps, SQ_P, SQ_PADDED)
                 inside = in_m[:, None] & in_n[None, :]
-                at = y_SN + place[:, None] * (2 * I) + n[None, :]
+                at = y_SN + place[:, None] * (2 * INNER) + n[None, :]
                 gate = tl.load(at, mask=inside, other=0.0).to(tl.float32) * gate_scale * rms[:, None]
-                up = tl.load(at + I, mask=inside, other=0.0).to(tl.float32) * up_scale * rms[:, None]
+                up = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32) * up_scale * rms[:, None]
                 out = (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty)
-                store_operand(h + item.to(tl.int64) * M * I, out, row, n, inside, I, PADDED)
+                store_operand(h + item.to(tl.int64) * M * INNER, out, row, n, inside, INNER, PADDED)
 
 
 def act_items(

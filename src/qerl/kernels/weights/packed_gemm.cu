@@ -43,8 +43,9 @@
 //
 // Experts. With EXPERTS the weight is that of many experts on top of each other, and the product goes through items: an
 // expert with at most TOKENS of its tokens, whose activations lie item by item. How many items there are is known to the
-// GPU alone, so all warps wait for the kernel before. The line has the row tiles of all items and is cut between them, so
-// that there are no partial sums; an expert is read from memory by few blocks, which then have its next item as well.
+// GPU alone; whoever launches this sees to it that the items are there before it starts, so that weights can be asked for
+// ahead here too. The line has the row tiles of all items and is cut between them, so that there are no partial sums; an
+// expert is read from memory by few blocks, which then have its next item as well.
 //
 // Registers. A launch gives all threads of a block equally many. With three warpgroups that multiply and a warp that
 // loads that is at most 128 for each (a quarter of the multiprocessor has four of these warps), too few for 128
@@ -247,7 +248,6 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int k_tiles = K / 64, groups = N / 64;
 #if EXPERTS
-  wait_for_kernel_before();
   const Items items = {item, groups};
   const int row_tiles = __ldcg(item_count) * (groups / ROW_GROUPS);
   const int begin = share(row_tiles, cluster()) * k_tiles, end = share(row_tiles, cluster() + 1) * k_tiles;

@@ -1,8 +1,9 @@
 """A mixture's layer in a forward pass: from the norm in front of it to what the residual stream adds up.
 
-The norm's kernel leaves the router's logits beside its output, as it leaves x A^T of adapters. Then the tokens
-of each expert are found, and experts multiply items of a few tokens each (`qerl.kernels.decode.route`), as many
-as there are: nothing here waits for the GPU, so a decode step is captured with whatever experts it will take.
+The norm's kernel leaves the router's logits beside its output, as it leaves x A^T of adapters. Then the
+tokens of each expert are found, and experts multiply items of a few tokens each, as many as there are
+(`qerl.kernels.decode.route`): nothing here waits for the GPU, so a decode step is captured with whatever
+experts it will take.
 
 Shapes: T tokens, E experts, C chosen per token, S places of all items, D hidden, I intermediate.
 """

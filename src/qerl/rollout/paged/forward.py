@@ -26,8 +26,8 @@ and then
 
 or, where that is a mixture (`qerl.rollout.paged.experts`), with the router's logits left by residual_norm,
 
-    expert, weight = top(softmax(h W_router^T))        # route; arrange: tokens by expert; spread: their inputs
-    y = down_expert(act(gate_expert(h)) * up_expert(h))  # Layer.mlp.gate_up of items, act_items, .down
+    expert, weight = top(softmax(h W_router^T))        # route; arrange and spread: tokens by expert
+    y = down(act(gate(h)) * up(h)) of each expert      # Layer.mlp.gate_up, act_items, Layer.mlp.down
     x = x + sum(weight * y)                            # the sum is in the next residual_norm
 
 Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, act_mul, GEMM,
@@ -429,9 +429,7 @@ def _delta_nets(decoder: Decoder, tokens: int) -> DeltaNets | None:
 
 def _mixtures(decoder: Decoder, tokens: int) -> Mixtures | None:
     """Buffers of the mixtures of a model; None where it has none."""
-    found = {
-        layer.spec.mlp: layer.mlp for layer in decoder.layers if isinstance(layer.spec.mlp, RoutedMLP)
-    }
+    found = {layer.spec.mlp: layer.mlp for layer in decoder.layers if isinstance(layer.spec.mlp, RoutedMLP)}
     if not found:
         return None
     ((mlp, weights),) = found.items()
