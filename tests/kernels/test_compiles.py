@@ -41,14 +41,16 @@ KERNELS = {
     "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_gated_norm",
     "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
+    "_route", "_arrange", "_spread", "_act_items", "_product_of_items",
 }  # fmt: skip
+OF_EXPERTS = {"_route", "_arrange", "_spread", "_act_items", "_product_of_items"}
 OF_FP8 = {"_rope_kv", "_attend"}
 OF_GEMMA = {"_sum_product", "_cap_logits"}
 OF_DELTA_NETS = {
     "_delta_inputs", "_gated_norm", "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
 }  # fmt: skip
-OF_OPERANDS = {"_residual_norm", "_act_mul", "_combine_splits", "_gated_norm"}
+OF_OPERANDS = {"_residual_norm", "_act_mul", "_combine_splits", "_gated_norm", "_spread", "_act_items"}
 TARGETS = (80, 86, 89, 90, 100, 120)
 LEAST_MEMORY, HOPPER = 86, 90
 
@@ -69,7 +71,9 @@ def test_every_kernel_compiles_and_fits_for_every_class_of_gpus(pytestconfig):
     rows = [Compiled.of(line) for line in done.stdout.splitlines() if line.startswith("_")]
     for target in TARGETS:
         found = [row for row in rows if row.target == target]
-        wanted = KERNELS if target in (LEAST_MEMORY, HOPPER) else KERNELS - OF_GEMMA - OF_DELTA_NETS
+        wanted = (
+            KERNELS if target in (LEAST_MEMORY, HOPPER) else KERNELS - OF_GEMMA - OF_DELTA_NETS - OF_EXPERTS
+        )
         assert {row.kernel for row in found} == (OF_FP8 if target == 89 else wanted), target
         assert max(row.shared for row in found if row.kernel == "_attend") > 32 * 1024, "pages of keys"
         for row in found:
@@ -231,7 +235,7 @@ class Recorder:
 def walk(recorder: Recorder, target: int) -> None:
     """Launches the kernels of decode steps, prefill and update as on a GPU of this class."""
     import torch
-    from transformers import Gemma4TextConfig
+    from transformers import Gemma4TextConfig, Qwen3MoeConfig
 
     from qerl.families.sizes import Sizes
     from qerl.kernels.cards import ARCH, CARDS, card_of
@@ -241,6 +245,7 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.kernels.update.swiglu import swiglu
     from qerl.kernels.update.token_logps import token_logps
     from qerl.kernels.weights.dense import DenseStack
+    from qerl.kernels.weights.experts import DenseExperts, NVFP4Experts
     from qerl.kernels.weights.nvfp4 import NVFP4Stack
     from qerl.measure.random_model import random_decoder
     from qerl.rollout.paged.decode import DecodeStep
@@ -299,6 +304,15 @@ def walk(recorder: Recorder, target: int) -> None:
             layer_types=["sliding_attention", "full_attention"], max_position_embeddings=256,
         )  # fmt: skip
         decode(128, 32, 0, fp8=False, prefill=True, shape=gemma)
+        recorder.walk = "experts"
+        mixture = Qwen3MoeConfig(
+            vocab_size=5000, hidden_size=2048, num_hidden_layers=1, num_attention_heads=8,
+            num_key_value_heads=4, head_dim=128, max_position_embeddings=256, norm_topk_prob=True,
+        )  # fmt: skip
+        DenseExperts.in_order, DenseExperts.sizes = True, NVFP4Experts.sizes
+        decode(128, 32, 0, fp8=False, prefill=True, shape=mixture)
+        DenseExperts.sizes = (16, 64)
+        decode(8, 32, 0, fp8=False, shape=mixture)
         recorder.walk = "rank 256"
         decode(128, 256, 128, fp8=True)
         recorder.walk = "gated delta nets"

@@ -14,10 +14,11 @@ from bench.random_weights import random_tiles
 from qerl.errors import QeRLError
 from qerl.families.layer import RoutedMLP
 from qerl.kernels.decode.residual_norm import residual_norm
-from qerl.kernels.decode.route import Items, arrange, most_items, route
+from qerl.kernels.decode.route import Items, arrange, route
+from qerl.kernels.limits import item_size, most_items
 from qerl.kernels.weights.experts import DenseExperts, NVFP4Experts
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, to_operand
-from qerl.rollout.paged.experts import Mixtures, item_size
+from qerl.rollout.paged.experts import Mixtures
 from qerl.rollout.paged.weights import RoutedWeights
 from tests.support.kernels import DEVICE, EPS, GPU, HALF, error, half, poison
 
@@ -146,8 +147,7 @@ def test_a_mixture_between_two_norms(tokens, experts, chosen, hidden, inner, mad
 
 
 def test_items_have_room_for_twice_an_experts_share():
-    mlp = RoutedMLP(768, 128, 8, True)
-    sizes = [item_size(tokens, mlp, (8, 16, 32, 64)) for tokens in (1, 64, 65, 128, 256, 2048)]
+    sizes = [item_size(tokens, 128, 8) for tokens in (1, 64, 65, 128, 256, 2048)]
     assert sizes == [8, 8, 16, 16, 32, 64]
 
 

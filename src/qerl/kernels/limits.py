@@ -1,6 +1,6 @@
 """What the decode kernels are compiled for: tokens per block of keys and values, tokens between two writes of
-a state, stop tokens of a row, ranks of an adapter; and how many logits the output head of the update has at a
-time.
+a state, stop tokens of a row, ranks of an adapter, tokens that an expert multiplies at once; and how many
+logits the output head of the update has at a time.
 
 Plain numbers without Triton or torch, so that a plan made on a machine without a GPU counts with those of the
 kernels.
@@ -33,6 +33,30 @@ MAX_KEY = 128
 
 WHOLE_PARTS = 160 * 1024
 """Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
+
+
+ITEM_SIZES = (8, 16, 32, 64)
+"""Tokens that an expert in four bits multiplies at once (`qerl.kernels.decode.route`)."""
+
+
+def item_size(tokens: int, experts: int, chosen: int, sizes: tuple[int, ...] = ITEM_SIZES) -> int:
+    """Places of an item: room for twice an expert's mean share of the tokens, of the sizes that there are, so
+    that few experts take a second item and few places are empty.
+
+    Args:
+        tokens: Of the batch.
+        experts: Of a layer.
+        chosen: Experts per token.
+        sizes: Ascending.
+    """
+    wanted = 2 * tokens * chosen / experts
+    return next((size for size in sizes if size >= wanted), sizes[-1])
+
+
+def most_items(tokens: int, experts: int, chosen: int, size: int) -> int:
+    """Items that there can be at most: each expert's last may have a single token."""
+    pairs = tokens * chosen
+    return (pairs + min(experts, pairs) * (size - 1)) // size
 
 
 def pad_rank(rank: int) -> int:

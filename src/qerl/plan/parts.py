@@ -20,7 +20,7 @@ from qerl.kernels.limits import pad_rank
 from qerl.kernels.tensors import head_positions
 from qerl.plan.layers import LayerActivations
 from qerl.plan.work import FULL, HALF, Work
-from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for, state_bytes
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for, experts_bytes, state_bytes
 from qerl.weight_formats import WeightFormat
 
 
@@ -137,6 +137,11 @@ class Cache:
         numbers that decide the draws. All run side by side as long as they are short."""
         demand, rows = self._taken
         return state_bytes(rows, demand.completion_tokens)
+
+    @property
+    def experts(self) -> int:
+        """Bytes of what experts read and give in the engine's passes; 0 without a mixture."""
+        return experts_bytes(self.sizes, self._taken[1])
 
     @property
     def _taken(self) -> tuple[BlockDemand, int]:

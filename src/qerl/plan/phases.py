@@ -88,6 +88,7 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         "LoRA of the reference": adapter.bytes if work.copies_adapter else 0,
         "LoRA for sampling": adapter.copies,
         "sequences' state": cache.state,
+        "experts' inputs and results": cache.experts,
         "optimizer": work.optimizer_bytes * adapter.parameters,
         "other adapters": idle,
         # DistributedDataParallel reduces copies of the gradients, which it keeps.

@@ -55,7 +55,7 @@ class Chosen:
 
 
 @triton.jit
-def _add_chosen(out_SD, place_TC, factor_TC, t, in_t, d, inside, D, C: tl.constexpr):
+def add_chosen(out_SD, place_TC, factor_TC, t, in_t, d, inside, D, C: tl.constexpr):
     """The results of a token's experts by weight, in their order."""
     total = tl.zeros([t.shape[0], d.shape[0]], tl.float32)
     for c in tl.static_range(C):
@@ -99,7 +99,7 @@ def _residual_norm(
         if GAIN:
             y *= gain
     elif CHOSEN > 0:
-        y += _add_chosen(gemm_STN, place_TC, factor_TC, t, in_t, d, inside, D, CHOSEN) * gain
+        y += add_chosen(gemm_STN, place_TC, factor_TC, t, in_t, d, inside, D, CHOSEN) * gain
     elif BEHIND_P > 0 or GAIN:
         out = sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R > 0:

@@ -31,6 +31,7 @@ import triton.language as tl
 
 from qerl.kernels.decode.common import begin, begin_late, inverse_rms, store_operand
 from qerl.kernels.launch import dependent, pointers
+from qerl.kernels.limits import most_items
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +64,6 @@ class Items:
 
         factor_TC = torch.zeros(tokens, chosen, device=device)
         return cls(size, new(most, 2), new(1), new(most * size), new(tokens, chosen), factor_TC)
-
-
-def most_items(tokens: int, experts: int, chosen: int, size: int) -> int:
-    """Items that there can be at most: each expert's last may have a single token."""
-    pairs = tokens * chosen
-    return (pairs + min(experts, pairs) * (size - 1)) // size
 
 
 @triton.jit

@@ -11,7 +11,7 @@ in it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from qerl.kernels.cards import card_of
 from qerl.kernels.decode.common import begin
 from qerl.kernels.decode.route import Items
 from qerl.kernels.launch import dependent, pointers
+from qerl.kernels.limits import ITEM_SIZES
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, packed_gemm_of_items, tiling_of_items
 from qerl.kernels.weights.tiles import Tiles
 
@@ -37,10 +38,14 @@ class ExpertWeights(Protocol):
         sizes: What an item's M may be, ascending.
     """
 
-    shape: tuple[int, int]
-    scale_EL: torch.Tensor
-    in_order: bool
-    sizes: tuple[int, ...]
+    in_order: ClassVar[bool]
+    sizes: ClassVar[tuple[int, ...]]
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def scale_EL(self) -> torch.Tensor: ...
 
     def multiply(self, x: torch.Tensor, items: Items, out_SN: torch.Tensor) -> None:
         """Write x w^T without the factors, fp32; empty places are left as they are.
@@ -64,12 +69,13 @@ class NVFP4Experts:
     tiles: Tiles
     scale_EL: torch.Tensor
     shape: tuple[int, int]
-    in_order: bool = True
-    sizes: tuple[int, ...] = (8, 16, 32, 64)
+    in_order: ClassVar[bool] = True
+    sizes: ClassVar[tuple[int, ...]] = ITEM_SIZES
 
     def multiply(self, x: torch.Tensor, items: Items, out_SN: torch.Tensor) -> None:
         """See `ExpertWeights.multiply`."""
-        tiling = tiling_of_items(items.size, card_of(x.device))
+        pairs = items.place_TC.numel()
+        tiling = tiling_of_items(items.size, pairs, card_of(x.device), self.shape[0])
         packed_gemm_of_items(x, self.tiles, items.item_J2, items.count_1, out_SN, tiling, items.size)
 
 
@@ -79,8 +85,8 @@ class DenseExperts:
 
     weight_ENK: torch.Tensor
     scale_EL: torch.Tensor
-    in_order: bool = False
-    sizes: tuple[int, ...] = (16, 64)
+    in_order: ClassVar[bool] = False
+    sizes: ClassVar[tuple[int, ...]] = (16, 64)
 
     @property
     def shape(self) -> tuple[int, int]:

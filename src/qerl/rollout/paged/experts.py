@@ -16,15 +16,9 @@ from qerl.kernels.decode import residual_norm
 from qerl.kernels.decode.launch import LoraA
 from qerl.kernels.decode.residual_norm import Chosen
 from qerl.kernels.decode.route import Items, act_items, arrange, route, spread
+from qerl.kernels.limits import item_size
 from qerl.kernels.weights.product import LoraSum
 from qerl.rollout.paged.weights import RoutedWeights
-
-
-def item_size(tokens: int, mlp: RoutedMLP, sizes: tuple[int, ...]) -> int:
-    """M, the places of an item: room for twice an expert's mean share of the tokens, of the sizes that there
-    are, so that few experts take a second item and few places are empty."""
-    wanted = 2 * tokens * mlp.chosen / mlp.experts
-    return next((size for size in sizes if size >= wanted), sizes[-1])
 
 
 class Mixtures:
@@ -43,7 +37,7 @@ class Mixtures:
     ) -> None:
         hidden, device = weights.gate_up.shape[1], like.device
         self._mlp, self._eps, self._hidden = mlp, eps, hidden
-        size = item_size(tokens, mlp, weights.gate_up.sizes)
+        size = item_size(tokens, mlp.experts, mlp.chosen, weights.gate_up.sizes)
         self._items = Items.empty(tokens, mlp.experts, mlp.chosen, size, device)
         self._expert_TC = torch.zeros(tokens, mlp.chosen, dtype=torch.int32, device=device)
         self._weight_TC = torch.zeros(tokens, mlp.chosen, device=device)

@@ -21,9 +21,9 @@ from math import prod
 from operator import add
 from typing import Literal, NamedTuple, cast
 
-from qerl.families.layer import Attention, DeltaNet
+from qerl.families.layer import Attention, DeltaNet, RoutedMLP
 from qerl.families.sizes import Sizes
-from qerl.kernels.limits import PAGE, STATE_TOKENS
+from qerl.kernels.limits import PAGE, STATE_TOKENS, item_size, most_items
 
 ROW_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 """Numbers of rows for which decode steps are captured, each when it is first needed.
@@ -60,6 +60,29 @@ The parts of x A^T (`qerl.rollout.paged.forward`) are counted neither here nor b
 mostly 4 T ceil(I / 128) R bytes, for T = 2048 and a 7B 0.04 GB at rank 32 and 0.31 at 256, for a 32B 0.06 and
 0.45. Each number of tokens that passes are made for has its own. They lie in what `CACHE_SHARE` leaves.
 """
+
+
+def experts_bytes(sizes: Sizes, rows: int) -> int:
+    """Bytes that the engine keeps for experts' inputs and results, of each number of tokens that it makes
+    passes for: what `qerl.rollout.paged.experts.Mixtures` allocates for experts in four bits.
+
+    Args:
+        sizes: Of the model.
+        rows: Sequences that decode side by side.
+    """
+    found = {run.spec for run in sizes.runs if isinstance(run.spec.mlp, RoutedMLP)}
+    if not found:
+        return 0
+    (spec,) = found
+    mlp, hidden = cast(RoutedMLP, spec.mlp), spec.hidden
+    total = 0
+    for tokens in (*PREFILL_TOKENS, *(count for count in ROW_COUNTS if count <= count_for(rows))):
+        size = item_size(tokens, mlp.experts, mlp.chosen)
+        places = size * most_items(tokens, mlp.experts, mlp.chosen, size)
+        each = 2 * (hidden + mlp.intermediate) + 4 * max(hidden, 2 * mlp.intermediate)
+        total += places * each + 4 * tokens * mlp.experts * -(-hidden // (64 if tokens <= 32 else 128))
+    return total
+
 
 TRAINED_BYTES = 4 + 8 + 2
 """Bytes per trained parameter beside the parameter: gradient, AdamW's moments, the engine's 16-bit copy."""
