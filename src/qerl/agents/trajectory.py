@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from qerl.rollout.engine import Completion, FinishReason
 
 Message = dict[str, Any]
@@ -35,6 +37,7 @@ class Trajectory:
         calls, failures: Calls of tools or of the environment, and how many of them failed.
         end: Why it ended; None while it goes on.
         thoughts: Who closed its thoughts, where there is a budget of thinking; else None.
+        choices: Experts of its tokens up to the policy's last turn, as of `Completion.choices`.
     """
 
     prompt_ids: Sequence[int]
@@ -50,6 +53,7 @@ class Trajectory:
     failures: int = 0
     end: EndReason | None = None
     thoughts: ThoughtsClosed | None = None
+    choices: np.ndarray | None = None
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -67,6 +71,7 @@ class Trajectory:
         self.written += [1] * len(turn.token_ids)
         self.logprobs += turn.logprobs
         self.entropies += turn.entropies
+        self.choices = turn.choices
 
     def end_turn(self, message: Message) -> None:
         """Count the policy's turn, which is whole, and keep it as a message."""

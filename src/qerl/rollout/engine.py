@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
@@ -110,12 +111,16 @@ class Completion:
             (max_tokens reached), ``error`` (logits not finite; the tokens before stay, and where there are
             none one pad token of log-probability 0 stands in) or ``pause`` (a stop after which others write
             and the turn goes on).
+        choices: Of a mixture, where the engine keeps them: experts of each token that was computed, those of
+            the prompt and of earlier turns among them, but not of the last token, which nothing has read;
+            uint8 [tokens, mixtures, experts per token].
     """
 
     token_ids: list[int]
     logprobs: list[float]
     entropies: list[float]
     finish_reason: FinishReason
+    choices: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

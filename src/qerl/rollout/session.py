@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from qerl.errors import QeRLError
 from qerl.rollout.engine import (
     Completion,
@@ -78,6 +80,7 @@ class Sequence:
             held when it left its row.
         blocks: Blocks of its own tokens by pool, which it may keep while others write.
         row: Row of the batch while it runs.
+        choices: Experts of each token that was computed, as of `Completion.choices`.
     """
 
     index: int
@@ -97,6 +100,7 @@ class Sequence:
     cached: int = 0
     blocks: dict[int, list[int]] = field(default_factory=dict)
     row: int | None = None
+    choices: np.ndarray | None = None
 
     @property
     def room(self) -> int:
@@ -269,7 +273,7 @@ class TrackedSession(Session):
         drawn = sequence.token_ids[turn], sequence.logprobs[turn], sequence.entropies[turn]
         if reason == "error" and not drawn[0]:
             drawn = [self._pad_token_id], [0.0], [0.0]
-        return Ended(sequence.index, Completion(*drawn, reason))
+        return Ended(sequence.index, Completion(*drawn, reason, sequence.choices))
 
     def _between_turns(self, index: int) -> Sequence:
         sequence = self._unfinished(index)

@@ -262,7 +262,12 @@ class RolloutStep:
         found = drawn.result.completions
         written: list[Any] = [t.written for t in drawn.trajectories] or [None] * len(found)
         drawn.samples = [
-            Sample(prompt, c.token_ids, c.logprobs, c.entropies, written=mask, truncated=self._is_cut_off(c))
+            Sample(
+                *(prompt, c.token_ids, c.logprobs, c.entropies),
+                written=mask,
+                truncated=self._is_cut_off(c),
+                choices=c.choices,
+            )
             for prompt, c, mask in zip(ids, found, written, strict=True)
         ]
         if self._talks and self._conversations is not None and self._conversations.has_others:
@@ -352,7 +357,9 @@ class RolloutStep:
         for trajectory in found:
             if not trajectory.token_ids:  # its prompt has left no room; a token that nobody counts stands in
                 trajectory.hear([self._tokenizer.pad_token_id], [{"role": "assistant", "content": ""}])
-        completions = [Completion(t.token_ids, t.logprobs, t.entropies, t.finish_reason) for t in found]
+        completions = [
+            Completion(t.token_ids, t.logprobs, t.entropies, t.finish_reason, t.choices) for t in found
+        ]
         tokens = sum(sum(t.written) for t in found)
         return RolloutResult(
             completions, sum(map(len, prompt_ids)), tokens, time.perf_counter() - start

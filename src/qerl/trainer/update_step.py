@@ -15,6 +15,7 @@ with those of other processes. The step then runs forward once more, without a g
 Legend: B samples of a step, or of a microbatch of it; C completion columns.
 """
 
+import base64
 import contextlib
 import functools
 import json
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -30,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.families.experts import experts_of
 from qerl.kernels.tensors import upload
 from qerl.settings.config import QeRLConfig
 from qerl.update.chunks import MemoryRetry
@@ -47,6 +50,7 @@ from qerl.update.policy_loss import (
     gathered,
     high_entropy,
 )
+from qerl.update.routing import Routing
 
 ENTROPY_FILE = "entropy_ctrl_state.json"
 """In a checkpoint: state of the adaptive entropy bonus, under TRL's name."""
@@ -146,6 +150,7 @@ class UpdateStep:
     ) -> None:
         self._args, self._base, self._accelerator = args, base, accelerator
         self._by_segment = path.by_segment
+        self._routing = Routing(base, args.replay_routing) if any(experts_of(base)) else None
         self._loss = policy_loss(args)
         self._correction = Correction(
             args.vllm_importance_sampling_correction,
@@ -250,6 +255,10 @@ class UpdateStep:
             name: [value] for name, value in self._mismatch.metrics(gather, self._rollout_entropy).items()
         }
         self._losses, self._mismatch = [], None
+        if self._routing is not None:
+            counts_12 = torch.tensor([self._routing.take_counts()], device=self._accelerator.device)
+            differ, known = gather(counts_12).sum(0).tolist()
+            found |= {"routing/differ": [differ / known]} if known else {}
         if not self._loss.entropy_bonus:
             return found
         nats, tokens = (sum(found.pop(f"entropy_bonus/{part}")) for part in ("nats", "tokens"))
@@ -399,7 +408,11 @@ class UpdateStep:
 def save_rollouts(buffer: list[Microbatch], file: Path) -> None:
     """Write the microbatches of a rollout that later steps still use."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps([asdict(part) for part in buffer]), encoding="utf-8")
+    parts = [asdict(part) for part in buffer]
+    for sample in (sample for part in parts for sample in part["samples"]):
+        if (choices := sample["choices"]) is not None:
+            sample["choices"] = choices.shape, base64.b64encode(choices.tobytes()).decode()
+    file.write_text(json.dumps(parts), encoding="utf-8")
 
 
 def load_rollouts(file: Path) -> list[Microbatch]:
@@ -416,6 +429,10 @@ def load_rollouts(file: Path) -> list[Microbatch]:
     if not file.is_file():
         return []
     parts = json.loads(file.read_text(encoding="utf-8"))
+    for sample in (sample for part in parts for sample in part["samples"]):
+        if sample.get("choices") is not None:
+            shape, content = sample["choices"]
+            sample["choices"] = np.frombuffer(base64.b64decode(content), np.uint8).reshape(shape)
     return [Microbatch(**part | {"samples": [Sample(**each) for each in part["samples"]]}) for part in parts]
 
 

@@ -51,7 +51,7 @@ NAME = "qerl_branches"
 # What transformers' models hand to an attention function that is computed here, or has no effect.
 _KNOWN = {
     "branches", "sequences", "scaling", "sliding_window", "s_aux", "position_ids", "use_cache",
-    "output_router_logits",
+    "output_router_logits", "choices",
 }  # fmt: skip
 
 

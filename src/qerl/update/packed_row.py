@@ -31,6 +31,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
@@ -62,6 +63,8 @@ class Sample:
         advantage: What its rewards come to.
         old_logprobs: Of the tokens under the policy that the loss takes the ratio to; None: as it updates.
         reference_logprobs: Of the tokens under the reference policy; None without one.
+        choices: Experts that the sampler chose for its first tokens, prompt included, as of
+            `qerl.rollout.engine.Completion.choices`; None where nobody knows any.
     """
 
     prompt: list[int]
@@ -76,6 +79,7 @@ class Sample:
     advantage: float = 0.0
     old_logprobs: list[float] | None = None
     reference_logprobs: list[float] | None = None
+    choices: np.ndarray | None = None
 
     @property
     def loss_mask(self) -> list[int]:
@@ -177,6 +181,8 @@ class PackedRow:
         branch_L: Index of its branch of that prompt, 0 for the prompt itself.
         scored_S: Positions that predict something.
         segments: (group, branch, tokens) of the row's parts in order.
+        choices_LMC: int16, of each of M mixtures the experts that the sampler chose at each position, -1
+            where nobody knows them; None without any.
     """
 
     input_ids_1L: torch.Tensor
@@ -188,6 +194,7 @@ class PackedRow:
     branch_L: torch.Tensor
     scored_S: torch.Tensor
     segments: list[tuple[int, int, int]]
+    choices_LMC: torch.Tensor | None = None
 
     def mask_function(self, of_sample: MaskFunction) -> MaskFunction:
         """The mask of the row.
@@ -295,10 +302,12 @@ def pack_row(samples: Sequence[Sample], rows: Sequence[int], device: torch.devic
         groups.setdefault(samples[row].group, []).append(row)
     for members in groups.values():
         prompt = samples[members[0]].prompt
-        builder.begin_group(torch.tensor(prompt[:-1], dtype=torch.long))
+        shared = builder.begin_group(torch.tensor(prompt[:-1], dtype=torch.long))
+        builder.choose(shared, samples[members[0]].choices)
         for row in members:
-            tokens = samples[row].computed
-            builder.add_branch(row, torch.tensor([prompt[-1], *tokens[:-1]]), torch.tensor(tokens))
+            tokens, choices = samples[row].computed, samples[row].choices
+            own = builder.add_branch(row, torch.tensor([prompt[-1], *tokens[:-1]]), torch.tensor(tokens))
+            builder.choose(own, None if choices is None else choices[len(prompt) - 1 :])
     return builder.finish(device)
 
 
@@ -310,6 +319,12 @@ class RowBuilder:
         self._segments: list[tuple[int, int, int]] = []
         self._shared, self._group, self._branch = 0, -1, 0
         self._length = 0
+        self._choices: list[tuple[slice, np.ndarray]] = []
+
+    def choose(self, part: slice, choices: np.ndarray | None) -> None:
+        """Note the experts of the first tokens of a part of the row; those beyond it are left out."""
+        if choices is not None:
+            self._choices.append((part, choices[: part.stop - part.start]))
 
     def begin_group(self, shared: torch.Tensor) -> slice:
         """Begin a group with the tokens that its branches share, none at all if need be.
@@ -353,7 +368,14 @@ class RowBuilder:
         tokens, positions, labels, *where = upload(on_host, device)
         sample, column, group, branch = where
         rows = tokens[None], positions[None], labels[None]
-        return PackedRow(*rows, sample, column, group, branch, scored_S, self._segments)
+        choices_LMC = self._chosen(device) if self._choices else None
+        return PackedRow(*rows, sample, column, group, branch, scored_S, self._segments, choices_LMC)
+
+    def _chosen(self, device: torch.device) -> torch.Tensor:
+        all_LMC = np.full((self._length, *self._choices[0][1].shape[1:]), -1, np.int16)
+        for part, choices in self._choices:
+            all_LMC[part.start : part.start + len(choices)] = choices
+        return upload(torch.from_numpy(all_LMC), device)
 
 
 @contextmanager

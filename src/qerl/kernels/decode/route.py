@@ -68,8 +68,8 @@ class Items:
 
 @triton.jit
 def _route(
-    parts_PTE, squares_PT, expert_TC, weight_TC, T, D, eps,
-    P: tl.constexpr, P_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    parts_PTE, squares_PT, expert_TC, weight_TC, slot_T, kept, T, D, eps,
+    KEEPS: tl.constexpr, P: tl.constexpr, P_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
     E: tl.constexpr, E_PADDED: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
     NORMALIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -96,6 +96,10 @@ def _route(
         weight = weight / tl.sum(weight, axis=0)
     tl.store(expert_TC + t * C + c, expert, mask=c < C)
     tl.store(weight_TC + t * C + c, weight, mask=c < C)
+    if KEEPS:
+        slot = tl.load(slot_T + t).to(tl.int64)
+        if slot >= 0:
+            tl.store(kept + slot * C + c, expert.to(tl.uint8), mask=c < C)
 
 
 def route(
@@ -107,6 +111,7 @@ def route(
     normalized: bool,
     width: int,
     eps: float,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write each token's experts, the heaviest first, and their weights.
 
@@ -118,6 +123,7 @@ def route(
         normalized: Whether a token's weights add up to 1.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
+        kept: (slot of each token, int32, -1 for none; experts at each slot, uint8 [.., C], written).
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -125,12 +131,13 @@ def route(
     parts, tokens, experts = parts_PTE.shape
     chosen, squares = expert_TC.shape[1], squares_PT.shape[0]
     padded, columns = triton.next_power_of_2(parts), triton.next_power_of_2(experts)
+    slot_T, kept_SC = kept or (None, None)
     arguments = pointers(
         "route", parts_PTE, parts_PTE=parts_PTE, squares_PT=squares_PT, expert_TC=expert_TC,
-        weight_TC=weight_TC,
+        weight_TC=weight_TC, slot_T=slot_T, kept=kept_SC,
     )  # fmt: skip
     _route[(tokens,)](
-        *arguments, tokens, width, eps,
+        *arguments, tokens, width, eps, KEEPS=kept is not None,
         P=parts, P_PADDED=padded, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         E=experts, E_PADDED=columns, C=chosen, C_PADDED=triton.next_power_of_2(chosen),
         NORMALIZED=normalized, num_warps=4 if padded * columns <= 8192 else 8, **dependent(parts_PTE),

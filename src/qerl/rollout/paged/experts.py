@@ -53,20 +53,27 @@ class Mixtures:
         """What the norm's kernel computes beside its output: the router's product with it."""
         return LoraA(weights.router_ED, self._logits)
 
-    def __call__(self, weights: RoutedWeights, u_TD: torch.Tensor, squares_PT: torch.Tensor) -> Chosen:
+    def __call__(
+        self,
+        weights: RoutedWeights,
+        u_TD: torch.Tensor,
+        squares_PT: torch.Tensor,
+        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Chosen:
         """The results of all chosen experts.
 
         Args:
             weights: Of this layer.
             u_TD: Output of the norm, without its 1/rms.
             squares_PT: Of which 1/rms is made.
+            kept: Where the experts of each token are kept, see :func:`route`; None where they are not.
         """
         mlp, items = self._mlp, self._items
         parts_PTE = self._logits.parts_PTR
         assert parts_PTE is not None
         route(
             parts_PTE, squares_PT, self._expert_TC, self._weight_TC,
-            normalized=mlp.normalized, width=self._hidden, eps=self._eps,
+            normalized=mlp.normalized, width=self._hidden, eps=self._eps, kept=kept,
         )  # fmt: skip
         arrange(self._expert_TC, self._weight_TC, weights.down.scale_EL, items)
         spread(u_TD, items, self._x, weights.gate_up.in_order)

@@ -251,7 +251,7 @@ class Forward:
                 assert kind is not None
                 self._attention(layer.spec, layer.mixer, sums, kind, held, inputs)
             self._add_mixed(layer, self._sums[i])
-            self._mlp(i)
+            self._mlp(i, held)
         return self.u_TD
 
     def _delta_net(
@@ -284,7 +284,7 @@ class Forward:
     ) -> None:
         """From the first norm's output to the mixer's."""
         assert isinstance(spec.mixer, Attention)
-        decoder, (k, v) = self.decoder, held
+        decoder, (k, v) = self.decoder, held[:2]
         tables_GB, (item_4, order) = inputs.tables[kind.pool], inputs.items[kind.number]
         product = self._multiply(self.u, mixer.qkv, sums.into_mixer)
         heads, norm = mixer.heads, spec.around.before_mixer
@@ -321,7 +321,7 @@ class Forward:
             layer.before_mlp_D, padded, a,
         )  # fmt: skip
 
-    def _mlp(self, i: int) -> None:
+    def _mlp(self, i: int, held: tuple[torch.Tensor, ...]) -> None:
         """From the second norm's output to the following layer's first, or to the final norm's."""
         decoder, layer = self.decoder, self.decoder.layers[i]
         if i + 1 < len(decoder.layers):
@@ -333,7 +333,9 @@ class Forward:
         if isinstance(layer.mlp, RoutedWeights):
             assert self._mixtures is not None
             norm = layer.spec.around.before_mlp
-            chosen = self._mixtures(layer.mlp, self.u_TD, self._squares(norm))
+            kind = self._kinds[i]
+            kept = None if kind is None or len(held) < 3 else (self._slots[kind.pool], held[2])
+            chosen = self._mixtures(layer.mlp, self.u_TD, self._squares(norm), kept)
             residual_norm.residual_norm(
                 self.residual_TD, before_D, self.u, self.squares_PT, padded_tokens=padded, chosen=chosen,
                 gain=layer.spec.gain, scalar_1=layer.scalar_1, a=a,

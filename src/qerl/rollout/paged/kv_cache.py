@@ -6,9 +6,11 @@ taken back; a cache that has become too small is closed, and with it go the step
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 
 from qerl.errors import QeRLError
+from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import upload
 from qerl.rollout.paged.limits import KVGeometry, Pages, States, Units
 from qerl.rollout.paged.memory import Memory, PlainMemory
@@ -25,7 +27,7 @@ class KVCache:
 
     Attributes:
         layers: Tensors of each layer, of which the first axis is the block and the others are those of
-            `Pages.arrays` (keys and values) or of `States.arrays`.
+            `Pages.arrays` (keys, values, numbers of experts) or of `States.arrays`.
         blocks: Number of blocks of each pool.
         geometry: Shape and size of a block.
         is_limited: True if the blocks were reserved for a call that wanted more of them than its budget gave.
@@ -33,7 +35,10 @@ class KVCache:
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype | None, memory: Callable[[int], Memory]) -> None:
         self._dtype, self._make_memory = dtype or decoder.dtype, memory
-        self._dtypes = {Pages: (self._dtype,) * 2, States: (decoder.dtype,) * 3 + (torch.float32,)}
+        self._dtypes = {
+            Pages: (self._dtype,) * 2 + (torch.uint8,),
+            States: (decoder.dtype,) * 3 + (torch.float32,),
+        }
         self.geometry = KVGeometry.of(decoder.sizes, self._dtype.itemsize, decoder.dtype.itemsize)
         self._device = decoder.embedding_VD.device
         self._set(PlainMemory(0, self._device), self._none)
@@ -122,10 +127,30 @@ class KVCache:
         offset = 0
         for layer in self.geometry.layers:
             tensors: list[torch.Tensor] = []
-            for array, dtype in zip(layer.arrays, self._dtypes[type(layer)], strict=True):
+            for array, dtype in zip(layer.arrays, self._dtypes[type(layer)], strict=False):
                 tensors.append(memory.tensor((blocks[layer.pool], *array.shape), dtype, offset))
                 offset += tensors[-1].nbytes
             self.layers.append(tuple(tensors))
+
+    def choices(self, blocks: list[list[int]], tokens: list[int]) -> np.ndarray | None:
+        """The experts of the tokens in lists of blocks, uint8 [tokens, mixtures, chosen]; None where the
+        cache keeps none.
+
+        Args:
+            blocks: Of the pool that keeps all tokens.
+            tokens: How many of the tokens in each list are read, from the first on.
+        """
+        geometry = zip(self.geometry.layers, self.layers, strict=True)
+        held = [own[2] for layer, own in geometry if isinstance(layer, Pages) and layer.chosen]
+        if not held:
+            return None
+        places = [np.arange(count) for count in tokens]
+        slots = [
+            np.asarray(own, np.int64)[place // PAGE] * PAGE + place % PAGE
+            for own, place in zip(blocks, places, strict=True)
+        ]
+        slot_N = upload(torch.from_numpy(np.concatenate(slots)), self._device)
+        return torch.stack([each.flatten(0, 1)[slot_N] for each in held], dim=1).cpu().numpy()
 
     def copy_states(self, sources: Mapping[int, int | None]) -> None:
         """Let blocks have what others have, in all layers that carry a state.

@@ -21,7 +21,7 @@ from math import prod
 from operator import add
 from typing import Literal, NamedTuple, cast
 
-from qerl.families.layer import Attention, DeltaNet, RoutedMLP
+from qerl.families.layer import Attention, DeltaNet, LayerSpec, RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE, STATE_TOKENS, item_size, most_items
 
@@ -181,17 +181,21 @@ class Pages(NamedTuple):
         heads: Of keys, and as many of values.
         size: Numbers of a head per token.
         item_bytes: 2 for bf16, 1 for E4M3.
+        chosen: Experts that each token takes in the layer, which are kept beside its key; 0 for none.
     """
 
     pool: int
     heads: int
     size: int
     item_bytes: int
+    chosen: int = 0
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Keys and values of a block, [kv heads, block tokens, head size]."""
-        return (Array((self.heads, PAGE, self.size), self.item_bytes),) * 2
+        """Keys and values of a block, [kv heads, block tokens, head size], and the numbers of the experts
+        [block tokens, chosen], a byte each."""
+        keys = (Array((self.heads, PAGE, self.size), self.item_bytes),) * 2
+        return (*keys, Array((PAGE, self.chosen), 1)) if self.chosen else keys
 
 
 class States(NamedTuple):
@@ -249,16 +253,18 @@ class KVGeometry:
             item_bytes: Bytes per number of keys and values: 2 for bf16, 1 for E4M3.
             state_bytes: Bytes per number of states, which are in the activations' dtype.
         """
-        mixers = [spec.mixer for spec in sizes.specs]
-        pools = tuple(dict.fromkeys(map(_pool_of, mixers)))
+        pools = tuple(dict.fromkeys(_pool_of(spec.mixer) for spec in sizes.specs))
+        keeps = keeps_choices(sizes)
 
-        def held_by(mixer: Attention | DeltaNet) -> Pages | States:
+        def held_by(spec: LayerSpec) -> Pages | States:
+            mixer, mlp = spec.mixer, spec.mlp
             pool = pools.index(_pool_of(mixer))
             if isinstance(mixer, DeltaNet):
                 return States(pool, mixer, state_bytes)
-            return Pages(pool, mixer.kv_heads, mixer.head_size, item_bytes)
+            chosen = mlp.chosen if keeps and isinstance(mlp, RoutedMLP) else 0
+            return Pages(pool, mixer.kv_heads, mixer.head_size, item_bytes, chosen)
 
-        return cls(pools, tuple(map(held_by, mixers)))
+        return cls(pools, tuple(map(held_by, sizes.specs)))
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
@@ -281,6 +287,13 @@ class KVGeometry:
         if room < 0:
             return Units([0] * len(least))
         return Units(few + (many - few) * room // more for few, many in zip(least, wanted, strict=True))
+
+
+def keeps_choices(sizes: Sizes) -> bool:
+    """Whether the experts of each token are kept with its keys: of a model whose mixtures all stand behind
+    attention without a window, whose keys stay as long as the sequence, and have at most 256 experts."""
+    specs = [run.spec for run in sizes.runs if isinstance(run.spec.mlp, RoutedMLP)]
+    return bool(specs) and all(_pool_of(spec.mixer) is None and spec.experts <= 256 for spec in specs)
 
 
 def _pool_of(mixer: Attention | DeltaNet) -> Pool:

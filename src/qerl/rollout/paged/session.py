@@ -9,6 +9,8 @@ session that grows takes more at once than its sequences need (`BlockDemand.ahea
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from qerl.kernels.limits import PAGE, STOP_TOKENS
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.blocks import memory_of
@@ -116,8 +118,27 @@ class PagedSession(TrackedSession):
         generated, rows, overrun = step.rows.read(scheduler.running)
         self._count(step)
         ended = [scheduler.running[row] for row in rows]
+        self._keep_choices(ended, [generated[row] for row in rows])
         scheduler.advance(generated, rows, overrun)
         return ended
+
+    def _keep_choices(self, sequences: list[Sequence], generated: list[int]) -> None:
+        """Read the experts of all tokens that were computed of sequences, before their blocks may go."""
+        cache = self._parts.cache
+        pool = next((p for p, what in enumerate(cache.geometry.pools) if what is None), None)
+        if pool is None or not sequences:
+            return
+        blocks, tokens = [], []
+        for sequence, count in zip(sequences, generated, strict=True):
+            blocks += [sequence.prompt.blocks.get(pool, []), sequence.blocks[pool]]
+            tokens += [sequence.prompt.cached_tokens, count]
+        found = cache.choices(blocks, tokens)
+        if found is None:
+            return
+        ends = np.cumsum(tokens)
+        for i, sequence in enumerate(sequences):
+            begin = ends[2 * i - 1] if i else 0
+            sequence.choices = found[begin : ends[2 * i + 1]]
 
     def _prefill(self, planned: Round) -> None:
         """Compute what enters; states of prompts are copied before sequences go on from them."""

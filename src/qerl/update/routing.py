@@ -1,0 +1,125 @@
+"""The experts that the sampler chose, chosen again by the update.
+
+A router's choice is a comparison of nearly equal numbers: the sampler and the trainer round differently, so
+now and then a token of one goes to another expert than the same token of the other. Then the log-probability
+that the update takes a ratio to is that of another network, and the ratio measures more than what the last
+step has changed. Here the routers of a model are given the experts that the sampler chose for each token of
+the row; the weight of each is still the trainer's, from its own logits, and has a gradient as ever. Tokens of
+which nobody knows a choice (texts of tools, samples of another engine) get those of the trainer's router.
+
+What a router's code does with its logits is its own affair: only `torch.topk` in it is answered with the
+choices that are given. So a family needs no code here, as long as its router calls that once.
+
+Replay of routing is that of Zheng et al., arXiv 2507.18071, section 5.3, and Ma et al., arXiv 2510.11370.
+
+Shapes: L tokens of the row, M mixtures of the model, C experts per token, E experts.
+"""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from qerl.errors import QeRLError
+from qerl.families.experts import experts_of
+from qerl.update.packed_row import PackedRow
+
+
+class _Given(TorchFunctionMode):
+    """Within this, `torch.topk` gives the elements at indices that are known.
+
+    Args:
+        choices_LC: int16.
+        replays: False to leave the router its own choice, and count.
+    """
+
+    def __init__(self, choices_LC: torch.Tensor, replays: bool) -> None:
+        super().__init__()
+        self._choices_LC, self._replays = choices_LC, replays
+        self.calls = 0
+        self.counts_2 = choices_LC.new_zeros(2, dtype=torch.int64)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return found
+        self.calls += 1
+        own_LC, choices_LC = found.indices, self._choices_LC.long()
+        known_LC = choices_LC >= 0
+        same_LC = (choices_LC[:, :, None] == own_LC[:, None, :]).any(-1)
+        self.counts_2 = torch.stack([(known_LC & ~same_LC).sum(), known_LC.sum()])
+        if not self._replays:
+            return found
+        chosen_LC = torch.where(known_LC, choices_LC, own_LC)
+        return args[0].gather(-1, chosen_LC), chosen_LC
+
+
+class Routing:
+    """The routers of a model, and how often the trainer's own would have chosen otherwise.
+
+    Args:
+        model: The transformers model where it trains.
+        replays: Whether routers take the choices that they are given.
+
+    Attributes:
+        mixtures: M.
+    """
+
+    def __init__(self, model: nn.Module, replays: bool = True) -> None:
+        self.replays = replays
+        self._counts: list[torch.Tensor] = []
+        found = list(_routers(model))
+        self.mixtures = len(found)
+        for number, (router, layer) in enumerate(found):
+            router.forward = types.MethodType(self._forward(number), router)
+            layer.register_forward_pre_hook(self._take(number), with_kwargs=True)
+        self._choices: list[torch.Tensor | None] = [None] * self.mixtures
+
+    def take_counts(self) -> tuple[int, int]:
+        """Choices since the last call that the trainer's router would not have made, and all of them."""
+        counts_N2, self._counts = self._counts, []
+        differ, known = torch.stack(counts_N2).sum(0).tolist() if counts_N2 else (0, 0)
+        return differ, known
+
+    def _take(self, number: int) -> Any:
+        """A hook of a layer: it runs in front of its forward pass, and again where that is computed again."""
+
+        def take(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+            choices_LMC = kwargs.get("choices")
+            self._choices[number] = None if choices_LMC is None else choices_LMC[:, number]
+
+        return take
+
+    def _forward(self, number: int) -> Any:
+        def forward(router: Any, *args: Any, **kwargs: Any) -> Any:
+            choices_LC = self._choices[number]
+            if choices_LC is None:
+                return type(router).forward(router, *args, **kwargs)
+            with _Given(choices_LC, self.replays) as given:
+                out = type(router).forward(router, *args, **kwargs)
+            if given.calls != 1:
+                raise QeRLError(
+                    f"{type(router).__name__} calls torch.topk {given.calls} times, so the sampler's experts "
+                    "cannot be chosen again; set replay_routing: false."
+                )
+            self._counts.append(given.counts_2)
+            return out
+
+        return forward
+
+
+def choice_kwargs(row: PackedRow) -> dict[str, Any]:
+    """Arguments of a forward pass of a row for routers; none where there is nothing to choose again."""
+    return {} if row.choices_LMC is None else {"choices": row.choices_LMC}
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+    """The router of each mixture, and the decoder layer that it is in."""
+    for name, _ in experts_of(model):
+        mixture = name.rpartition(".")[0]
+        yield model.get_submodule(f"{mixture}.gate"), model.get_submodule(mixture.rpartition(".")[0])

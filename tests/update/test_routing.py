@@ -1,0 +1,168 @@
+"""Replay of routing: the update goes through the experts that the sampler chose, wherever these are known."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
+
+from qerl.errors import QeRLError
+from qerl.lora.adapter import add_lora
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.scheduler import Pace
+from qerl.trainer.update_step import Microbatch, load_rollouts, save_rollouts
+from qerl.update.head import score
+from qerl.update.packed_row import Sample, pack_row
+from qerl.update.routing import Routing
+from tests.support.families import MIXTURE, tiny
+from tests.support.machine import Eager
+from tests.support.models import move_adapter
+
+PACE = Pace(round_steps=4, prefill_tokens=(32,))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(1)
+    return move_adapter(add_lora(tiny(MIXTURE), rank=4, alpha=8, dropout=0.0), 0.1).eval()
+
+
+def drawn(model, prompts, samples=2):
+    """Samples of the paged engine."""
+    engine = PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE)
+    found = engine.generate(prompts, samples, SamplingParams(max_tokens=9, seed=1)).completions
+    return [
+        Sample(
+            prompts[i // samples], c.token_ids, c.logprobs, c.entropies, group=i // samples, choices=c.choices
+        )
+        for i, c in enumerate(found)
+    ]
+
+
+def own_choices(model, row):
+    """What the routers choose on a row, [L, M, C], by transformers' own code."""
+    routers = [each.mlp.gate for each in model.get_base_model().model.layers if hasattr(each.mlp, "gate")]
+    found = []
+    hooks = [router.register_forward_hook(lambda *called: found.append(called[2][2])) for router in routers]
+    logps, _ = score(model, model.get_base_model(), row, False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, dim=1), logps
+
+
+def test_the_engine_keeps_the_experts_of_every_token(model):
+    """In FP32 they are those of transformers' own pass over each sample."""
+    prompts = [torch.randint(2, 128, (count,)).tolist() for count in (40, 1, 7)]
+    for sample in drawn(model, prompts):
+        tokens = len(sample.prompt) + len(sample.tokens) - 1
+        assert sample.choices.shape == (tokens, 3, 2) and sample.choices.dtype == np.uint8
+        alone = pack_row([Sample(sample.prompt, sample.tokens, [], [])], [0], torch.device("cpu"))
+        found, _ = own_choices(model, alone)
+        assert torch.equal(found, torch.from_numpy(sample.choices).long())
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_the_update_takes_the_samplers_experts_everywhere(model, replays):
+    """With choices that no router would make, half of them unknown: log-probabilities and gradients are those
+    of a pass whose routers make them."""
+    samples = drawn(model, [[5, 6, 7, 8, 9], [3, 4]])
+    generator = np.random.default_rng(0)
+    for sample in samples:
+        others = generator.random((*sample.choices.shape[:2], 4)).argsort(-1)[..., :2].astype(np.uint8)
+        sample.choices = others[: len(others) // 2]
+    for sample in samples[1::2]:  # a prompt that samples share was computed once
+        shared = len(sample.prompt) - 1
+        sample.choices[:shared] = samples[samples.index(sample) - 1].choices[:shared]
+    row = pack_row(samples, range(len(samples)), torch.device("cpu"))
+    known = row.choices_LMC >= 0
+    before, plain = own_choices(model, pack_row(without(samples), range(len(samples)), torch.device("cpu")))
+    routing = Routing(model.get_base_model(), replays)
+    chosen, logps = own_choices(model, row)
+    differ, all_known = routing.take_counts()
+    assert routing.take_counts() == (0, 0)
+    assert all_known == int(known.sum()) and 0.2 < differ / all_known < 0.8
+    if not replays:
+        assert torch.equal(chosen, before) and torch.equal(logps, plain)
+        return
+    assert torch.equal(chosen[known], row.choices_LMC.long()[known])
+    assert not torch.allclose(logps, plain, atol=1e-2)
+    logps.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    routers = [each.mlp.gate for each in model.get_base_model().model.layers if hasattr(each.mlp, "gate")]
+    for number, router in enumerate(routers):
+        router.forward = by_hand(router, chosen[:, number])
+    _, again = own_choices(model, pack_row(without(samples), range(len(samples)), torch.device("cpu")))
+    again.sum().backward()
+    torch.testing.assert_close(again, logps, rtol=0, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def by_hand(router, chosen_LC):
+    """The forward pass of a router that chooses these, and weighs them by its own softmax."""
+
+    def forward(x):
+        logits = x.reshape(-1, x.shape[-1]) @ router.weight.T
+        weight = logits.softmax(-1).gather(-1, chosen_LC)
+        weight = weight / weight.sum(-1, keepdim=True) if router.norm_topk_prob else weight
+        return logits, weight, chosen_LC
+
+    return forward
+
+
+def without(samples):
+    return [Sample(s.prompt, s.tokens, s.logprobs, s.entropies, group=s.group) for s in samples]
+
+
+def test_what_the_sampler_chose_is_what_the_update_computes_with(model):
+    """All of it, and then the log-probabilities are the sampler's."""
+    samples = drawn(model, [[5, 6, 7, 8, 9], [3, 4]])
+    row = pack_row(samples, range(len(samples)), torch.device("cpu"))
+    assert (row.choices_LMC >= 0).all()
+    routing = Routing(model.get_base_model())
+    chosen, logps = own_choices(model, row)
+    assert torch.equal(chosen, row.choices_LMC.long())
+    assert routing.take_counts() == (0, chosen.numel())
+    assert logps.tolist() == pytest.approx([x for s in samples for x in s.logprobs], abs=1e-5)
+
+
+def test_a_rollout_without_choices_is_computed_by_the_routers_own(model):
+    """So is every pass that is not over a row, by the same modules."""
+    samples = without(drawn(model, [[5, 6, 7]]))
+    row = pack_row(samples, range(2), torch.device("cpu"))
+    assert row.choices_LMC is None
+    _, plain = own_choices(model, row)
+    routing = Routing(model.get_base_model())
+    _, found = own_choices(model, row)
+    assert torch.equal(found, plain) and routing.take_counts() == (0, 0)
+
+
+def test_a_router_that_chooses_twice_is_refused(model):
+    samples = drawn(model, [[5, 6, 7]])
+    row = pack_row(samples, range(2), torch.device("cpu"))
+    router = model.get_base_model().model.layers[0].mlp.gate
+    forward = type(router).forward
+
+    class Twice(type(router)):
+        def forward(self, x):
+            torch.topk(x, 1)
+            return forward(self, x)
+
+    router.__class__ = Twice
+    Routing(model.get_base_model())
+    with pytest.raises(QeRLError, match=r"calls torch\.topk 2 times"):
+        score(model, model.get_base_model(), row, False)
+
+
+def test_choices_are_saved_with_a_rollout_that_is_half_used(model, tmp_path):
+    samples = drawn(model, [[5, 6, 7]]) + without(drawn(model, [[8, 9]]))
+    save_rollouts([Microbatch(samples, 0.5, 3)], tmp_path / "rollout.json")
+    (found,) = load_rollouts(tmp_path / "rollout.json")
+    assert found.samples[2].choices is None
+    for mine, theirs in zip(found.samples[:2], samples, strict=False):
+        assert np.array_equal(mine.choices, theirs.choices) and mine.choices.dtype == np.uint8
