@@ -1,7 +1,8 @@
-"""A tiny Qwen3.5 that adds two numbers below 100, trained by supervised learning until it is right at times.
+"""Tiny models that add two numbers below 100, trained by supervised learning until they are right at times.
 
-Three gated delta nets and one gated attention, all of whose widths the packed formats and the kernels take.
-It reads a character at a time and writes the digits of the sum from the last one on, the order in which they
+``hybrid`` is a Qwen3.5 of three gated delta nets and one gated attention, ``mixture`` a Qwen3-MoE of four
+layers with two of eight experts per token; the packed formats and the kernels take all their widths. A policy
+reads a character at a time and writes the digits of the sum from the last one on, the order in which they
 are known. Training ends when `ENOUGH` of its samples at temperature 1 are right: what is left is there for
 reinforcement learning to find. That takes half a minute on one core, and is the same on the same machine
 with the same version of torch.
@@ -9,11 +10,19 @@ with the same version of torch.
 Legend: B sums, T tokens, V vocabulary.
 """
 
+from typing import Literal
 from unittest import mock
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from lab.scratch import END, PAD, ROLES, SPECIAL, word_tokenizer
@@ -26,6 +35,7 @@ VOCABULARY = (*SPECIAL, "+", *"0123456789")
 """Every token, in the order of their ids."""
 
 ID = {token: i for i, token in enumerate(VOCABULARY)}
+Kind = Literal["hybrid", "mixture"]
 ENOUGH = 0.4
 BATCH, MOST_STEPS, LEARNING_RATE = 128, 1000, 3e-3
 WARMUP, EVERY = 50, 10
@@ -45,8 +55,16 @@ def answer(first: int, second: int) -> str:
     return f"{first + second:03d}"[::-1]
 
 
-def config() -> Qwen3_5TextConfig:
-    """Of the policy."""
+def config(kind: Kind) -> PreTrainedConfig:
+    """Of a policy."""
+    if kind == "mixture":
+        return Qwen3MoeConfig(
+            vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, num_experts=8, num_experts_per_tok=2,
+            moe_intermediate_size=64, norm_topk_prob=True, max_position_embeddings=256,
+            initializer_range=0.05,
+            tie_word_embeddings=False, pad_token_id=ID[PAD], bos_token_id=None, eos_token_id=ID[END],
+        )  # fmt: skip
     return Qwen3_5TextConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -74,15 +92,15 @@ def right_probability(model: torch.nn.Module, sums_B2: torch.Tensor) -> torch.Te
     return logps_BTV.gather(2, ids_BT[:, -ANSWER:, None])[..., 0].sum(1).exp()
 
 
-def train_policy(seed: int = 0) -> Qwen3_5ForCausalLM:
-    """The policy, in bfloat16 and eval mode; torch's own random numbers are left as they were.
+def train_policy(kind: Kind, seed: int = 0) -> PreTrainedModel:
+    """A policy, in bfloat16 and eval mode; torch's own random numbers are left as they were.
 
     Raises:
         QeRLError: Too few of its samples were right in the end.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3_5ForCausalLM(config()).float()
+        model = AutoModelForCausalLM.from_config(config(kind)).float()
     draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
@@ -102,7 +120,7 @@ def train_policy(seed: int = 0) -> Qwen3_5ForCausalLM:
             optimizer.step()
             schedule.step()
     raise QeRLError(
-        f"The policy of sums of seed {seed} was right less often than {ENOUGH:.0%} after {MOST_STEPS} steps; "
+        f"The {kind} of sums of seed {seed} was right less often than {ENOUGH:.0%} after {MOST_STEPS} steps; "
         "this version of torch needs other settings of its training."
     )
 

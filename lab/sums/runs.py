@@ -2,15 +2,18 @@
 
     python -m lab sums                               # prints the folder of the policy
     python -m lab sums --seeds 0 1 2 --out FILE      # trains, and writes what came of it
+    python -m lab sums --policy mixture --seeds 0 1 2 --out FILE
 
-A run is that of `lab/sums/recipe.yaml`, whole: rollout engine, rewards, packed row, optimizer. What it
-learned is not sampled but computed: the mean probability of a right answer over sums that are held out.
+A mixture learns with its sampler's routing replayed and without. A run is that of `lab/sums/recipe.yaml`,
+whole: rollout engine, rewards, packed row, optimizer. What it learned is not sampled but computed: the mean
+probability of a right answer over sums that are held out.
 """
 
 import argparse
 import itertools
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +33,41 @@ HELD_OUT = 2000
 """Sums that are scored before and after a run."""
 
 
-def sums_folder() -> Path:
-    """Folder with the policy in bfloat16, its config and its tokenizer; trained on the first call.
+_ARMS: dict[policy.Kind, tuple[dict[str, Any], ...]] = {
+    "hybrid": ({}, {"learning_rate": 0.0}),
+    "mixture": ({}, {"replay_routing": False}, {"learning_rate": 0.0}),
+}
+"""What differs from the recipe in the runs of a seed."""
+
+
+def sums_folder(kind: policy.Kind = "hybrid") -> Path:
+    """Folder with a policy in bfloat16, its config and its tokenizer; trained on the first call.
 
     Raises:
         QeRLError: Its training did not come far enough.
     """
-    return scratch.policy_folder(SUMS, (scratch, policy), policy.train_policy, policy.make_tokenizer)
+    name = SUMS if kind == "hybrid" else f"{SUMS}-{kind}"
+    return scratch.policy_folder(
+        name, (scratch, policy), partial(policy.train_policy, kind), policy.make_tokenizer
+    )
 
 
-def learn(seed: int, changes: dict[str, Any]) -> dict[str, Any]:
+def learn(kind: policy.Kind, seed: int, changes: dict[str, Any]) -> dict[str, Any]:
     """A run of the recipe.
 
     Args:
+        kind: Of the policy.
         seed: Of the run: its prompts, samples and adapter.
         changes: Settings that differ from the recipe's.
 
     Returns:
         Figures of the run: share of right samples of each step, probability of a right answer on held-out
-        sums before and after, and `sampling/kl` of the first step, in which both policies are the same.
+        sums before and after, and `sampling/kl` of the first step, in which both policies are the same, and
+        of all; of a mixture also the share of the sampler's experts that the trainer's router would not have
+        chosen.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = {"model": str(sums_folder()), "output_dir": folder, "seed": seed, "eval_strategy": "no"}
+        given = {"model": str(sums_folder(kind)), "output_dir": folder, "seed": seed, "eval_strategy": "no"}
         config = load_config([RECIPE], given | changes)
         trainer, _ = build(config, Console(quiet=True))
         problems = torch.tensor(
@@ -60,13 +76,20 @@ def learn(seed: int, changes: dict[str, Any]) -> dict[str, Any]:
         started, before = time.perf_counter(), _right(trainer.model, problems)
         trainer.train()
         steps = [row for row in trainer.state.log_history if "loss" in row]
+        routing = [step["routing/differ"] for step in steps if "routing/differ" in step]
+        of_mixture = {
+            "replay_routing": config.replay_routing,
+            "routing_differ": sum(routing) / len(routing) if routing else None,
+        }
         return {
-            "seed": seed, "learning_rate": config.learning_rate, "weights": config.weights,
+            "policy": kind, "seed": seed, "learning_rate": config.learning_rate, "weights": config.weights,
             "device": trainer.model.device.type, "engine": type(trainer.engine).__name__, "steps": len(steps),
             "seconds": time.perf_counter() - started,
             "before": before, "after": _right(trainer.model, problems),
             "reward_by_step": [step["rewards/accuracy/mean"] for step in steps],
             "first_sampling_kl": steps[0]["sampling/kl"],
+            "sampling_kl": sum(step["sampling/kl"] for step in steps) / len(steps),
+            **(of_mixture if kind == "mixture" else {}),
         }  # fmt: skip
 
 
@@ -81,21 +104,23 @@ def _right(model: torch.nn.Module, sums_B2: torch.Tensor) -> float:
 def main(arguments: list[str]) -> None:
     """Runs `python -m lab sums` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m lab sums", description=__doc__.split("\n")[0])
+    parser.add_argument("--policy", choices=_ARMS, default="hybrid")
     parser.add_argument("--seeds", type=int, nargs="+", help="train with these seeds")
     parser.add_argument("--steps", type=int, help="of each run; those of the recipe")
     parser.add_argument("--out", type=Path, help="the result file")
     args = parser.parse_args(arguments)
     if not args.seeds:
-        print(sums_folder())
+        print(sums_folder(args.policy))
         return
     changes = {"max_steps": args.steps} if args.steps else {}
     rows = []
-    for seed, control in itertools.product(args.seeds, (False, True)):
-        row = learn(seed, changes | ({"learning_rate": 0.0} if control else {}))
+    for seed, arm in itertools.product(args.seeds, _ARMS[args.policy]):
+        row = learn(args.policy, seed, changes | arm)
         rows.append(row)
         print(
             f"seed {seed}, learning rate {row['learning_rate']:g}: right {row['before']:.3f} before, "
-            f"{row['after']:.3f} after {row['steps']} steps; sampling/kl {row['first_sampling_kl']:.1e}",
+            f"{row['after']:.3f} after {row['steps']} steps; sampling/kl {row['first_sampling_kl']:.1e} at "
+            f"first, {row['sampling_kl']:.1e} in the mean",
             flush=True,
         )
         if args.out:

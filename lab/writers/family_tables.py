@@ -44,6 +44,7 @@ _OF_ATTENTION: dict[str, Callable[[Attention], Any]] = {
     "joined linears": lambda mixer: mixer.fused,
 }
 _OF_LAYERS: dict[str, Callable[[LayerSpec], Any]] = {
+    "experts": lambda spec: spec.experts,
     "norms behind parts": lambda spec: spec.around.behind_mixer,
     "GELU": lambda spec: spec.mlp.activation != "silu",
 }

@@ -54,7 +54,7 @@ def test_the_task_rewards_the_right_digits_alone():
 def test_training_that_does_not_come_far_enough_is_an_error(monkeypatch):
     monkeypatch.setattr(policy, "MOST_STEPS", 2)
     with pytest.raises(QeRLError, match="right less often than 40% after 2 steps"):
-        policy.train_policy()
+        policy.train_policy("mixture")
 
 
 def test_the_policy_that_is_saved_is_right_as_often_as_its_training_says(cache):
@@ -70,8 +70,8 @@ def test_the_policy_that_is_saved_is_right_as_often_as_its_training_says(cache):
 
 def test_a_run_of_the_recipe_is_whole_and_a_rate_of_zero_changes_nothing(cache):
     fewer = {"max_steps": 2, "per_device_train_batch_size": 128}
-    learned = runs.learn(0, fewer)
-    control = runs.learn(0, fewer | {"max_steps": 1, "learning_rate": 0.0})
+    learned = runs.learn("hybrid", 0, fewer)
+    control = runs.learn("hybrid", 0, fewer | {"max_steps": 1, "learning_rate": 0.0})
     assert control["after"] == control["before"] == learned["before"] > 0
     assert learned["after"] != learned["before"]
     assert (learned["weights"], learned["steps"], len(learned["reward_by_step"])) == ("nvfp4", 2, 2)

@@ -10,7 +10,6 @@ if torch.cuda.is_available():
 
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
-from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.trainer.update_step import Microbatch, load_rollouts, save_rollouts
@@ -20,6 +19,7 @@ from qerl.update.routing import Routing
 from tests.support.families import MIXTURE, tiny
 from tests.support.machine import Eager
 from tests.support.models import move_adapter
+from tests.support.routing import own_choices, samples_of_engine, without
 
 PACE = Pace(round_steps=4, prefill_tokens=(32,))
 
@@ -30,27 +30,9 @@ def model():
     return move_adapter(add_lora(tiny(MIXTURE), rank=4, alpha=8, dropout=0.0), 0.1).eval()
 
 
-def drawn(model, prompts, samples=2):
+def drawn(model, prompts):
     """Samples of the paged engine."""
-    engine = PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE)
-    found = engine.generate(prompts, samples, SamplingParams(max_tokens=9, seed=1)).completions
-    return [
-        Sample(
-            prompts[i // samples], c.token_ids, c.logprobs, c.entropies, group=i // samples, choices=c.choices
-        )
-        for i, c in enumerate(found)
-    ]
-
-
-def own_choices(model, row):
-    """What the routers choose on a row, [L, M, C], by transformers' own code."""
-    routers = [each.mlp.gate for each in model.get_base_model().model.layers if hasattr(each.mlp, "gate")]
-    found = []
-    hooks = [router.register_forward_hook(lambda *called: found.append(called[2][2])) for router in routers]
-    logps, _ = score(model, model.get_base_model(), row, False)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(found, dim=1), logps
+    return samples_of_engine(PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE), prompts)
 
 
 def test_the_engine_keeps_the_experts_of_every_token(model):
@@ -113,10 +95,6 @@ def by_hand(router, chosen_LC):
         return logits, weight, chosen_LC
 
     return forward
-
-
-def without(samples):
-    return [Sample(s.prompt, s.tokens, s.logprobs, s.entropies, group=s.group) for s in samples]
 
 
 def test_what_the_sampler_chose_is_what_the_update_computes_with(model):

@@ -9,22 +9,19 @@ Shapes: E experts, J items, M places of an item, S = J M, N outputs of an expert
 in it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from qerl.fp4.linear import PackedLinear
-from qerl.fp4.storage import stack_tiles
 from qerl.kernels.cards import card_of
 from qerl.kernels.decode.common import begin
 from qerl.kernels.decode.route import Items
 from qerl.kernels.launch import dependent, pointers
 from qerl.kernels.limits import ITEM_SIZES
-from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, packed_gemm_of_items, tiling_of_items
+from qerl.kernels.weights.packed_gemm import packed_gemm_of_items, tiling_of_items
 from qerl.kernels.weights.tiles import Tiles
 
 
@@ -129,26 +126,3 @@ def _product_of_items(
             total += tl.dot(rows, weight, out_dtype=tl.float32)
         at = out_SN + (item * M + m)[:, None] * N + n[None, :]
         tl.store(at, total, mask=in_m[:, None] & in_n[None, :])
-
-
-def stack_experts(experts: Sequence[Sequence[Any]]) -> ExpertWeights:
-    """The weights of experts on top of each other; the layers' own become views.
-
-    Args:
-        experts: Of each expert, the linears of one product: all in one format.
-    """
-    layers = [layer for linears in experts for layer in linears]
-    count = len(experts)
-    if not isinstance(layers[0], PackedLinear):
-        stacked = torch.cat([layer.weight.data for layer in layers])
-        views = stacked.split([layer.out_features for layer in layers])
-        for layer, view in zip(layers, views, strict=True):
-            layer.weight.data = view
-        ones = torch.ones(count, len(experts[0]), device=stacked.device)
-        return DenseExperts(stacked.view(count, -1, stacked.shape[1]), ones)
-    tiles, parts = stack_tiles([layer.storage for layer in layers])
-    for layer, part in zip(layers, parts, strict=True):
-        layer.use(part)
-    scale = torch.stack([1 / (OUTPUT_SCALE * part.global_scale[0]) for part in parts])
-    rows, width = sum(layer.out_features for layer in experts[0]), layers[0].in_features
-    return NVFP4Experts(tiles, scale.view(count, -1), (rows, width))

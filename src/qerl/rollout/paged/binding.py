@@ -28,8 +28,9 @@ from qerl.kernels.decode.rope_kv import Heads
 from qerl.kernels.limits import MAX_KEY
 from qerl.kernels.weights import nf4
 from qerl.kernels.weights.dense import DenseStack
-from qerl.kernels.weights.experts import stack_experts
+from qerl.kernels.weights.experts import DenseExperts, ExpertWeights, NVFP4Experts
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
+from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE
 from qerl.kernels.weights.tiles import ROW_MULTIPLE
 from qerl.rollout.paged.adapter import Adapter, check_adapter, inner, linears_of, why_not_with_adapters
 from qerl.rollout.paged.weights import (
@@ -313,7 +314,7 @@ class Binding:
     def _mixture(self, layer: Any, spec: LayerSpec) -> RoutedWeights:
         assert isinstance(spec.mlp, RoutedMLP)
         experts, products = layer.get_submodule(spec.mlp.EXPERTS), spec.mlp.of_expert(spec.hidden)
-        stacks = [stack_experts([linears_of(expert, product) for expert in experts]) for product in products]
+        stacks = [_stack_experts([linears_of(expert, product) for expert in experts]) for product in products]
         return RoutedWeights(layer.get_submodule(spec.mlp.ROUTER).weight.detach(), *stacks)
 
     def _delta_net(self, layer: Any, qkvz: Projection, out: Projection) -> DeltaNetWeights:
@@ -390,6 +391,24 @@ def _stack(adapted: list[nn.Module]) -> Projection:
     for layer, part in zip(layers, parts, strict=True):
         layer.use(part)
     return Projection(NVFP4Stack(tiles, torch.stack([1.0 / part.global_scale[0] for part in parts])))
+
+
+def _stack_experts(experts: list[list[Any]]) -> ExpertWeights:
+    """The weights of experts on top of each other; the layers' own become views.
+
+    Args:
+        experts: Of each expert, the linears of one product: all in one format.
+    """
+    layers, count = [layer for linears in experts for layer in linears], len(experts)
+    if not isinstance(layers[0], PackedLinear):
+        stack = DenseStack.of(layers)
+        return DenseExperts(stack.weight_NK.view(count, -1, stack.shape[1]), stack.scale_L.view(count, -1))
+    tiles, parts = stack_tiles([layer.storage for layer in layers])
+    for layer, part in zip(layers, parts, strict=True):
+        layer.use(part)
+    scale_L = torch.stack([1.0 / part.global_scale[0] for part in parts]) / OUTPUT_SCALE
+    shape = sum(layer.out_features for layer in experts[0]), layers[0].in_features
+    return NVFP4Experts(tiles, scale_L.view(count, -1), shape)
 
 
 def _address(layer: nn.Module) -> int:
