@@ -119,6 +119,7 @@ class QeRLQuantizer(HfQuantizer):
             quantization_config.pack is None and "fp8" not in quantization_config.held.values()
         )
         self.failure: QeRLError | None = None
+        self._has_experts = False
         self._narrow: set[str] = set()  # layers whose inputs no blocks divide, which stay as they are
         self._kept_in_fp32: set[str] = set()  # of the family itself
         self._amax: dict[tuple[str, ...], float] = {}
@@ -164,10 +165,11 @@ class QeRLQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _QuantizeOnArrival(self)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """What transformers does to tensors on their way, without its merging of experts."""
-        found = super().update_weight_conversions(weight_conversions, model)
-        if not any(experts_of(model)):
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
+        """What transformers does to tensors on their way, without its merging of experts. Version 5.17 does
+        not hand over the model."""
+        found = super().update_weight_conversions(weight_conversions, *model)
+        if not self._has_experts:
             return found
         return [
             each
@@ -179,6 +181,7 @@ class QeRLQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         separate_experts(model)
+        self._has_experts = any(experts_of(model))
         self._insert_empty_layers(model)
         if self.quantization_config.pack is not None:
             self._prepare_to_quantize(model)
