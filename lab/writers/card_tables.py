@@ -121,6 +121,7 @@ _MODELS = {
     "qwen3.5-4b": "Qwen3.5 4B",
     "qwen3.5-9b": "Qwen3.5 9B",
     "qwen3.6-27b": "Qwen3.6 and 3.8 27B",
+    "qwen3-30b-a3b": "Qwen3 30B-A3B",
 }
 _LENGTHS = (1024, 2048, 4096, 8192, 16384)
 _PROMPT = 512

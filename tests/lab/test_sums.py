@@ -86,3 +86,12 @@ def test_every_seed_has_learned_beside_its_control(file):
         gain = row["after"] - row["before"]
         assert gain > 0.2 if learns else gain == 0
         assert row["weights"] == "nvfp4" and row["first_sampling_kl"] < 0.003
+
+
+def test_every_seed_of_the_mixture_has_learned_beside_its_control():
+    found = {(row["seed"], row["learning_rate"] > 0): row for row in read_rows("sums-mixture-cpu")}
+    assert found.keys() == {(seed, learns) for seed in range(3) for learns in (True, False)}
+    for (_, learns), row in found.items():
+        gain = row["after"] - row["before"]
+        assert gain > 0.1 if learns else gain == 0
+        assert row["weights"] == "nvfp4" and row["policy"] == "mixture" and row["routing_differ"] is None

@@ -24,6 +24,7 @@ _COLORS = {
     "buckets of gradients": "magenta",
     "keys and values": "yellow",
     "states of layers": "yellow",
+    "experts' inputs and results": "yellow",
     "gradients": "magenta",
     "activations kept": "green",
     "one layer or the head": "green",

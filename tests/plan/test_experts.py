@@ -1,0 +1,67 @@
+"""What the plan counts of a mixture: all experts, and what the engine's passes keep of them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from qerl.families.layer import RoutedMLP
+from qerl.families.sizes import Sizes
+from qerl.kernels.limits import ITEM_SIZES
+from qerl.plan.parts import Weights
+from qerl.plan.phases import make_plan
+from qerl.plan.render import render
+from qerl.plan.work import Work
+from qerl.rollout.paged.experts import Mixtures
+from qerl.rollout.paged.limits import PREFILL_TOKENS, ROW_COUNTS, experts_bytes
+from qerl.rollout.paged.weights import RoutedWeights
+from qerl.weight_formats import FORMATS
+
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "mlp_only_layers": [0], "intermediate_size": 512, "vocab_size": 1000,
+}  # fmt: skip
+
+
+@dataclass
+class Stack:
+    """Experts in four bits without their numbers."""
+
+    shape: tuple[int, int]
+    in_order: bool = True
+    sizes: tuple[int, ...] = ITEM_SIZES
+
+
+def test_a_published_mixture_has_the_parameters_of_its_name():
+    sizes = Sizes.by_name("qwen3-30b-a3b")
+    assert 30.5e9 < sizes.parameters < 30.6e9
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert sizes.parameters > experts > 0.9 * sizes.parameters
+    assert Weights(sizes, FORMATS["nvfp4"]).linears > 9 / 16 * experts
+    assert sizes.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def test_the_engines_buffers_are_those_that_it_makes():
+    sizes = Sizes.from_config(CONFIG)
+    mlp = sizes.specs[1].mlp
+    assert isinstance(mlp, RoutedMLP) and not sizes.specs[0].experts
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    weights = RoutedWeights(torch.zeros(8, 256), Stack((256, 256)), Stack((256, 128)))
+    made = 0
+    for tokens in (*PREFILL_TOKENS, *(count for count in ROW_COUNTS if count <= 64)):
+        buffers = Mixtures(mlp, weights, tokens, 1e-6, like)
+        tensors = (buffers._x, buffers._h, buffers._y, buffers._logits.parts_PTR)
+        made += sum(tensor.nbytes for tensor in tensors)
+    assert experts_bytes(sizes, 60) == made
+    assert experts_bytes(Sizes.by_name("7b"), 64) == 0
+
+
+def test_the_plan_of_a_mixture_is_drawn():
+    sizes = Sizes.by_name("qwen3-30b-a3b")
+    work = Work(
+        weights="nvfp4", rank=32, targets=sizes.targets, prompt_tokens=256, completion_tokens=1024, group=8,
+        sequences=8, microbatch=8, microbatches=1,
+    )  # fmt: skip
+    plan = make_plan(sizes, work, 80 * 10**9)
+    assert next(line for line in plan.lines if line.name.startswith("experts")).rollout > 0
+    assert render(plan, None, "qwen3-30b-a3b")
