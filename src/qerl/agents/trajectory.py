@@ -53,7 +53,7 @@ class Trajectory:
     failures: int = 0
     end: EndReason | None = None
     thoughts: ThoughtsClosed | None = None
-    choices: np.ndarray | None = None
+    choices: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def finish_reason(self) -> FinishReason:

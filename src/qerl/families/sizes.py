@@ -173,6 +173,18 @@ class Sizes:
         return first
 
     @property
+    def mixture(self) -> RoutedMLP | None:
+        """The description of all its mixtures; None without any.
+
+        Raises:
+            QeRLError: They differ.
+        """
+        found = {run.spec.mlp for run in self.runs if isinstance(run.spec.mlp, RoutedMLP)}
+        if len(found) > 1:
+            raise QeRLError("The mixtures of this model differ; one description does not hold for all.")
+        return found.pop() if found else None
+
+    @property
     def keys(self) -> int:
         """Numbers of a token's keys in all layers, as many as of its values."""
         mixers = [spec.mixer for spec in self.specs]

@@ -23,7 +23,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -120,7 +120,7 @@ class Completion:
     logprobs: list[float]
     entropies: list[float]
     finish_reason: FinishReason
-    choices: np.ndarray | None = None
+    choices: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

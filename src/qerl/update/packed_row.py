@@ -79,7 +79,7 @@ class Sample:
     advantage: float = 0.0
     old_logprobs: list[float] | None = None
     reference_logprobs: list[float] | None = None
-    choices: np.ndarray | None = None
+    choices: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def loss_mask(self) -> list[int]:

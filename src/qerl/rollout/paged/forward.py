@@ -431,11 +431,10 @@ def _delta_nets(decoder: Decoder, tokens: int) -> DeltaNets | None:
 
 def _mixtures(decoder: Decoder, tokens: int) -> Mixtures | None:
     """Buffers of the mixtures of a model; None where it has none."""
-    found = {layer.spec.mlp: layer.mlp for layer in decoder.layers if isinstance(layer.spec.mlp, RoutedMLP)}
-    if not found:
+    mlp = decoder.sizes.mixture
+    if mlp is None:
         return None
-    ((mlp, weights),) = found.items()
-    assert isinstance(weights, RoutedWeights)
+    weights = next(layer.mlp for layer in decoder.layers if isinstance(layer.mlp, RoutedWeights))
     return Mixtures(mlp, weights, tokens, decoder.eps, decoder.embedding_VD)
 
 

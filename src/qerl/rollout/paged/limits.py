@@ -70,11 +70,9 @@ def experts_bytes(sizes: Sizes, rows: int) -> int:
         sizes: Of the model.
         rows: Sequences that decode side by side.
     """
-    found = {run.spec for run in sizes.runs if isinstance(run.spec.mlp, RoutedMLP)}
-    if not found:
+    mlp, hidden = sizes.mixture, sizes.hidden
+    if mlp is None:
         return 0
-    (spec,) = found
-    mlp, hidden = cast(RoutedMLP, spec.mlp), spec.hidden
     total = 0
     for tokens in (*PREFILL_TOKENS, *(count for count in ROW_COUNTS if count <= count_for(rows))):
         size = item_size(tokens, mlp.experts, mlp.chosen)
