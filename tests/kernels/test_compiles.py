@@ -207,7 +207,7 @@ class Recorder:
 
         types = {
             torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-            torch.float8_e4m3fn: "fp8e4nv",
+            torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
         }  # fmt: skip
         values = dict(zip(function.arg_names, args, strict=False))
         options = {name: value for name, value in kwargs.items() if name not in function.arg_names}

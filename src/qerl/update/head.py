@@ -33,7 +33,6 @@ from qerl.kernels.tensors import add_product, head_positions, product
 from qerl.update.attention import attention_kwargs
 from qerl.update.delta_net import sequence_kwargs
 from qerl.update.packed_row import PackedRow, masked_by_branch
-from qerl.update.routing import choice_kwargs
 
 TILE = 1 << 26
 """Logits of a tile: 256 MB in float32, and some times that while their gradient is computed."""
@@ -371,7 +370,7 @@ def hidden_states(decoder: torch.nn.Module, row: PackedRow, by_segment: bool) ->
             use_cache=False,
             **attention,
             **(sequence_kwargs(decoder, row) if any(layers_with_state(decoder.config)) else {}),
-            **choice_kwargs(row),
+            **({} if row.choices_LMC is None else {"choices": row.choices_LMC}),
         )
     hidden_1LD: torch.Tensor = out.last_hidden_state
     return hidden_1LD[0]

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from qerl.errors import QeRLError
 from qerl.families.experts import experts_of
-from qerl.update.packed_row import PackedRow
 
 
 class _Given(TorchFunctionMode):
@@ -111,11 +110,6 @@ class Routing:
             return out
 
         return forward
-
-
-def choice_kwargs(row: PackedRow) -> dict[str, Any]:
-    """Arguments of a forward pass of a row for routers; none where there is nothing to choose again."""
-    return {} if row.choices_LMC is None else {"choices": row.choices_LMC}
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:

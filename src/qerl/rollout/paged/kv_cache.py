@@ -132,18 +132,15 @@ class KVCache:
                 offset += tensors[-1].nbytes
             self.layers.append(tuple(tensors))
 
-    def choices(self, blocks: list[list[int]], tokens: list[int]) -> np.ndarray | None:
-        """The experts of the tokens in lists of blocks, uint8 [tokens, mixtures, chosen]; None where the
-        cache keeps none.
+    def choices(self, blocks: list[list[int]], tokens: list[int]) -> np.ndarray:
+        """The experts of the tokens in lists of blocks, uint8 [tokens, mixtures, chosen].
 
         Args:
-            blocks: Of the pool that keeps all tokens.
+            blocks: Of the pool that keeps them (`KVGeometry.pool_of_choices`).
             tokens: How many of the tokens in each list are read, from the first on.
         """
         geometry = zip(self.geometry.layers, self.layers, strict=True)
         held = [own[2] for layer, own in geometry if isinstance(layer, Pages) and layer.chosen]
-        if not held:
-            return None
         places = [np.arange(count) for count in tokens]
         slots = [
             np.asarray(own, np.int64)[place // PAGE] * PAGE + place % PAGE

@@ -265,6 +265,12 @@ class KVGeometry:
         return cls(pools, tuple(map(held_by, sizes.specs)))
 
     @cached_property
+    def pool_of_choices(self) -> int | None:
+        """The pool whose blocks keep the experts of each token; None where none are kept."""
+        pages = (layer for layer in self.layers if isinstance(layer, Pages))
+        return next((layer.pool for layer in pages if layer.chosen), None)
+
+    @cached_property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each pool, in all its layers."""
         sizes = [0] * len(self.pools)

@@ -125,7 +125,7 @@ class PagedSession(TrackedSession):
     def _keep_choices(self, sequences: list[Sequence], generated: list[int]) -> None:
         """Read the experts of all tokens that were computed of sequences, before their blocks may go."""
         cache = self._parts.cache
-        pool = next((p for p, what in enumerate(cache.geometry.pools) if what is None), None)
+        pool = cache.geometry.pool_of_choices
         if pool is None or not sequences:
             return
         blocks, tokens = [], []
@@ -133,8 +133,6 @@ class PagedSession(TrackedSession):
             blocks += [sequence.prompt.blocks.get(pool, []), sequence.blocks[pool]]
             tokens += [sequence.prompt.cached_tokens, count]
         found = cache.choices(blocks, tokens)
-        if found is None:
-            return
         ends = np.cumsum(tokens)
         for i, sequence in enumerate(sequences):
             begin = ends[2 * i - 1] if i else 0
