@@ -1,13 +1,18 @@
 """What the plan counts of a mixture: all experts, and what the engine's passes keep of them."""
 
+import json
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
 
 from qerl.families.layer import RoutedMLP
 from qerl.families.sizes import Sizes
+from qerl.fp4.checkpoint import quantization_config
+from qerl.fp4.format import NVFP4
 from qerl.kernels.limits import ITEM_SIZES
-from qerl.plan.parts import Weights
+from qerl.plan.command import plan_command
+from qerl.plan.parts import Adapter, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.render import render
 from qerl.plan.work import Work
@@ -65,3 +70,21 @@ def test_the_plan_of_a_mixture_is_drawn():
     plan = make_plan(sizes, work, 80 * 10**9)
     assert next(line for line in plan.lines if line.name.startswith("experts")).rollout > 0
     assert render(plan, None, "qwen3-30b-a3b")
+
+
+def test_adapters_on_experts_count_for_each_of_them():
+    sizes = Sizes.by_name("qwen3-30b-a3b")
+    every = (*sizes.targets, "gate_proj", "up_proj", "down_proj")
+    plain, whole = (Adapter(sizes, 32, targets) for targets in (sizes.targets, every))
+    assert whole.parameters - plain.parameters == 32 * 48 * 128 * 3 * (2048 + 768)
+    assert whole.copies == plain.copies
+
+
+def test_a_folder_of_packed_experts_is_planned_with_them(tmp_path):
+    """By its config alone: NVFP4 everywhere, but for the head."""
+    quantised = quantization_config(NVFP4, ["lm_head"])
+    config = CONFIG | {"quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = plan_command(str(tmp_path), ["gsm8k", "nvfp4-lora"], {}, 24, Console(quiet=True))
+    found = next(line.rollout for line in plan.lines if line.name == "weights")
+    assert found == Weights(Sizes.from_config(CONFIG), FORMATS["nvfp4"]).bytes

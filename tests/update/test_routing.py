@@ -144,3 +144,32 @@ def test_choices_are_saved_with_a_rollout_that_is_half_used(model, tmp_path):
     assert found.samples[2].choices is None
     for mine, theirs in zip(found.samples[:2], samples, strict=False):
         assert np.array_equal(mine.choices, theirs.choices) and mine.choices.dtype == np.uint8
+
+
+def test_a_layer_that_is_computed_again_takes_the_experts_of_its_own_pass(model):
+    """Another row has gone through the model between its forward and its backward pass."""
+    base, device = model.get_base_model(), torch.device("cpu")
+    rows = [pack_row(drawn(model, [prompt]), range(2), device) for prompt in ([5, 6, 7], [9, 8, 7, 6])]
+    rows[0].choices_LMC.copy_(3 - rows[0].choices_LMC)  # as no router would
+    Routing(base)
+    gradients = []
+    for recomputes in (False, True):
+        if recomputes:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train().zero_grad()
+        logps, _ = score(model, base, rows[0], False)
+        if recomputes:
+            with torch.no_grad():
+                score(model, base, rows[1], False)
+        logps.sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_passes_without_a_gradient_are_not_counted(model):
+    row = pack_row(drawn(model, [[5, 6, 7]]), range(2), torch.device("cpu"))
+    routing = Routing(model.get_base_model())
+    with torch.no_grad():
+        score(model, model.get_base_model(), row, False)
+    assert routing.take_counts() == (0, 0)

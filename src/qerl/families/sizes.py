@@ -284,7 +284,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3.8-27b": _QWEN36_27B,
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128,
-        "norm_topk_prob": True, "max_position_embeddings": 262144, "rope_theta": 1e7,
+        "norm_topk_prob": True, "max_position_embeddings": 40960, "rope_theta": 1e6,
     },
     "gemma4-31b": {
         "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504,

@@ -60,7 +60,12 @@ class Adapter:
     @cached_property
     def parameters(self) -> int:
         """Number of trained parameters."""
-        return self.rank * self._widths(self.targets)
+        return self.rank * sum(
+            run.layers * count * (linear.inputs + linear.outputs)
+            for run in self.sizes.runs
+            for linear, count in run.spec.matrices
+            if linear.name in self.targets
+        )
 
     @property
     def bytes(self) -> int:
@@ -82,16 +87,8 @@ class Adapter:
         angles = sizes.positions * sum(2 * rotary.pairs for rotary in tables if rotary)
         narrow = sum(net.gates(sizes.hidden) for net in nets)
         single = sizes.norms + angles + sum(net.constants for net in nets)
-        return HALF * (pad_rank(self.rank) * self._widths(sizes.targets) + narrow) + FULL * single
-
-    def _widths(self, targets: tuple[str, ...]) -> int:
-        """Inputs and outputs of all linears of these names."""
-        return sum(
-            run.layers * (linear.inputs + linear.outputs)
-            for run in self.sizes.runs
-            for linear in run.spec.linears
-            if linear.name in targets
-        )
+        wide = sum(run.layers * (x.inputs + x.outputs) for run in sizes.runs for x in run.spec.linears)
+        return HALF * (pad_rank(self.rank) * wide + narrow) + FULL * single
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.families.layer import Linear
+from qerl.families.layer import Linear, RoutedMLP
 from qerl.families.sizes import PUBLISHED, SIZES, Sizes
 from qerl.families.towers import text_fields
 from qerl.fp4.checkpoint import open_checkpoint, read_config
@@ -174,9 +174,13 @@ def _read_model(name: str | LocalModel, config: QeRLConfig) -> tuple[Sizes, Weig
 
 
 def _linears(sizes: Sizes) -> Iterator[tuple[str, Linear]]:
-    """The linears of all decoder layers, each with its qualified name."""
+    """The linears of all decoder layers and of their experts, each with its qualified name."""
     for index, spec in enumerate(sizes.specs):
-        yield from ((f"model.layers.{index}.{linear.place}", linear) for linear in spec.linears)
+        layer = f"model.layers.{index}"
+        yield from ((f"{layer}.{linear.place}", linear) for linear in spec.linears)
+        for expert in range(spec.experts):
+            place = f"{layer}.{RoutedMLP.EXPERTS}.{expert}"
+            yield from ((f"{place}.{linear.place}", linear) for linear in spec.expert_linears)
 
 
 def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:

@@ -351,12 +351,12 @@ class Loss(Group):
     truncated at the bounds, or masked beyond them."""
     vllm_importance_sampling_clip_max: Positive | None = 3.0
     """Upper bound of that ratio; unset, none."""
-    replay_routing: bool = True
-    """Whether the update of a mixture of experts takes, for each token, the experts that the sampler chose,
-    where the engine keeps them (paged engine); else its router chooses anew. Either way routing/differ says
-    how many choices the trainer's router would have made otherwise."""
     vllm_importance_sampling_clip_min: NonNegative | None = None
     """Lower bound of that ratio; unset, none."""
+    replay_routing: bool = True
+    """Whether the update of a mixture of experts takes, for each token, the experts that the sampler chose,
+    where the engine keeps them (paged engine); else its router chooses anew. Either way routing/differ is the
+    share of known choices that the trainer's router would have made otherwise."""
     off_policy_mask_threshold: Positive | None = None
     """Mask samples with a negative advantage whose mean KL from the sampler is above this, as in
     DeepSeek-V3.2; unset, none."""

@@ -17,7 +17,7 @@ Shapes: L tokens of the row, M mixtures of the model, C experts per token, E exp
 
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -59,7 +59,8 @@ class _Given(TorchFunctionMode):
 
 
 class Routing:
-    """The routers of a model, and how often the trainer's own would have chosen otherwise.
+    """The routers of a model, and how often the trainer's own would have chosen otherwise in a pass that has
+    a gradient.
 
     Args:
         model: The transformers model where it trains.
@@ -76,7 +77,8 @@ class Routing:
         self.mixtures = len(found)
         for number, (router, layer) in enumerate(found):
             router.forward = types.MethodType(self._forward(number), router)
-            layer.register_forward_pre_hook(self._take(number), with_kwargs=True)
+            mixer = cast(nn.Module, layer.self_attn)
+            mixer.register_forward_pre_hook(self._take(number), with_kwargs=True)
         self._choices: list[torch.Tensor | None] = [None] * self.mixtures
 
     def take_counts(self) -> tuple[int, int]:
@@ -86,7 +88,8 @@ class Routing:
         return differ, known
 
     def _take(self, number: int) -> Any:
-        """A hook of a layer: it runs in front of its forward pass, and again where that is computed again."""
+        """A hook of a layer's attention, which is given what the layer is given: it runs in front of the
+        router, and again where the layer is computed again. One of the layer itself would not."""
 
         def take(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
             choices_LMC = kwargs.get("choices")
@@ -106,7 +109,8 @@ class Routing:
                     f"{type(router).__name__} calls torch.topk {given.calls} times, so the sampler's experts "
                     "cannot be chosen again; set replay_routing: false."
                 )
-            self._counts.append(given.counts_2)
+            if torch.is_grad_enabled():  # neither a reference's pass nor one for older log-probabilities
+                self._counts.append(given.counts_2)
             return out
 
         return forward

@@ -13,11 +13,16 @@ from qerl.families.sizes import Sizes
 from qerl.lora.adapter import add_lora
 from qerl.noise.norms import noisy_norms
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.binding import Binding, _why_not_with_linears, _why_not_with_sizes
+from qerl.rollout.paged.binding import (
+    Binding,
+    _why_not_with_linears,
+    _why_not_with_routers,
+    _why_not_with_sizes,
+)
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
-from tests.support.families import DELTA_NETS, NAMES, tiny
+from tests.support.families import DELTA_NETS, MIXTURE, NAMES, tiny
 from tests.support.machine import Eager
 from tests.support.models import move_adapter
 
@@ -72,6 +77,15 @@ def test_completions_are_those_of_the_model(model):
             logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         exact = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
         assert mine.logprobs == pytest.approx(exact.tolist(), abs=1e-5)
+
+
+def test_experts_that_are_transformers_own_and_routers_of_another_dtype_take_the_portable_engine():
+    model = tiny(MIXTURE)
+    assert _why_not_with_routers(model) is None
+    merged = type(model)(model.config)
+    assert "not linears of their own" in _why_not_with_routers(merged)
+    model.model.layers[2].mlp.gate.bfloat16()
+    assert "the router of model.layers.2.mlp is torch.bfloat16 [4, 64]" in _why_not_with_routers(model)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text"])

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.families.experts import Experts
 from qerl.families.layer import Attention, DeltaNet, LayerSpec, Product, Rotary, RoutedMLP
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes, rope_parameters
@@ -57,6 +58,7 @@ def why_not(model: nn.Module) -> str | None:
         return "the model is not on a CUDA device"
     return (
         _why_not_with_sizes(base)
+        or _why_not_with_routers(base)
         or _why_not_with_linears(base)
         or _why_not_with_experts(base)
         or why_not_with_adapters(base)
@@ -119,6 +121,18 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     return None
 
 
+def _why_not_with_routers(base: PreTrainedModel) -> str | None:
+    """Why the kernels cannot take the experts of one of the layers, or choose among them."""
+    for name, mixture, spec in _mixtures(base):
+        if not isinstance(mixture.experts, Experts):
+            return f"the experts of {name} are parameters of transformers' module, not linears of their own"
+        weight, wanted = mixture.gate.weight, (spec.experts, spec.hidden)
+        if weight.dtype != base.dtype or weight.shape != wanted:
+            found = f"{weight.dtype} {list(weight.shape)}"
+            return f"the router of {name} is {found}, not {base.dtype} {list(wanted)}"
+    return None
+
+
 def _why_not_with_experts(base: PreTrainedModel) -> str | None:
     """Why the kernels cannot multiply with the experts of one of the layers."""
     formats: dict[str, type[nn.Module]] = {}
@@ -148,13 +162,19 @@ def _weights(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 def _experts(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """The linears of all experts, each with its name."""
+    for name, mixture, spec in _mixtures(base):
+        for number, expert in enumerate(mixture.experts):
+            for linear in spec.expert_linears:
+                yield f"{name}.experts.{number}.{linear.place}", expert.get_submodule(linear.place)
+
+
+def _mixtures(base: PreTrainedModel) -> Iterator[tuple[str, Any, LayerSpec]]:
+    """The modules of routers and experts, each with its name and its layer's description."""
     specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
     for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
         if isinstance(spec.mlp, RoutedMLP):
-            for number, expert in enumerate(layer.get_submodule(RoutedMLP.EXPERTS)):
-                for linear in spec.expert_linears:
-                    name = f"model.layers.{index}.{RoutedMLP.EXPERTS}.{number}.{linear.place}"
-                    yield name, expert.get_submodule(linear.place)
+            place = RoutedMLP.EXPERTS.rpartition(".")[0]
+            yield f"model.layers.{index}.{place}", layer.get_submodule(place), spec
 
 
 def _products(base: PreTrainedModel) -> Iterator[tuple[int, Product, list[nn.Module]]]:
@@ -198,7 +218,7 @@ class Binding:
             eps=config.rms_norm_eps,
             embedding_scale=_embedding_scale(body.embed_tokens, sizes),
         )
-        self._bound = [(name, _address(layer)) for name, layer in _weights(self._base)]
+        self._bound = [(name, _address(layer)) for name, layer in self._watched()]
         self._adapter = Adapter(self._base, list(body.layers), self._dtype)
         self._adapter.bind(self.decoder)
 
@@ -216,7 +236,7 @@ class Binding:
         """
         self._check_offsets(norm_offsets)
         check_adapter(self._base)
-        for (name, address), (_, layer) in zip(self._bound, _weights(self._base), strict=True):
+        for (name, address), (_, layer) in zip(self._bound, self._watched(), strict=True):
             if _address(layer) != address:
                 raise QeRLError(
                     f"The weight of {name} was replaced after the paged engine was made; make a new engine "
@@ -239,6 +259,11 @@ class Binding:
         for buffer, module, name in self._copies:
             buffer.copy_(getattr(module, name))
         return changed
+
+    def _watched(self) -> Iterator[tuple[str, nn.Module]]:
+        """What must not be replaced: linears, experts and routers, each with its name."""
+        yield from _weights(self._base)
+        yield from ((f"{name}.gate", mixture.gate) for name, mixture, _ in _mixtures(self._base))
 
     def _check_offsets(self, norm_offsets: Mapping[str, torch.Tensor]) -> None:
         widths = {name: buffer.numel() for buffer, name, _ in self._norms}

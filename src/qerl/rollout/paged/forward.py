@@ -33,7 +33,8 @@ or, where that is a mixture (`qerl.rollout.paged.experts`), with the router's lo
 Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, act_mul, GEMM,
 residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. A norm
 behind attention or MLP, one of all heads together, and a bias elsewhere than at q, k and v cost a sum_product
-each. See qerl.kernels.decode.common for how LoRA and normalisation ride along.
+each. A mixture has route, arrange, spread, GEMM, act_items and GEMM in the place of GEMM, act_mul and GEMM.
+See qerl.kernels.decode.common for how LoRA and normalisation ride along.
 """
 
 import math

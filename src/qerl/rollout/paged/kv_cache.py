@@ -16,6 +16,9 @@ from qerl.rollout.paged.limits import KVGeometry, Pages, States, Units
 from qerl.rollout.paged.memory import Memory, PlainMemory
 from qerl.rollout.paged.weights import Decoder
 
+_READ_TOGETHER = 1 << 15
+"""Tokens whose experts are gathered at a time, so that it takes some megabytes."""
+
 
 class KVCache:
     """The cache of one model; it has no block until `reserve` is called.
@@ -146,8 +149,13 @@ class KVCache:
             np.asarray(own, np.int64)[place // PAGE] * PAGE + place % PAGE
             for own, place in zip(blocks, places, strict=True)
         ]
-        slot_N = upload(torch.from_numpy(np.concatenate(slots)), self._device)
-        return torch.stack([each.flatten(0, 1)[slot_N] for each in held], dim=1).cpu().numpy()
+        slot_N = torch.from_numpy(np.concatenate(slots))
+        found_NLC = np.empty((len(slot_N), len(held), held[0].shape[-1]), np.uint8)
+        for first in range(0, len(slot_N), _READ_TOGETHER):
+            here = slice(first, first + _READ_TOGETHER)
+            slot_n = upload(slot_N[here], self._device)
+            found_NLC[here] = torch.stack([each.flatten(0, 1)[slot_n] for each in held], dim=1).cpu()
+        return found_NLC
 
     def copy_states(self, sources: Mapping[int, int | None]) -> None:
         """Let blocks have what others have, in all layers that carry a state.

@@ -136,7 +136,7 @@ class PagedSession(TrackedSession):
         ends = np.cumsum(tokens)
         for i, sequence in enumerate(sequences):
             begin = ends[2 * i - 1] if i else 0
-            sequence.choices = found[begin : ends[2 * i + 1]]
+            sequence.choices = found[begin : ends[2 * i + 1]].copy()  # a view would keep all of them
 
     def _prefill(self, planned: Round) -> None:
         """Compute what enters; states of prompts are copied before sequences go on from them."""
