@@ -1,5 +1,8 @@
 """Replay of routing: the update goes through the experts that the sampler chose, wherever these are known."""
 
+import copy
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -24,21 +27,31 @@ from tests.support.routing import own_choices, samples_of_engine, without
 PACE = Pace(round_steps=4, prefill_tokens=(32,))
 
 
-@pytest.fixture
-def model():
+def policy():
     torch.manual_seed(1)
     return move_adapter(add_lora(tiny(MIXTURE), rank=4, alpha=8, dropout=0.0), 0.1).eval()
 
 
-def drawn(model, prompts):
-    """Samples of the paged engine."""
-    return samples_of_engine(PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE), prompts)
+@pytest.fixture
+def model():
+    return policy()
+
+
+def drawn(prompts):
+    """Samples of the paged engine, drawn once for the same prompts."""
+    return copy.deepcopy(_drawn(tuple(map(tuple, prompts))))
+
+
+@functools.cache
+def _drawn(prompts):
+    engine = PagedEngine(policy(), 0, machine=Eager(1 << 24), pace=PACE)
+    return samples_of_engine(engine, [list(prompt) for prompt in prompts])
 
 
 def test_the_engine_keeps_the_experts_of_every_token(model):
     """In FP32 they are those of transformers' own pass over each sample."""
     prompts = [torch.randint(2, 128, (count,)).tolist() for count in (40, 1, 7)]
-    for sample in drawn(model, prompts):
+    for sample in drawn(prompts):
         tokens = len(sample.prompt) + len(sample.tokens) - 1
         assert sample.choices.shape == (tokens, 3, 2) and sample.choices.dtype == np.uint8
         alone = pack_row([Sample(sample.prompt, sample.tokens, [], [])], [0], torch.device("cpu"))
@@ -50,7 +63,7 @@ def test_the_engine_keeps_the_experts_of_every_token(model):
 def test_the_update_takes_the_samplers_experts_everywhere(model, replays):
     """With choices that no router would make, half of them unknown: log-probabilities and gradients are those
     of a pass whose routers make them."""
-    samples = drawn(model, [[5, 6, 7, 8, 9], [3, 4]])
+    samples = drawn([[5, 6, 7, 8, 9], [3, 4]])
     generator = np.random.default_rng(0)
     for sample in samples:
         others = generator.random((*sample.choices.shape[:2], 4)).argsort(-1)[..., :2].astype(np.uint8)
@@ -99,7 +112,7 @@ def by_hand(router, chosen_LC):
 
 def test_what_the_sampler_chose_is_what_the_update_computes_with(model):
     """All of it, and then the log-probabilities are the sampler's."""
-    samples = drawn(model, [[5, 6, 7, 8, 9], [3, 4]])
+    samples = drawn([[5, 6, 7, 8, 9], [3, 4]])
     row = pack_row(samples, range(len(samples)), torch.device("cpu"))
     assert (row.choices_LMC >= 0).all()
     routing = Routing(model.get_base_model())
@@ -111,7 +124,7 @@ def test_what_the_sampler_chose_is_what_the_update_computes_with(model):
 
 def test_a_rollout_without_choices_is_computed_by_the_routers_own(model):
     """So is every pass that is not over a row, by the same modules."""
-    samples = without(drawn(model, [[5, 6, 7]]))
+    samples = without(drawn([[5, 6, 7]]))
     row = pack_row(samples, range(2), torch.device("cpu"))
     assert row.choices_LMC is None
     _, plain = own_choices(model, row)
@@ -121,7 +134,7 @@ def test_a_rollout_without_choices_is_computed_by_the_routers_own(model):
 
 
 def test_a_router_that_chooses_twice_is_refused(model):
-    samples = drawn(model, [[5, 6, 7]])
+    samples = drawn([[5, 6, 7]])
     row = pack_row(samples, range(2), torch.device("cpu"))
     router = model.get_base_model().model.layers[0].mlp.gate
     forward = type(router).forward
@@ -138,7 +151,7 @@ def test_a_router_that_chooses_twice_is_refused(model):
 
 
 def test_choices_are_saved_with_a_rollout_that_is_half_used(model, tmp_path):
-    samples = drawn(model, [[5, 6, 7]]) + without(drawn(model, [[8, 9]]))
+    samples = drawn([[5, 6, 7]]) + without(drawn([[8, 9]]))
     save_rollouts([Microbatch(samples, 0.5, 3)], tmp_path / "rollout.json")
     (found,) = load_rollouts(tmp_path / "rollout.json")
     assert found.samples[2].choices is None
@@ -149,7 +162,7 @@ def test_choices_are_saved_with_a_rollout_that_is_half_used(model, tmp_path):
 def test_a_layer_that_is_computed_again_takes_the_experts_of_its_own_pass(model):
     """Another row has gone through the model between its forward and its backward pass."""
     base, device = model.get_base_model(), torch.device("cpu")
-    rows = [pack_row(drawn(model, [prompt]), range(2), device) for prompt in ([5, 6, 7], [9, 8, 7, 6])]
+    rows = [pack_row(drawn([prompt]), range(2), device) for prompt in ([5, 6, 7], [9, 8, 7, 6])]
     rows[0].choices_LMC.copy_(3 - rows[0].choices_LMC)  # as no router would
     Routing(base)
     gradients = []
@@ -168,7 +181,7 @@ def test_a_layer_that_is_computed_again_takes_the_experts_of_its_own_pass(model)
 
 
 def test_passes_without_a_gradient_are_not_counted(model):
-    row = pack_row(drawn(model, [[5, 6, 7]]), range(2), torch.device("cpu"))
+    row = pack_row(drawn([[5, 6, 7]]), range(2), torch.device("cpu"))
     routing = Routing(model.get_base_model())
     with torch.no_grad():
         score(model, model.get_base_model(), row, False)
