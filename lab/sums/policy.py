@@ -62,8 +62,8 @@ def config(kind: Kind) -> PreTrainedConfig:
             vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
             num_key_value_heads=1, head_dim=64, num_experts=8, num_experts_per_tok=2,
             moe_intermediate_size=64, norm_topk_prob=True, max_position_embeddings=256,
-            initializer_range=0.05,
-            tie_word_embeddings=False, pad_token_id=ID[PAD], bos_token_id=None, eos_token_id=ID[END],
+            initializer_range=0.05, tie_word_embeddings=False, pad_token_id=ID[PAD], bos_token_id=None,
+            eos_token_id=ID[END],
         )  # fmt: skip
     return Qwen3_5TextConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,

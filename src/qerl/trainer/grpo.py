@@ -90,7 +90,7 @@ from qerl.trainer.rollout_step import RolloutStep
 from qerl.trainer.step_log import StepLog, print_table
 from qerl.trainer.update_step import Microbatch, UpdateStep, load_rollouts, save_rollouts
 from qerl.update.recompute import accept_every_n_layers, no_offload_on_cpu, recompute_every_layer
-from qerl.update.routing import Routing
+from qerl.update.routing import routing_of
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class QeRLTrainer(Trainer):
         if self._reference is not None and (moves := self._reference.callback()) is not None:
             self.add_callback(moves)
         if self._reference is not None and (copied := self._reference.model) is not None:
-            Routing(copied, args.replay_routing)
+            routing_of(copied, args.replay_routing)
         recompute = functools.partial(recompute_every_layer, self.model, args)
         self.updates = UpdateStep(args, self._base, self.update_path, self.accelerator, recompute)
         self._rollout_every = args.steps_per_generation * args.num_iterations

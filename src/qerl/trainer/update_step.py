@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.families.experts import experts_of
 from qerl.kernels.tensors import upload
 from qerl.settings.config import QeRLConfig
 from qerl.update.chunks import MemoryRetry
@@ -50,7 +49,7 @@ from qerl.update.policy_loss import (
     gathered,
     high_entropy,
 )
-from qerl.update.routing import Routing
+from qerl.update.routing import routing_of
 
 ENTROPY_FILE = "entropy_ctrl_state.json"
 """In a checkpoint: state of the adaptive entropy bonus, under TRL's name."""
@@ -150,7 +149,7 @@ class UpdateStep:
     ) -> None:
         self._args, self._base, self._accelerator = args, base, accelerator
         self._by_segment = path.by_segment
-        self._routing = Routing(base, args.replay_routing) if any(experts_of(base)) else None
+        self._routing = routing_of(base, args.replay_routing)
         self._loss = policy_loss(args)
         self._correction = Correction(
             args.vllm_importance_sampling_correction,

@@ -22,9 +22,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.families.experts import experts_of
+from qerl.families.table import why_not_described
 
 
 class _Given(TorchFunctionMode):
@@ -65,21 +67,17 @@ class Routing:
     Args:
         model: The transformers model where it trains.
         replays: Whether routers take the choices that they are given.
-
-    Attributes:
-        mixtures: M.
     """
 
     def __init__(self, model: nn.Module, replays: bool = True) -> None:
-        self.replays = replays
+        self._replays = replays
         self._counts: list[torch.Tensor] = []
         found = list(_routers(model))
-        self.mixtures = len(found)
         for number, (router, layer) in enumerate(found):
             router.forward = types.MethodType(self._forward(number), router)
             mixer = cast(nn.Module, layer.self_attn)
             mixer.register_forward_pre_hook(self._take(number), with_kwargs=True)
-        self._choices: list[torch.Tensor | None] = [None] * self.mixtures
+        self._choices: list[torch.Tensor | None] = [None] * len(found)
 
     def take_counts(self) -> tuple[int, int]:
         """Choices since the last call that the trainer's router would not have made, and all of them."""
@@ -102,18 +100,26 @@ class Routing:
             choices_LC = self._choices[number]
             if choices_LC is None:
                 return type(router).forward(router, *args, **kwargs)
-            with _Given(choices_LC, self.replays) as given:
+            with _Given(choices_LC, self._replays) as given:
                 out = type(router).forward(router, *args, **kwargs)
-            if given.calls != 1:
+            if given.calls != 1 and self._replays:
                 raise QeRLError(
                     f"{type(router).__name__} calls torch.topk {given.calls} times, so the sampler's experts "
                     "cannot be chosen again; set replay_routing: false."
                 )
-            if torch.is_grad_enabled():  # neither a reference's pass nor one for older log-probabilities
+            if (
+                given.calls == 1 and torch.is_grad_enabled()
+            ):  # neither a reference's pass nor one for older log-probabilities
                 self._counts.append(given.counts_2)
             return out
 
         return forward
+
+
+def routing_of(model: PreTrainedModel, replays: bool) -> Routing | None:
+    """The routing of a model whose engine may keep choices (`qerl.families.table`); None for another."""
+    described = why_not_described(model.config.get_text_config(decoder=True)) is None
+    return Routing(model, replays) if described and any(experts_of(model)) else None
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:

@@ -42,7 +42,7 @@ class Mixtures:
         self._expert_TC = torch.zeros(tokens, mlp.chosen, dtype=torch.int32, device=device)
         self._weight_TC = torch.zeros(tokens, mlp.chosen, device=device)
         places = len(self._items.token_S)
-        # Empty places keep what they hold: their products are not written, but must not be slow NaN.
+        # Empty places keep what they hold, which reaches no result.
         self._x = torch.zeros(places * hidden, dtype=like.dtype, device=device)
         self._h = torch.zeros(places * mlp.intermediate, dtype=like.dtype, device=device)
         self._y = torch.empty(places * max(hidden, 2 * mlp.intermediate), device=device)
