@@ -107,9 +107,8 @@ class Routing:
                     f"{type(router).__name__} calls torch.topk {given.calls} times, so the sampler's experts "
                     "cannot be chosen again; set replay_routing: false."
                 )
-            if (
-                given.calls == 1 and torch.is_grad_enabled()
-            ):  # neither a reference's pass nor one for older log-probabilities
+            # Neither a reference's pass counts nor one for older log-probabilities.
+            if given.calls == 1 and torch.is_grad_enabled():
                 self._counts.append(given.counts_2)
             return out
 
