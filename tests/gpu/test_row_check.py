@@ -17,9 +17,8 @@ from transformers import (
 
 from qerl.errors import QeRLError
 from qerl.update import packed_row
-from qerl.update.attention import use_branch_attention
-from qerl.update.fused import fuse
 from qerl.update.head import score
+from qerl.update.kernels import use_kernels
 from qerl.update.row_check import check_packed_row
 from tests.support.families import NAMES, tiny
 
@@ -45,16 +44,14 @@ def built(name):
     if name in NAMES:
         sizes = SIZES | {"num_hidden_layers": 4} | OF_FAMILIES.get(name, {})
         model = tiny(name, **sizes).bfloat16().cuda().requires_grad_(False)
-        assert use_branch_attention(model) is None
-        fuse(model)
+        assert not use_kernels(model).attention.why_not
         return model, True
     config, family, changes, by_kernel = MODELS[name]
     torch.manual_seed(0)
     settings = config(**SIZES, **changes)
     settings._attn_implementation = "eager" if name == "gemma2-eager" else "sdpa"
     model = family(settings).bfloat16().cuda().requires_grad_(False)
-    assert (use_branch_attention(model) is None) == by_kernel
-    fuse(model)
+    assert (not use_kernels(model).attention.why_not) == by_kernel
     return model, by_kernel
 
 

@@ -95,3 +95,16 @@ def test_every_seed_of_the_mixture_has_learned_beside_its_control():
         gain = row["after"] - row["before"]
         assert gain > 0.1 if learns else gain == 0
         assert row["weights"] == "nvfp4" and row["policy"] == "mixture" and row["routing_differ"] is None
+
+
+def test_the_mixture_has_learned_with_replay_and_without_and_replay_keeps_both_policies_closer():
+    rows = read_rows("sums-mixture-h200")
+    found = {(row["seed"], row["learning_rate"] > 0, row["replay_routing"]): row for row in rows}
+    assert len(found) == len(rows) == 9
+    for seed in range(3):
+        replayed, anew, control = (found[seed, *arm] for arm in ((True, True), (True, False), (False, True)))
+        assert min(replayed["after"], anew["after"]) > control["after"] + 0.1
+        assert control["after"] == control["before"]
+        assert replayed["sampling_kl"] < anew["sampling_kl"] / 2
+        assert {row["engine"] for row in (replayed, anew, control)} == {"PagedEngine"}
+        assert 0 < replayed["routing_differ"] < 0.01
