@@ -15,8 +15,9 @@ completions end at drawn places (`bench.lengths`), the same ones for every engin
 import argparse
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,10 +30,11 @@ from bench.peers.vllm_decode import PEERS
 from bench.result import write_result
 from qerl.families.layer import RoutedMLP
 from qerl.families.sizes import Sizes
+from qerl.fp4.published import declared_format
 from qerl.kernels.limits import PAGE
 from qerl.measure.decode import decode_speed, fill_rows, random_cache
 from qerl.measure.gauge import gauge
-from qerl.measure.model_config import model_config, shape_of, sizes_of
+from qerl.measure.model_config import declared, model_config, shape_of, sizes_of
 from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
@@ -41,7 +43,7 @@ from qerl.rollout.paged.limits import BlockDemand, KVGeometry, States
 from qerl.rollout.paged.machine import CudaGraphs
 from qerl.rollout.paged.weights import Decoder, Projection
 from qerl.rollout.session import whole_completions
-from qerl.weight_formats import FORMATS, WeightFormatName
+from qerl.weight_formats import AS_PUBLISHED, FORMATS, WeightFormatName
 
 
 def without_adapter(decoder: Decoder) -> Decoder:
@@ -80,9 +82,15 @@ def measure_calls(
     return call_row(times[1:], lengths)
 
 
+def bytes_on_engine(shape: str, weights: WeightFormatName, place: str) -> float:
+    """Bytes of an element of a linear at this place in a decoder layer."""
+    held = declared_format(declared(shape), f"model.layers.0.{place}") if weights == AS_PUBLISHED else weights
+    return FORMATS["bf16" if held == "fp8" else held].on_engine.bytes_per_element
+
+
 def step_bytes(
     sizes: Sizes,
-    weights: WeightFormatName,
+    bytes_of: Callable[[str], float],
     rank: int,
     rows: int,
     prompt: int,
@@ -92,9 +100,12 @@ def step_bytes(
 ) -> float:
     """Bytes one decode step must move: weights, head, LoRA, states and, at half of the completion, keys and
     values. Of experts those that so many rows take on average, each as likely as any other."""
-    per_weight = FORMATS[weights].on_engine.bytes_per_element
     layers = sum(
-        run.layers * (p.outputs * p.inputs * per_weight + (p.outputs + p.inputs * len(p.linears)) * rank * 2)
+        run.layers
+        * (
+            p.outputs * p.inputs * bytes_of(p.linears[0].place)
+            + (p.outputs + p.inputs * len(p.linears)) * rank * 2
+        )
         for run in sizes.runs
         for p in run.spec.products
     )
@@ -102,6 +113,7 @@ def step_bytes(
         if isinstance(mlp := run.spec.mlp, RoutedMLP):
             taken = mlp.experts * (1 - (1 - mlp.chosen / mlp.experts) ** rows)
             elements = sum(linear.elements for linear in run.spec.expert_linears)
+            per_weight = bytes_of(f"{mlp.EXPERTS}.0.{mlp.PLACES['down'][0]}")
             layers += run.layers * (taken * elements * per_weight + 2 * mlp.experts * run.spec.hidden)
     groups = -(-rows // group)
     geometry = KVGeometry.of(sizes, kv_bytes)
@@ -251,7 +263,8 @@ def _with_bandwidth(
 ) -> dict[str, Any]:
     """A row of decode steps with what they read of the memory, and the share that is of what it can give."""
     moved = step_bytes(
-        sizes, row["weights"], row["lora_rank"], row["batch"], args.prompt, args.decode, args.group,
+        sizes, partial(bytes_on_engine, args.shape, row["weights"]), row["lora_rank"], row["batch"],
+        args.prompt, args.decode, args.group,
         KV_DTYPES[row["kv_cache_dtype"]].itemsize,
     )  # fmt: skip
     speed = moved / row["step_ms"] / 1e6

@@ -46,11 +46,12 @@ from qerl.families.sizes import Sizes
 from qerl.gpu_memory import is_unified, total_bytes
 from qerl.host_memory import host_bytes
 from qerl.measure.gauge import gauge
-from qerl.measure.model_config import model_config, shape_of, sizes_of
+from qerl.measure.model_config import declared, model_config, shape_of, sizes_of
 from qerl.measure.random_model import random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.plan.propose import beyond_host, fastest
 from qerl.plan.render import would_fit
+from qerl.plan.settings import published_bytes
 from qerl.plan.work import Work
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams, WhenEnded
@@ -279,8 +280,8 @@ def _settings(
         return tokens_per_forward, {"every_n_layers": every}
     samples, microbatch = prompts * args.samples, args.microbatch or args.samples
     work = Work(
-        weights=weights, rank=rank, targets=sizes.targets, prompt_tokens=args.prompt,
-        completion_tokens=tokens,
+        weights=weights, published=published_bytes(sizes, declared(args.shape)), rank=rank,
+        targets=sizes.targets, prompt_tokens=args.prompt, completion_tokens=tokens,
         group=args.samples, sequences=min(samples, MAX_ROWS), microbatch=microbatch,
         microbatches=samples // microbatch, processes=_processes()[1],
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),

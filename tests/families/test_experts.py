@@ -1,22 +1,26 @@
 """Experts as linears of their own: they compute, hold, learn and save what transformers' merged ones do."""
 
+import copy
+import json
 from contextlib import nullcontext
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qerl.errors import QeRLError
 from qerl.families.experts import Experts, experts_of
-from qerl.fp4.format import NVFP4
+from qerl.fp4.format import MXFP4, NVFP4
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
 from qerl.lora.adapter import adapt, add_lora, load_adapter
 from qerl.models.load import load_model
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.ready import check_policy
+from tests.support.families import of_expert, tiny
 from tests.support.models import TINY, move_adapter
 from tests.support.published import write
 
@@ -24,6 +28,7 @@ MIXTURES = {
     "qwen3_moe": {},
     "qwen2_moe": {"shared_expert_intermediate_size": 48},
     "olmoe": {"intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 6, "sliding_window": 8, "swiglu_limit": 0.3, "intermediate_size": 32},
 }
 PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 IDS = torch.randint(2, 128, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -35,7 +40,11 @@ def theirs(request):
     settings = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = AutoConfig.for_model(request.param, **(TINY | settings | MIXTURES[request.param]))
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).float().eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            parameter.data.normal_(std=0.2)
+    return model
 
 
 @pytest.fixture
@@ -73,21 +82,20 @@ def equal(found, wanted, atol=1e-5):
 @torch.no_grad()
 def dequantised(theirs):
     """transformers' model with the weights that a packed one stands for."""
-    rounded = theirs.state_dict()
-    for name, parameter in theirs.named_parameters():
-        *_, module, last = name.split(".")
-        if last in ("gate_up_proj", "down_proj") and module == "experts":
-            halves = parameter.chunk(2, dim=1) if last == "gate_up_proj" else (parameter,)
-            packed = [[_rounded(w, max(float(h[e].abs().max()) for h in halves)) for e, w in enumerate(half)]
-                      for half in halves]  # fmt: skip
-            rounded[name] = torch.cat([torch.stack(half) for half in packed], dim=1)
-    model = type(theirs)(theirs.config).eval()
-    model.load_state_dict(rounded)
+    model = copy.deepcopy(theirs)
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            for number in range(6):
+                own = {linear: tensors["weight"] for linear, tensors in of_expert(module, number).items()}
+                of_both = max(float(own[linear].abs().max()) for linear in ("gate_proj", "up_proj"))
+                for linear, weight in own.items():
+                    amax = float(weight.abs().max()) if linear == "down_proj" else of_both
+                    weight.copy_(_rounded(weight, amax))
     return model
 
 
 def _rounded(weight, amax):
-    packed = quantize(weight, NVFP4, "rtn", amax)
+    packed = quantize(weight.contiguous(), NVFP4, "rtn", amax)
     return PackedLinear.of(packed).dense()
 
 
@@ -108,11 +116,8 @@ def test_packed_experts_compute_what_their_dequantised_weights_do(theirs, folder
         name: m for name, m in own.named_modules() if isinstance(m, PackedLinear) and ".experts." in name
     }
     assert len(packed) == 2 * 6 * 3
-    layer = dense.model.layers[1].mlp.experts
-    equal(packed["model.layers.1.mlp.experts.4.down_proj"].dense(), layer.down_proj[4], atol=0)
-    gate, up = layer.gate_up_proj[4].chunk(2)
-    equal(packed["model.layers.1.mlp.experts.4.gate_proj"].dense(), gate, atol=0)
-    equal(packed["model.layers.1.mlp.experts.4.up_proj"].dense(), up, atol=0)
+    for linear, tensors in of_expert(dense.model.layers[1].mlp.experts, 4).items():
+        equal(packed[f"model.layers.1.mlp.experts.4.{linear}"].dense(), tensors["weight"], atol=0)
     names = [name for name, module in own.named_modules() if isinstance(module, PackedLinear)]
     with torch.no_grad():
         for name in names:
@@ -134,6 +139,8 @@ def test_experts_that_are_published_packed_keep_their_bytes(theirs, folder, tmp_
     def held(module):
         return "nvfp4" if ".experts." in module else "fp8" if ".self_attn." in module else None
 
+    if theirs.config.model_type == "gpt_oss":
+        pytest.skip("it is not published so; see the test below")
     _, dense = write(tmp_path / "packed", held, DECLARED[layout], layout, theirs)
     own, wanted = load_model(tmp_path / "packed", None, torch.float32, "cpu"), load(folder)
     packed = {name for name, module in own.named_modules() if isinstance(module, PackedLinear)}
@@ -148,6 +155,63 @@ def test_experts_that_are_published_packed_keep_their_bytes(theirs, folder, tmp_
         wanted.get_submodule(name).weight.data = weight.float()
     with torch.no_grad():
         equal(logits(own), logits(wanted))
+
+
+def test_merged_experts_in_mxfp4_keep_their_bytes_and_are_what_transformers_makes_of_them(tmp_path):
+    """As gpt-oss is published, beside attention in 16 bits: fresh codes and scales, and the dense model."""
+    theirs = tiny("gpt_oss").float()
+    merged = AutoModelForCausalLM.from_config(theirs.config).float().eval()
+    state = {name: tensor for name, tensor in theirs.state_dict().items() if ".experts." not in name}
+    stored = dict(state)
+    for layer, (name, experts) in enumerate(sorted(_merged(merged))):
+        for linear in ("gate_up_proj", "down_proj"):
+            count, inputs, outputs = getattr(experts, linear).shape
+            blocks = torch.randint(256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(117, 127, (count, outputs, inputs // 32), dtype=torch.uint8)
+            bias = torch.randn(count, outputs) / 4
+            stored |= {f"{name}.{linear}_blocks": blocks, f"{name}.{linear}_scales": scales,
+                       f"{name}.{linear}_bias": bias}  # fmt: skip
+            state[f"{name}.{linear}"] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            state[f"{name}.{linear}_bias"] = bias
+        assert layer < 4
+    merged.load_state_dict(state)
+    theirs.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": MXFP4_EXPERTS}))
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+
+    own = load_model(tmp_path, None, torch.float32, "cpu")
+    packed = {name: m for name, m in own.named_modules() if isinstance(m, PackedLinear)}
+    assert len(packed) == 4 * 4 * 3 and all(m.format is MXFP4 for m in packed.values())
+    assert sum(name.endswith("bias") for name, _ in own.model.layers[0].mlp.experts.named_parameters()) == 12
+    for name, experts in _merged(merged):
+        for number in range(4):
+            for linear, tensors in of_expert(experts, number).items():
+                module = packed[f"{name}.{number}.{linear}"]
+                assert torch.equal(module.dense(), tensors["weight"])
+                assert torch.equal(module.bias, tensors["bias"])
+        up = stored[f"{name}.gate_up_proj_blocks"][2, 1::2].flatten(1)
+        assert torch.equal(packed[f"{name}.2.up_proj"].weight_packed, up)
+    with torch.no_grad():
+        equal(logits(own), logits(merged))
+    found, wanted = (gradients(adapted(model, ["q_proj", "o_proj"])) for model in (own, merged))
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        equal(found[name], wanted[name])
+    attention = load_model(tmp_path, "mxfp4", torch.float32, "cpu")
+    assert isinstance(attention.model.layers[0].self_attn.o_proj, PackedLinear)
+    with pytest.raises(QeRLError, match="holds mxfp4 weights, which cannot become nvfp4"):
+        load_model(tmp_path, "nvfp4", torch.float32, "cpu")
+
+
+def _merged(model):
+    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+MXFP4_EXPERTS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+}
 
 
 def test_adapters_on_experts_have_the_gradients_of_dense_weights(folder):
@@ -188,16 +252,22 @@ def test_adapters_are_saved_for_each_expert_and_load_here_and_around_merged_expe
     with torch.no_grad():
         wanted = logits(model)
         equal(logits(load_adapter(load(folder), tmp_path / "adapter")), wanted, atol=0)
-        if theirs.config.model_type != "qwen2_moe":  # whose experts PEFT 0.21 does not know
+        if theirs.config.model_type not in ("qwen2_moe", "gpt_oss"):  # whose experts PEFT 0.21 does not know
             equal(logits(PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))), wanted)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
-def test_a_model_is_saved_under_the_names_of_the_checkpoint(folder, tmp_path, weights):
+def test_a_model_is_saved_under_the_names_of_the_checkpoint(theirs, folder, tmp_path, weights):
     model = load(folder, weights)
     model.save_pretrained(tmp_path / "again")
     published, saved = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
-    if weights == "bf16":
+    if theirs.config.model_type == "gpt_oss":  # whose merged experts are saved one by one
+        end = "weight" if weights == "bf16" else "weight_packed"
+        assert {
+            f"model.layers.0.mlp.experts.3.up_proj.{end}",
+            "model.layers.0.mlp.router.bias",
+        } <= saved.keys()
+    elif weights == "bf16":
         assert published.keys() == saved.keys() and all(torch.equal(saved[k], published[k]) for k in saved)
     else:
         assert "model.layers.0.mlp.experts.3.up_proj.weight_packed" in saved
@@ -218,9 +288,10 @@ def test_an_adapter_that_peft_would_misplace_is_told(folder, caplog):
     assert all(".experts." not in name for name, p in model.named_parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize(("saved", "learns"), [(["gate"], True), (None, False)])
-def test_a_router_that_learns_needs_its_loss_to_be_turned_off(folder, tmp_path, saved, learns):
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=saved)
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_router_that_learns_needs_its_loss_to_be_turned_off(theirs, folder, tmp_path, learns):
+    router = "router" if theirs.config.model_type == "gpt_oss" else "gate"
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=[router] if learns else None)
     model = adapt(load(folder), config)
     model.get_base_model().config.router_aux_loss_coef = 0.01
     args = QeRLConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True)

@@ -34,6 +34,7 @@ OF_FAMILIES = {
     "phi3": {"sliding_window": None},
     "qwen3_5_text": {"initializer_range": 0.02},
     "qwen3_moe": {"sliding_window": None, "moe_intermediate_size": 128, "num_experts": 8},
+    "gpt_oss": {"intermediate_size": 128, "num_local_experts": 8},
     "smollm3": {"sliding_window": None},
 }
 PATHS = {  # norms, layers whose heads the kernel turns, MLPs
@@ -41,6 +42,7 @@ PATHS = {  # norms, layers whose heads the kernel turns, MLPs
     "mistral": (9, 4, 4), "qwen2": (9, 4, 4), "phi3": (9, 0, 4), "gemma3_text": (25, 0, 4),
     "gemma4_text": (25, 0, 4), "ministral3": (9, 0, 4), "smollm3": (9, 3, 4), "olmo3": (17, 0, 4),
     "granite_swa": (9, 4, 4), "qwen3_moe": (17, 0, 25),
+    "gpt_oss": (9, 0, 0),
 }  # fmt: skip
 PULLS = torch.randn(2, 520, generator=torch.Generator().manual_seed(1))
 

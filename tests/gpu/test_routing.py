@@ -13,14 +13,15 @@ from qerl.update.kernels import use_kernels
 from qerl.update.packed_row import pack_row
 from qerl.update.routing import Routing
 from tests.gpu.test_family_rows import OF_FAMILIES, SIZES
-from tests.support.families import MIXTURE, tiny
+from tests.support.families import MIXTURES, tiny
 from tests.support.models import move_adapter, pack
 from tests.support.routing import own_choices, samples_of_engine, without
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_update_takes_the_experts_that_the_kernels_chose(packed):
-    model = tiny(MIXTURE, **SIZES | OF_FAMILIES[MIXTURE]).to("cuda", torch.bfloat16)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_update_takes_the_experts_that_the_kernels_chose(name, packed):
+    model = tiny(name, **SIZES | OF_FAMILIES[name]).to("cuda", torch.bfloat16)
     model = move_adapter(add_lora(pack(model) if packed else model, 32, 64, 0.0), 0.02).eval()
     prompts = [torch.randint(2, 500, (count,)).tolist() for count in (300, 1, 40)]
     samples = samples_of_engine(PagedEngine(model, 0), prompts, samples=16)

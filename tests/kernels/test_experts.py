@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from bench.products import dequantised
 from bench.random_weights import random_tiles
 from qerl.errors import QeRLError
-from qerl.families.layer import RoutedMLP
+from qerl.families.layer import Clamp, RoutedMLP
 from qerl.kernels.decode.residual_norm import residual_norm
-from qerl.kernels.decode.route import Items, arrange, route
+from qerl.kernels.decode.route import Items, Kept, arrange, route
 from qerl.kernels.limits import item_size, most_items
 from qerl.kernels.weights.experts import DenseExperts, NVFP4Experts
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, to_operand
@@ -50,17 +50,27 @@ def packed(experts: int, rows: int, width: int, linears: int) -> tuple[NVFP4Expe
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 4, 2), (5, 6, 3), (33, 128, 8)])
-def test_the_heaviest_experts_of_each_token_are_chosen(tokens, experts, chosen, normalized):
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "biased"), [(1, 4, 2, False), (5, 6, 3, True), (33, 128, 8, False)]
+)
+def test_the_heaviest_experts_of_each_token_are_chosen(tokens, experts, chosen, biased, normalized):
     width, parts = 64, 3
     parts_PTE = torch.randn(parts, tokens, experts, device=DEVICE)
     squares_PT = torch.rand(2, tokens, device=DEVICE) * width
     expert_TC = torch.full((tokens, chosen), -1, dtype=torch.int32, device=DEVICE)
-    weight_TC = poison(tokens, chosen)
-    route(parts_PTE, squares_PT, expert_TC, weight_TC, normalized=normalized, width=width, eps=EPS)
+    weight_TC, bias_E = poison(tokens, chosen), torch.randn(experts, device=DEVICE) if biased else None
+    slot_T = torch.arange(tokens, dtype=torch.int32, device=DEVICE).flip(0) - 1  # the last is of nobody
+    kept = Kept(slot_T, torch.full((tokens, 3, chosen), 255, dtype=torch.uint8, device=DEVICE), 1)
+    route(
+        parts_PTE, squares_PT, expert_TC, weight_TC, normalized=normalized, width=width, eps=EPS,
+        bias_E=bias_E, kept=kept,
+    )  # fmt: skip
     rms_T1 = (squares_PT.double().sum(0) / width + EPS).sqrt()[:, None]
-    wanted, which = (parts_PTE.double().sum(0) / rms_T1).softmax(-1).topk(chosen)
+    logits = parts_PTE.double().sum(0) / rms_T1 + (0 if bias_E is None else bias_E.double())
+    wanted, which = logits.softmax(-1).topk(chosen)
     assert torch.equal(expert_TC, which.int())
+    assert torch.equal(kept.kept_SMC[: tokens - 1, 1], which[: tokens - 1].flip(0).to(torch.uint8))
+    assert (kept.kept_SMC[:, ::2] == 255).all() and (kept.kept_SMC[tokens - 1] == 255).all()
     wanted = wanted / wanted.sum(-1, keepdim=True) if normalized else wanted
     torch.testing.assert_close(weight_TC.double(), wanted, rtol=1e-5, atol=1e-7)
 
@@ -104,23 +114,31 @@ def test_items_have_each_token_once_per_expert(tokens, experts, chosen, size):
 
 
 CASES = [
-    (1, 4, 2, 64, 32, dense),
-    (21, 6, 3, 64, 96, dense),
-    (70, 4, 2, 128, 64, dense),
+    (1, 4, 2, 64, 32, None, dense),
+    (21, 6, 3, 64, 96, Clamp(1.7, 0.5), dense),
+    (70, 4, 2, 128, 64, None, dense),
     *(
-        pytest.param(tokens, experts, chosen, 256, 192, packed, marks=on_gpu)
+        pytest.param(tokens, experts, chosen, hidden, 192, clamp, packed, marks=on_gpu)
+        for hidden, clamp in [(256, None), (320, Clamp(1.7, 0.5))]
         for tokens, experts, chosen in [(1, 8, 4), (9, 16, 4), (64, 32, 8), (50, 8, 2), (200, 8, 2)]
     ),
 ]
 
 
-@pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "inner", "made"), CASES)
-def test_a_mixture_between_two_norms(tokens, experts, chosen, hidden, inner, made):
-    """Twice, the second time with others' numbers in every buffer."""
-    mlp = RoutedMLP(inner, experts, chosen, normalized=True)
+@pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "inner", "clamp", "made"), CASES)
+def test_a_mixture_between_two_norms(tokens, experts, chosen, hidden, inner, clamp, made):
+    """Twice, the second time with others' numbers in every buffer; with a clamp there are biases."""
+    mlp = RoutedMLP(inner, experts, chosen, normalized=True, bias=clamp is not None, clamp=clamp)
     gate_up, gate_up_ENK = made(experts, 2 * inner, hidden, 2)
     down, down_ENK = made(experts, hidden, inner, 1)
     weights = RoutedWeights(half(experts, hidden, scale=hidden**-0.5), gate_up, down)
+    router_bias_E, gate_up_bias_EN, down_bias_EN = (
+        torch.randn(*shape, device=DEVICE).double() / 4 * mlp.bias
+        for shape in [(experts,), (experts, 2 * inner), (experts, hidden)]
+    )
+    if mlp.bias:
+        weights.router_bias_E, weights.gate_up_bias_EN = router_bias_E.float(), gate_up_bias_EN.float()
+        weights.down_bias_ED = down_bias_EN.float() / down.scale_EL
     mixtures = Mixtures(mlp, weights, tokens, EPS, weights.router_ED)
     for _ in range(2):
         y_TD, out_TD = torch.randn(tokens, hidden, device=DEVICE), half(tokens, hidden)
@@ -138,11 +156,17 @@ def test_a_mixture_between_two_norms(tokens, experts, chosen, hidden, inner, mad
         added = (into - residual_TD).double() * 2
 
         x_TD = u_TD.double() / (residual_TD.double().square().mean(-1, keepdim=True) + EPS).sqrt()
-        weight_TC, expert_TC = (x_TD @ weights.router_ED.double().T).softmax(-1).topk(chosen)
+        logits_TE = x_TD @ weights.router_ED.double().T + router_bias_E
+        weight_TC, expert_TC = logits_TE.softmax(-1).topk(chosen)
         weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
-        gate, up = torch.einsum("td,tcnd->tcn", x_TD, gate_up_ENK[expert_TC]).chunk(2, dim=-1)
+        both = torch.einsum("td,tcnd->tcn", x_TD, gate_up_ENK[expert_TC]) + gate_up_bias_EN[expert_TC]
+        gate, up = both.chunk(2, dim=-1)
         h = torch.nn.functional.silu(gate) * up
-        wanted = torch.einsum("tci,tcni,tc->tn", h, down_ENK[expert_TC], weight_TC)
+        if clamp:
+            gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+            h = (up + 1) * gate * (clamp.slope * gate).sigmoid()
+        out_TCN = torch.einsum("tci,tcni->tcn", h, down_ENK[expert_TC]) + down_bias_EN[expert_TC]
+        wanted = torch.einsum("tcn,tc->tn", out_TCN, weight_TC)
         assert error(added, wanted) < (2e-6 if EXACT else 4e-3)
 
 

@@ -67,6 +67,24 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "initializer_range": 0.1,  # at 0.2 transformers' own FP32 is off by up to 2e-5
     },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "layer_types": _ALTERNATING,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "swiglu_limit": 0.7,  # within what its gates and ups are here
+        "initializer_range": 0.1,
+    },
     "granite_swa": {
         "sliding_window": WINDOW,
         "layer_rope_theta": [0, 1e4, 1e4, 1e5],
@@ -81,6 +99,7 @@ NAMES = tuple(_SETTINGS)
 
 DELTA_NETS = "qwen3_5_text"
 MIXTURE = "qwen3_moe"
+MIXTURES = (MIXTURE, "gpt_oss")
 
 
 def tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -118,11 +137,25 @@ def _separated(model: PreTrainedModel) -> PreTrainedModel:
     merged = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"}
     separate_experts(model)
     for name, module in merged.items():
-        for expert, gate_up, down in zip(
-            model.get_submodule(name), module.gate_up_proj, module.down_proj, strict=True
-        ):
-            for linear, weight in zip(
-                (expert.gate_proj, expert.up_proj, expert.down_proj), (*gate_up.chunk(2), down), strict=True
-            ):
-                linear.weight = torch.nn.Parameter(weight.detach().clone())
+        for number, expert in enumerate(model.get_submodule(name)):
+            for linear, tensors in of_expert(module, number).items():
+                for kind, tensor in tensors.items():
+                    setattr(getattr(expert, linear), kind, torch.nn.Parameter(tensor.detach().clone()))
     return model
+
+
+def of_expert(merged: Any, number: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Weight and bias of each linear of an expert of transformers' module, views of its parameters."""
+    alternate, transposed = not merged.is_concatenated, merged.is_transposed
+    found: dict[str, dict[str, torch.Tensor]] = {"gate_proj": {}, "up_proj": {}, "down_proj": {}}
+    for kind, end in (("weight", ""), ("bias", "_bias")):
+        if kind == "bias" and not merged.has_bias:
+            continue
+        gate_up, down = (getattr(merged, f"{name}_proj{end}")[number] for name in ("gate_up", "down"))
+        if kind == "weight" and transposed:
+            gate_up, down = gate_up.T, down.T
+        half = len(gate_up) // 2
+        found["gate_proj"][kind] = gate_up[0::2] if alternate else gate_up[:half]
+        found["up_proj"][kind] = gate_up[1::2] if alternate else gate_up[half:]
+        found["down_proj"][kind] = down
+    return found

@@ -16,9 +16,15 @@ def samples_of_engine(engine, prompts, samples=2):
     ]
 
 
+def routers_of(model):
+    """Of all mixtures, in order."""
+    mlps = [layer.mlp for layer in model.get_base_model().model.layers]
+    return [getattr(mlp, name) for mlp in mlps for name in ("gate", "router") if hasattr(mlp, name)]
+
+
 def own_choices(model, row, by_segment=False):
     """What the routers choose on a row, [L, M, C], by transformers' own code."""
-    routers = [each.mlp.gate for each in model.get_base_model().model.layers if hasattr(each.mlp, "gate")]
+    routers = routers_of(model)
     found = []
     hooks = [router.register_forward_hook(lambda *called: found.append(called[2][2])) for router in routers]
     logps, _ = score(model, model.get_base_model(), row, by_segment)

@@ -286,6 +286,7 @@ FAMILY_PATHS = {  # norms, layers whose heads are turned, forward passes that tu
     "smollm3": (9, 3, 3, 4),
     "olmo3": (4 * 4 + 1, 0, 0, 4),
     "qwen3_moe": (4 * 4 + 1, 0, 0, 3 * 4 + 1),  # three layers have experts
+    "gpt_oss": (9, 0, 0, 0),  # its gates are clamped
     "granite_swa": (9, 4, 3, 4),  # a layer that is given no angles runs its own code
 }
 

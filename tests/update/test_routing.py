@@ -19,17 +19,17 @@ from qerl.trainer.update_step import Microbatch, load_rollouts, save_rollouts
 from qerl.update.head import score
 from qerl.update.packed_row import Sample, pack_row
 from qerl.update.routing import Routing
-from tests.support.families import MIXTURE, tiny
+from tests.support.families import MIXTURE, MIXTURES, tiny
 from tests.support.machine import Eager
 from tests.support.models import move_adapter
-from tests.support.routing import own_choices, samples_of_engine, without
+from tests.support.routing import own_choices, routers_of, samples_of_engine, without
 
 PACE = Pace(round_steps=4, prefill_tokens=(32,))
 
 
-def policy():
+def policy(name=MIXTURE):
     torch.manual_seed(1)
-    return move_adapter(add_lora(tiny(MIXTURE), rank=4, alpha=8, dropout=0.0), 0.1).eval()
+    return move_adapter(add_lora(tiny(name), rank=4, alpha=8, dropout=0.0), 0.1).eval()
 
 
 @pytest.fixture
@@ -37,23 +37,25 @@ def model():
     return policy()
 
 
-def drawn(prompts):
+def drawn(prompts, name=MIXTURE):
     """Samples of the paged engine, drawn once for the same prompts."""
-    return copy.deepcopy(_drawn(tuple(map(tuple, prompts))))
+    return copy.deepcopy(_drawn(tuple(map(tuple, prompts)), name))
 
 
 @functools.cache
-def _drawn(prompts):
-    engine = PagedEngine(policy(), 0, machine=Eager(1 << 24), pace=PACE)
+def _drawn(prompts, name):
+    engine = PagedEngine(policy(name), 0, machine=Eager(1 << 24), pace=PACE)
     return samples_of_engine(engine, [list(prompt) for prompt in prompts])
 
 
-def test_the_engine_keeps_the_experts_of_every_token(model):
-    """In FP32 they are those of transformers' own pass over each sample."""
-    prompts = [torch.randint(2, 128, (count,)).tolist() for count in (40, 1, 7)]
-    for sample in drawn(prompts):
+@pytest.mark.parametrize(("name", "mixtures"), [(MIXTURE, 3), ("gpt_oss", 4)])
+def test_the_engine_keeps_the_experts_of_every_token(name, mixtures):
+    """In FP32 they are those of transformers' own pass over each sample; also behind windows that have given
+    pages back."""
+    model, prompts = policy(name), [torch.randint(2, 128, (count,)).tolist() for count in (40, 1, 7)]
+    for sample in drawn(prompts, name):
         tokens = len(sample.prompt) + len(sample.tokens) - 1
-        assert sample.choices.shape == (tokens, 3, 2) and sample.choices.dtype == np.uint8
+        assert sample.choices.shape == (tokens, mixtures, 2) and sample.choices.dtype == np.uint8
         alone = pack_row([Sample(sample.prompt, sample.tokens, [], [])], [0], torch.device("cpu"))
         found, _ = own_choices(model, alone)
         assert torch.equal(found, torch.from_numpy(sample.choices).long())
@@ -87,8 +89,7 @@ def test_the_update_takes_the_samplers_experts_everywhere(model, replays):
     logps.sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    routers = [each.mlp.gate for each in model.get_base_model().model.layers if hasattr(each.mlp, "gate")]
-    for number, router in enumerate(routers):
+    for number, router in enumerate(routers_of(model)):
         router.forward = by_hand(router, chosen[:, number])
     _, again = own_choices(model, pack_row(without(samples), range(len(samples)), torch.device("cpu")))
     again.sum().backward()
@@ -110,9 +111,10 @@ def by_hand(router, chosen_LC):
     return forward
 
 
-def test_what_the_sampler_chose_is_what_the_update_computes_with(model):
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_the_sampler_chose_is_what_the_update_computes_with(name):
     """All of it, and then the log-probabilities are the sampler's."""
-    samples = drawn([[5, 6, 7, 8, 9], [3, 4]])
+    model, samples = policy(name), drawn([[5, 6, 7, 8, 9], [3, 4]], name)
     row = pack_row(samples, range(len(samples)), torch.device("cpu"))
     assert (row.choices_LMC >= 0).all()
     routing = Routing(model.get_base_model())

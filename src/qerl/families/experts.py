@@ -1,4 +1,4 @@
-"""Experts of a mixture as linears of their own: `mlp.experts.3.gate_proj`, as checkpoints name them.
+"""Experts of a mixture as linears of their own: `mlp.experts.3.gate_proj`, as most checkpoints name them.
 
 transformers keeps the experts of a layer in two parameters [E, ., .], and merges a checkpoint's matrices into
 them as it loads. Here a module takes their place whose experts are linears under the checkpoint's names. All
@@ -6,43 +6,110 @@ that is done to linears is thereby done to experts: they are quantised one by on
 of their own; read packed as they were published; adapted by PEFT one by one; and saved under the names under
 which others look for them. It costs four modules per expert, 25,000 in a model of 30B.
 
+Some checkpoints hold merged experts, gpt-oss in 16 bits or as blocks of MXFP4. Those are cut where they are
+read (`separated`): each matrix of an expert is a view of the tensor in the file.
+
 The router stays transformers' own, in 16 bits and frozen: it is a thousandth of the layer.
 
-Given up: experts that are published as one tensor (gpt-oss, Qwen3.5 and 3.6), whose parts have no names.
+Given up: saving them merged again.
 
 Shapes: T tokens, K experts of each token, E experts, D hidden size, I intermediate size.
 """
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+
+from qerl.families.layer import Clamp
+
+
+class Gate(nn.Module):
+    """``act(gate) up``.
+
+    Args:
+        act: The activation.
+    """
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act_fn = act
+
+    def forward(self, gate_TI: torch.Tensor, up_TI: torch.Tensor) -> torch.Tensor:
+        """[T, I] -> [T, I]."""
+        inner_TI: torch.Tensor = self.act_fn(gate_TI) * up_TI
+        return inner_TI
+
+
+class ClampedGate(nn.Module):
+    """See `qerl.families.layer.Clamp`."""
+
+    def __init__(self, clamp: Clamp) -> None:
+        super().__init__()
+        self.clamp = clamp
+
+    def forward(self, gate_TI: torch.Tensor, up_TI: torch.Tensor) -> torch.Tensor:
+        """[T, I] -> [T, I]."""
+        inner_TI: torch.Tensor = _Clamped.apply(gate_TI, up_TI, self.clamp)
+        return inner_TI
+
+
+class _Clamped(torch.autograd.Function):
+    """Keeps gate and up alone for its backward pass, and computes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_TI: torch.Tensor, up_TI: torch.Tensor, clamp: Clamp) -> torch.Tensor:
+        ctx.save_for_backward(gate_TI, up_TI)
+        ctx.clamp = clamp
+        return _clamped(gate_TI, up_TI, clamp)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TI: torch.Tensor) -> Any:
+        gate_TI, up_TI = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            inner_TI = _clamped(gate_TI, up_TI, ctx.clamp)
+        return *torch.autograd.grad(inner_TI, (gate_TI, up_TI), grad_TI), None
+
+
+def _clamped(gate_TI: torch.Tensor, up_TI: torch.Tensor, clamp: Clamp) -> torch.Tensor:
+    gate_TI, up_TI = gate_TI.clamp(max=clamp.limit), up_TI.clamp(-clamp.limit, clamp.limit)
+    return (up_TI + 1) * (gate_TI * (gate_TI * clamp.slope).sigmoid())
 
 
 class Expert(nn.Module):
-    """``down(act(gate x) * up x)``.
+    """``down(gated(gate x, up x))``.
 
     Args:
         hidden: D.
         intermediate: I.
-        act: The activation.
+        gated: Makes one of gate and up, a module of all experts.
+        bias: Whether its linears have biases.
         device, dtype: Of the weights.
     """
 
     def __init__(
-        self, hidden: int, intermediate: int, act: nn.Module, device: torch.device, dtype: torch.dtype
+        self,
+        hidden: int,
+        intermediate: int,
+        gated: nn.Module,
+        bias: bool,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
-        self.act_fn = act
+        like: Any = {"bias": bias, "device": device, "dtype": dtype}
+        self.gate_proj = nn.Linear(hidden, intermediate, **like)
+        self.up_proj = nn.Linear(hidden, intermediate, **like)
+        self.down_proj = nn.Linear(intermediate, hidden, **like)
+        self.gated = gated
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, D]."""
-        inner_TI: torch.Tensor = self.act_fn(self.gate_proj(x_TD)) * self.up_proj(x_TD)
-        out_TD: torch.Tensor = self.down_proj(inner_TI)
+        out_TD: torch.Tensor = self.down_proj(self.gated(self.gate_proj(x_TD), self.up_proj(x_TD)))
         return out_TD
 
 
@@ -79,9 +146,11 @@ def separate_experts(model: nn.Module) -> None:
     """Put `Experts` without weights in the place of transformers' modules, in a model on the meta device."""
     for name, module in _merged(model):
         if _why_not(module) is None:
-            experts, _, hidden = module.gate_up_proj.shape
-            like = {"device": module.gate_up_proj.device, "dtype": module.gate_up_proj.dtype}
-            made = (Expert(hidden, module.down_proj.shape[-1], module.act_fn, **like) for _ in range(experts))
+            experts, hidden, intermediate = _sizes(module)
+            clamp = getattr(module, "limit", None) and Clamp(module.alpha, module.limit)
+            gated = ClampedGate(clamp) if clamp else Gate(module.act_fn)
+            like = {"device": module.down_proj.device, "dtype": module.down_proj.dtype}
+            made = (Expert(hidden, intermediate, gated, _has_bias(module), **like) for _ in range(experts))
             model.set_submodule(name, Experts(made))
 
 
@@ -93,19 +162,91 @@ def why_not_separable(model: nn.Module) -> str | None:
 def _why_not(module: Any) -> str | None:
     """Why the experts of transformers' module cannot be separated, as the end of a sentence; else None."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    if shapes.keys() != {"gate_up_proj", "down_proj"}:
+    biases = {"gate_up_proj_bias", "down_proj_bias"} if _has_bias(module) else set()
+    if shapes.keys() != {"gate_up_proj", "down_proj"} | biases:
         return f"has the parameters {', '.join(sorted(shapes))}"
-    experts, hidden, intermediate = shapes["down_proj"]
-    if shapes["gate_up_proj"] != (experts, 2 * intermediate, hidden):
+    experts, hidden, intermediate = _sizes(module)
+    wanted = (2 * intermediate, hidden)
+    if shapes["gate_up_proj"] != (experts, *(wanted[::-1] if _is_transposed(module) else wanted)):
         return f"has a gate_up_proj of the shape {list(shapes['gate_up_proj'])}"
-    if type(module).__module__ == getattr(module, "_apply_gate", nn.Module.forward).__module__:
+    own_gate = type(module).__module__ == getattr(module, "_apply_gate", nn.Module.forward).__module__
+    if own_gate and not hasattr(module, "limit"):
         return "has a gate of its own"
     return None
+
+
+def _sizes(module: Any) -> tuple[int, int, int]:
+    """(E, D, I) of transformers' module."""
+    experts, hidden, intermediate = module.down_proj.shape
+    return (experts, intermediate, hidden) if _is_transposed(module) else (experts, hidden, intermediate)
+
+
+def _is_transposed(module: Any) -> bool:
+    """Whether inputs come before outputs."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def _has_bias(module: Any) -> bool:
+    return bool(getattr(module, "has_bias", False))
+
+
+class Layout(NamedTuple):
+    """How a checkpoint holds merged experts.
+
+    Attributes:
+        transposed: True for [E, inputs, outputs], as far as they are in 16 bits; else [E, outputs, inputs].
+        alternating: True if outputs are gate and up in turn, else all gates are in front.
+    """
+
+    transposed: bool
+    alternating: bool
+
+
+_LAYOUTS = {"gpt_oss": Layout(transposed=True, alternating=True)}
+"""By ``model_type`` of the text decoder; others name each expert."""
+
+_MERGED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias|)")
+_OF_EXPERT = {"": "weight", "_blocks": "weight_packed", "_scales": "weight_scale", "_bias": "bias"}
+
+
+def separated(model_type: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a tensor of a checkpoint holds: views of each expert's matrix, block scales or bias; of another
+    tensor itself.
+
+    Args:
+        model_type: Of the text decoder.
+        name: In the causal LM.
+        tensor: As stored; may be on the meta device.
+    """
+    layout, found = _LAYOUTS.get(model_type), _MERGED.fullmatch(name)
+    if layout is None or found is None:
+        yield name, tensor
+        return
+    place, linear, kind = found.groups()
+    for number, own in enumerate(tensor):
+        if kind == "_blocks":
+            own = own.flatten(1)  # two codes a byte, in blocks of 32
+        if kind == "" and layout.transposed:
+            own = own.T
+        parts = {linear: own}
+        if linear == "gate_up_proj":
+            gate, up = (own[::2], own[1::2]) if layout.alternating else own.chunk(2)
+            parts = {"gate_proj": gate, "up_proj": up}
+        for each, part in parts.items():
+            yield f"{place}.{number}.{each}.{_OF_EXPERT[kind]}", part
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
     """Names and modules of a model's separate experts."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Experts))
+
+
+@torch.no_grad()
+def own_memory(experts: Experts) -> None:
+    """Copy what has been read as a view of merged experts and lies in the memory of others."""
+    for tensor in (*experts.parameters(), *experts.buffers()):
+        if not tensor.is_contiguous():
+            tensor.data = tensor.contiguous()
 
 
 def _merged(model: nn.Module) -> list[tuple[str, Any]]:

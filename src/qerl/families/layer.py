@@ -150,7 +150,7 @@ class Attention:
 
     def dense(self, hidden: int) -> int:
         """Elements of what stays in 16 bits beside linears and norms, for inputs of this width."""
-        return 0
+        return self.heads if self.sinks else 0
 
     @property
     def summed(self) -> set[str]:
@@ -281,6 +281,14 @@ class GatedMLP:
         )
 
 
+class Clamp(NamedTuple):
+    """An expert's inner activation ``(up + 1) gate sigmoid(slope gate)``, of a gate that is ``limit`` at most
+    and an up between that and its negative."""
+
+    slope: float
+    limit: float
+
+
 @dataclass(frozen=True)
 class RoutedMLP:
     """A mixture: each token goes through some of several gated MLPs, whose results are added by weight.
@@ -294,18 +302,23 @@ class RoutedMLP:
         experts: E.
         chosen: Experts per token.
         normalized: True if the weights of a token's experts add up to 1, else they are the softmax's.
+        bias: True if router and experts have biases.
+        clamp: What stands between an expert's products; None for ``silu(gate) up``.
+        router: Place of the router.
     """
 
     intermediate: int
     experts: int
     chosen: int
     normalized: bool
+    bias: bool = False
+    clamp: Clamp | None = None
+    router: str = "mlp.gate"
     activation: ClassVar[Literal["silu"]] = "silu"
     fused: ClassVar[bool] = False
 
     PLACES: ClassVar[Places] = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
     EXPERTS: ClassVar[str] = "mlp.experts"
-    ROUTER: ClassVar[str] = "mlp.gate"
 
     @property
     def summed(self) -> set[str]:
@@ -320,8 +333,8 @@ class RoutedMLP:
         """The products of an expert; places are names within it."""
         i = self.intermediate
         return (
-            _product("gate_up", self.PLACES["gate_up"], (i, i), hidden, False),
-            _product("down", self.PLACES["down"], (hidden,), i, False),
+            _product("gate_up", self.PLACES["gate_up"], (i, i), hidden, self.bias),
+            _product("down", self.PLACES["down"], (hidden,), i, self.bias),
         )
 
 
@@ -409,7 +422,8 @@ class LayerSpec:
     @property
     def biases(self) -> int:
         """Elements of all biases."""
-        return sum(linear.outputs for linear in self.linears if linear.bias)
+        router = self.mlp.experts if isinstance(self.mlp, RoutedMLP) and self.mlp.bias else 0
+        return router + sum(count * linear.outputs for linear, count in self.matrices if linear.bias)
 
 
 def names(places: tuple[str, ...]) -> tuple[str, ...]:

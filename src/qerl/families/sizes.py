@@ -266,6 +266,15 @@ _QWEN36_27B = {
     "rope_parameters": _QWEN35_ROPE,
 }  # fmt: skip
 
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "smollm3-3b": {
         "model_type": "smollm3", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008,
@@ -286,6 +295,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128,
         "norm_topk_prob": True, "max_position_embeddings": 40960, "rope_theta": 1e6,
     },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS,
     "gemma4-31b": {
         "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504,
         "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,

@@ -15,7 +15,7 @@ from qerl.families.parts import WITH_STATE
 _BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types whose attention depends on nothing but who may see whom."""
 
-LEFT_WHOLE = frozenset({"in_proj_a", "in_proj_b", "gate", "shared_expert_gate"})
+LEFT_WHOLE = frozenset({"in_proj_a", "in_proj_b", "gate", "router", "shared_expert_gate"})
 """Last names of matrices that are neither quantised nor, unless somebody names them, adapted. They are a
 thousandth of their layer, and much depends on what they give: in a gated delta net the decay and the rate,
 which are exponentiated or summed over all tokens that follow; in a mixture the choice of experts."""

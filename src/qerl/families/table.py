@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from qerl.families import gemma, granite, llama, ministral, olmo, phi, qwen, smollm
+from qerl.families import gemma, gpt_oss, granite, llama, ministral, olmo, phi, qwen, smollm
 from qerl.families.sizes import Sizes
 
 
@@ -47,6 +47,7 @@ FAMILIES = {
     "gemma4_text": Family(
         "Gemma 4", gemma.sizes4, "`Gemma4ForConditionalGeneration`, also in ModelOpt's NVFP4"
     ),
+    "gpt_oss": Family("gpt-oss", gpt_oss.sizes, "causal LM with merged experts, in MXFP4 or 16 bits"),
     "granite": Family("Granite", granite.sizes),
     "granite_swa": Family("Granite SWA", granite.sizes),
     "ministral3": Family("Ministral 3", ministral.sizes, "`Mistral3ForConditionalGeneration`, also in FP8"),

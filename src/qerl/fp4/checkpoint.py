@@ -9,9 +9,11 @@ held in several formats (`qerl.fp4.published`), whose tensors are named in two w
   [N, K/2], ``weight_scale`` [N, G], and for NVFP4 ``weight_global_scale`` fp32 [1], a divisor.
 * ``modelopt`` (NVIDIA): the same bytes named ``weight`` and ``weight_scale``, and ``weight_scale_2`` fp32 [],
   the reciprocal of that divisor.
+* ``mxfp4`` (gpt-oss): the experts of a layer as ``*_blocks`` [E, N, K/32, 16] and ``*_scales`` [E, N, K/32].
 
 `Checkpoint.tensors` gives those of the causal LM under its own names, also of a folder in which it is one
-part of a model for images (`qerl.families.towers`), and packed ones under the names of compressed-tensors.
+part of a model for images (`qerl.families.towers`), packed ones under the names of compressed-tensors, and
+merged experts one by one (`qerl.families.experts.separated`).
 Weights are all that is taken: scales of activations and of the KV cache are left out, because activations
 stay in 16 bits here. The reciprocal of ``weight_scale_2`` is rounded to FP32, a change of at most 2^-23 of a
 weight's value.
@@ -35,6 +37,7 @@ from safetensors import SafetensorError, safe_open
 
 from qerl.atomic import new_folder
 from qerl.errors import QeRLError
+from qerl.families.experts import separated
 from qerl.families.towers import decoder_name
 from qerl.fp4.format import BLOCK_FORMATS, BlockFormat, PackedRows
 from qerl.fp4.groups import is_quantized
@@ -89,6 +92,21 @@ class Checkpoint:
             )
         return found
 
+    def separated(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names in the causal LM and views of what a tensor of this name there holds."""
+        text = self.config.get("text_config") if self.is_wrapper else self.config
+        return separated(str((text or {}).get("model_type")), name, tensor)
+
+    @cached_property
+    def separate_headers(self) -> dict[str, Header]:
+        """Headers of the causal LM's tensors by their names there, one for each expert's own."""
+        return {
+            own: Header(tuple(part.shape), header.dtype)
+            for stored, header in self.headers
+            if stored in self.names
+            for own, part in self.separated(self.names[stored], torch.empty(header.shape, device="meta"))
+        }
+
     @property
     def others(self) -> int:
         """Number of a wrapper's tensors that are not of its text decoder."""
@@ -105,10 +123,9 @@ class Checkpoint:
             return {}
         check_declared(self.quantization, self.folder)
         modules: dict[str, dict[str, Header]] = {}
-        for stored, header in self.headers:
-            if stored in self.names:
-                module, _, kind = self.names[stored].rpartition(".")
-                modules.setdefault(module, {})[kind] = header
+        for name, header in self.separate_headers.items():
+            module, _, kind = name.rpartition(".")
+            modules.setdefault(module, {})[kind] = header
         return {module: stored_format(module, found, self.folder) for module, found in modules.items()}
 
     @property
@@ -133,12 +150,15 @@ class Checkpoint:
     def tensors(self, wanted: Callable[[str], bool] = bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The causal LM's tensors whose names there are wanted, mapped into memory as those of `read`."""
         for shard, headers in self.shards.items():
-            chosen = {name: self.names[name] for name in headers if wanted(self.names.get(name, ""))}
-            if not chosen:
-                continue
+            chosen = {name: self.names[name] for name in headers if name in self.names}
             with _open_shard(self.folder / shard) as file:
-                for stored, name in chosen.items():
-                    yield self._as_compressed_tensors(name, file.get_tensor(stored))
+                for stored, whole in chosen.items():
+                    header = torch.empty(headers[stored].shape, device="meta")
+                    if not any(wanted(name) for name, _ in self.separated(whole, header)):
+                        continue
+                    for name, tensor in self.separated(whole, file.get_tensor(stored)):
+                        if wanted(name):
+                            yield self._as_compressed_tensors(name, tensor)
 
     def _as_compressed_tensors(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         """Name and content of a tensor; of one of ModelOpt's, as compressed-tensors would have it."""

@@ -117,8 +117,10 @@ def declared_format(quantization: Mapping[str, Any] | None, module: str) -> Held
         quantization: None for a folder that is not quantised.
         module: Its name in the causal LM.
     """
-    if quantization is None or quantization.get("quant_method") == "mxfp4":
+    if quantization is None:
         return "bf16"
+    if quantization.get("quant_method") == "mxfp4":
+        return "mxfp4" if ".experts." in module else "bf16"
     left_out = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
     if any(_matches(pattern, module) for name in left_out for pattern in quantization.get(name) or ()):
         return "bf16"

@@ -32,7 +32,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qerl.errors import QeRLError
-from qerl.families.experts import experts_of, separate_experts
+from qerl.families.experts import experts_of, own_memory, separate_experts
 from qerl.fp4.checkpoint import packed_tensors, quantization_config
 from qerl.fp4.format import BLOCK_FORMATS, BlockFormat, block_format
 from qerl.fp4.groups import fused_group, is_quantized, left_out
@@ -190,6 +190,8 @@ class QeRLQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         if self.failure is not None:
             raise self.failure
+        for _name, experts in experts_of(model):
+            own_memory(experts)
         self.quantization_config.ignore = list(_linears(model))
         self.quantization_config.stored = lambda _: None
         if self.quantization_config.pack is not None:

@@ -1,6 +1,7 @@
 """The config of a model of given sizes, for our own random models and for the folders that peers load."""
 
 from dataclasses import replace
+from typing import Any
 
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -21,6 +22,11 @@ def shape_of(name: str, layers: int = 0) -> "Sizes | PreTrainedConfig":
         return sizes.with_layers(layers) if layers else sizes
     cut = {"num_hidden_layers": layers} if layers else {}
     return AutoConfig.for_model(**PUBLISHED[name] | cut)
+
+
+def declared(name: str) -> dict[str, Any] | None:
+    """What a well-known model's config.json declares of quantised layers; None for nothing."""
+    return PUBLISHED.get(name, {}).get("quantization_config")
 
 
 def sizes_of(shape: "Sizes | PreTrainedConfig") -> Sizes:

@@ -16,10 +16,12 @@ from qerl.families.experts import separate_experts
 from qerl.families.sizes import Sizes
 from qerl.fp4.format import block_format
 from qerl.fp4.linear import PackedLinear
+from qerl.fp4.published import declared_format
 from qerl.lora.adapter import add_lora
 from qerl.measure.model_config import model_config
 from qerl.rollout.paged.binding import Binding
 from qerl.rollout.paged.weights import Decoder
+from qerl.weight_formats import AS_PUBLISHED
 
 Shape: TypeAlias = "Sizes | PreTrainedConfig"
 """Sizes of a decoder like Llama's, or the config of a model of any family."""
@@ -40,7 +42,8 @@ def random_policy(
 
     Args:
         shape: Of the model; see `qerl.measure.model_config.model_config` for sizes.
-        weights: Format of the linear layers, a name of `qerl.weight_formats.FORMATS`.
+        weights: Format of the linear layers, a name of `qerl.weight_formats.FORMATS`; of a config, as it
+            declares its model to be published.
         rank: LoRA rank on all linears; 0 for no adapter.
         positions: Positions of a model that is given by its sizes.
         device: Of the whole model.
@@ -56,6 +59,7 @@ def random_policy(
     with torch.random.fork_rng([] if device == "cpu" else [torch.cuda.current_device()]):
         torch.manual_seed(0)
         _fill(model, weights, device)
+    vars(model.config).pop("quantization_config", None)  # nobody is to load it so
     model.tie_weights()
     for module in model.modules():
         # Scores of heads that are normalised and not scaled would be far too large.
@@ -72,10 +76,12 @@ def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
     """Weights of a model on the meta device, drawn on the device."""
     specs = {run.spec for run in Sizes.of(model.config).runs}
     targets = {linear.name for spec in specs for linear, _ in spec.matrices}
-    for module in list(model.modules()):
+    declared = getattr(model.config, "quantization_config", None)
+    for place, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
-            if name in targets and weights != "bf16":
-                setattr(module, name, _random_linear(child, weights, device))
+            held = declared_format(declared, f"{place}.{name}") if weights == AS_PUBLISHED else weights
+            if name in targets and held != "bf16":
+                setattr(module, name, _random_linear(child, held, device))
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:

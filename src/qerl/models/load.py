@@ -254,7 +254,7 @@ def _check_family(
 ) -> None:
     if reason := families.why_not(config, type(skeleton)):
         raise QeRLError(f"{reason}; use a family of docs/families.md.")
-    families.check_experts(type(skeleton).__name__, checkpoint.names.values(), skeleton)
+    families.check_experts(type(skeleton).__name__, checkpoint.separate_headers, skeleton)
     if targets is not None:
         families.lora_targets(skeleton, targets)
 
@@ -317,8 +317,7 @@ def _quantization_config(
 def _check_shapes(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Refuse tensors that the config wants in another shape, before memory is taken for that."""
     wanted = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
-    for stored, header in checkpoint.headers:
-        name = checkpoint.names.get(stored, "")
+    for name, header in checkpoint.separate_headers.items():
         if header.dtype != "U8" and header.shape != wanted.get(name, header.shape):
             raise _mismatch(name, header.shape, wanted[name], checkpoint.folder)
 

@@ -14,7 +14,7 @@ from qerl.families.layer import Linear, RoutedMLP
 from qerl.families.sizes import PUBLISHED, SIZES, Sizes
 from qerl.families.towers import text_fields
 from qerl.fp4.checkpoint import open_checkpoint, read_config
-from qerl.fp4.published import check_declared, choose_weights, declared_format
+from qerl.fp4.published import Held, check_declared, choose_weights, declared_format
 from qerl.models.hub import LocalModel, local_config
 from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import beyond_host, fastest, fits, propose
@@ -154,7 +154,9 @@ def _read_model(name: str | LocalModel, config: QeRLConfig) -> tuple[Sizes, Weig
     holds them: by its config, and by the headers of its tensors where they are."""
     known = (*SIZES, *PUBLISHED)
     if isinstance(name, str) and name.lower() in known and not Path(name).is_dir():
-        return Sizes.by_name(name.lower()), config.weights or DEFAULT_FORMAT, None
+        sizes, declared = Sizes.by_name(name.lower()), PUBLISHED.get(name.lower(), {})
+        quantization = declared.get("quantization_config")
+        return sizes, *_formats(name, sizes, quantization, {}, config.weights)
     try:
         folder = local_config(name)
     except QeRLError as error:
@@ -163,14 +165,51 @@ def _read_model(name: str | LocalModel, config: QeRLConfig) -> tuple[Sizes, Weig
         raise QeRLError(f"{error} Sizes that are known by name: {', '.join(known)}.") from error
     content, quantization = read_config(folder)
     sizes = Sizes.from_config(text_fields(content))
+    stored: dict[str, Held] = {}
+    if quantization is not None:
+        check_declared(quantization, folder)
+        stored = open_checkpoint(folder).formats if any(folder.glob("*.safetensors")) else {}
+    return sizes, *_formats(name, sizes, quantization, stored, config.weights)
+
+
+def _formats(
+    name: object,
+    sizes: Sizes,
+    quantization: dict[str, Any] | None,
+    stored: dict[str, Held],
+    wanted: WeightFormatName | None,
+) -> tuple[WeightFormatName, int | None]:
+    """The format in which a model is loaded, and bytes of its linears as it is published, if it is quantised.
+
+    Args:
+        name: The user's name for it.
+        sizes: Of the model.
+        quantization: What it declares.
+        stored: Formats of linears whose headers were read.
+        wanted: The user's choice.
+    """
     if quantization is None:
-        return sizes, choose_weights(name, [], config.weights), None
-    check_declared(quantization, folder)
-    stored = open_checkpoint(folder).formats if any(folder.glob("*.safetensors")) else {}
-    linears = [(stored.get(at) or declared_format(quantization, at), x.elements) for at, x in _linears(sizes)]
-    weights = choose_weights(name, [held for held, _ in linears], config.weights)
-    as_loaded = ((FORMATS["bf16" if held == "fp8" else held], elements) for held, elements in linears)
-    return sizes, weights, sum(form.on_engine.matrix_bytes(count) for form, count in as_loaded)
+        return choose_weights(name, [], wanted), None
+    held = [stored.get(place) or declared_format(quantization, place) for place, _ in _linears(sizes)]
+    return choose_weights(name, held, wanted), published_bytes(sizes, quantization, stored)
+
+
+def published_bytes(
+    sizes: Sizes, quantization: dict[str, Any] | None, stored: dict[str, Held] | None = None
+) -> int:
+    """Bytes of a model's linears on the engine, each in the format in which it is published.
+
+    Args:
+        sizes: Of the model.
+        quantization: What its config.json declares.
+        stored: Formats of linears whose headers were read.
+    """
+    held = (
+        ((stored or {}).get(place) or declared_format(quantization, place), linear.elements)
+        for place, linear in _linears(sizes)
+    )
+    as_loaded = ((FORMATS["bf16" if format == "fp8" else format], elements) for format, elements in held)
+    return sum(format.on_engine.matrix_bytes(elements) for format, elements in as_loaded)
 
 
 def _linears(sizes: Sizes) -> Iterator[tuple[str, Linear]]:

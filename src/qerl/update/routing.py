@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.families.experts import experts_of
+from qerl.families.sizes import Sizes
 from qerl.families.table import why_not_described
 
 
@@ -65,7 +66,7 @@ class Routing:
     a gradient.
 
     Args:
-        model: The transformers model where it trains.
+        model: The transformers model where it trains, of a described family.
         replays: Whether routers take the choices that they are given.
     """
 
@@ -121,8 +122,10 @@ def routing_of(model: PreTrainedModel, replays: bool) -> Routing | None:
     return Routing(model, replays) if described and any(experts_of(model)) else None
 
 
-def _routers(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+def _routers(model: Any) -> Iterator[tuple[Any, nn.Module]]:
     """The router of each mixture, and the decoder layer that it is in."""
+    mlp = Sizes.of(model.config.get_text_config(decoder=True)).mixture
+    assert mlp is not None
     for name, _ in experts_of(model):
-        mixture = name.rpartition(".")[0]
-        yield model.get_submodule(f"{mixture}.gate"), model.get_submodule(mixture.rpartition(".")[0])
+        layer = model.get_submodule(name.removesuffix(f".{mlp.EXPERTS}"))
+        yield layer.get_submodule(mlp.router), layer

@@ -61,9 +61,9 @@ def noise_of(model):
 
 def test_completions_are_those_of_the_model(model):
     noise = noise_of(model)
-    params = SamplingParams(max_tokens=6, seed=1)
-    longest = min(90, Sizes.of(model.config).positions - 6)  # of Ministral past its original positions
-    prompts = [torch.randint(2, 128, (count,)).tolist() for count in (longest, 21)]
+    params = SamplingParams(max_tokens=5, seed=1)
+    # Of several passes, longer than a window, and past the original positions of a stretched embedding.
+    prompts = [torch.randint(2, 128, (count,)).tolist() for count in (45, 9)]
     engine = PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE)
     found = engine.generate(prompts, 2, params, noise)
     wanted = PortableEngine(model, 0).generate(prompts, 2, params, noise)

@@ -47,33 +47,54 @@ class Chosen:
         out_SD: fp32, of all places.
         place_TC: int32, the places of each token's experts.
         factor_TC: fp32, what each is multiplied by.
+        expert_TC: int32, each token's experts.
+        bias_ED: fp32, added to an expert's result before it is multiplied; None for nothing.
     """
 
     out_SD: torch.Tensor
     place_TC: torch.Tensor
     factor_TC: torch.Tensor
+    expert_TC: torch.Tensor
+    bias_ED: torch.Tensor | None = None
 
 
 @triton.jit
-def add_chosen(out_SD, place_TC, factor_TC, t, in_t, d, inside, D, C: tl.constexpr):
+def add_chosen(
+    out_SD,
+    place_TC,
+    factor_TC,
+    expert_TC,
+    bias_ED,
+    t,
+    in_t,
+    d,
+    inside,
+    D,
+    C: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """The results of a token's experts by weight, in their order."""
     total = tl.zeros([t.shape[0], d.shape[0]], tl.float32)
     for c in tl.static_range(C):
         place = tl.load(place_TC + t * C + c, mask=in_t, other=0).to(tl.int64)
         factor = tl.load(factor_TC + t * C + c, mask=in_t, other=0.0)
-        total += tl.load(out_SD + place[:, None] * D + d[None, :], mask=inside, other=0.0) * factor[:, None]
+        result = tl.load(out_SD + place[:, None] * D + d[None, :], mask=inside, other=0.0)
+        if BIAS:
+            expert = tl.load(expert_TC + t * C + c, mask=in_t, other=0).to(tl.int64)
+            result += tl.load(bias_ED + expert[:, None] * D + d[None, :], mask=inside, other=0.0)
+        total += result * factor[:, None]
     return total
 
 
 @triton.jit
 def _residual_norm(
     gemm_STN, partials_G, scale_1, xa_TR, b_NR, table_VD, tokens_T,
-    residual_TD, w_D, behind_D, behind_PT, scalar_1, place_TC, factor_TC, a_RK, u_TD, squares_PT, parts_PTR,
-    T, D, N, gain, eps,
+    residual_TD, w_D, behind_D, behind_PT, scalar_1, place_TC, factor_TC, expert_TC, bias_ED,
+    a_RK, u_TD, squares_PT, parts_PTR, T, D, N, gain, eps,
     BEHIND_P: tl.constexpr, BEHIND_PADDED: tl.constexpr, GAIN: tl.constexpr, SCALAR: tl.constexpr,
     S: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     A_RANKS: tl.constexpr, A_PART: tl.constexpr,
-    EMBED: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    EMBED: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -99,7 +120,9 @@ def _residual_norm(
         if GAIN:
             y *= gain
     elif CHOSEN > 0:
-        y += add_chosen(gemm_STN, place_TC, factor_TC, t, in_t, d, inside, D, CHOSEN) * gain
+        y += gain * add_chosen(
+            gemm_STN, place_TC, factor_TC, expert_TC, bias_ED, t, in_t, d, inside, D, CHOSEN, CHOSEN_BIAS
+        )
     elif BEHIND_P > 0 or GAIN:
         out = sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R > 0:
@@ -168,17 +191,18 @@ def residual_norm(
     tokens, width = residual_TD.shape
     block_t, columns, shared = 16, block_d(tokens), shared_bytes(residual_TD)
     table, ids = embedding or (None, None)
-    place_TC, factor_TC = (None, None) if chosen is None else (chosen.place_TC, chosen.factor_TC)
+    place_TC = factor_TC = expert_TC = bias_ED = None
     if chosen is not None:
-        gemm_STN = chosen.out_SD[None]
+        gemm_STN, place_TC, factor_TC = chosen.out_SD[None], chosen.place_TC, chosen.factor_TC
+        expert_TC, bias_ED = chosen.expert_TC, chosen.bias_ED
     behind_D, behind_PT = behind or (None, None)
     normed = 0 if behind_PT is None else behind_PT.shape[0]
     arguments = pointers(
         "residual_norm", residual_TD, gemm_STN=gemm_STN, partials_G=partials_G, scale_1=scale_1,
         xa_TR=b.xa.sum_TR, b_NR=b.b_NR, table_VD=table, tokens_T=ids, residual_TD=residual_TD, w_D=w_D,
         behind_D=behind_D, behind_PT=behind_PT, scalar_1=scalar_1, place_TC=place_TC, factor_TC=factor_TC,
-        a_RK=a.a_RK, u_TD=u_TD,
-        squares_PT=squares_PT, parts_PTR=a.xa.parts_PTR,
+        expert_TC=expert_TC, bias_ED=bias_ED, a_RK=a.a_RK, u_TD=u_TD, squares_PT=squares_PT,
+        parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
     _residual_norm[(triton.cdiv(width, columns), triton.cdiv(tokens, block_t))](
         *arguments, tokens, width, width if gemm_STN is None else gemm_STN.shape[2],
@@ -188,6 +212,7 @@ def residual_norm(
         S=1 if gemm_STN is None else gemm_STN.shape[0],
         **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
         EMBED=embedding is not None, CHOSEN=0 if place_TC is None else place_TC.shape[1],
+        CHOSEN_BIAS=bias_ED is not None,
         PADDED=padded_tokens, BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,
         **dependent(residual_TD),
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """A mixture's layer between its products: who goes to which expert, and the experts' inputs.
 
-    expert, weight = top(softmax(u W_router^T / rms))  # route; the norm before has left u W_router^T in parts
+    expert, weight = top(softmax(u W_router^T / rms + bias))  # route; the norm before has left u W_router^T
     items                                              # arrange: an expert and some of its tokens, each
     x = u of the item's tokens                         # spread
     gate, up = x W_expert^T                            # qerl.kernels.weights.experts
-    h = act(gate) * up                                 # act_items
+    h = act(gate) * up                                 # act_items; biases and clamps as the family has them
     y = h W_expert^T                                   # again; residual_norm adds a token's by weight
 
 An item is an expert with at most M of its tokens, in M places of which the last may be empty. Products go
@@ -24,11 +24,13 @@ intermediate, P parts.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from qerl.families.layer import Clamp
 from qerl.kernels.decode.common import begin, begin_late, inverse_rms, store_operand
 from qerl.kernels.launch import dependent, pointers
 from qerl.kernels.limits import most_items
@@ -66,21 +68,40 @@ class Items:
         return cls(size, new(most, 2), new(1), new(most * size), new(tokens, chosen), factor_TC)
 
 
+class Kept(NamedTuple):
+    """Where a mixture's choices are kept.
+
+    Attributes:
+        slot_T: int32, the slot of each token; -1 for none.
+        kept_SMC: uint8, the experts at each slot, of all M mixtures of the model.
+        number: Of the mixture.
+    """
+
+    slot_T: torch.Tensor
+    kept_SMC: torch.Tensor
+    number: int
+
+
 @triton.jit
 def _route(
-    parts_PTE, squares_PT, expert_TC, weight_TC, slot_T, kept, T, D, eps,
-    KEEPS: tl.constexpr, P: tl.constexpr, P_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    parts_PTE, squares_PT, bias_E, expert_TC, weight_TC, slot_T, kept, T, D, eps, number, mixtures,
+    KEEPS: tl.constexpr, BIAS: tl.constexpr, P: tl.constexpr, P_PADDED: tl.constexpr,
+    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
     E: tl.constexpr, E_PADDED: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
     NORMALIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     e, c, p = tl.arange(0, E_PADDED), tl.arange(0, C_PADDED), tl.arange(0, P_PADDED)
     in_e = e < E
+    if BIAS:
+        bias = tl.load(bias_E + e, mask=in_e, other=0.0)
     begin(PDL)
     at = parts_PTE + (p[:, None] * T + t) * E + e[None, :]
     logit = tl.sum(tl.load(at, mask=(p < P)[:, None] & in_e[None, :], other=0.0), axis=0)
     one = t + tl.arange(0, 1)
     logit *= tl.sum(inverse_rms(squares_PT, one, one < T, T, D, eps, SQ_P, SQ_PADDED), axis=0)
+    if BIAS:
+        logit += bias
     # A row of the batch that nobody uses may hold NaN, of which no number is the largest.
     logit = tl.where(in_e, tl.where(logit == logit, logit, 0.0), -float("inf"))
     left = tl.exp(logit - tl.max(logit, axis=0))
@@ -99,7 +120,7 @@ def _route(
     if KEEPS:
         slot = tl.load(slot_T + t).to(tl.int64)
         if slot >= 0:
-            tl.store(kept + slot * C + c, expert.to(tl.uint8), mask=c < C)
+            tl.store(kept + (slot * mixtures + number) * C + c, expert.to(tl.uint8), mask=c < C)
 
 
 def route(
@@ -111,7 +132,8 @@ def route(
     normalized: bool,
     width: int,
     eps: float,
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bias_E: torch.Tensor | None = None,
+    kept: Kept | None = None,
 ) -> None:
     """Write each token's experts, the heaviest first, and their weights.
 
@@ -123,7 +145,8 @@ def route(
         normalized: Whether a token's weights add up to 1.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
-        kept: (slot of each token, int32, -1 for none; experts at each slot, uint8 [.., C], written).
+        bias_E: fp32, added to the logits.
+        kept: Where the experts of each token are written as well.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -131,13 +154,14 @@ def route(
     parts, tokens, experts = parts_PTE.shape
     chosen, squares = expert_TC.shape[1], squares_PT.shape[0]
     padded, columns = triton.next_power_of_2(parts), triton.next_power_of_2(experts)
-    slot_T, kept_SC = kept or (None, None)
+    slot_T, kept_SMC, number = kept or (None, None, 0)
     arguments = pointers(
-        "route", parts_PTE, parts_PTE=parts_PTE, squares_PT=squares_PT, expert_TC=expert_TC,
-        weight_TC=weight_TC, slot_T=slot_T, kept=kept_SC,
+        "route", parts_PTE, parts_PTE=parts_PTE, squares_PT=squares_PT, bias_E=bias_E, expert_TC=expert_TC,
+        weight_TC=weight_TC, slot_T=slot_T, kept=kept_SMC,
     )  # fmt: skip
     _route[(tokens,)](
-        *arguments, tokens, width, eps, KEEPS=kept is not None,
+        *arguments, tokens, width, eps, number, 1 if kept_SMC is None else kept_SMC.shape[-2],
+        KEEPS=kept is not None, BIAS=bias_E is not None,
         P=parts, P_PADDED=padded, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         E=experts, E_PADDED=columns, C=chosen, C_PADDED=triton.next_power_of_2(chosen),
         NORMALIZED=normalized, num_warps=4 if padded * columns <= 8192 else 8, **dependent(parts_PTE),
@@ -247,9 +271,9 @@ def spread(u_TD: torch.Tensor, items: Items, x: torch.Tensor, in_order: bool) ->
 
 @triton.jit
 def _act_items(
-    y_SN, scale_E2, squares_PT, item_J2, count_1, token_S, h, T, INNER, D, eps,
-    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    y_SN, scale_E2, bias_EN, squares_PT, item_J2, count_1, token_S, h, T, INNER, D, eps, slope, limit,
+    BIAS: tl.constexpr, CLAMP: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    M: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -258,6 +282,10 @@ def _act_items(
     if item < tl.load(count_1):
         expert, used = tl.load(item_J2 + item * 2), tl.load(item_J2 + item * 2 + 1)
         gate_scale, up_scale = tl.load(scale_E2 + expert * 2), tl.load(scale_E2 + expert * 2 + 1)
+        if BIAS:
+            of_expert = bias_EN + expert.to(tl.int64) * (2 * INNER) + n
+            gate_bias = tl.load(of_expert, mask=in_n, other=0.0)
+            up_bias = tl.load(of_expert + INNER, mask=in_n, other=0.0)
         for first in tl.static_range(0, M, BLOCK_M):
             if first < used:
                 row = first + tl.arange(0, BLOCK_M)
@@ -269,7 +297,13 @@ def _act_items(
                 at = y_SN + place[:, None] * (2 * INNER) + n[None, :]
                 gate = tl.load(at, mask=inside, other=0.0).to(tl.float32) * gate_scale * rms[:, None]
                 up = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32) * up_scale * rms[:, None]
-                out = (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty)
+                if BIAS:
+                    gate += gate_bias[None, :]
+                    up += up_bias[None, :]
+                if CLAMP:
+                    gate = tl.minimum(gate, limit)
+                    up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+                out = (gate * tl.sigmoid(gate * slope) * up).to(h.dtype.element_ty)
                 store_operand(h + item.to(tl.int64) * M * INNER, out, row, n, inside, INNER, PADDED)
 
 
@@ -283,8 +317,10 @@ def act_items(
     in_order: bool,
     width: int,
     eps: float,
+    bias_EN: torch.Tensor | None = None,
+    clamp: Clamp | None = None,
 ) -> None:
-    """Write silu(gate) * up of all items, the input of their down projections.
+    """Write silu(gate) * up of all items, or what `clamp` says, the input of their down projections.
 
     Args:
         y_SN: Columns 0..I gate and I..2I up.
@@ -295,6 +331,8 @@ def act_items(
         in_order: Whether it is the latter.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
+        bias_EN: fp32, added to gate and up of each expert.
+        clamp: What stands between the products.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -302,11 +340,13 @@ def act_items(
     (squares, tokens), inner = squares_PT.shape, y_SN.shape[1] // 2
     block_m, block_i = min(16, items.size), 128
     arguments = pointers(
-        "act_items", h, y_SN=y_SN, scale_E2=scale_E2, squares_PT=squares_PT, item_J2=items.item_J2,
-        count_1=items.count_1, token_S=items.token_S, h=h,
+        "act_items", h, y_SN=y_SN, scale_E2=scale_E2, bias_EN=bias_EN, squares_PT=squares_PT,
+        item_J2=items.item_J2, count_1=items.count_1, token_S=items.token_S, h=h,
     )  # fmt: skip
+    slope, limit = clamp or (1.0, 0.0)
     _act_items[(triton.cdiv(inner, block_i), len(items.item_J2))](
-        *arguments, tokens, inner, width, eps, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
+        *arguments, tokens, inner, width, eps, slope, limit, BIAS=bias_EN is not None,
+        CLAMP=clamp is not None, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         M=items.size, PADDED=items.size if in_order else 0, BLOCK_M=block_m, BLOCK_I=block_i, num_warps=4,
         **dependent(h),
     )  # fmt: skip

@@ -227,15 +227,16 @@ def tiling_of_items(size: int, pairs: int, card: Card, rows: int) -> Tiling:
         rows: Outputs of an expert.
     """
     shared = min(176_000, card.shared_bytes - 1024)
+    # Row tiles do not reach from one expert into the next.
+    groups = next(count for count in (2, 3, 1) if not rows % (count * TILE))
+    teams = max(groups, 2)
     if card.math == "wgmma":
-        tall = pairs >= MANY_PAIRS and size <= 16 and not rows % 256
-        if tall:
+        if pairs >= MANY_PAIRS and size <= 16 and not rows % 256:
             return Tiling(4, 4, 4, 4, shared)
-        tiles = 8 if size <= 16 else 4
-        return Tiling(2, 2, tiles, 4, shared)
+        return Tiling(teams, groups, 8 if size <= 16 else 4, 4, shared)
     large = card.shared_bytes >= 128 * 1024
     tiles = (4 if size <= 32 else 2) if large else 2
-    return Tiling(2, 2, tiles, min(4, tiles), shared, fragments=1 if size <= 16 else 2)
+    return Tiling(teams, groups, tiles, min(4, tiles), shared, fragments=1 if size <= 16 else 2)
 
 
 def packed_gemm_of_items(

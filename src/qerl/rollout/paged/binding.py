@@ -32,7 +32,6 @@ from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.experts import DenseExperts, ExpertWeights, NVFP4Experts
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE
-from qerl.kernels.weights.tiles import ROW_MULTIPLE
 from qerl.rollout.paged.adapter import Adapter, check_adapter, inner, linears_of, why_not_with_adapters
 from qerl.rollout.paged.weights import (
     AttentionWeights,
@@ -126,7 +125,7 @@ def _why_not_with_routers(base: PreTrainedModel) -> str | None:
     for name, mixture, spec in _mixtures(base):
         if not isinstance(mixture.experts, Experts):
             return f"the experts of {name} are parameters of transformers' module, not linears of their own"
-        weight, wanted = mixture.gate.weight, (spec.experts, spec.hidden)
+        weight, wanted = mixture.get_submodule(_router(spec)).weight, (spec.experts, spec.hidden)
         if weight.dtype != base.dtype or weight.shape != wanted:
             found = f"{weight.dtype} {list(weight.shape)}"
             return f"the router of {name} is {found}, not {base.dtype} {list(wanted)}"
@@ -141,9 +140,6 @@ def _why_not_with_experts(base: PreTrainedModel) -> str | None:
             return f"{name} is in NF4, in which experts are not multiplied"
         if formats.setdefault(name.partition(RoutedMLP.EXPERTS)[0], type(layer)) is not type(layer):
             return f"{name} is held in another format than other experts of its layer"
-        rows = cast(Any, layer).out_features
-        if isinstance(layer, PackedLinear) and name.endswith("down_proj") and rows % ROW_MULTIPLE:
-            return f"{name} has {rows} outputs, and those of packed experts are multiples of {ROW_MULTIPLE}"
     return None
 
 
@@ -175,6 +171,12 @@ def _mixtures(base: PreTrainedModel) -> Iterator[tuple[str, Any, LayerSpec]]:
         if isinstance(spec.mlp, RoutedMLP):
             place = RoutedMLP.EXPERTS.rpartition(".")[0]
             yield f"model.layers.{index}.{place}", layer.get_submodule(place), spec
+
+
+def _router(spec: LayerSpec) -> str:
+    """The router's name in the module of a mixture."""
+    assert isinstance(spec.mlp, RoutedMLP)
+    return spec.mlp.router.rpartition(".")[2]
 
 
 def _products(base: PreTrainedModel) -> Iterator[tuple[int, Product, list[nn.Module]]]:
@@ -263,7 +265,8 @@ class Binding:
     def _watched(self) -> Iterator[tuple[str, nn.Module]]:
         """What must not be replaced: linears, experts and routers, each with its name."""
         yield from _weights(self._base)
-        yield from ((f"{name}.gate", mixture.gate) for name, mixture, _ in _mixtures(self._base))
+        for name, mixture, spec in _mixtures(self._base):
+            yield f"{name}.{_router(spec)}", mixture.get_submodule(_router(spec))
 
     def _check_offsets(self, norm_offsets: Mapping[str, torch.Tensor]) -> None:
         widths = {name: buffer.numel() for buffer, name, _ in self._norms}
@@ -339,8 +342,15 @@ class Binding:
     def _mixture(self, layer: Any, spec: LayerSpec) -> RoutedWeights:
         assert isinstance(spec.mlp, RoutedMLP)
         experts, products = layer.get_submodule(spec.mlp.EXPERTS), spec.mlp.of_expert(spec.hidden)
-        stacks = [_stack_experts([linears_of(expert, product) for expert in experts]) for product in products]
-        return RoutedWeights(layer.get_submodule(spec.mlp.ROUTER).weight.detach(), *stacks)
+        of_products = [[linears_of(expert, each) for expert in experts] for each in products]
+        gate_up, down = map(_stack_experts, of_products)
+        router: Any = layer.get_submodule(spec.mlp.router)
+        weights = RoutedWeights(router.weight.detach(), gate_up, down)
+        if spec.mlp.bias:
+            gate_up_EN, down_ED = (torch.stack(list(map(_biases, linears))) for linears in of_products)
+            weights.router_bias_E = router.bias.detach().float()
+            weights.gate_up_bias_EN, weights.down_bias_ED = gate_up_EN, down_ED / down.scale_EL
+        return weights
 
     def _delta_net(self, layer: Any, qkvz: Projection, out: Projection) -> DeltaNetWeights:
         module = layer.linear_attn
@@ -434,6 +444,11 @@ def _stack_experts(experts: list[list[Any]]) -> ExpertWeights:
     scale_L = torch.stack([1.0 / part.global_scale[0] for part in parts]) / OUTPUT_SCALE
     shape = sum(layer.out_features for layer in experts[0]), layers[0].in_features
     return NVFP4Experts(tiles, scale_L.view(count, -1), shape)
+
+
+def _biases(linears: list[nn.Module]) -> torch.Tensor:
+    """Of all linears of a product, in fp32."""
+    return torch.cat([cast(torch.Tensor, inner(each).bias).detach().float() for each in linears])
 
 
 def _address(layer: nn.Module) -> int:

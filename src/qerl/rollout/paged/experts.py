@@ -15,7 +15,7 @@ from qerl.families.layer import RoutedMLP
 from qerl.kernels.decode import residual_norm
 from qerl.kernels.decode.launch import LoraA
 from qerl.kernels.decode.residual_norm import Chosen
-from qerl.kernels.decode.route import Items, act_items, arrange, route, spread
+from qerl.kernels.decode.route import Items, Kept, act_items, arrange, route, spread
 from qerl.kernels.limits import item_size
 from qerl.kernels.weights.product import LoraSum
 from qerl.rollout.paged.weights import RoutedWeights
@@ -58,7 +58,7 @@ class Mixtures:
         weights: RoutedWeights,
         u_TD: torch.Tensor,
         squares_PT: torch.Tensor,
-        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+        kept: Kept | None = None,
     ) -> Chosen:
         """The results of all chosen experts.
 
@@ -66,14 +66,15 @@ class Mixtures:
             weights: Of this layer.
             u_TD: Output of the norm, without its 1/rms.
             squares_PT: Of which 1/rms is made.
-            kept: Where the experts of each token are kept, see :func:`route`; None where they are not.
+            kept: Where the experts of each token are kept, None where they are not.
         """
         mlp, items = self._mlp, self._items
         parts_PTE = self._logits.parts_PTR
         assert parts_PTE is not None
         route(
             parts_PTE, squares_PT, self._expert_TC, self._weight_TC,
-            normalized=mlp.normalized, width=self._hidden, eps=self._eps, kept=kept,
+            normalized=mlp.normalized, width=self._hidden, eps=self._eps, bias_E=weights.router_bias_E,
+            kept=kept,
         )  # fmt: skip
         arrange(self._expert_TC, self._weight_TC, weights.down.scale_EL, items)
         spread(u_TD, items, self._x, weights.gate_up.in_order)
@@ -82,10 +83,11 @@ class Mixtures:
         act_items(
             gate_up_SN, weights.gate_up.scale_EL, squares_PT, items, self._h,
             in_order=weights.down.in_order, width=self._hidden, eps=self._eps,
+            bias_EN=weights.gate_up_bias_EN, clamp=mlp.clamp,
         )  # fmt: skip
         out_SD = self._out(self._hidden)
         weights.down.multiply(self._h, items, out_SD)
-        return Chosen(out_SD, items.place_TC, items.factor_TC)
+        return Chosen(out_SD, items.place_TC, items.factor_TC, self._expert_TC, weights.down_bias_ED)
 
     def _out(self, width: int) -> torch.Tensor:
         """Room for a product; the one before is no longer read by then."""

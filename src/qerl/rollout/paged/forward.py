@@ -39,6 +39,7 @@ See qerl.kernels.decode.common for how LoRA and normalisation ride along.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ from qerl.families.layer import Attention, DeltaNet, LayerSpec, RoutedMLP
 from qerl.kernels.decode import act_mul, residual_norm, rope_kv
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
+from qerl.kernels.decode.route import Kept
 from qerl.kernels.decode.sum_product import block_of, sum_product
 from qerl.kernels.limits import PAGE
 from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
@@ -187,6 +189,7 @@ class Forward:
         self._pages = [None if pool == "state" else PAGE for pool in pools]
         self._delta_nets = _delta_nets(decoder, tokens)
         self._mixtures = _mixtures(decoder, tokens)
+        self._mixture_numbers = list(accumulate((s.experts > 0 for s in decoder.sizes.specs), initial=0))
         # By layer and not by description, whose hash takes longer than a launch.
         sums = _lora_sums(decoder, tokens)
         mixers = [layer.spec.mixer for layer in decoder.layers]
@@ -252,7 +255,7 @@ class Forward:
                 assert kind is not None
                 self._attention(layer.spec, layer.mixer, sums, kind, held, inputs)
             self._add_mixed(layer, self._sums[i])
-            self._mlp(i, held)
+            self._mlp(i, cache)
         return self.u_TD
 
     def _delta_net(
@@ -322,7 +325,7 @@ class Forward:
             layer.before_mlp_D, padded, a,
         )  # fmt: skip
 
-    def _mlp(self, i: int, held: tuple[torch.Tensor, ...]) -> None:
+    def _mlp(self, i: int, cache: KVCache) -> None:
         """From the second norm's output to the following layer's first, or to the final norm's."""
         decoder, layer = self.decoder, self.decoder.layers[i]
         if i + 1 < len(decoder.layers):
@@ -334,8 +337,10 @@ class Forward:
         if isinstance(layer.mlp, RoutedWeights):
             assert self._mixtures is not None
             norm = layer.spec.around.before_mlp
-            kind = self._kinds[i]
-            kept = None if kind is None or len(held) < 3 else (self._slots[kind.pool], held[2])
+            pool, kept_BPMC = cache.geometry.pool_of_choices, cache.kept_choices
+            kept = None
+            if pool is not None and kept_BPMC is not None:
+                kept = Kept(self._slots[pool], kept_BPMC, self._mixture_numbers[i])
             chosen = self._mixtures(layer.mlp, self.u_TD, self._squares(norm), kept)
             residual_norm.residual_norm(
                 self.residual_TD, before_D, self.u, self.squares_PT, padded_tokens=padded, chosen=chosen,

@@ -135,6 +135,13 @@ class KVCache:
                 offset += tensors[-1].nbytes
             self.layers.append(tuple(tensors))
 
+    @property
+    def kept_choices(self) -> torch.Tensor | None:
+        """The experts of the tokens of each block, uint8 [blocks, block tokens, mixtures, chosen]; None where
+        none are kept."""
+        keeper = self.geometry.layer_of_choices
+        return None if keeper is None else self.layers[keeper][2]
+
     def choices(self, blocks: list[list[int]], tokens: list[int]) -> np.ndarray:
         """The experts of the tokens in lists of blocks, uint8 [tokens, mixtures, chosen].
 
@@ -142,20 +149,19 @@ class KVCache:
             blocks: Of the pool that keeps them (`KVGeometry.pool_of_choices`).
             tokens: How many of the tokens in each list are read, from the first on.
         """
-        geometry = zip(self.geometry.layers, self.layers, strict=True)
-        held = [own[2] for layer, own in geometry if isinstance(layer, Pages) and layer.chosen]
+        assert self.kept_choices is not None
+        kept_SMC = self.kept_choices.flatten(0, 1)
         places = [np.arange(count) for count in tokens]
         slots = [
             np.asarray(own, np.int64)[place // PAGE] * PAGE + place % PAGE
             for own, place in zip(blocks, places, strict=True)
         ]
         slot_N = torch.from_numpy(np.concatenate(slots))
-        found_NLC = np.empty((len(slot_N), len(held), held[0].shape[-1]), np.uint8)
+        found_NMC = np.empty((len(slot_N), *kept_SMC.shape[1:]), np.uint8)
         for first in range(0, len(slot_N), _READ_TOGETHER):
             here = slice(first, first + _READ_TOGETHER)
-            slot_n = upload(slot_N[here], self._device)
-            found_NLC[here] = torch.stack([each.flatten(0, 1)[slot_n] for each in held], dim=1).cpu()
-        return found_NLC
+            found_NMC[here] = kept_SMC[upload(slot_N[here], self._device)].cpu()
+        return found_NMC
 
     def copy_states(self, sources: Mapping[int, int | None]) -> None:
         """Let blocks have what others have, in all layers that carry a state.

@@ -21,7 +21,7 @@ from math import prod
 from operator import add
 from typing import Literal, NamedTuple, cast
 
-from qerl.families.layer import Attention, DeltaNet, LayerSpec, RoutedMLP
+from qerl.families.layer import Attention, DeltaNet, LayerSpec
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE, STATE_TOKENS, item_size, most_items
 
@@ -179,21 +179,22 @@ class Pages(NamedTuple):
         heads: Of keys, and as many of values.
         size: Numbers of a head per token.
         item_bytes: 2 for bf16, 1 for E4M3.
-        chosen: Experts that each token takes in the layer, which are kept beside its key; 0 for none.
+        choices: (mixtures of the model, experts that each token takes in one), which are kept beside the
+            keys of this layer; None for those of another, or of a model without.
     """
 
     pool: int
     heads: int
     size: int
     item_bytes: int
-    chosen: int = 0
+    choices: tuple[int, int] | None = None
 
     @property
     def arrays(self) -> tuple[Array, ...]:
         """Keys and values of a block, [kv heads, block tokens, head size], and the numbers of the experts
-        [block tokens, chosen], a byte each."""
+        [block tokens, mixtures, chosen], a byte each."""
         keys = (Array((self.heads, PAGE, self.size), self.item_bytes),) * 2
-        return (*keys, Array((PAGE, self.chosen), 1)) if self.chosen else keys
+        return keys if self.choices is None else (*keys, Array((PAGE, *self.choices), 1))
 
 
 class States(NamedTuple):
@@ -237,10 +238,13 @@ class KVGeometry:
     Attributes:
         pools: What each holds.
         layers: What each layer has there.
+        layer_of_choices: The layer whose pages keep the experts of each token, of all mixtures of the model;
+            None where none are kept.
     """
 
     pools: tuple[Pool, ...]
     layers: tuple[Pages | States, ...]
+    layer_of_choices: int | None = None
 
     @classmethod
     def of(cls, sizes: Sizes, item_bytes: int, state_bytes: int = 2) -> "KVGeometry":
@@ -252,23 +256,23 @@ class KVGeometry:
             state_bytes: Bytes per number of states, which are in the activations' dtype.
         """
         pools = tuple(dict.fromkeys(_pool_of(spec.mixer) for spec in sizes.specs))
-        keeps = keeps_choices(sizes)
+        specs, keeper = sizes.specs, _layer_of_choices(sizes)
 
-        def held_by(spec: LayerSpec) -> Pages | States:
-            mixer, mlp = spec.mixer, spec.mlp
-            pool = pools.index(_pool_of(mixer))
+        def held_by(number: int, spec: LayerSpec) -> Pages | States:
+            mixer, pool = spec.mixer, pools.index(_pool_of(spec.mixer))
             if isinstance(mixer, DeltaNet):
                 return States(pool, mixer, state_bytes)
-            chosen = mlp.chosen if keeps and isinstance(mlp, RoutedMLP) else 0
-            return Pages(pool, mixer.kv_heads, mixer.head_size, item_bytes, chosen)
+            choices = None
+            if number == keeper and sizes.mixture is not None:
+                choices = sum(each.experts > 0 for each in specs), sizes.mixture.chosen
+            return Pages(pool, mixer.kv_heads, mixer.head_size, item_bytes, choices)
 
-        return cls(pools, tuple(map(held_by, sizes.specs)))
+        return cls(pools, tuple(held_by(*each) for each in enumerate(specs)), keeper)
 
     @cached_property
     def pool_of_choices(self) -> int | None:
         """The pool whose blocks keep the experts of each token; None where none are kept."""
-        pages = (layer for layer in self.layers if isinstance(layer, Pages))
-        return next((layer.pool for layer in pages if layer.chosen), None)
+        return None if self.layer_of_choices is None else self.layers[self.layer_of_choices].pool
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
@@ -293,11 +297,12 @@ class KVGeometry:
         return Units(few + (many - few) * room // more for few, many in zip(least, wanted, strict=True))
 
 
-def keeps_choices(sizes: Sizes) -> bool:
-    """Whether the experts of each token are kept with its keys: of a model whose mixtures all stand behind
-    attention without a window, whose keys stay as long as the sequence, and have at most 256 experts."""
-    specs = [run.spec for run in sizes.runs if isinstance(run.spec.mlp, RoutedMLP)]
-    return bool(specs) and all(_pool_of(spec.mixer) is None and spec.experts <= 256 for spec in specs)
+def _layer_of_choices(sizes: Sizes) -> int | None:
+    """The first layer with attention without a window, whose pages stay as long as the sequence, of a model
+    with mixtures of at most 256 experts; None where there is none."""
+    if sizes.mixture is None or sizes.mixture.experts > 256:
+        return None
+    return next((i for i, spec in enumerate(sizes.specs) if _pool_of(spec.mixer) is None), None)
 
 
 def _pool_of(mixer: Attention | DeltaNet) -> Pool:

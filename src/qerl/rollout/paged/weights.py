@@ -120,11 +120,17 @@ class RoutedWeights:
 
     Attributes:
         router_ED: In the activations' dtype; frozen.
+        router_bias_E: fp32; None without biases.
+        gate_up_bias_EN: fp32; None without biases.
+        down_bias_ED: fp32, over the factor of each expert's result; None without biases.
     """
 
     router_ED: torch.Tensor
     gate_up: ExpertWeights
     down: ExpertWeights
+    router_bias_E: torch.Tensor | None = None
+    gate_up_bias_EN: torch.Tensor | None = None
+    down_bias_ED: torch.Tensor | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
