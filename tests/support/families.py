@@ -76,7 +76,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 1e4,
-            "factor": 4.0,
+            "factor": 32.0,
             "original_max_position_embeddings": 16,
             "beta_fast": 32.0,
             "beta_slow": 1.0,
