@@ -134,6 +134,9 @@ def tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 def _separated(model: PreTrainedModel) -> PreTrainedModel:
     """The model with its experts as they are once it is loaded: linears of their own."""
+    for module in model.modules():
+        if hasattr(module, "limit"):  # which older versions of transformers do not take from the config
+            module.limit = model.config.swiglu_limit
     merged = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"}
     separate_experts(model)
     for name, module in merged.items():

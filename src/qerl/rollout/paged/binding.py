@@ -123,12 +123,18 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
 def _why_not_with_routers(base: PreTrainedModel) -> str | None:
     """Why the kernels cannot take the experts of one of the layers, or choose among them."""
     for name, mixture, spec in _mixtures(base):
+        assert isinstance(spec.mlp, RoutedMLP)
         if not isinstance(mixture.experts, Experts):
             return f"the experts of {name} are parameters of transformers' module, not linears of their own"
         weight, wanted = mixture.get_submodule(_router(spec)).weight, (spec.experts, spec.hidden)
         if weight.dtype != base.dtype or weight.shape != wanted:
             found = f"{weight.dtype} {list(weight.shape)}"
             return f"the router of {name} is {found}, not {base.dtype} {list(wanted)}"
+        clamp = getattr(mixture.experts[0].gated, "clamp", None)
+        if clamp != spec.mlp.clamp:
+            return (
+                f"the experts of {name} clamp their gates by {clamp}, and by {spec.mlp.clamp} by its config"
+            )
     return None
 
 
