@@ -41,7 +41,7 @@ PATHS = {  # norms, layers whose heads the kernel turns, MLPs
     "llama": (9, 4, 4), "qwen3": (17, 0, 4), "qwen3_5_text": (14, 0, 4), "granite": (9, 4, 4),
     "mistral": (9, 4, 4), "qwen2": (9, 4, 4), "phi3": (9, 0, 4), "gemma3_text": (25, 0, 4),
     "gemma4_text": (25, 0, 4), "ministral3": (9, 0, 4), "smollm3": (9, 3, 4), "olmo3": (17, 0, 4),
-    "granite_swa": (9, 4, 4), "qwen3_moe": (17, 0, 25),
+    "granite_swa": (9, 4, 4), "qwen3_moe": (17, 0, 1),
     "gpt_oss": (9, 0, 0),
 }  # fmt: skip
 PULLS = torch.randn(2, 520, generator=torch.Generator().manual_seed(1))

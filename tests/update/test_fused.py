@@ -36,7 +36,7 @@ from qerl.update import path as update_path
 from qerl.update.attention import NAME, attention_kwargs
 from qerl.update.packed_row import RowBuilder
 from qerl.update.path import Share, find_path
-from tests.support.families import MIXTURE, NAMES, tiny
+from tests.support.families import NAMES, tiny
 from tests.support.models import move_adapter
 from tests.support.segments import use_dense_segments
 
@@ -285,8 +285,8 @@ FAMILY_PATHS = {  # norms, layers whose heads are turned, forward passes that tu
     "ministral3": (9, 0, 0, 4),
     "smollm3": (9, 3, 3, 4),
     "olmo3": (4 * 4 + 1, 0, 0, 4),
-    "qwen3_moe": (4 * 4 + 1, 0, 0, 3 * 4 + 1),  # three layers have experts
-    "gpt_oss": (9, 0, 0, 0),  # its gates are clamped
+    "qwen3_moe": (4 * 4 + 1, 0, 0, 1),  # three layers have experts
+    "gpt_oss": (9, 0, 0, 0),
     "granite_swa": (9, 4, 3, 4),  # a layer that is given no angles runs its own code
 }
 
@@ -312,9 +312,8 @@ def test_families_with_windows_sinks_and_the_like_on_the_kernels(calls, monkeypa
     assert joined.count(1 + 3) == turns, "q, k and v are one product where the kernel turns them"
     names = [name for name, _ in calls]
     counts = [names.count(kernel) for kernel in ("rms_norm", "rotated_heads", "swiglu")]
-    if name == MIXTURE:  # an expert without tokens computes nothing
-        assert counts[-1] <= mlps < counts.pop() + 4
-    assert counts == [norms, turns, mlps][: len(counts)]
+    assert counts == [norms, turns, mlps]
+    assert path.mixtures == Share(*[{"qwen3_moe": 3, "gpt_oss": 4}.get(name, 0)] * 2)
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=2e-5)
     assert found_gradients.keys() == gradients.keys()
     for parameter, gradient in gradients.items():

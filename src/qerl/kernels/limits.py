@@ -31,6 +31,9 @@ MAX_HEAD = 256
 MAX_KEY = 128
 """Widest keys of a delta net: a thread of delta_step.cu has one number of a key."""
 
+EXPERTS_BYTES = 1 << 27
+"""Bytes of the experts that the update dequantises at a time, unless one has more."""
+
 WHOLE_PARTS = 160 * 1024
 """Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from qerl.families.layer import Attention, DeltaNet, LayerSpec, Linear, RoutedMLP
 from qerl.kernels.delta_rule import WORKING_BYTES, numbers_of_key_head
 from qerl.kernels.delta_scan import CHUNK
-from qerl.kernels.limits import MAX_HEAD
+from qerl.kernels.limits import EXPERTS_BYTES, MAX_HEAD
 from qerl.plan.work import FULL, HALF, Work
 
 
@@ -92,12 +92,18 @@ class LayerActivations:
         return self._kept(wide + behind * hidden + 4 * self.work.rank, 1 + behind, inputs)
 
     def _experts(self, mlp: RoutedMLP) -> int:
-        """``2 T C (3 I + D)`` for C experts per token: of each gate, up and their product, and the result,
-        which the gradient of its weight wants; 8 bytes for where it lies, and of the router logits and
-        softmax in fp32."""
+        """``2 T C (2 I + D)`` for C experts per token: of each gate, up and the result, which the gradient of
+        its weight wants; 20 bytes for where it lies, and of the router logits and softmax in fp32. Experts
+        with adapters of their own are computed one by one, and keep ``act(gate) up`` as well."""
         chosen, work = mlp.chosen, self.work
-        per_token = HALF * chosen * (3 * mlp.intermediate + self.spec.hidden) + 8 * chosen
+        inner = 3 if self._adapts_experts else 2
+        per_token = HALF * chosen * (inner * mlp.intermediate + self.spec.hidden) + 20 * chosen
         return work.tokens * (per_token + 2 * FULL * mlp.experts)
+
+    @property
+    def _adapts_experts(self) -> bool:
+        """Whether experts have adapters of their own."""
+        return not {linear.name for linear in self.spec.expert_linears}.isdisjoint(self.work.targets)
 
     def _kept(self, wide: int, single: int, inputs: int) -> int:
         """Bytes of ``wide`` numbers per token in bf16, ``single`` in fp32, and of the inputs that PEFT
@@ -124,12 +130,14 @@ class LayerActivations:
 
     @property
     def _widest_of_mlp(self) -> int:
-        """Numbers per token that the MLP's backward pass has beside what was kept. Of experts those of the
-        results of all that a token has, in the order of experts and in that of tokens, and of their
-        inputs."""
+        """Numbers per token that the MLP's backward pass has beside what was kept. Of all experts of a token
+        gradients of gate and up with that of their product or of the inputs, whichever are more; of experts
+        with adapters those of results, in the order of experts and in that of tokens, and of inputs."""
         mlp, hidden = self.spec.mlp, self.spec.hidden
         if isinstance(mlp, RoutedMLP):
-            return 3 * mlp.chosen * hidden + hidden
+            inner = mlp.intermediate
+            each = 3 * hidden if self._adapts_experts else 2 * inner + max(inner, hidden)
+            return mlp.chosen * each + 2 * hidden
         return 2 * mlp.intermediate + hidden
 
     def _attention_backward(self, m: Attention) -> int:
@@ -164,8 +172,14 @@ class LayerActivations:
 
     @cached_property
     def workspace(self) -> int:
-        """The largest weight in bf16 with R more rows or columns: mostly that of gate and up together."""
-        return HALF * max(self._written_at_once(group) for group in self._groups)
+        """The largest weight in bf16 with R more rows or columns: mostly that of gate and up together. Of
+        experts as many as are dequantised at a time."""
+        largest = HALF * max(self._written_at_once(group) for group in self._groups)
+        mlp = self.spec.mlp
+        if not isinstance(mlp, RoutedMLP) or self._adapts_experts:
+            return largest
+        each = HALF * max(product.outputs * product.inputs for product in mlp.of_expert(self.spec.hidden))
+        return max(largest, each * min(mlp.experts, max(1, EXPERTS_BYTES // each)))
 
     @property
     def _groups(self) -> Iterator[tuple[Linear, ...]]:

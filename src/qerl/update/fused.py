@@ -20,6 +20,7 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
+from qerl.families.experts import Experts, experts_of
 from qerl.kernels.update.gated_norm import gated_norm
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
@@ -28,6 +29,7 @@ from qerl.lora.product import fused_forward, is_16bit_cuda
 from qerl.noise.norms import takes_float32_weight
 from qerl.update import path
 from qerl.update.attention import branch_attention
+from qerl.update.experts import grouped_forward
 
 
 def fuse(model: nn.Module) -> None:
@@ -41,6 +43,8 @@ def fuse(model: nn.Module) -> None:
     for attention in path.attentions(model):
         if isinstance(settings := path.turned_heads(attention), dict):
             attention.forward = types.MethodType(partial(_attention_forward, settings=settings), attention)
+    for _, experts in experts_of(model):
+        cast(Any, experts).forward = types.MethodType(_experts_forward, experts)
     for mlp in path.mlps(model):
         if gate := path.gate_of(mlp):
             mlp.forward = types.MethodType(partial(_mlp_forward, gelu=gate == "gelu"), mlp)
@@ -84,6 +88,14 @@ def _attention_forward(
 def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     fused = None if args or kwargs else fused_forward(x, self)
     return type(self).forward(self, x, *args, **kwargs) if fused is None else fused
+
+
+def _experts_forward(
+    self: Experts, x_TD: torch.Tensor, expert_TC: torch.Tensor, weight_TC: torch.Tensor
+) -> torch.Tensor:
+    if is_16bit_cuda(x_TD) and path.why_not_grouped(self) is None:
+        return grouped_forward(self, x_TD, expert_TC, weight_TC)
+    return type(self).forward(self, x_TD, expert_TC, weight_TC)
 
 
 def _mlp_forward(self: Any, x: torch.Tensor, gelu: bool) -> torch.Tensor:

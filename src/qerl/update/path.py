@@ -25,8 +25,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from qerl.families.experts import Expert, Experts, experts_of
 from qerl.families.layer import Attention, GatedMLP, names
 from qerl.families.parts import eval_mode, layers_with_state
+from qerl.fp4.linear import PackedLinear
 from qerl.kernels.flash import why_not_flash4
 from qerl.kernels.limits import MAX_HEAD
 from qerl.lora.product import why_not_fused
@@ -67,6 +69,7 @@ class UpdatePath:
         norms: RMSNorms.
         rotary: Layers whose rotary embedding takes q, k and v as one product leaves them.
         mlps: SwiGLU blocks.
+        mixtures: Layers whose experts are multiplied in groups.
         products: Layers with an adapter that are one product with it; none in full tuning.
         unfit: Why no kernel can serve this model where it is; empty where they can.
         delta_nets: Layers that carry a state in the place of attention.
@@ -79,6 +82,7 @@ class UpdatePath:
     rotary: Share
     mlps: Share
     products: Share
+    mixtures: Share = Share(0, 0)
     delta_nets: Share = Share(0, 0)
     unfit: str = ""
     why_not_flash4: str = ""
@@ -103,6 +107,7 @@ class UpdatePath:
             "norms": self.norms,
             "rotary embeddings": self.rotary,
             "MLPs": self.mlps,
+            "mixtures": self.mixtures,
             "adapted layers": self.products,
             "gated delta nets": self.delta_nets,
         }
@@ -145,6 +150,7 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
         norms=_share([why_not_norm(norm, formula) for norm, formula in norms(model)]),
         rotary=_share([found if isinstance(found, str) else None for found in heads]),
         mlps=_share([why_not_swiglu(module) for module in mlps(model)]),
+        mixtures=_share([why_not_grouped(module) for _, module in experts_of(model)]),
         products=_share(
             [why_not_fused(m, training=True) for m in model.modules() if isinstance(m, BaseTunerLayer)]
         ),
@@ -272,10 +278,14 @@ def turned_heads(attention: Any) -> dict[str, Any] | str:
 
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """The model's gated MLPs, whose gate and up are two linears or one."""
+    """The model's gated MLPs, whose gate and up are two linears or one, without experts."""
     gate_up, down = (names(places) for places in GatedMLP.PLACES.values())
     either = (*gate_up, *down), (JOINED, *down)
-    return (m for m in model.modules() if any(_has(m, *linears) for linears in either))
+    return (
+        m
+        for m in model.modules()
+        if any(_has(m, *linears) for linears in either) and not isinstance(m, Expert)
+    )
 
 
 def gate_of(mlp: Any) -> str:
@@ -296,6 +306,13 @@ def gate_of(mlp: Any) -> str:
 def why_not_swiglu(mlp: nn.Module) -> str | None:
     """Why an MLP keeps its own code; None where the kernel computes its gate."""
     return None if gate_of(mlp) else f"{type(mlp).__name__} has no gate by SiLU or tanh's GELU"
+
+
+def why_not_grouped(experts: Experts) -> str | None:
+    """Why the experts of a layer are computed one by one; None where they are multiplied in groups."""
+    linears = (linear for expert in experts for linear in expert.children() if hasattr(linear, "in_features"))
+    kinds = {type(linear) for linear in linears} - {PackedLinear, nn.Linear}
+    return f"an expert has a {kinds.pop().__name__}" if kinds else None
 
 
 def _drawn(*columns: int) -> list[torch.Tensor]:

@@ -72,7 +72,7 @@ class NVFP4Experts:
     def multiply(self, x: torch.Tensor, items: Items, out_SN: torch.Tensor) -> None:
         """See `ExpertWeights.multiply`."""
         pairs = items.place_TC.numel()
-        tiling = tiling_of_items(items.size, pairs, card_of(x.device), self.shape[0])
+        tiling = tiling_of_items(items.size, pairs, card_of(x.device), self.shape)
         packed_gemm_of_items(x, self.tiles, items.item_J2, items.count_1, out_SN, tiling, items.size)
 
 

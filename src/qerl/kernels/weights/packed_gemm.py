@@ -214,26 +214,40 @@ MANY_PAIRS = 256
 """Tokens times experts of each from which on blocks have 256 rows of an expert."""
 
 
-def tiling_of_items(size: int, pairs: int, card: Card, rows: int) -> Tiling:
+def _divisor(width: int, most: int) -> int:
+    """The largest number of tiles, up to ``most``, of which stages are full; K is ``width``."""
+    return max(count for count in range(1, most + 1) if not width // TILE % count)
+
+
+def tiling_of_items(size: int, pairs: int, card: Card, shape: tuple[int, int]) -> Tiling:
     """How packed_gemm.cu tiles a product of items.
 
     Qwen3-30B-A3B on an H200, tokens/s of whole steps with 128 and with 256 rows per block: 462 and 419 at one
-    sequence, 1965 and 1834 at 8, 7792 and 7949 at 64, 12469 and 12843 at 128.
+    sequence, 1965 and 1834 at 8, 7792 and 7949 at 64, 12469 and 12843 at 128. gpt-oss-20b, whose experts have
+    45 tiles of K: stages of 4 or 8 tiles 465, 2193, 10682, 17435, as below 495, 2301, 11385, 18786.
 
     Args:
         size: Tokens of an item at most.
         pairs: Tokens times experts of each.
         card: What it runs on.
-        rows: Outputs of an expert.
+        shape: (N, K) of an expert.
     """
-    shared = min(176_000, card.shared_bytes - 1024)
+    rows, width = shape
+    most = card.shared_bytes - 1024
+    shared = min(176_000, most)
     # Row tiles do not reach from one expert into the next.
     groups = next(count for count in (2, 3, 1) if not rows % (count * TILE))
     teams = max(groups, 2)
+    if card.math == "wgmma" and groups != 2:
+        if pairs < MANY_PAIRS and size <= 16:
+            tiles = _divisor(width, 15)
+            return Tiling(3, 1, tiles, -(-tiles // 3), shared)
+        tiles = _divisor(width, 9 if size <= 32 else 5)
+        return Tiling(teams, groups, tiles, min(tiles, 9 if size <= 16 else 3), min(215_000, most))
     if card.math == "wgmma":
         if pairs >= MANY_PAIRS and size <= 16 and not rows % 256:
             return Tiling(4, 4, 4, 4, shared)
-        return Tiling(teams, groups, 8 if size <= 16 else 4, 4, shared)
+        return Tiling(2, 2, 8 if size <= 16 else 4, 4, shared)
     large = card.shared_bytes >= 128 * 1024
     tiles = (4 if size <= 32 else 2) if large else 2
     return Tiling(teams, groups, tiles, min(4, tiles), shared, fragments=1 if size <= 16 else 2)

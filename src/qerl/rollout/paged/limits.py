@@ -63,8 +63,9 @@ mostly 4 T ceil(I / 128) R bytes, for T = 2048 and a 7B 0.04 GB at rank 32 and 0
 
 
 def experts_bytes(sizes: Sizes, rows: int) -> int:
-    """Bytes that the engine keeps for experts' inputs and results, of each number of tokens that it makes
-    passes for: what `qerl.rollout.paged.experts.Mixtures` allocates for experts in four bits.
+    """Bytes that the engine keeps for experts beside their weights: biases in fp32, and inputs and results, of
+    each number of tokens that it makes passes for: what `qerl.rollout.paged.experts.Mixtures` allocates for
+    experts in four bits.
 
     Args:
         sizes: Of the model.
@@ -73,7 +74,8 @@ def experts_bytes(sizes: Sizes, rows: int) -> int:
     mlp, hidden = sizes.mixture, sizes.hidden
     if mlp is None:
         return 0
-    total = 0
+    biased = sum(spec.experts > 0 for spec in sizes.specs) if mlp.bias else 0
+    total = 4 * biased * mlp.experts * (1 + 2 * mlp.intermediate + hidden)
     for tokens in (*PREFILL_TOKENS, *(count for count in ROW_COUNTS if count <= count_for(rows))):
         size = item_size(tokens, mlp.experts, mlp.chosen)
         places = size * most_items(tokens, mlp.experts, mlp.chosen, size)

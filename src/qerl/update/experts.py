@@ -1,0 +1,255 @@
+"""The experts of a mixture in the update: grouped products with weights that are dequantised in chunks.
+
+One by one, each expert has a dequantisation and a product for each of its linears, and again in the backward
+pass: with 128 experts a layer is a thousand launches of little work. Here the pairs of token and expert are
+sorted by expert, and a chunk of some experts is dequantised into the workspace and multiplied by one
+`torch.nn.functional.grouped_mm`, which knows where the pairs of each end. In the backward pass weights are
+written again; the frozen matrices have no gradient, so no input of a product is kept: of each pair what the
+first product gave and what the last one gave.
+
+Where the paged engine has put a layer's experts on top of each other (`qerl.rollout.paged.binding`), a chunk
+is dequantised by one kernel, else linear by linear. Experts that have adapters of their own are computed one
+by one, by the code of `qerl.families.experts`.
+
+Given up: products straight from four bits. Where all experts have work, each weight is read once per pass and
+its 16-bit copy written and read, which takes a tenth of the time of the products themselves.
+
+Shapes: T tokens, C experts per token, S = T C pairs in the order of their experts, E experts, e experts of a
+chunk, L linears of a product, N outputs, K inputs, D hidden, I intermediate size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from qerl.families.experts import Experts
+from qerl.families.layer import Clamp, RoutedMLP
+from qerl.fp4.format import NVFP4
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.storage import PackedTiles
+from qerl.kernels.limits import EXPERTS_BYTES
+from qerl.kernels.update.experts import add_pairs, add_pairs_backward, gate_pairs, gate_pairs_backward
+from qerl.kernels.weights.tiles import Tiles
+from qerl.kernels.workspace import workspace
+
+_NAMES = tuple(name for places in RoutedMLP.PLACES.values() for name in places)
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """One linear of all experts, or gate and up of all, in the order of the experts.
+
+    Attributes:
+        linears: Of all experts, those of an expert next to each other.
+        shape: (N, K) of an expert.
+        factor_EL: fp32, what the outputs of each linear are multiplied by.
+        bias_EN: In the dtype of the linears' own; None without biases.
+        tiles: [E N, K], if they lie in one piece; else None.
+        scale_1: fp32, a power of two by which what the tiles hold is divided.
+    """
+
+    linears: list[Any]
+    shape: tuple[int, int]
+    factor_EL: torch.Tensor
+    bias_EN: torch.Tensor | None
+    tiles: Tiles | None
+    scale_1: torch.Tensor
+
+    @classmethod
+    def of(cls, experts: Experts, names: tuple[str, ...]) -> "Stack":
+        """The stack of these linears of experts that `qerl.update.path.why_not_grouped` allows."""
+        linears: list[Any] = [getattr(expert, name) for expert in experts for name in names]
+        device, tiles = _weight(linears[0]).device, _tiles(linears)
+        scale_1 = torch.ones(1, device=device)
+        if tiles is not None:
+            scale_L = torch.cat([linear.weight_global_scale for linear in linears])
+            scale_1 = scale_L.log2().mean().round().exp2()[None]
+            factor_L = scale_1 / scale_L
+        else:
+            factor_L = torch.tensor([_exact(linear)[1] for linear in linears], device=device)
+        bias_EN = None
+        if linears[0].bias is not None:
+            bias_EN = torch.cat([linear.bias.detach() for linear in linears]).view(len(experts), -1)
+        rows = sum(linear.out_features for linear in linears[: len(names)])
+        shape = rows, linears[0].in_features
+        return cls(linears, shape, factor_L.view(len(experts), -1), bias_EN, tiles, scale_1)
+
+    def dense(self, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
+        """The weights [e, N, K] of the experts from ``first`` up to ``last``, without factors, in the
+        workspace."""
+        (rows, width), count = self.shape, self.factor_EL.shape[1]
+        dense_NK = workspace(((last - first) * rows, width), like)
+        if self.tiles is not None:
+            part = self.tiles.part(first * rows, len(dense_NK))
+            PackedTiles(part, self.scale_1, NVFP4).write_dense(dense_NK)
+        else:
+            linears = self.linears[first * count : last * count]
+            parts = dense_NK.split([linear.out_features for linear in linears])
+            for linear, part_NK in zip(linears, parts, strict=True):
+                _exact(linear)[0](part_NK)
+        return dense_NK.view(last - first, rows, width)
+
+
+def _exact(linear: Any) -> tuple[Callable[[torch.Tensor], Any], float]:
+    """What writes a linear's weight into a 16-bit matrix, exactly, and the factor that is left out."""
+    if not isinstance(linear, PackedLinear):
+        return lambda out_NK: out_NK.copy_(linear.weight.detach()), 1.0
+    weight, factor = linear.exact()
+    return weight.write_dense, factor
+
+
+def _tiles(linears: list[Any]) -> Tiles | None:
+    """The tiles of linears that lie behind each other in one piece of memory; None for others."""
+    if not all(isinstance(linear, PackedLinear) and linear.storage.in_tiles for linear in linears):
+        return None
+    parts = [linear.storage.tiles for linear in linears]
+    if not (_follow([part.codes for part in parts]) and _follow([part.scales for part in parts])):
+        return None
+    groups = sum(len(part.codes) for part in parts)
+    codes, scales = (
+        first.as_strided((groups, *first.shape[1:]), first.stride())
+        for first in (parts[0].codes, parts[0].scales)
+    )
+    return Tiles(codes, scales)
+
+
+def _follow(parts: list[torch.Tensor]) -> bool:
+    """Whether tensors lie behind each other in one piece of memory."""
+    ends = [part.data_ptr() + part.nbytes for part in parts[:-1]]
+    same = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    return same and ends == [part.data_ptr() for part in parts[1:]]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Where the pairs of a batch are.
+
+    Attributes:
+        token_S: int64, each pair's token.
+        expert_S: int32, its expert.
+        place_TC: int32, where each token's pairs are.
+        expert_TC: int32.
+        end_E: int32, where those of each expert end.
+        ends: The same on the host, behind a zero.
+    """
+
+    token_S: torch.Tensor
+    expert_S: torch.Tensor
+    place_TC: torch.Tensor
+    expert_TC: torch.Tensor
+    end_E: torch.Tensor
+    ends: list[int]
+
+    @classmethod
+    def of(cls, expert_TC: torch.Tensor, experts: int) -> "Pairs":
+        """The pairs of tokens that have these experts, of so many."""
+        chosen_P = expert_TC.flatten()
+        expert_S, order_S = chosen_P.sort(stable=True)
+        place_P = torch.empty_like(order_S, dtype=torch.int32)
+        place_P[order_S] = torch.arange(len(order_S), dtype=torch.int32, device=order_S.device)
+        end_E = torch.searchsorted(
+            expert_S, torch.arange(experts, device=expert_S.device), right=True, out_int32=True
+        )
+        return cls(
+            order_S // expert_TC.shape[1], expert_S.int(), place_P.view_as(expert_TC), expert_TC.int(),
+            end_E, [0, *end_E.tolist()],
+        )  # fmt: skip
+
+
+def _multiply(x_SK: torch.Tensor, stack: Stack, pairs: Pairs, transposed: bool) -> torch.Tensor:
+    """Each pair times its expert's weight, x W^T or, if transposed, x W; without factors."""
+    rows, width = stack.shape
+    each = rows * width * x_SK.element_size()
+    count, experts = max(1, EXPERTS_BYTES // each), len(pairs.end_E)
+    out = x_SK.new_empty(len(x_SK), width if transposed else rows)
+    for first in range(0, experts, count):
+        last = min(first + count, experts)
+        begin, end = pairs.ends[first], pairs.ends[last]
+        if begin == end:
+            continue
+        dense_eNK = stack.dense(first, last, x_SK)
+        weight = dense_eNK if transposed else dense_eNK.transpose(1, 2)
+        offsets = pairs.end_E[first:last] - begin
+        out[begin:end] = functional.grouped_mm(x_SK[begin:end], weight, offs=offsets)
+    return out
+
+
+class _Mixture(torch.autograd.Function):
+    """The weighted sum of each token's experts, with gradients for the input and the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        weight_TC: torch.Tensor,
+        expert_TC: torch.Tensor,
+        gate_up: Stack,
+        down: Stack,
+        clamp: Clamp | None,
+    ) -> torch.Tensor:
+        pairs = Pairs.of(expert_TC, len(gate_up.factor_EL))
+        y_SN = _multiply(x_TD[pairs.token_S], gate_up, pairs, False)
+        h_SI = gate_pairs(y_SN, gate_up.factor_EL, gate_up.bias_EN, pairs.expert_S, clamp)
+        z_SD = _multiply(h_SI, down, pairs, False)
+        ctx.save_for_backward(y_SN, z_SD, weight_TC)
+        ctx.pairs, ctx.stacks, ctx.clamp = pairs, (gate_up, down), clamp
+        return add_pairs(
+            z_SD, pairs.place_TC, weight_TC.contiguous(), pairs.expert_TC, down.factor_EL[:, 0], down.bias_EN
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        y_SN, z_SD, weight_TC = ctx.saved_tensors
+        pairs, (gate_up, down) = ctx.pairs, ctx.stacks
+        dz_SD, dweight_TC = add_pairs_backward(
+            dout_TD.contiguous(), z_SD, pairs.place_TC, weight_TC.contiguous(), pairs.expert_TC,
+            down.factor_EL[:, 0], down.bias_EN,
+        )  # fmt: skip
+        dh_SI = _multiply(dz_SD, down, pairs, True)
+        del dz_SD
+        dy_SN = gate_pairs_backward(
+            dh_SI, y_SN, gate_up.factor_EL, gate_up.bias_EN, pairs.expert_S, ctx.clamp
+        )
+        del dh_SI
+        dx_TD = add_pairs(_multiply(dy_SN, gate_up, pairs, True), pairs.place_TC)
+        return dx_TD, dweight_TC.to(weight_TC.dtype), None, None, None, None
+
+
+def grouped_forward(
+    experts: Experts, x_TD: torch.Tensor, expert_TC: torch.Tensor, weight_TC: torch.Tensor
+) -> torch.Tensor:
+    """What `Experts.forward` gives, by grouped products.
+
+    Args:
+        experts: Of a layer, for which `qerl.update.path.why_not_grouped` finds nothing.
+        x_TD: Input.
+        expert_TC: Index of the experts of each token.
+        weight_TC: What the result of each is multiplied with.
+    """
+    clamp = getattr(experts[0].gated, "clamp", None)
+    out_TD = _Mixture.apply(x_TD.contiguous(), weight_TC, expert_TC, *_stacks(experts), clamp)
+    return cast(torch.Tensor, out_TD)
+
+
+_held: WeakKeyDictionary[Experts, tuple[list[int], tuple[Stack, Stack]]] = WeakKeyDictionary()
+
+
+def _stacks(experts: Experts) -> tuple[Stack, Stack]:
+    """The stacks of gate and up and of down, made once for the memory that the experts are in."""
+    ends = (getattr(expert, name) for expert in (experts[0], experts[-1]) for name in _NAMES)
+    place = [_weight(linear).data_ptr() for linear in ends]
+    if experts not in _held or _held[experts][0] != place:
+        gate_up, down = (Stack.of(experts, names) for names in RoutedMLP.PLACES.values())
+        _held[experts] = place, (gate_up, down)
+    return _held[experts][1]
+
+
+def _weight(linear: Any) -> torch.Tensor:
+    """The tensor that holds a linear's weight, packed or not."""
+    return cast(torch.Tensor, linear.weight_packed if isinstance(linear, PackedLinear) else linear.weight)

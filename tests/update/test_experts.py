@@ -1,0 +1,101 @@
+"""Grouped products of experts: what the experts one by one give, in whatever order their bytes lie."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from torch import nn
+
+from qerl.families.experts import ClampedGate, Expert, Experts, Gate
+from qerl.families.layer import Clamp
+from qerl.fp4.format import MXFP4, NVFP4
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import quantize
+from qerl.rollout.paged.binding import _stack_experts
+from qerl.update import experts as grouped
+from qerl.update.path import why_not_grouped
+from tests.support.kernels import DEVICE, GPU
+
+EXPERTS, HIDDEN, INNER, CHOSEN = 6, 128, 64, 3
+BF16 = torch.bfloat16 if GPU else torch.float32
+
+
+def made(order, clamp):
+    """Random experts with biases if they clamp, and the same ones in FP32."""
+    gated = ClampedGate(clamp) if clamp else Gate(nn.SiLU())
+    like = {"bias": clamp is not None, "device": DEVICE, "dtype": torch.float32}
+    experts = Experts(Expert(HIDDEN, INNER, gated, **like) for _ in range(EXPERTS))
+    experts.requires_grad_(False)
+    if order == "dense":
+        return experts.to(BF16), copy.deepcopy(experts).float()
+    for expert in experts:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            linear = getattr(expert, name)
+            packed = quantize(linear.weight.data, MXFP4 if order == "mxfp4" else NVFP4, "rtn")
+            linear.weight.data = PackedLinear.of(packed).dense()
+            setattr(expert, f"{name}_packed", PackedLinear.of(packed, linear.bias))
+    exact = copy.deepcopy(experts)
+    for expert in experts:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(expert, name, expert._modules.pop(f"{name}_packed"))
+    for expert in exact:
+        for name in [name for name in expert._modules if name.endswith("_packed")]:
+            del expert._modules[name]
+    if order != "rows":
+        _stack_experts([[expert.gate_proj, expert.up_proj] for expert in experts])
+        _stack_experts([[expert.down_proj] for expert in experts])
+    return experts.to(BF16), exact
+
+
+def given(tokens):
+    """Input, experts of each token, of which one has nobody, and weights."""
+    x_TD = torch.randn(tokens, HIDDEN, device=DEVICE)
+    scores = torch.rand(tokens, EXPERTS, device=DEVICE)
+    scores[:, 4] = -1
+    return x_TD, scores.topk(CHOSEN).indices, torch.rand(tokens, CHOSEN, device=DEVICE)
+
+
+def computed(forward, x_TD, expert_TC, weight_TC, pull_TD):
+    x_TD, weight_TC = (each.clone().requires_grad_() for each in (x_TD, weight_TC))
+    out_TD = forward(x_TD, expert_TC, weight_TC)
+    (out_TD.double() * pull_TD).sum().backward()
+    return out_TD.detach(), x_TD.grad, weight_TC.grad
+
+
+@pytest.mark.parametrize("clamp", [None, Clamp(1.7, 0.4)])
+@pytest.mark.parametrize("order", ["dense", "rows", "tiles", "mxfp4"])
+@pytest.mark.parametrize("chunk", [1, 3 * 2 * INNER * HIDDEN * BF16.itemsize, 1 << 27])
+def test_groups_give_what_experts_give_one_by_one(monkeypatch, order, clamp, chunk):
+    monkeypatch.setattr(grouped, "EXPERTS_BYTES", chunk)
+    torch.manual_seed(0)
+    experts, exact = made(order, clamp)
+    assert why_not_grouped(experts) is None
+    assert (grouped._stacks(experts)[0].tiles is None) == (order in ("dense", "rows"))
+    for tokens in (1, 33):
+        batch, pull_TD = given(tokens), torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.float64)
+        rounded = batch[0].to(BF16), batch[1], batch[2].to(BF16)
+        found = computed(lambda *args: grouped.grouped_forward(experts, *args), *rounded, pull_TD)
+        wanted = computed(exact, rounded[0].float(), rounded[1], rounded[2].float(), pull_TD)
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert mine.dtype == BF16
+            assert (mine.float() - theirs).norm() < (1e-2 if GPU else 1e-5) * theirs.norm()
+
+
+def test_stacks_are_made_anew_when_experts_move():
+    experts, _ = made("tiles", None)
+    first = grouped._stacks(experts)
+    assert grouped._stacks(experts)[0] is first[0]
+    for expert in experts:
+        expert.down_proj.use(expert.down_proj.storage.to_rows())
+    again = grouped._stacks(experts)
+    assert again[1].tiles is None and again[1] is not first[1]
+
+
+def test_adapted_experts_are_not_grouped():
+    experts, _ = made("dense", None)
+    experts[2].up_proj = nn.Sequential(experts[2].up_proj)
+    experts[2].up_proj.in_features = HIDDEN
+    assert why_not_grouped(experts) == "an expert has a Sequential"
