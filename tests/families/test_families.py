@@ -75,10 +75,6 @@ UNQUANTISED = {
 }
 EXPERTS = {
     "Mixtral": ({"num_local_experts": 2}, "has model.layers.0.block_sparse_moe.experts.0.w1.weight"),
-    "GptOss": (
-        {"num_local_experts": 2, "num_experts_per_tok": 1},
-        "has model.layers.0.mlp.experts, which has the parameters down_proj, down_proj_bias",
-    ),
 }
 """Mixtures that are not read, and why."""
 STATES = {
@@ -156,6 +152,14 @@ def test_experts_in_another_form_are_refused_before_weights_are_read(saved, tmp_
         with pytest.raises(QeRLError, match=f"is a mixture of experts that .*{reason}"):
             load(folder, weights)
     with pytest.raises(QeRLError, match=r"is a mixture of experts that has model\.layers\.0"):
+        quantize_checkpoint(folder, tmp_path / "packed")
+
+
+def test_merged_experts_are_packed_as_they_load_and_not_by_quantize(saved, tmp_path):
+    folder = saved("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1})
+    adapted, model = works(folder, "nvfp4")
+    assert adapted == ATTENTION and len(find_noise_norms(model)) == 4
+    with pytest.raises(QeRLError, match=r"mlp\.experts\.down_proj, .*; set weights: nvfp4"):
         quantize_checkpoint(folder, tmp_path / "packed")
 
 

@@ -42,8 +42,12 @@ KERNELS = {
     "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
     "_route", "_arrange", "_spread", "_act_items", "_product_of_items",
+    "_gate_pairs", "_gate_pairs_backward", "_add_pairs", "_add_pairs_backward",
 }  # fmt: skip
-OF_EXPERTS = {"_route", "_arrange", "_spread", "_act_items", "_product_of_items"}
+OF_EXPERTS = {
+    "_route", "_arrange", "_spread", "_act_items", "_product_of_items",
+    "_gate_pairs", "_gate_pairs_backward", "_add_pairs", "_add_pairs_backward",
+}  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
 OF_GEMMA = {"_sum_product", "_cap_logits"}
 OF_DELTA_NETS = {
@@ -235,8 +239,9 @@ class Recorder:
 def walk(recorder: Recorder, target: int) -> None:
     """Launches the kernels of decode steps, prefill and update as on a GPU of this class."""
     import torch
-    from transformers import Gemma4TextConfig, Qwen3MoeConfig
+    from transformers import Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig
 
+    from qerl.families.layer import Clamp
     from qerl.families.sizes import Sizes
     from qerl.kernels.cards import ARCH, CARDS, card_of
     from qerl.kernels.update.gated_norm import gated_norm
@@ -313,6 +318,15 @@ def walk(recorder: Recorder, target: int) -> None:
         decode(128, 32, 0, fp8=False, prefill=True, shape=mixture)
         DenseExperts.sizes = (16, 64)
         decode(8, 32, 0, fp8=False, shape=mixture)
+        recorder.walk = "experts with biases and clamps"
+        biased = GptOssConfig(
+            vocab_size=5000, hidden_size=576, intermediate_size=320, num_hidden_layers=1,
+            num_attention_heads=8, num_key_value_heads=4, num_local_experts=32, max_position_embeddings=256,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )  # fmt: skip
+        decode(64, 32, 0, fp8=False, shape=biased)
+        pairs(128, 8, 2048, 768, None)
+        pairs(32, 4, 2880, 2880, Clamp(1.7, 7.0))
         recorder.walk = "rank 256"
         decode(128, 256, 128, fp8=True)
         recorder.walk = "gated delta nets"
@@ -332,6 +346,26 @@ def walk(recorder: Recorder, target: int) -> None:
         swiglu(x, x, gelu=True).sum().backward()
         recorder.walk = "few"
         decode(8, 32, 128, fp8=False)
+
+
+def pairs(experts: int, chosen: int, hidden: int, inner: int, clamp: Any) -> None:
+    """Launches what stands around experts' products in the update, with biases if there is a clamp."""
+    import torch
+
+    from qerl.kernels.update.experts import add_pairs, add_pairs_backward, gate_pairs, gate_pairs_backward
+
+    tokens = 4
+    single, half, integer = (
+        partial(torch.empty, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)
+    )
+    y_SN, z_SD = half(tokens * chosen, 2 * inner), half(tokens * chosen, hidden)
+    place_TC, weight_TC = integer(tokens, chosen), half(tokens, chosen)
+    gate_up_bias = half(experts, 2 * inner) if clamp else None
+    of_gate = single(experts, 2), gate_up_bias, integer(tokens * chosen), clamp
+    gate_pairs_backward(gate_pairs(y_SN, *of_gate), y_SN, *of_gate)
+    of_sum = place_TC, weight_TC, place_TC, single(experts), half(experts, hidden) if clamp else None
+    add_pairs_backward(add_pairs(z_SD, *of_sum), z_SD, *of_sum)
+    add_pairs(z_SD, place_TC)
 
 
 def delta_net_step(tokens: int, rank: int) -> None:

@@ -3,13 +3,11 @@
 The descriptions are those of the published config.json, with fewer names in their lists.
 """
 
-import json
 
 import pytest
 import torch
 import transformers
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 
 from qerl.errors import QeRLError
 from qerl.fp4.linear import PackedLinear
@@ -68,10 +66,6 @@ LIGHTNING = MIXED | {
         "backbone.layers.1.mixer.experts": {"quant_algo": "NVFP4", "group_size": 16},
     }
 }
-GPT_OSS = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
-}
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -123,23 +117,6 @@ def test_what_nvidia_publishes_loads_and_trains(tmp_path, family, held, declared
     assert check_model(tmp_path / "base", "nvfp4") == "nvfp4"
 
 
-def gpt_oss(folder) -> None:
-    config = transformers.GptOssConfig(
-        **TINY | {"num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]}
-    )
-    transformers.GptOssForCausalLM(config).save_pretrained(folder)
-    stored = load_file(folder / "model.safetensors")
-    for name in [name for name in stored if name.endswith("_proj") and "experts" in name]:
-        experts, inputs, outputs = stored.pop(name).shape
-        stored[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        stored[f"{name}_scales"] = torch.randint(
-            120, 130, (experts, outputs, inputs // 32), dtype=torch.uint8
-        )
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": GPT_OSS}))
-
-
 def qwen36_experts(folder) -> None:
     config = transformers.Qwen3_5MoeConfig(text_config=TINY | DELTA | EXPERTS, vision_config=QWEN_SIGHT)
     write(folder, qwen36, QWEN36_35B, "modelopt", transformers.Qwen3_5MoeForConditionalGeneration(config))
@@ -160,7 +137,6 @@ def lightning(folder) -> None:
     [
         (qwen36_experts, "layers .linear_attention. that carry a state"),
         (lightning, "layers .* that carry a state"),
-        (gpt_oss, "is a mixture of experts"),
     ],
 )
 @pytest.mark.parametrize("weights", [None, "nvfp4", "as-published", "bf16"])

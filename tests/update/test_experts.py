@@ -78,10 +78,13 @@ def test_groups_give_what_experts_give_one_by_one(monkeypatch, order, clamp, chu
         batch, pull_TD = given(tokens), torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.float64)
         rounded = batch[0].to(BF16), batch[1], batch[2].to(BF16)
         found = computed(lambda *args: grouped.grouped_forward(experts, *args), *rounded, pull_TD)
+        plain = computed(experts, *rounded, pull_TD)
         wanted = computed(exact, rounded[0].float(), rounded[1], rounded[2].float(), pull_TD)
-        for mine, theirs in zip(found, wanted, strict=True):
+        for mine, theirs, right in zip(found, plain, wanted, strict=True):
             assert mine.dtype == BF16
-            assert (mine.float() - theirs).norm() < (1e-2 if GPU else 1e-5) * theirs.norm()
+            # In 16 bits a gate may be on the other side of its limit, and its gradient is another then.
+            allowed = 1.5 * (theirs.float() - right).norm() if GPU else 0
+            assert (mine.float() - right).norm() < allowed + (5e-3 if GPU else 1e-5) * right.norm()
 
 
 def test_stacks_are_made_anew_when_experts_move():

@@ -136,6 +136,11 @@ def quantize_checkpoint(
 def _layers_to_quantize(checkpoint: Checkpoint, format: BlockFormat) -> dict[str, Header]:
     """Qualified name -> header of the weight, of every layer to quantise; all of them fit the format."""
     layers, others = {}, []
+    if merged := set(checkpoint.names.values()) - checkpoint.separate_headers.keys():
+        raise QeRLError(
+            f"{checkpoint.folder} holds the experts of a layer as one tensor ({min(merged)}), which is not "
+            f"written packed; set weights: {format.name} where the model is loaded, which packs them then."
+        )
     check_experts(str(checkpoint.folder), (name for name, _ in checkpoint.headers))
     for shard, headers in checkpoint.shards.items():
         for name, header in headers.items():

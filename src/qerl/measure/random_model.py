@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qerl.families.experts import separate_experts
+from qerl.families.layer import RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.fp4.format import block_format
 from qerl.fp4.linear import PackedLinear
@@ -25,6 +26,11 @@ from qerl.weight_formats import AS_PUBLISHED
 
 Shape: TypeAlias = "Sizes | PreTrainedConfig"
 """Sizes of a decoder like Llama's, or the config of a model of any family."""
+
+ROUTER_SHARPNESS = 4.0
+"""Standard deviation of a random router's logits. With 1 the lightest expert of a token weighs almost as much
+as the heaviest, so that where rounding decides for another one, a random model of many layers gives another
+distribution."""
 
 _LOG_STEPS = math.log(0.001), math.log(0.1)
 """Between these lies the logarithm of a delta net's time step where its gate is 0, as flash-linear-attention
@@ -76,6 +82,11 @@ def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
     """Weights of a model on the meta device, drawn on the device."""
     specs = {run.spec for run in Sizes.of(model.config).runs}
     targets = {linear.name for spec in specs for linear, _ in spec.matrices}
+    routers = {
+        layer.get_submodule(spec.mlp.router)
+        for layer, spec in zip(model.model.layers, Sizes.of(model.config).specs, strict=True)
+        if isinstance(spec.mlp, RoutedMLP)
+    }
     declared = getattr(model.config, "quantization_config", None)
     for place, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
@@ -87,7 +98,8 @@ def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
             if parameter is not None and parameter.is_meta:
                 made = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=device)
                 if made.ndim >= 2:
-                    made.normal_(std=made.shape[-1] ** -0.5)
+                    sharper = ROUTER_SHARPNESS if module in routers else 1.0
+                    made.normal_(std=sharper * made.shape[-1] ** -0.5)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
         own = list(module.parameters(recurse=False))
         if own and all(parameter.ndim < 2 for parameter in own):

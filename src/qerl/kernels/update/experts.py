@@ -24,7 +24,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _gate_and_up(
+def gate_and_up(
     y_SN, factor_E2, bias_EN, s, expert, i, inside, INNER, limit, BIAS: tl.constexpr, CLAMP: tl.constexpr
 ):
     """Gate and up in fp32, and whether each is within its limits."""
@@ -50,7 +50,7 @@ def _gate_pairs(
     s = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, expert = i < INNER, tl.load(expert_S + s).to(tl.int64)
-    gate, up, _, _ = _gate_and_up(y_SN, factor_E2, bias_EN, s, expert, i, inside, INNER, limit, BIAS, CLAMP)
+    gate, up, _, _ = gate_and_up(y_SN, factor_E2, bias_EN, s, expert, i, inside, INNER, limit, BIAS, CLAMP)
     tl.store(h_SI + s * INNER + i, gate * tl.sigmoid(gate * slope) * up, mask=inside)
 
 
@@ -62,7 +62,7 @@ def _gate_pairs_backward(
     s = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, expert = i < INNER, tl.load(expert_S + s).to(tl.int64)
-    gate, up, free_gate, free_up = _gate_and_up(
+    gate, up, free_gate, free_up = gate_and_up(
         y_SN, factor_E2, bias_EN, s, expert, i, inside, INNER, limit, BIAS, CLAMP
     )
     dh = tl.load(dh_SI + s * INNER + i, mask=inside, other=0.0).to(tl.float32)

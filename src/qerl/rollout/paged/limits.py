@@ -63,9 +63,9 @@ mostly 4 T ceil(I / 128) R bytes, for T = 2048 and a 7B 0.04 GB at rank 32 and 0
 
 
 def experts_bytes(sizes: Sizes, rows: int) -> int:
-    """Bytes that the engine keeps for experts beside their weights: biases in fp32, and inputs and results, of
-    each number of tokens that it makes passes for: what `qerl.rollout.paged.experts.Mixtures` allocates for
-    experts in four bits.
+    """Bytes that the engine keeps for experts beside their weights: biases in fp32, and of each number of
+    tokens that it makes passes for inputs and results, as `qerl.rollout.paged.experts.Mixtures` allocates
+    them for experts in four bits.
 
     Args:
         sizes: Of the model.
