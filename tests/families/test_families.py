@@ -159,7 +159,7 @@ def test_merged_experts_are_packed_as_they_load_and_not_by_quantize(saved, tmp_p
     folder = saved("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1})
     adapted, model = works(folder, "nvfp4")
     assert adapted == ATTENTION and len(find_noise_norms(model)) == 4
-    with pytest.raises(QeRLError, match=r"mlp\.experts\.down_proj, .*; set weights: nvfp4"):
+    with pytest.raises(QeRLError, match=r"mlp\.experts\.down_proj\), .*; set weights: nvfp4"):
         quantize_checkpoint(folder, tmp_path / "packed")
 
 
