@@ -3,7 +3,6 @@
 The descriptions are those of the published config.json, with fewer names in their lists.
 """
 
-
 import pytest
 import torch
 import transformers

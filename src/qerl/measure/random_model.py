@@ -27,10 +27,9 @@ from qerl.weight_formats import AS_PUBLISHED
 Shape: TypeAlias = "Sizes | PreTrainedConfig"
 """Sizes of a decoder like Llama's, or the config of a model of any family."""
 
-ROUTER_SHARPNESS = 4.0
+_ROUTER_SHARPNESS = 4.0
 """Standard deviation of a random router's logits. With 1 the lightest expert of a token weighs almost as much
-as the heaviest, so that where rounding decides for another one, a random model of many layers gives another
-distribution."""
+as the heaviest, so that much changes where rounding decides for another one."""
 
 _LOG_STEPS = math.log(0.001), math.log(0.1)
 """Between these lies the logarithm of a delta net's time step where its gate is 0, as flash-linear-attention
@@ -65,6 +64,8 @@ def random_policy(
     with torch.random.fork_rng([] if device == "cpu" else [torch.cuda.current_device()]):
         torch.manual_seed(0)
         _fill(model, weights, device)
+    if Sizes.of(config).mixture is not None:
+        _steady(model)
     vars(model.config).pop("quantization_config", None)  # nobody is to load it so
     model.tie_weights()
     for module in model.modules():
@@ -98,7 +99,7 @@ def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
             if parameter is not None and parameter.is_meta:
                 made = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=device)
                 if made.ndim >= 2:
-                    sharper = ROUTER_SHARPNESS if module in routers else 1.0
+                    sharper = _ROUTER_SHARPNESS if module in routers else 1.0
                     made.normal_(std=sharper * made.shape[-1] ** -0.5)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
         own = list(module.parameters(recurse=False))
@@ -112,6 +113,27 @@ def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
             if buffer is not None and buffer.is_meta:  # a factor of embeddings or of a layer's result
                 value = getattr(module, f"scalar_{name}", 1.0)
                 setattr(module, name, torch.full(buffer.shape, value, device=device))
+
+
+@torch.no_grad()
+def _steady(model: PreTrainedModel) -> None:
+    """Let layers add little to the residual stream, as those of trained models do.
+
+    Otherwise a random mixture of many layers amplifies rounding until two passes in 16 bits have little in
+    common: its routers choose anew in each layer. A gpt-oss of 24 layers and width 256, nats between a sample
+    alone and in a padded batch: 0.26 in BF16, 0.017 with this, 3e-5 in FP32.
+    """
+    steps = round(math.log2((2 * model.config.num_hidden_layers) ** 0.5))
+    model.get_input_embeddings().weight.mul_(model.config.hidden_size**0.5)
+    for name, module in model.named_modules():
+        if not name.endswith(("o_proj", "down_proj")):
+            continue
+        if not isinstance(module, PackedLinear):
+            module.weight.div_(2**steps)
+        elif module.weight_global_scale is not None:
+            module.weight_global_scale.mul_(2**steps)
+        else:
+            module.weight_scale.sub_(steps)
 
 
 def _inverse_softplus(y: torch.Tensor) -> torch.Tensor:

@@ -211,7 +211,7 @@ def _compiled(tiling: Tiling, tokens: int, stages: int, device: int, experts: bo
 
 
 MANY_PAIRS = 256
-"""Tokens times experts of each from which on blocks have 256 rows of an expert."""
+"""Tokens times experts of each from which on blocks have more rows of an expert."""
 
 
 def _divisor(width: int, most: int) -> int:
@@ -220,7 +220,7 @@ def _divisor(width: int, most: int) -> int:
 
 
 def tiling_of_items(size: int, pairs: int, card: Card, shape: tuple[int, int]) -> Tiling:
-    """How packed_gemm.cu tiles a product of items.
+    """How packed_gemm.cu tiles a product of items: stages are full, whatever K is.
 
     Qwen3-30B-A3B on an H200, tokens/s of whole steps with 128 and with 256 rows per block: 462 and 419 at one
     sequence, 1965 and 1834 at 8, 7792 and 7949 at 64, 12469 and 12843 at 128. gpt-oss-20b, whose experts have
@@ -235,22 +235,26 @@ def tiling_of_items(size: int, pairs: int, card: Card, shape: tuple[int, int]) -
     rows, width = shape
     most = card.shared_bytes - 1024
     shared = min(176_000, most)
-    # Row tiles do not reach from one expert into the next.
-    groups = next(count for count in (2, 3, 1) if not rows % (count * TILE))
-    teams = max(groups, 2)
-    if card.math == "wgmma" and groups != 2:
-        if pairs < MANY_PAIRS and size <= 16:
-            tiles = _divisor(width, 15)
-            return Tiling(3, 1, tiles, -(-tiles // 3), shared)
-        tiles = _divisor(width, 9 if size <= 32 else 5)
-        return Tiling(teams, groups, tiles, min(tiles, 9 if size <= 16 else 3), min(215_000, most))
+
+    def groups(*counts: int) -> int:
+        """The first of these numbers of 64 rows that an expert has whole row tiles of, which do not reach
+        from one expert into the next."""
+        return next(count for count in (*counts, 1) if not rows % (count * TILE))
+
+    if card.math == "wgmma" and size <= 16 and pairs >= MANY_PAIRS:
+        count, tiles = groups(3, 4, 2), _divisor(width, 9)
+        return Tiling(max(count, 2), count, tiles, tiles, shared)
+    if card.math == "wgmma" and not (rows % (2 * TILE) or width % (4 * TILE)):
+        return Tiling(2, 2, _divisor(width, 12) if size <= 16 else 4, 4, shared)
+    if card.math == "wgmma" and size <= 16:
+        tiles = _divisor(width, 15)
+        return Tiling(3, 1, tiles, -(-tiles // 3), shared)
     if card.math == "wgmma":
-        if pairs >= MANY_PAIRS and size <= 16 and not rows % 256:
-            return Tiling(4, 4, 4, 4, shared)
-        return Tiling(2, 2, 8 if size <= 16 else 4, 4, shared)
-    large = card.shared_bytes >= 128 * 1024
+        count = groups(3)
+        return Tiling(max(count, 2), count, _divisor(width, 9 if size <= 32 else 5), 3, min(215_000, most))
+    count, large = groups(2, 3), card.shared_bytes >= 128 * 1024
     tiles = (4 if size <= 32 else 2) if large else 2
-    return Tiling(teams, groups, tiles, min(4, tiles), shared, fragments=1 if size <= 16 else 2)
+    return Tiling(max(count, 2), count, tiles, min(4, tiles), shared, fragments=1 if size <= 16 else 2)
 
 
 def packed_gemm_of_items(
