@@ -25,6 +25,7 @@ from qerl.kernels.decode import act_mul, filters, residual_norm, rope_kv
 from qerl.kernels.decode.launch import LoraA, LoraB
 from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import head_positions
+from qerl.kernels.update.experts import gate_pairs, gate_pairs_backward
 from qerl.kernels.update.gated_norm import gated_norm
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
@@ -185,6 +186,19 @@ def swiglu_of_update(work: Work) -> Launch:
     return Launch(lambda: torch.autograd.grad(swiglu(x), x, dy), 3 * _bytes(x) + 2 * _bytes(dy))
 
 
+def gates_of_experts(work: Work) -> Launch:
+    """experts: gates of one pair per token, as wide as the MLP, forward and backward."""
+    t, i = work.tokens, work.sizes.mlp.intermediate
+    y, dh = work.half(t, 2 * i), work.half(t, i)
+    factor_E2, expert_S = work.single(8, 2), torch.arange(t, device=work.device, dtype=torch.int32) % 8
+
+    def run() -> None:
+        gate_pairs(y, factor_E2, None, expert_S, None)
+        gate_pairs_backward(dh, y, factor_E2, None, expert_S, None)
+
+    return Launch(run, 3 * _bytes(y) + 2 * _bytes(dh))
+
+
 def rotation_of_update(work: Work) -> Launch:
     """rotary: queries, keys and values of the update, forward and backward."""
     s, t = work.sizes.attention, work.tokens
@@ -219,6 +233,7 @@ UPDATE = {
     "rms_norm": norm_of_update,
     "gated_norm": gated_norm_of_update,
     "swiglu": swiglu_of_update,
+    "experts": gates_of_experts,
     "rotary": rotation_of_update,
     "token_logps": head_of_update,
 }
