@@ -16,7 +16,7 @@ from qerl.run_folder import table_path
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 from tests.support.agents import tool_tokenizer
-from tests.support.families import DELTA_NETS, MIXTURE, tiny
+from tests.support.families import DELTA_NETS, MIXTURES, tiny
 from tests.support.models import make_tiny_model, make_tiny_tokenizer
 from tests.support.runs import results, run_command, run_python, write_recipe
 
@@ -205,10 +205,12 @@ def forked(tmp_path_factory, tiny_runs):
     make_tiny_tokenizer().save_pretrained(folder / "delta_nets")
     for name, limit in {"states": None, "states_chunks": 30}.items():
         runs[name] = STATES | {"model": str(folder / "delta_nets"), "tokens_per_forward": limit}
-    tiny(MIXTURE).save_pretrained(folder / "mixture")
-    make_tiny_tokenizer().save_pretrained(folder / "mixture")
-    for name, limit in {"experts": None, "experts_chunks": 30}.items():
-        runs[name] = EXPERTS | {"model": str(folder / "mixture"), "tokens_per_forward": limit}
+    for mixture in MIXTURES:
+        tiny(mixture).save_pretrained(folder / f"{mixture}_model")
+        make_tiny_tokenizer().save_pretrained(folder / f"{mixture}_model")
+        for name, limit in {mixture: None, f"{mixture}_chunks": 30}.items():
+            model = str(folder / f"{mixture}_model")
+            runs[name] = EXPERTS | {"model": model, "tokens_per_forward": limit}
     (folder / "tools.py").write_text(ONE_CALLS)
     (folder / "odd.py").write_text(SAME_LOGS)
     runs["tools"] = TOOLS | {
@@ -299,7 +301,10 @@ def test_the_quantile_of_entropies_is_one_of_both_processes(forked):
         torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "adapted"), [("states", "in_proj_qkv"), ("experts", "experts.0.down_proj")])
+@pytest.mark.parametrize(
+    ("kind", "adapted"),
+    [("states", "in_proj_qkv"), *((mixture, "experts.0.down_proj") for mixture in MIXTURES)],
+)
 def test_layers_of_other_kinds_train_on_two_processes(forked, kind, adapted):
     """In chunks prompts are computed anew, states with them, and the result is the same. Chunks, like
     processes, have experts to which no token goes."""

@@ -49,9 +49,7 @@ def test_a_model_fits_on_the_gpus_of_its_header_and_on_no_other(name, console):
     said, variant = {int(size) for size in re.findall(r"\d+", cards)}, by.rpartition(" ")[2]
     sizes = SIZES.get(name, name)
     planned = {
-        gpu
-        for gpu in (24, 32, 48, 80)
-        if fits(plan_command(sizes, ["gsm8k", variant], {}, gpu, console))
+        gpu for gpu in (24, 32, 48, 80) if fits(plan_command(sizes, ["gsm8k", variant], {}, gpu, console))
     }
     assert said == planned
 
