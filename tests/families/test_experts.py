@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qerl.errors import QeRLError
-from qerl.families.experts import Experts, experts_of
+from qerl.families.experts import Experts, experts_of, separated
 from qerl.fp4.format import MXFP4, NVFP4
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
@@ -28,6 +28,14 @@ MIXTURES = {
     "qwen3_moe": {},
     "qwen2_moe": {"shared_expert_intermediate_size": 48},
     "olmoe": {"intermediate_size": 32},
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "shared_expert_intermediate_size": 48,
+    },
     "gpt_oss": {"num_local_experts": 6, "sliding_window": 8, "swiglu_limit": 0.3, "intermediate_size": 32},
 }
 PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
@@ -204,6 +212,20 @@ def test_merged_experts_in_mxfp4_keep_their_bytes_and_are_what_transformers_make
         load_model(tmp_path, "nvfp4", torch.float32, "cpu")
 
 
+@pytest.mark.parametrize(("family", "alternate"), [("gpt_oss", True), ("qwen3_5_moe_text", False)])
+def test_merged_experts_in_16_bits_are_cut_into_views(family, alternate):
+    """Of tensors that are as large as a file's, nothing is copied."""
+    merged = torch.randn(3, 8, 10) if alternate else torch.randn(3, 10, 8)  # of 8 inputs and 2 x 5 outputs
+    found = dict(separated(family, "model.layers.7.mlp.experts.gate_up_proj", merged))
+    assert len(found) == 3 * 2 and all(part.shape == (5, 8) for part in found.values())
+    rows_10 = merged[2].T if alternate else merged[2]
+    up = found["model.layers.7.mlp.experts.2.up_proj.weight"]
+    assert torch.equal(up, rows_10[1::2] if alternate else rows_10[5:])
+    assert all(part.untyped_storage().data_ptr() == merged.data_ptr() for part in found.values())
+    plain = separated("qwen3_moe", "model.layers.7.mlp.experts.gate_up_proj", merged)
+    assert [name for name, _ in plain] == ["model.layers.7.mlp.experts.gate_up_proj"]
+
+
 def _merged(model):
     return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
 
@@ -252,7 +274,8 @@ def test_adapters_are_saved_for_each_expert_and_load_here_and_around_merged_expe
     with torch.no_grad():
         wanted = logits(model)
         equal(logits(load_adapter(load(folder), tmp_path / "adapter")), wanted, atol=0)
-        if theirs.config.model_type not in ("qwen2_moe", "gpt_oss"):  # whose experts PEFT 0.21 does not know
+        # Whose experts PEFT 0.21 does not know, or whose shared ones it takes for them.
+        if theirs.config.model_type not in ("qwen2_moe", "gpt_oss", "qwen3_5_moe_text"):
             equal(logits(PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))), wanted)
 
 
@@ -283,7 +306,7 @@ def test_what_does_not_pack_experts_is_refused(folder):
 
 def test_an_adapter_that_peft_would_misplace_is_told(folder, caplog):
     model = add_lora(load(folder), 4, 8, 0.0)
-    shared = model.config.model_type == "qwen2_moe"
+    shared = model.config.model_type in ("qwen2_moe", "qwen3_5_moe_text")
     assert ("may take that of model.layers.0.mlp.shared_expert" in caplog.text) is shared
     assert all(".experts." not in name for name, p in model.named_parameters() if p.requires_grad)
 

@@ -62,8 +62,8 @@ def test_the_heaviest_experts_of_each_token_are_chosen(tokens, experts, chosen, 
     slot_T = torch.arange(tokens, dtype=torch.int32, device=DEVICE).flip(0) - 1  # the last is of nobody
     kept = Kept(slot_T, torch.full((tokens, 3, chosen), 255, dtype=torch.uint8, device=DEVICE), 1)
     route(
-        parts_PTE, squares_PT, expert_TC, weight_TC, normalized=normalized, width=width, eps=EPS,
-        bias_E=bias_E, kept=kept,
+        parts_PTE, squares_PT, expert_TC, weight_TC, experts=experts, normalized=normalized, width=width,
+        eps=EPS, bias_E=bias_E, kept=kept,
     )  # fmt: skip
     rms_T1 = (squares_PT.double().sum(0) / width + EPS).sqrt()[:, None]
     logits = parts_PTE.double().sum(0) / rms_T1 + (0 if bias_E is None else bias_E.double())
@@ -81,7 +81,7 @@ def test_a_row_that_nobody_uses_may_hold_anything():
     expert_TC = torch.full((2, 2), -1, dtype=torch.int32, device=DEVICE)
     route(
         parts_PTE, torch.ones(1, 2, device=DEVICE), expert_TC, poison(2, 2),
-        normalized=True, width=64, eps=EPS,
+        experts=4, normalized=True, width=64, eps=EPS,
     )  # fmt: skip
     assert torch.equal(expert_TC[1], torch.tensor([0, 1], dtype=torch.int32, device=DEVICE))
 

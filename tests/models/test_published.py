@@ -16,6 +16,7 @@ from qerl.plan.settings import plan_settings
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
+from tests.support.families import of_expert
 from tests.support.models import TINY, move_adapter
 from tests.support.published import write
 from tests.support.wrappers import QWEN_SIGHT, make_wrapper, text_logits
@@ -116,9 +117,31 @@ def test_what_nvidia_publishes_loads_and_trains(tmp_path, family, held, declared
     assert check_model(tmp_path / "base", "nvfp4") == "nvfp4"
 
 
-def qwen36_experts(folder) -> None:
-    config = transformers.Qwen3_5MoeConfig(text_config=TINY | DELTA | EXPERTS, vision_config=QWEN_SIGHT)
-    write(folder, qwen36, QWEN36_35B, "modelopt", transformers.Qwen3_5MoeForConditionalGeneration(config))
+def test_experts_beside_a_shared_one_load_out_of_a_wrapper(tmp_path):
+    """Qwen3.6 35B-A3B with its experts, the shared ones and the head in four bits."""
+    shared = {"shared_expert_intermediate_size": 48}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=TINY | DELTA | EXPERTS | shared, vision_config=QWEN_SIGHT
+    )
+    made = transformers.Qwen3_5MoeForConditionalGeneration(config).eval()
+    held = lambda module: None if module.endswith("gate") else qwen36(module)  # noqa: E731
+    wrapper, dense = write(tmp_path, held, QWEN36_35B, "modelopt", made)
+    for module, weight in dense.items():
+        place = module.replace("language_model.model", "model.language_model")
+        merged, _, own = place.partition(".experts.")
+        if own:
+            number, linear = own.split(".")
+            experts = wrapper.get_submodule(f"{merged}.experts")
+            of_expert(experts, int(number))[linear]["weight"].data.copy_(weight)
+        else:
+            wrapper.get_submodule(place).weight.data = weight.float()
+    texts = torch.randint(3, 128, (2, 20))
+    model = load_model(tmp_path, None, torch.float32, "cpu")
+    packed = [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+    assert len(packed) == 2 * (4 + 1) * 3 and all("expert" in name for name in packed)
+    torch.testing.assert_close(text_logits(model, texts), text_logits(wrapper, texts), rtol=0, atol=1e-4)
+    whole = load_model(tmp_path, "nvfp4", torch.float32, "cpu")
+    assert isinstance(whole.model.layers[1].self_attn.o_proj, PackedLinear)
 
 
 def lightning(folder) -> None:
@@ -134,7 +157,6 @@ def lightning(folder) -> None:
 @pytest.mark.parametrize(
     ("make", "layers"),
     [
-        (qwen36_experts, "layers .linear_attention. that carry a state"),
         (lightning, "layers .* that carry a state"),
     ],
 )

@@ -67,6 +67,19 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "initializer_range": 0.1,  # at 0.2 transformers' own FP32 is off by up to 2e-5
     },
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "initializer_range": 0.05,
+    },
     "gpt_oss": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

@@ -110,7 +110,11 @@ def test_noise_reaches_the_norms_in_front_of_linears_in_their_own_scale(name):
         norm.endswith(("q_norm", "k_norm", "v_norm", *after)) for norm in norms
     )
     norm = model.get_submodule(norms[0])
-    factor = (1 + norm.weight if name in ("gemma3_text", DELTA_NETS) else norm.weight).detach().abs()
+    factor = (
+        (1 + norm.weight if name in ("gemma3_text", DELTA_NETS, "qwen3_5_moe_text") else norm.weight)
+        .detach()
+        .abs()
+    )
     torch.testing.assert_close(magnitude(norm), factor)
     clean, x = norm(torch.ones(1, 64)), torch.ones(1, 64)
     with noisy_norms(model, drawn_Z):

@@ -287,6 +287,7 @@ FAMILY_PATHS = {  # norms, layers whose heads are turned, forward passes that tu
     "olmo3": (4 * 4 + 1, 0, 0, 4),
     "qwen3_moe": (4 * 4 + 1, 0, 0, 1),  # three layers have experts
     "gpt_oss": (9, 0, 0, 0),
+    "qwen3_5_moe_text": (11, 0, 0, 4),  # shared experts
     "granite_swa": (9, 4, 3, 4),  # a layer that is given no angles runs its own code
 }
 
@@ -313,7 +314,7 @@ def test_families_with_windows_sinks_and_the_like_on_the_kernels(calls, monkeypa
     names = [name for name, _ in calls]
     counts = [names.count(kernel) for kernel in ("rms_norm", "rotated_heads", "swiglu")]
     assert counts == [norms, turns, mlps]
-    assert path.mixtures == Share(*[{"qwen3_moe": 3, "gpt_oss": 4}.get(name, 0)] * 2)
+    assert path.mixtures == Share(*[{"qwen3_moe": 3, "gpt_oss": 4, "qwen3_5_moe_text": 4}.get(name, 0)] * 2)
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=2e-5)
     assert found_gradients.keys() == gradients.keys()
     for parameter, gradient in gradients.items():

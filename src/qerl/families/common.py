@@ -40,8 +40,8 @@ def layer(
     config: Any, mixer: Attention | DeltaNet, mlp: GatedMLP | RoutedMLP | None = None, **fields: Any
 ) -> LayerSpec:
     """A layer with this mixer and, unless given, a SwiGLU by the config."""
-    swiglu = GatedMLP(config.intermediate_size, bool(getattr(config, "mlp_bias", False)))
-    return LayerSpec(config.hidden_size, mixer, mlp or swiglu, **fields)
+    mlp = mlp or GatedMLP(config.intermediate_size, bool(getattr(config, "mlp_bias", False)))
+    return LayerSpec(config.hidden_size, mixer, mlp, **fields)
 
 
 def decoder(config: Any, layers: list[LayerSpec], **fields: Any) -> Sizes:

@@ -202,7 +202,10 @@ class Layout(NamedTuple):
     alternating: bool
 
 
-_LAYOUTS = {"gpt_oss": Layout(transposed=True, alternating=True)}
+_LAYOUTS = {
+    "gpt_oss": Layout(transposed=True, alternating=True),
+    "qwen3_5_moe_text": Layout(transposed=False, alternating=False),
+}
 """By ``model_type`` of the text decoder; others name each expert."""
 
 _MERGED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias|)")

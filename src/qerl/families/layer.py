@@ -33,8 +33,10 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """The last part of its name, as LoRA's targets are given."""
-        return self.place.rpartition(".")[2]
+        """The last part of its name, as LoRA's targets are given; of shared experts with their module's, for
+        other experts have linears of the same last names."""
+        words = self.place.split(".")
+        return ".".join(words[-2 if "shared_expert" in words else -1 :])
 
     @property
     def elements(self) -> int:
@@ -264,6 +266,11 @@ class GatedMLP:
     JOINED: ClassVar[str] = "mlp.gate_up_proj"
 
     @property
+    def inner(self) -> int:
+        """Numbers between its products, which are computed for all tokens."""
+        return self.intermediate
+
+    @property
     def summed(self) -> set[str]:
         """Products that are added up before anything reads them."""
         return {"gate_up", "down"} if self.bias else set()
@@ -305,6 +312,8 @@ class RoutedMLP:
         bias: True if router and experts have biases.
         clamp: What stands between an expert's products; None for ``silu(gate) up``.
         router: Place of the router.
+        shared: Intermediate size of a gated MLP that all tokens go through beside their experts, by the
+            sigmoid of a linear of one output; 0 without one.
     """
 
     intermediate: int
@@ -314,11 +323,22 @@ class RoutedMLP:
     bias: bool = False
     clamp: Clamp | None = None
     router: str = "mlp.gate"
+    shared: int = 0
     activation: ClassVar[Literal["silu"]] = "silu"
     fused: ClassVar[bool] = False
 
     PLACES: ClassVar[Places] = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
     EXPERTS: ClassVar[str] = "mlp.experts"
+    SHARED: ClassVar[Places] = {
+        "gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        "down": ("mlp.shared_expert.down_proj",),
+    }
+    SHARED_GATE: ClassVar[str] = "mlp.shared_expert_gate"
+
+    @property
+    def inner(self) -> int:
+        """Numbers between its products that are computed for all tokens."""
+        return self.shared
 
     @property
     def summed(self) -> set[str]:
@@ -326,8 +346,13 @@ class RoutedMLP:
         return set()
 
     def products(self, hidden: int) -> tuple[Product, ...]:
-        """None: no linear of it is computed for all tokens."""
-        return ()
+        """Those of the shared MLP: no linear of an expert is computed for all tokens."""
+        if not self.shared:
+            return ()
+        return (
+            _product("gate_up", self.SHARED["gate_up"], (self.shared,) * 2, hidden, False),
+            _product("down", self.SHARED["down"], (hidden,), self.shared, False),
+        )
 
     def of_expert(self, hidden: int) -> tuple[Product, Product]:
         """The products of an expert; places are names within it."""
@@ -417,7 +442,8 @@ class LayerSpec:
     @property
     def dense(self) -> int:
         """Elements of what stays in 16 bits beside linears, norms and biases."""
-        return self.mixer.dense(self.hidden) + self.experts * self.hidden
+        gates = self.experts + (isinstance(self.mlp, RoutedMLP) and self.mlp.shared > 0)
+        return self.mixer.dense(self.hidden) + gates * self.hidden
 
     @property
     def biases(self) -> int:

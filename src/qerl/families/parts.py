@@ -8,7 +8,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-WITH_STATE = {"qwen3_5_text": "linear_attention"}
+WITH_STATE = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "linear_attention")
 """By ``model_type`` the type of layers whose state is carried on at the borders of samples: gated delta nets,
 in the update by `qerl.update.delta_net`, in rollouts by either engine."""
 

@@ -1,14 +1,15 @@
-"""Qwen3.5, 3.6 and 3.8, dense: three of four layers are gated delta nets, every fourth has gated attention.
+"""Qwen3.5, 3.6 and 3.8: three of four layers are gated delta nets, every fourth has gated attention.
 
 The attention gates each head by a second half of its query's projection, normalises queries and keys, and
 turns a quarter of each head. Positions are three per token, for text, height and width; on text they are
-equal. All norms but that of a delta net's output multiply by 1 + w.
+equal. All norms but that of a delta net's output multiply by 1 + w. Those with experts have them in all
+layers, beside a shared one.
 """
 
 from typing import Any
 
 from qerl.families.common import attention, decoder, layer, rotary
-from qerl.families.layer import DeltaNet
+from qerl.families.layer import DeltaNet, RoutedMLP
 from qerl.families.sizes import Sizes
 
 
@@ -23,4 +24,10 @@ def sizes(config: Any) -> Sizes:
     )
     full = attention(config, qk_norm="head", gated=True, rotary=rotary(config))
     mixers = [delta_net if kind == "linear_attention" else full for kind in config.layer_types]
-    return decoder(config, [layer(config, mixer) for mixer in mixers], unit_offset=True)
+    mlp = None
+    if config.model_type == "qwen3_5_moe_text":
+        mlp = RoutedMLP(
+            config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok, normalized=True,
+            shared=config.shared_expert_intermediate_size,
+        )  # fmt: skip
+    return decoder(config, [layer(config, mixer, mlp) for mixer in mixers], unit_offset=True)

@@ -291,6 +291,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "qwen3.6-27b": _QWEN36_27B,
     "qwen3.8-27b": _QWEN36_27B,
+    "qwen3.6-35b-a3b": {
+        "model_type": "qwen3_5_moe_text", "max_position_embeddings": 262144, "rope_parameters": _QWEN35_ROPE,
+    },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128,
         "norm_topk_prob": True, "max_position_embeddings": 40960, "rope_theta": 1e6,

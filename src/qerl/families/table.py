@@ -43,6 +43,11 @@ FAMILIES = {
     "qwen3_5_text": Family(
         "Qwen3.5, 3.6, 3.8", qwen.sizes, "`Qwen3_5ForConditionalGeneration`, also in ModelOpt's mixed NVFP4"
     ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3.5 and 3.6 with experts",
+        qwen.sizes,
+        "`Qwen3_5MoeForConditionalGeneration`, experts merged or one by one",
+    ),
     "gemma3_text": Family("Gemma 3", gemma.sizes3, "causal LM (270M, 1B); `Gemma3ForConditionalGeneration`"),
     "gemma4_text": Family(
         "Gemma 4", gemma.sizes4, "`Gemma4ForConditionalGeneration`, also in ModelOpt's NVFP4"

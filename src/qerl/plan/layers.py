@@ -82,9 +82,10 @@ class LayerActivations:
         around = self.spec.around
         behind = bool(around.behind_mixer) + bool(around.behind_mlp)
         if isinstance(mlp, RoutedMLP):
-            return self._experts(mlp) + self._kept(
-                (2 + behind) * hidden + self.work.rank, 1 + behind, last.inputs
-            )
+            wide = (2 + behind) * hidden + self.work.rank
+            if mlp.shared:  # beside them gate, up and product of the shared MLP, its result, and x A^T
+                wide += 3 * mlp.shared + hidden + 3 * self.work.rank
+            return self._experts(mlp) + self._kept(wide, 1 + behind, last.inputs)
         intermediate = mlp.intermediate
         wide, inputs = 2 * hidden + 3 * intermediate, 2 * hidden + last.inputs + intermediate
         if self.work.why_not_fused:

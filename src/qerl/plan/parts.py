@@ -14,7 +14,7 @@ LoRA rank, V vocabulary.
 from dataclasses import dataclass
 from functools import cached_property
 
-from qerl.families.layer import Attention, DeltaNet
+from qerl.families.layer import Attention, DeltaNet, RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import pad_rank
 from qerl.kernels.tensors import head_positions
@@ -79,13 +79,16 @@ class Adapter:
 
     @property
     def copies(self) -> int:
-        """Bytes of the engine's copies: LoRA of all linears and the linears of delta nets' gates in bf16, R
-        padded, norms, the rotary tables and what delta nets have beside linears in fp32."""
+        """Bytes of the engine's copies: LoRA of all linears, R padded, the linears of delta nets' gates and
+        the routers beside shared experts in bf16; norms, the rotary tables and what delta nets have beside
+        linears in fp32."""
         sizes, mixers = self.sizes, [spec.mixer for spec in self.sizes.specs]
         nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNet)]
         tables = {mixer.rotary for mixer in mixers if isinstance(mixer, Attention)}
         angles = sizes.positions * sum(2 * rotary.pairs for rotary in tables if rotary)
         narrow = sum(net.gates(sizes.hidden) for net in nets)
+        routed = [spec.mlp for spec in sizes.specs if isinstance(spec.mlp, RoutedMLP)]
+        narrow += sum((mlp.experts + 1) * sizes.hidden for mlp in routed if mlp.shared)
         single = sizes.norms + angles + sum(net.constants for net in nets)
         wide = sum(run.layers * (x.inputs + x.outputs) for run in sizes.runs for x in run.spec.linears)
         return HALF * (pad_rank(self.rank) * wide + narrow) + FULL * single

@@ -29,7 +29,7 @@ def _act_mul(
     gemm_STN, partials_G, scale_2, squares_PT, xa_TR, b_NR, a_RK, h_TI, parts_PTR,
     T, N, INNER, D, eps,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
-    R: tl.constexpr, PART: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
+    R: tl.constexpr, R_TOTAL: tl.constexpr, PART: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     FUSED: tl.constexpr, GELU: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr, ROUNDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,10 +54,8 @@ def _act_mul(
         gate = sum_partials(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S) * gate_scale
         up = sum_partials(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S) * up_scale
         if R > 0:
-            gate += apply_b(xa_TR, 0, gate_b, b_NR, n, in_n, t, in_t, LINEARS * R, R, PART)
-            up += apply_b(
-                xa_TR, (LINEARS - 1) * R, up_b, b_NR, INNER + n, in_n, t, in_t, LINEARS * R, R, PART
-            )
+            gate += apply_b(xa_TR, 0, gate_b, b_NR, n, in_n, t, in_t, R_TOTAL, R, PART)
+            up += apply_b(xa_TR, (LINEARS - 1) * R, up_b, b_NR, INNER + n, in_n, t, in_t, R_TOTAL, R, PART)
         gate *= rms[:, None]
         up *= rms[:, None]
         bent = gate
@@ -110,7 +108,8 @@ def act_mul(
         fused: True if one linear with one adapter makes both.
         padded_tokens: Tokens that ``h_TI`` has room for in the order of ``packed_gemm``; 0 for [T, I].
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
-        b: LoRA of gate and up: B of gate on top of B of up, and the sum x A^T [T, 2 R] of both, or [T, R].
+        b: LoRA of gate and up: B of gate on top of B of up, and the sum x A^T [T, 2 R] of both, or [T, R];
+            columns behind those are of other linears.
         a: LoRA of down.
 
     Raises:
@@ -132,7 +131,7 @@ def act_mul(
         *arguments, tokens, columns, intermediate, width, eps,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)), **a.constants(rank_part(a.ranks, shared)),
-        FUSED=fused, GELU=gelu,
+        R_TOTAL=b.columns, FUSED=fused, GELU=gelu,
         PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
         **capped, **dependent(gemm_STN),
     )  # fmt: skip

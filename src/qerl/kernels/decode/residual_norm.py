@@ -49,6 +49,7 @@ class Chosen:
         factor_TC: fp32, what each is multiplied by.
         expert_TC: int32, each token's experts.
         bias_ED: fp32, added to an expert's result before it is multiplied; None for nothing.
+        shared_T: fp32, what a GEMM's output is multiplied by that is added as well; None without one.
     """
 
     out_SD: torch.Tensor
@@ -56,6 +57,7 @@ class Chosen:
     factor_TC: torch.Tensor
     expert_TC: torch.Tensor
     bias_ED: torch.Tensor | None = None
+    shared_T: torch.Tensor | None = None
 
 
 @triton.jit
@@ -89,12 +91,14 @@ def add_chosen(
 @triton.jit
 def _residual_norm(
     gemm_STN, partials_G, scale_1, xa_TR, b_NR, table_VD, tokens_T,
-    residual_TD, w_D, behind_D, behind_PT, scalar_1, place_TC, factor_TC, expert_TC, bias_ED,
+    residual_TD, w_D, behind_D, behind_PT, scalar_1, chosen_SD, place_TC, factor_TC,
+    expert_TC, bias_ED, shared_T,
     a_RK, u_TD, squares_PT, parts_PTR, T, D, N, gain, eps,
     BEHIND_P: tl.constexpr, BEHIND_PADDED: tl.constexpr, GAIN: tl.constexpr, SCALAR: tl.constexpr,
     S: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     A_RANKS: tl.constexpr, A_PART: tl.constexpr,
-    EMBED: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BIAS: tl.constexpr, PADDED: tl.constexpr,
+    EMBED: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BIAS: tl.constexpr, SHARED: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -110,7 +114,7 @@ def _residual_norm(
         a = load_a(a_RK, 0, d, in_d, D, A_RANKS, A_PART)
     if not EMBED:
         y = tl.load(residual_TD + at, mask=inside, other=0.0)
-        if CHOSEN == 0:
+        if CHOSEN == 0 or SHARED:
             scale = tl.load(scale_1)
             counts = partial_counts(partials_G, d, in_d, S)
     begin(PDL)
@@ -120,9 +124,15 @@ def _residual_norm(
         if GAIN:
             y *= gain
     elif CHOSEN > 0:
-        y += gain * add_chosen(
-            gemm_STN, place_TC, factor_TC, expert_TC, bias_ED, t, in_t, d, inside, D, CHOSEN, CHOSEN_BIAS
+        added = add_chosen(
+            chosen_SD, place_TC, factor_TC, expert_TC, bias_ED, t, in_t, d, inside, D, CHOSEN, CHOSEN_BIAS
         )
+        if SHARED:
+            out = sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
+            if R > 0:
+                out += apply_b(xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
+            added += out * tl.load(shared_T + t, mask=in_t, other=0.0)[:, None]
+        y += gain * added
     elif BEHIND_P > 0 or GAIN:
         out = sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R > 0:
@@ -176,7 +186,7 @@ def residual_norm(
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         scale_1: fp32 [1], multiplies the GEMM's output.
         embedding: (table [V, D], token ids [T]), instead of a GEMM.
-        chosen: Results of experts, instead of a GEMM; without LoRA and a norm behind.
+        chosen: Results of experts, instead of a GEMM or beside that of a shared MLP; without a norm behind.
         behind: (weight, fp32 [D]; partial sums of squares of the GEMM's output) of a norm behind the
             sublayer.
         eps: Added to the mean square by that norm.
@@ -191,18 +201,18 @@ def residual_norm(
     tokens, width = residual_TD.shape
     block_t, columns, shared = 16, block_d(tokens), shared_bytes(residual_TD)
     table, ids = embedding or (None, None)
-    place_TC = factor_TC = expert_TC = bias_ED = None
+    chosen_SD = place_TC = factor_TC = expert_TC = bias_ED = shared_T = None
     if chosen is not None:
-        gemm_STN, place_TC, factor_TC = chosen.out_SD[None], chosen.place_TC, chosen.factor_TC
-        expert_TC, bias_ED = chosen.expert_TC, chosen.bias_ED
+        chosen_SD, place_TC, factor_TC = chosen.out_SD, chosen.place_TC, chosen.factor_TC
+        expert_TC, bias_ED, shared_T = chosen.expert_TC, chosen.bias_ED, chosen.shared_T
     behind_D, behind_PT = behind or (None, None)
     normed = 0 if behind_PT is None else behind_PT.shape[0]
     arguments = pointers(
         "residual_norm", residual_TD, gemm_STN=gemm_STN, partials_G=partials_G, scale_1=scale_1,
         xa_TR=b.xa.sum_TR, b_NR=b.b_NR, table_VD=table, tokens_T=ids, residual_TD=residual_TD, w_D=w_D,
-        behind_D=behind_D, behind_PT=behind_PT, scalar_1=scalar_1, place_TC=place_TC, factor_TC=factor_TC,
-        expert_TC=expert_TC, bias_ED=bias_ED, a_RK=a.a_RK, u_TD=u_TD, squares_PT=squares_PT,
-        parts_PTR=a.xa.parts_PTR,
+        behind_D=behind_D, behind_PT=behind_PT, scalar_1=scalar_1, chosen_SD=chosen_SD, place_TC=place_TC,
+        factor_TC=factor_TC, expert_TC=expert_TC, bias_ED=bias_ED, shared_T=shared_T, a_RK=a.a_RK, u_TD=u_TD,
+        squares_PT=squares_PT, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
     _residual_norm[(triton.cdiv(width, columns), triton.cdiv(tokens, block_t))](
         *arguments, tokens, width, width if gemm_STN is None else gemm_STN.shape[2],
@@ -212,7 +222,7 @@ def residual_norm(
         S=1 if gemm_STN is None else gemm_STN.shape[0],
         **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
         EMBED=embedding is not None, CHOSEN=0 if place_TC is None else place_TC.shape[1],
-        CHOSEN_BIAS=bias_ED is not None,
+        CHOSEN_BIAS=bias_ED is not None, SHARED=shared_T is not None,
         PADDED=padded_tokens, BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,
         **dependent(residual_TD),
     )  # fmt: skip

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from qerl.families.layer import Clamp
-from qerl.kernels.decode.common import begin, begin_late, inverse_rms, store_operand
+from qerl.kernels.decode.common import begin, begin_late, inverse_rms, load_operand, store_operand
 from qerl.kernels.launch import dependent, pointers
 from qerl.kernels.limits import most_items
 
@@ -84,9 +84,9 @@ class Kept(NamedTuple):
 
 @triton.jit
 def _route(
-    parts_PTE, squares_PT, bias_E, expert_TC, weight_TC, slot_T, kept, T, D, eps, number, mixtures,
-    KEEPS: tl.constexpr, BIAS: tl.constexpr, P: tl.constexpr, P_PADDED: tl.constexpr,
-    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    parts_PTR, squares_PT, bias_E, expert_TC, weight_TC, shared_T, slot_T, kept, T, D, eps, number, mixtures,
+    R, FIRST, KEEPS: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr,
+    P: tl.constexpr, P_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
     E: tl.constexpr, E_PADDED: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
     NORMALIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -96,10 +96,16 @@ def _route(
     if BIAS:
         bias = tl.load(bias_E + e, mask=in_e, other=0.0)
     begin(PDL)
-    at = parts_PTE + (p[:, None] * T + t) * E + e[None, :]
-    logit = tl.sum(tl.load(at, mask=(p < P)[:, None] & in_e[None, :], other=0.0), axis=0)
+    at = parts_PTR + (p * T + t) * R + FIRST
+    logit = tl.sum(
+        tl.load(at[:, None] + e[None, :], mask=(p < P)[:, None] & in_e[None, :], other=0.0), axis=0
+    )
     one = t + tl.arange(0, 1)
-    logit *= tl.sum(inverse_rms(squares_PT, one, one < T, T, D, eps, SQ_P, SQ_PADDED), axis=0)
+    rms = tl.sum(inverse_rms(squares_PT, one, one < T, T, D, eps, SQ_P, SQ_PADDED), axis=0)
+    logit *= rms
+    if SHARED:
+        gate = tl.sum(tl.load(at + E, mask=p < P, other=0.0), axis=0)
+        tl.store(shared_T + t, tl.sigmoid(gate * rms))
     if BIAS:
         logit += bias
     # A row of the batch that nobody uses may hold NaN, of which no number is the largest.
@@ -124,47 +130,55 @@ def _route(
 
 
 def route(
-    parts_PTE: torch.Tensor,
+    parts_PTR: torch.Tensor,
     squares_PT: torch.Tensor,
     expert_TC: torch.Tensor,
     weight_TC: torch.Tensor,
     *,
+    experts: int,
     normalized: bool,
     width: int,
     eps: float,
+    first: int = 0,
+    shared_T: torch.Tensor | None = None,
     bias_E: torch.Tensor | None = None,
     kept: Kept | None = None,
 ) -> None:
     """Write each token's experts, the heaviest first, and their weights.
 
     Args:
-        parts_PTE: fp32, u W_router^T in parts, as the norm before has left them.
+        parts_PTR: fp32, u W^T in parts or summed, of which columns from ``first`` on are the router's.
         squares_PT: Partial sums of squares, of which 1/rms is made.
         expert_TC: int32, written.
         weight_TC: fp32, written.
+        experts: E.
         normalized: Whether a token's weights add up to 1.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
+        first: The router's first column.
+        shared_T: fp32, written: the sigmoid of the column behind the router's, the gate of a shared MLP;
+            None without one.
         bias_E: fp32, added to the logits.
         kept: Where the experts of each token are written as well.
 
     Raises:
         QeRLError: A tensor is not contiguous.
     """
-    parts, tokens, experts = parts_PTE.shape
+    parts, tokens, columns_of_sum = parts_PTR.shape
     chosen, squares = expert_TC.shape[1], squares_PT.shape[0]
     padded, columns = triton.next_power_of_2(parts), triton.next_power_of_2(experts)
     slot_T, kept_SMC, number = kept or (None, None, 0)
     arguments = pointers(
-        "route", parts_PTE, parts_PTE=parts_PTE, squares_PT=squares_PT, bias_E=bias_E, expert_TC=expert_TC,
-        weight_TC=weight_TC, slot_T=slot_T, kept=kept_SMC,
+        "route", parts_PTR, parts_PTR=parts_PTR, squares_PT=squares_PT, bias_E=bias_E, expert_TC=expert_TC,
+        weight_TC=weight_TC, shared_T=shared_T, slot_T=slot_T, kept=kept_SMC,
     )  # fmt: skip
     _route[(tokens,)](
         *arguments, tokens, width, eps, number, 1 if kept_SMC is None else kept_SMC.shape[-2],
-        KEEPS=kept is not None, BIAS=bias_E is not None,
+        columns_of_sum, first, KEEPS=kept is not None, BIAS=bias_E is not None,
+        SHARED=shared_T is not None,
         P=parts, P_PADDED=padded, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         E=experts, E_PADDED=columns, C=chosen, C_PADDED=triton.next_power_of_2(chosen),
-        NORMALIZED=normalized, num_warps=4 if padded * columns <= 8192 else 8, **dependent(parts_PTE),
+        NORMALIZED=normalized, num_warps=4 if padded * columns <= 8192 else 8, **dependent(parts_PTR),
     )  # fmt: skip
 
 
@@ -234,37 +248,40 @@ def arrange(expert_TC: torch.Tensor, weight_TC: torch.Tensor, scale_E: torch.Ten
 
 @triton.jit
 def _spread(
-    u_TD, place_TC, x, D, C: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    u_TD, place_TC, x, D, C: tl.constexpr, M: tl.constexpr, SOURCE: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = d < D
     begin_late(PDL)
     place = tl.load(place_TC + pair)
-    u = tl.load(u_TD + (pair // C).to(tl.int64) * D + d, mask=in_d, other=0.0)
-    row = place % M + tl.arange(0, 1)
+    one = tl.arange(0, 1)
+    inside = (one < 1)[:, None] & in_d[None, :]
+    u = load_operand(u_TD, pair // C + one, d, inside, D, SOURCE)
     item = x + (place // M).to(tl.int64) * M * D
-    store_operand(item, u[None, :], row, d, (row < M)[:, None] & in_d[None, :], D, PADDED)
+    store_operand(item, u, place % M + one, d, inside, D, PADDED)
 
 
-def spread(u_TD: torch.Tensor, items: Items, x: torch.Tensor, in_order: bool) -> None:
+def spread(u: torch.Tensor, width: int, items: Items, x: torch.Tensor, in_order: bool, padded: int) -> None:
     """Write the inputs of all items.
 
     Args:
-        u_TD: Output of the norm, without its 1/rms.
+        u: Output of the norm, without its 1/rms, [T, D] or in the order of ``packed_gemm``.
+        width: D.
         items: As :func:`arrange` has written them.
         x: Written, of each item M rows: [M, D] or in the order of ``packed_gemm`` for M tokens.
         in_order: Whether it is the latter.
+        padded: Tokens that ``u`` has room for in that order; 0 for [T, D].
 
     Raises:
         QeRLError: A tensor is not contiguous.
     """
-    (_, width), chosen = u_TD.shape, items.place_TC.shape[1]
-    block = 512
-    arguments = pointers("spread", x, u_TD=u_TD, place_TC=items.place_TC, x=x)
+    chosen, block = items.place_TC.shape[1], 512
+    arguments = pointers("spread", x, u=u, place_TC=items.place_TC, x=x)
     _spread[(items.place_TC.numel(), triton.cdiv(width, block))](
-        *arguments, width, C=chosen, M=items.size, PADDED=items.size if in_order else 0, BLOCK_D=block,
+        *arguments, width, C=chosen, M=items.size, SOURCE=padded, PADDED=items.size if in_order else 0,
+        BLOCK_D=block,
         num_warps=4, **dependent(x),
     )  # fmt: skip
 

@@ -31,7 +31,8 @@ _WHOLE = ("embed_tokens", "lm_head")
 
 def why_not_with_adapters(base: PreTrainedModel) -> str | None:
     """Why the engine would compute something else than this model with its adapters as they are now."""
-    linears = Sizes.of(base.config.get_text_config(decoder=True)).targets
+    targets = Sizes.of(base.config.get_text_config(decoder=True)).targets
+    linears = tuple(f".{target}" for target in targets)
     for name, module in base.named_modules():
         last = name.split(".")[-1]
         if isinstance(module, BaseTunerLayer):
@@ -39,7 +40,7 @@ def why_not_with_adapters(base: PreTrainedModel) -> str | None:
                 return f"{name} {reason}"
             if RoutedMLP.EXPERTS in name and active_adapter(module) is not None:
                 return f"{name} carries an adapter, and the kernels multiply with experts without one"
-            if last not in linears and active_adapter(module) is not None:
+            if not name.endswith(linears) and active_adapter(module) is not None:
                 return f"{name} carries an adapter, and only the linears of decoder layers may"
         elif isinstance(module, AuxiliaryTrainingWrapper):
             whole = isinstance(module, ModulesToSaveWrapper) and (last in _WHOLE or last.endswith("norm"))
@@ -67,9 +68,12 @@ def linears_of(layer: nn.Module, product: Product) -> list[nn.Module]:
 
 def gates_of(layer: nn.Module, spec: LayerSpec, product: Product) -> list[nn.Module]:
     """Narrow linears that read the same input as a product and are computed with its x A^T."""
-    if not isinstance(spec.mixer, DeltaNet) or product.name != "qkvz":
-        return []
-    return [inner(layer.get_submodule(place)) for place in DeltaNet.GATES]
+    places: tuple[str, ...] = ()
+    if isinstance(spec.mixer, DeltaNet) and product.name == "qkvz":
+        places = DeltaNet.GATES
+    if isinstance(spec.mlp, RoutedMLP) and product.name == "gate_up":
+        places = spec.mlp.router, spec.mlp.SHARED_GATE
+    return [inner(layer.get_submodule(place)) for place in places]
 
 
 @dataclass
@@ -149,9 +153,11 @@ class Adapter:
         linears = [cast(Any, inner(part)) for part in parts]
         device = next(tensors(linears[0])).device
         width, rows = linears[0].in_features, [linear.out_features for linear in linears]
-        stacked, narrow = self.rank * len(parts), [cast(Any, gate).out_features for gate in gates]
-        a_RK = torch.zeros(stacked + sum(narrow), width, dtype=self.dtype, device=device)
-        self._gates += zip(a_RK[stacked:].split(narrow), gates, strict=True) if gates else []
+        stacked, narrow = self.rank * len(parts), [len(cast(Any, gate).weight) for gate in gates]
+        count = -(-(stacked + sum(narrow)) // 8) * 8  # kernels add eight sums at a time
+        a_RK = torch.zeros(count, width, dtype=self.dtype, device=device)
+        rows_of_gates = a_RK[stacked : stacked + sum(narrow)].split(narrow) if gates else ()
+        self._gates += zip(rows_of_gates, gates, strict=True)
         if not self.rank:
             return Lora(a_RK, None)
         b_NR = torch.zeros(sum(rows), self.rank, dtype=self.dtype, device=device)

@@ -273,6 +273,8 @@ class Binding:
         yield from _weights(self._base)
         for name, mixture, spec in _mixtures(self._base):
             yield f"{name}.{_router(spec)}", mixture.get_submodule(_router(spec))
+            if isinstance(spec.mlp, RoutedMLP) and spec.mlp.shared:
+                yield f"{name}.shared_expert_gate", mixture.shared_expert_gate
 
     def _check_offsets(self, norm_offsets: Mapping[str, torch.Tensor]) -> None:
         widths = {name: buffer.numel() for buffer, name, _ in self._norms}
@@ -324,7 +326,7 @@ class Binding:
             ones_D if before_mixer_D is None else before_mixer_D,
             mixer,
             ones_D if before_mlp_D is None else before_mlp_D,
-            self._mixture(layer, spec) if isinstance(spec.mlp, RoutedMLP) else MLPWeights(*of_mlp),
+            self._mixture(layer, spec, of_mlp) if isinstance(spec.mlp, RoutedMLP) else MLPWeights(*of_mlp),
             behind_mixer_D,
             behind_mlp_D,
             self._copy(layer, spec.scalar) if spec.scalar else None,
@@ -345,13 +347,14 @@ class Binding:
         sink_H = self._copy(attention, "sinks") if described.sinks else None
         return AttentionWeights(qkv, o, heads, *self._tables(described.rotary), sink_H)
 
-    def _mixture(self, layer: Any, spec: LayerSpec) -> RoutedWeights:
+    def _mixture(self, layer: Any, spec: LayerSpec, of_shared: list[Projection]) -> RoutedWeights:
         assert isinstance(spec.mlp, RoutedMLP)
         experts, products = layer.get_submodule(spec.mlp.EXPERTS), spec.mlp.of_expert(spec.hidden)
         of_products = [[linears_of(expert, each) for expert in experts] for each in products]
         gate_up, down = map(_stack_experts, of_products)
         router: Any = layer.get_submodule(spec.mlp.router)
         weights = RoutedWeights(router.weight.detach(), gate_up, down)
+        weights.shared = MLPWeights(*of_shared) if of_shared else None
         if spec.mlp.bias:
             gate_up_EN, down_ED = (torch.stack(list(map(_biases, linears))) for linears in of_products)
             weights.router_bias_E = router.bias.detach().float()

@@ -17,7 +17,7 @@ from qerl.kernels.decode.launch import LoraA
 from qerl.kernels.decode.residual_norm import Chosen
 from qerl.kernels.decode.route import Items, Kept, act_items, arrange, route, spread
 from qerl.kernels.limits import item_size
-from qerl.kernels.weights.product import LoraSum
+from qerl.kernels.weights.product import NO_SUM, LoraSum
 from qerl.rollout.paged.weights import RoutedWeights
 
 
@@ -47,37 +47,45 @@ class Mixtures:
         self._h = torch.zeros(places * mlp.intermediate, dtype=like.dtype, device=device)
         self._y = torch.empty(places * max(hidden, 2 * mlp.intermediate), device=device)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
+        self._shared_T = torch.zeros(tokens, device=device) if mlp.shared else None
         self._logits = LoraSum(torch.empty(columns, tokens, mlp.experts, device=device))
 
     def logits(self, weights: RoutedWeights) -> LoraA:
-        """What the norm's kernel computes beside its output: the router's product with it."""
+        """What the norm's kernel computes beside its output where no MLP is shared: the router's product."""
         return LoraA(weights.router_ED, self._logits)
 
     def __call__(
         self,
         weights: RoutedWeights,
-        u_TD: torch.Tensor,
+        u: torch.Tensor,
         squares_PT: torch.Tensor,
         kept: Kept | None = None,
+        padded: int = 0,
+        xa: LoraSum = NO_SUM,
     ) -> Chosen:
         """The results of all chosen experts.
 
         Args:
             weights: Of this layer.
-            u_TD: Output of the norm, without its 1/rms.
+            u: Output of the norm, without its 1/rms.
             squares_PT: Of which 1/rms is made.
             kept: Where the experts of each token are kept, None where they are not.
+            padded: Tokens that ``u`` has room for in the order of ``packed_gemm``; 0 for [T, D].
+            xa: The sums x A^T of a shared MLP's first product, which the router's are among.
         """
-        mlp, items = self._mlp, self._items
-        parts_PTE = self._logits.parts_PTR
-        assert parts_PTE is not None
+        mlp, items, parts_PTR, first = self._mlp, self._items, self._logits.parts_PTR, 0
+        if weights.shared is not None and xa.sum_TR is not None:
+            lora = weights.shared.gate_up.lora
+            parts_PTR = xa.sum_TR[None]
+            first = 0 if lora is None or lora.b_NR is None else 2 * lora.b_NR.shape[1]
+        assert parts_PTR is not None
         route(
-            parts_PTE, squares_PT, self._expert_TC, self._weight_TC,
-            normalized=mlp.normalized, width=self._hidden, eps=self._eps, bias_E=weights.router_bias_E,
-            kept=kept,
+            parts_PTR, squares_PT, self._expert_TC, self._weight_TC, experts=mlp.experts, first=first,
+            shared_T=self._shared_T, normalized=mlp.normalized, width=self._hidden, eps=self._eps,
+            bias_E=weights.router_bias_E, kept=kept,
         )  # fmt: skip
         arrange(self._expert_TC, self._weight_TC, weights.down.scale_EL, items)
-        spread(u_TD, items, self._x, weights.gate_up.in_order)
+        spread(u, self._hidden, items, self._x, weights.gate_up.in_order, padded)
         gate_up_SN = self._out(2 * mlp.intermediate)
         weights.gate_up.multiply(self._x, items, gate_up_SN)
         act_items(
@@ -87,7 +95,9 @@ class Mixtures:
         )  # fmt: skip
         out_SD = self._out(self._hidden)
         weights.down.multiply(self._h, items, out_SD)
-        return Chosen(out_SD, items.place_TC, items.factor_TC, self._expert_TC, weights.down_bias_ED)
+        return Chosen(
+            out_SD, items.place_TC, items.factor_TC, self._expert_TC, weights.down_bias_ED, self._shared_T
+        )
 
     def _out(self, width: int) -> torch.Tensor:
         """Room for a product; the one before is no longer read by then."""

@@ -45,7 +45,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from qerl.families.layer import Attention, DeltaNet, LayerSpec, RoutedMLP
+from qerl.families.layer import Attention, DeltaNet, LayerSpec
 from qerl.kernels.decode import act_mul, residual_norm, rope_kv
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
@@ -162,7 +162,7 @@ class Forward:
             return torch.zeros(padded * width, dtype=decoder.dtype, device=device)
 
         mixed = max(s.mixer.products(hidden)[-1].inputs for s in specs)
-        inner = max((s.mlp.intermediate for s in specs if not isinstance(s.mlp, RoutedMLP)), default=0)
+        inner = max(s.mlp.inner for s in specs)
         self.u, self.mixed, self.h = operand(hidden), operand(mixed), operand(inner)
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
@@ -315,11 +315,13 @@ class Forward:
         """From the mixer's output to the second norm's."""
         last, mlp = layer.mixer.projections[1], layer.mlp
         name = "out" if isinstance(layer.mixer, DeltaNetWeights) else "o"
-        if isinstance(mlp, RoutedWeights):
+        of_all = mlp.shared if isinstance(mlp, RoutedWeights) else mlp
+        if isinstance(mlp, RoutedWeights) and of_all is None:
             assert self._mixtures is not None
             padded, a = 0, self._mixtures.logits(mlp)
         else:
-            padded, a = self._padded(mlp.gate_up), _a(mlp.gate_up, sums.gate_up)
+            assert of_all is not None
+            padded, a = self._padded(of_all.gate_up), _a(of_all.gate_up, sums.gate_up)
         self._add(
             layer, name, last, self.mixed, sums.from_mixer, layer.behind_mixer_D, None,
             layer.before_mlp_D, padded, a,
@@ -341,10 +343,19 @@ class Forward:
             kept = None
             if pool is not None and kept_BPMC is not None:
                 kept = Kept(self._slots[pool], kept_BPMC, self._mixture_numbers[i])
-            chosen = self._mixtures(layer.mlp, self.u_TD, self._squares(norm), kept)
+            sums, shared, product, b = self._sums[i], layer.mlp.shared, None, NO_B
+            order = 0 if shared is None else self._padded(shared.gate_up)
+            u = self.u if order else self.u_TD
+            if shared is not None:
+                self._act(layer, shared, sums)
+                product, b = self._multiply(self.h, shared.down, sums.down), _b(shared.down, sums.down)
+            chosen = self._mixtures(layer.mlp, u, self._squares(norm), kept, order, sums.gate_up)
             residual_norm.residual_norm(
                 self.residual_TD, before_D, self.u, self.squares_PT, padded_tokens=padded, chosen=chosen,
-                gain=layer.spec.gain, scalar_1=layer.scalar_1, a=a,
+                gemm_STN=None if product is None else product.out_STN,
+                partials_G=None if product is None else product.partials_G,
+                scale_1=None if product is None else product.scale_L,
+                gain=layer.spec.gain, scalar_1=layer.scalar_1, b=b, a=a,
             )  # fmt: skip
             return
         self._act(layer, layer.mlp, self._sums[i])
@@ -362,7 +373,7 @@ class Forward:
             norm, b = "", NO_B
         act_mul.act_mul(
             product.out_STN, product.scale_L, self._squares(norm), self.h,
-            intermediate=spec.mlp.intermediate, width=spec.hidden, eps=decoder.eps,
+            intermediate=spec.mlp.inner, width=spec.hidden, eps=decoder.eps,
             gelu=spec.mlp.activation == "gelu_tanh", fused=spec.mlp.fused,
             padded_tokens=self._padded(mlp.down), partials_G=product.partials_G, b=b,
             a=_a(mlp.down, sums.down),
@@ -404,7 +415,7 @@ def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, Sums]:
     for layer in decoder.layers:
         if (spec := layer.spec) not in shapes:
             columns = triton.cdiv(spec.hidden, residual_norm.block_d(tokens))
-            blocks = triton.cdiv(spec.mlp.intermediate, act_mul.BLOCK_I)
+            blocks = triton.cdiv(spec.mlp.inner, act_mul.BLOCK_I)
             made_by = columns, _heads_of_output(spec), columns, blocks
             ranks = [0 if each.lora is None else len(each.lora.a_RK) for each in layer.projections]
             ranks += [0] * (len(made_by) - len(ranks))  # experts have no adapter

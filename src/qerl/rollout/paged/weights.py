@@ -120,6 +120,8 @@ class RoutedWeights:
 
     Attributes:
         router_ED: In the activations' dtype; frozen.
+        shared: Of the MLP that all tokens go through, whose gate_up has the router's rows and its gate's
+            below A of its adapter; None without one.
         router_bias_E: fp32; None without biases.
         gate_up_bias_EN: fp32; None without biases.
         down_bias_ED: fp32, over the factor of each expert's result; None without biases.
@@ -128,14 +130,15 @@ class RoutedWeights:
     router_ED: torch.Tensor
     gate_up: ExpertWeights
     down: ExpertWeights
+    shared: MLPWeights | None = None
     router_bias_E: torch.Tensor | None = None
     gate_up_bias_EN: torch.Tensor | None = None
     down_bias_ED: torch.Tensor | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """None: no product of it is computed for every token."""
-        return ()
+        """Its GEMMs that are computed for every token."""
+        return () if self.shared is None else self.shared.projections
 
 
 @dataclass
