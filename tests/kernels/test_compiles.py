@@ -239,7 +239,7 @@ class Recorder:
 def walk(recorder: Recorder, target: int) -> None:
     """Launches the kernels of decode steps, prefill and update as on a GPU of this class."""
     import torch
-    from transformers import Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig
+    from transformers import Gemma4TextConfig, GptOssConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
     from qerl.families.layer import Clamp
     from qerl.families.sizes import Sizes
@@ -325,6 +325,15 @@ def walk(recorder: Recorder, target: int) -> None:
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )  # fmt: skip
         decode(64, 32, 0, fp8=False, shape=biased)
+        recorder.walk = "experts beside a shared one"
+        shared = Qwen3_5MoeTextConfig(
+            vocab_size=5000, hidden_size=512, num_hidden_layers=1, layer_types=["full_attention"],
+            num_experts=32, moe_intermediate_size=128, shared_expert_intermediate_size=256,
+            max_position_embeddings=256,
+        )  # fmt: skip
+        DenseExperts.in_order = True
+        decode(64, 32, 0, fp8=False, shape=shared)
+        recorder.walk = "pairs of experts"
         pairs(128, 8, 2048, 768, None)
         pairs(32, 4, 2880, 2880, Clamp(1.7, 7.0))
         recorder.walk = "rank 256"
