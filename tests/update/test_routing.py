@@ -111,7 +111,7 @@ def by_hand(router, chosen_LC):
     return forward
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [*MIXTURES, "qwen3_5_moe_text"])
 def test_what_the_sampler_chose_is_what_the_update_computes_with(name):
     """All of it, and then the log-probabilities are the sampler's."""
     model, samples = policy(name), drawn([[5, 6, 7, 8, 9], [3, 4]], name)

@@ -17,7 +17,7 @@ Shapes: L tokens of the row, M mixtures of the model, C experts per token, E exp
 
 import types
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from qerl.errors import QeRLError
 from qerl.families.experts import experts_of
 from qerl.families.sizes import Sizes
 from qerl.families.table import why_not_described
+
+_MIXERS = ("self_attn", "linear_attn")
+"""Names of what a decoder layer has in front of its MLP."""
 
 
 class _Given(TorchFunctionMode):
@@ -76,7 +79,7 @@ class Routing:
         found = list(_routers(model))
         for number, (router, layer) in enumerate(found):
             router.forward = types.MethodType(self._forward(number), router)
-            mixer = cast(nn.Module, layer.self_attn)
+            mixer = next(child for name, child in layer.named_children() if name in _MIXERS)
             mixer.register_forward_pre_hook(self._take(number), with_kwargs=True)
         self._choices: list[torch.Tensor | None] = [None] * len(found)
 
@@ -87,8 +90,9 @@ class Routing:
         return differ, known
 
     def _take(self, number: int) -> Any:
-        """A hook of a layer's attention, which is given what the layer is given: it runs in front of the
-        router, and again where the layer is computed again. One of the layer itself would not."""
+        """A hook of a layer's attention or delta net, which is given what the layer is given: it runs in
+        front of the router, and again where the layer is computed again. One of the layer itself would
+        not."""
 
         def take(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
             choices_LMC = kwargs.get("choices")
