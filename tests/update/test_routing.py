@@ -16,6 +16,7 @@ from qerl.lora.adapter import add_lora
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.trainer.update_step import Microbatch, load_rollouts, save_rollouts
+from qerl.update.delta_net import read_sequences
 from qerl.update.head import score
 from qerl.update.packed_row import Sample, pack_row
 from qerl.update.routing import Routing
@@ -29,7 +30,9 @@ PACE = Pace(round_steps=4, prefill_tokens=(32,))
 
 def policy(name=MIXTURE):
     torch.manual_seed(1)
-    return move_adapter(add_lora(tiny(name), rank=4, alpha=8, dropout=0.0), 0.1).eval()
+    model = move_adapter(add_lora(tiny(name), rank=4, alpha=8, dropout=0.0), 0.1).eval()
+    read_sequences(model.get_base_model())
+    return model
 
 
 @pytest.fixture
