@@ -283,6 +283,10 @@ def _sums(when: str) -> str:
     return f"{least} %" if least == most else f"{least} to {most} %"
 
 
+def _update_of_mixture(name: str) -> str:
+    return f"{rows(name)[-1]['update_s']:.1f} s"
+
+
 def _demo_after() -> str:
     after = [found["after"] for found in _newest_demo("demo-cpu")]
     return f"{min(after):.0f} to {max(after):.0f} %"
@@ -331,6 +335,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "demo-after": _demo_after,
     "sums-before": lambda: _sums("before"),
     "sums-after": lambda: _sums("after"),
+    "experts-before": lambda: _update_of_mixture("step-qwen3-30b-a3b-24gb-h200-526223e"),
+    "experts-after": lambda: _update_of_mixture("step-qwen3-30b-a3b-24gb-h200"),
     **cookbook_numbers("cookbook-smollm2-h200"),
     **serve_tables.rival_numbers("serve-rival-4b-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
