@@ -28,7 +28,8 @@ from bench.peers import vllm_decode
 from bench.peers.process import PATIENCE_MINUTES, peer_rows
 from bench.peers.vllm_decode import PEERS
 from bench.result import write_result
-from qerl.families.layer import RoutedMLP
+from qerl.errors import QeRLError
+from qerl.families.layer import DeltaNet, RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.fp4.published import declared_format
 from qerl.kernels.limits import PAGE
@@ -47,7 +48,16 @@ from qerl.weight_formats import AS_PUBLISHED, FORMATS, WeightFormatName
 
 
 def without_adapter(decoder: Decoder) -> Decoder:
-    """The same weights without LoRA."""
+    """The same weights without LoRA.
+
+    Raises:
+        QeRLError: Narrow linears are computed with its x A^T, so that it cannot be left out.
+    """
+    shares = any(isinstance(s.mlp, RoutedMLP) and s.mlp.shared for s in decoder.sizes.specs)
+    if shares or any(isinstance(spec.mixer, DeltaNet) for spec in decoder.sizes.specs):
+        raise QeRLError(
+            "This model's adapter cannot be taken off for --no_adapter; measure it with --rank 0."
+        )
 
     def plain(part: Any) -> Any:
         parts = {field.name: getattr(part, field.name) for field in fields(part)}

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qerl.errors import QeRLError
-from qerl.families.experts import Experts, experts_of, separated
+from qerl.families.experts import Experts, _why_not, experts_of, separated
 from qerl.fp4.format import MXFP4, NVFP4
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
@@ -297,6 +297,19 @@ def test_a_model_is_saved_under_the_names_of_the_checkpoint(theirs, folder, tmp_
     with torch.no_grad():
         equal(logits(load_model(tmp_path / "again", None, torch.float32, "cpu")) if weights == "nvfp4"
               else logits(load(tmp_path / "again")), logits(model), atol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path", ["step3p7.modeling_step3p7.Step3p7", "deepseek_v4.modeling_deepseek_v4.DeepseekV4"]
+)
+def test_a_limit_of_another_family_is_no_clamp_of_gpt_oss(path):
+    module, _, name = path.rpartition(".")
+    experts = getattr(pytest.importorskip(f"transformers.models.{module}"), f"{name}Experts")
+    made = experts.__new__(experts)
+    torch.nn.Module.__init__(made)
+    made.limit, made.has_bias, made.is_transposed = 7.0, False, False
+    made.gate_up_proj, made.down_proj = (torch.nn.Parameter(torch.empty(2, *s)) for s in ((8, 6), (6, 4)))
+    assert _why_not(made) == "has a gate of its own"
 
 
 def test_what_does_not_pack_experts_is_refused(folder):

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from qerl.families.experts import ClampedGate, Expert, Experts, Gate
@@ -16,7 +17,9 @@ from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
 from qerl.rollout.paged.binding import _stack_experts
 from qerl.update import experts as grouped
+from qerl.update import fused
 from qerl.update.path import why_not_grouped
+from tests.support.families import tiny
 from tests.support.kernels import DEVICE, GPU
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 6, 128, 64, 3
@@ -97,8 +100,41 @@ def test_stacks_are_made_anew_when_experts_move():
     assert again[1].tiles is None and again[1] is not first[1]
 
 
-def test_adapted_experts_are_not_grouped():
-    experts, _ = made("dense", None)
-    experts[2].up_proj = nn.Sequential(experts[2].up_proj)
-    experts[2].up_proj.in_features = HIDDEN
-    assert why_not_grouped(experts) == "an expert has a Sequential"
+def test_stacks_are_made_anew_when_one_expert_in_the_middle_is_replaced():
+    experts, _ = made("tiles", None)
+    first, weight = grouped._stacks(experts), experts[2].down_proj.storage
+    experts[2].down_proj = PackedLinear.of(weight.to_rows())
+    assert grouped._stacks(experts)[1] is not first[1]
+
+
+def test_biases_are_those_of_the_moment():
+    experts, _ = made("tiles", Clamp(1.7, 0.4))
+    batch = given(9)
+    rounded = batch[0].to(BF16), batch[1], batch[2].to(BF16)
+    before = grouped.grouped_forward(experts, *rounded)
+    experts[3].down_proj.bias.data += 1
+    after, wanted = grouped.grouped_forward(experts, *rounded), experts(*rounded)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, wanted, rtol=2e-2, atol=2e-2 if GPU else 1e-5)
+
+
+def test_experts_that_train_or_are_adapted_are_not_grouped(monkeypatch):
+    """Also where the adapter comes once the model's layers have their kernels."""
+    monkeypatch.setattr(fused, "is_16bit_cuda", lambda x: True)
+    model = tiny("gpt_oss").requires_grad_(False)
+    experts = model.model.layers[0].mlp.experts
+    fused.fuse(model)
+    batch = torch.randn(40, 64), torch.randint(4, (40, 2)), torch.rand(40, 2)
+    experts[3].down_proj.bias.requires_grad_()
+    assert why_not_grouped(experts) == "an expert's own weights or biases train"
+    experts(*batch).sum().backward()
+    assert experts[3].down_proj.bias.grad.any()
+    experts.requires_grad_(False)
+    assert why_not_grouped(experts) is None
+    torch.testing.assert_close(experts(*batch), type(experts).forward(experts, *batch))
+    adapted = inject_adapter_in_model(
+        LoraConfig(target_modules=["gate_proj"], init_lora_weights=False), model
+    )
+    found = adapted.model.layers[0].mlp.experts
+    assert why_not_grouped(found) == "an expert has a Linear"
+    assert torch.equal(found(*batch), type(found).forward(found, *batch))

@@ -147,7 +147,7 @@ def separate_experts(model: nn.Module) -> None:
     for name, module in _merged(model):
         if _why_not(module) is None:
             experts, hidden, intermediate = _sizes(module)
-            clamp = getattr(module, "limit", None) and Clamp(module.alpha, module.limit)
+            clamp = _clamp(module)
             gated = ClampedGate(clamp) if clamp else Gate(module.act_fn)
             like = {"device": module.down_proj.device, "dtype": module.down_proj.dtype}
             made = (Expert(hidden, intermediate, gated, _has_bias(module), **like) for _ in range(experts))
@@ -170,9 +170,16 @@ def _why_not(module: Any) -> str | None:
     if shapes["gate_up_proj"] != (experts, *(wanted[::-1] if _is_transposed(module) else wanted)):
         return f"has a gate_up_proj of the shape {list(shapes['gate_up_proj'])}"
     own_gate = type(module).__module__ == getattr(module, "_apply_gate", nn.Module.forward).__module__
-    if own_gate and not hasattr(module, "limit"):
+    if own_gate and _clamp(module) is None:
         return "has a gate of its own"
     return None
+
+
+def _clamp(module: Any) -> Clamp | None:
+    """gpt-oss's gate; None for the others, some of which have a limit of another meaning."""
+    if not (hasattr(module, "alpha") and hasattr(module, "limit") and _has_bias(module)):
+        return None
+    return Clamp(module.alpha, module.limit)
 
 
 def _sizes(module: Any) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ or an MLP alone leaves out the other.
 Nothing here needs torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
@@ -37,6 +37,10 @@ class Linear:
         other experts have linears of the same last names."""
         words = self.place.split(".")
         return ".".join(words[-2 if "shared_expert" in words else -1 :])
+
+    def is_target(self, targets: Collection[str]) -> bool:
+        """Whether one of LoRA's targets, names or ends of names, is this linear's."""
+        return any(self.place == target or self.place.endswith(f".{target}") for target in targets)
 
     @property
     def elements(self) -> int:

@@ -65,8 +65,8 @@ def check_experts(family: str, names: Iterable[str], model: PreTrainedModel | No
     if reason:
         raise QeRLError(
             f"{family} is a mixture of experts that {reason}; experts are read one by one, as "
-            "experts.0.gate_proj, up_proj and down_proj. Use another mixture (docs/families.md) or a dense "
-            "model."
+            "experts.0.gate_proj, up_proj and down_proj, or merged as gpt-oss has them. Use another mixture "
+            "(docs/families.md) or a dense model."
         )
 
 

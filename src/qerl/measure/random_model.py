@@ -4,6 +4,7 @@ A policy is made on its device layer by layer. So no more memory is taken than i
 and a model of 72B can be made where it can be trained.
 """
 
+import copy
 import math
 from typing import TypeAlias
 
@@ -53,7 +54,7 @@ def random_policy(
         positions: Positions of a model that is given by its sizes.
         device: Of the whole model.
     """
-    config = model_config(shape, "bf16", positions) if isinstance(shape, Sizes) else shape
+    config = model_config(shape, "bf16", positions) if isinstance(shape, Sizes) else copy.deepcopy(shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         separate_experts(model)
@@ -126,7 +127,7 @@ def _steady(model: PreTrainedModel) -> None:
     steps = round(math.log2((2 * model.config.num_hidden_layers) ** 0.5))
     model.get_input_embeddings().weight.mul_(model.config.hidden_size**0.5)
     for name, module in model.named_modules():
-        if not name.endswith(("o_proj", "down_proj")):
+        if not name.endswith(("o_proj", "out_proj", "down_proj")):
             continue
         if not isinstance(module, PackedLinear):
             module.weight.div_(2**steps)

@@ -95,16 +95,17 @@ class LayerActivations:
     def _experts(self, mlp: RoutedMLP) -> int:
         """``2 T C (2 I + D)`` for C experts per token: of each gate, up and the result, which the gradient of
         its weight wants; 20 bytes for where it lies, and of the router logits and softmax in fp32. Experts
-        with adapters of their own are computed one by one, and keep ``act(gate) up`` as well."""
+        with adapters of their own are computed one by one, and keep the product as well, and without a clamp
+        ``act(gate)``."""
         chosen, work = mlp.chosen, self.work
-        inner = 3 if self._adapts_experts else 2
+        inner = 2 if not self._adapts_experts else 3 if mlp.clamp else 4
         per_token = HALF * chosen * (inner * mlp.intermediate + self.spec.hidden) + 20 * chosen
         return work.tokens * (per_token + 2 * FULL * mlp.experts)
 
     @property
     def _adapts_experts(self) -> bool:
         """Whether experts have adapters of their own."""
-        return not {linear.name for linear in self.spec.expert_linears}.isdisjoint(self.work.targets)
+        return any(linear.is_target(self.work.targets) for linear in self.spec.expert_linears)
 
     def _kept(self, wide: int, single: int, inputs: int) -> int:
         """Bytes of ``wide`` numbers per token in bf16, ``single`` in fp32, and of the inputs that PEFT
@@ -190,7 +191,7 @@ class LayerActivations:
         those of attention alone, where it does nothing with heads but turn them.
         """
         for product in self.spec.products:
-            adapted = {linear.name for linear in product.linears} <= set(self.work.targets)
+            adapted = all(linear.is_target(self.work.targets) for linear in product.linears)
             if self.work.why_not_fused or not adapted or (product.name in self._alone):
                 yield from ((linear,) for linear in product.linears)
             else:

@@ -64,7 +64,7 @@ class Adapter:
             run.layers * count * (linear.inputs + linear.outputs)
             for run in self.sizes.runs
             for linear, count in run.spec.matrices
-            if linear.name in self.targets
+            if linear.is_target(self.targets)
         )
 
     @property

@@ -48,7 +48,6 @@ class Stack:
         linears: Of all experts, those of an expert next to each other.
         shape: (N, K) of an expert.
         factor_EL: fp32, what the outputs of each linear are multiplied by.
-        bias_EN: In the dtype of the linears' own; None without biases.
         tiles: [E N, K], if they lie in one piece; else None.
         scale_1: fp32, a power of two by which what the tiles hold is divided.
     """
@@ -56,7 +55,6 @@ class Stack:
     linears: list[Any]
     shape: tuple[int, int]
     factor_EL: torch.Tensor
-    bias_EN: torch.Tensor | None
     tiles: Tiles | None
     scale_1: torch.Tensor
 
@@ -72,12 +70,16 @@ class Stack:
             factor_L = scale_1 / scale_L
         else:
             factor_L = torch.tensor([_exact(linear)[1] for linear in linears], device=device)
-        bias_EN = None
-        if linears[0].bias is not None:
-            bias_EN = torch.cat([linear.bias.detach() for linear in linears]).view(len(experts), -1)
         rows = sum(linear.out_features for linear in linears[: len(names)])
         shape = rows, linears[0].in_features
-        return cls(linears, shape, factor_L.view(len(experts), -1), bias_EN, tiles, scale_1)
+        return cls(linears, shape, factor_L.view(len(experts), -1), tiles, scale_1)
+
+    @property
+    def bias_EN(self) -> torch.Tensor | None:
+        """In the dtype of the linears' own; None without biases."""
+        if self.linears[0].bias is None:
+            return None
+        return torch.cat([linear.bias.detach() for linear in self.linears]).view(len(self.factor_EL), -1)
 
     def dense(self, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
         """The weights [e, N, K] of the experts from ``first`` up to ``last``, without factors, in the
@@ -242,8 +244,8 @@ _held: WeakKeyDictionary[Experts, tuple[list[int], tuple[Stack, Stack]]] = WeakK
 
 def _stacks(experts: Experts) -> tuple[Stack, Stack]:
     """The stacks of gate and up and of down, made once for the memory that the experts are in."""
-    ends = (getattr(expert, name) for expert in (experts[0], experts[-1]) for name in _NAMES)
-    place = [_weight(linear).data_ptr() for linear in ends]
+    linears = (cast(Any, expert._modules[name]) for expert in experts for name in _NAMES)
+    place = [_weight(linear).data_ptr() for linear in linears]
     if experts not in _held or _held[experts][0] != place:
         gate_up, down = (Stack.of(experts, names) for names in RoutedMLP.PLACES.values())
         _held[experts] = place, (gate_up, down)

@@ -44,8 +44,7 @@ def fuse(model: nn.Module) -> None:
         if isinstance(settings := path.turned_heads(attention), dict):
             attention.forward = types.MethodType(partial(_attention_forward, settings=settings), attention)
     for _, experts in experts_of(model):
-        if path.why_not_grouped(experts) is None:
-            cast(Any, experts).forward = types.MethodType(_experts_forward, experts)
+        cast(Any, experts).forward = types.MethodType(_experts_forward, experts)
     for mlp in path.mlps(model):
         if gate := path.gate_of(mlp):
             mlp.forward = types.MethodType(partial(_mlp_forward, gelu=gate == "gelu"), mlp)
@@ -94,7 +93,10 @@ def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
 def _experts_forward(
     self: Experts, x_TD: torch.Tensor, expert_TC: torch.Tensor, weight_TC: torch.Tensor
 ) -> torch.Tensor:
-    if is_16bit_cuda(x_TD):
+    # With few pairs most experts have none, and a chunk would be dequantised for one of them. And experts may
+    # have been given adapters since.
+    many = expert_TC.numel() >= len(self)
+    if many and is_16bit_cuda(x_TD) and path.why_not_grouped(self) is None:
         return grouped_forward(self, x_TD, expert_TC, weight_TC)
     return type(self).forward(self, x_TD, expert_TC, weight_TC)
 

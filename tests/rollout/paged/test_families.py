@@ -107,6 +107,20 @@ def test_sinks_and_factors_are_those_of_the_moment():
     assert binding.decoder.layers[1].mixer.sink_H.tolist() == [3.0] * 4
 
 
+def test_biases_of_experts_are_those_of_the_moment():
+    model = tiny("gpt_oss")
+    binding = Binding(model, 64)
+    mlp = model.model.layers[1].mlp
+    for bias in (mlp.router.bias, mlp.experts[2].up_proj.bias, mlp.experts[2].down_proj.bias):
+        bias.data.fill_(3.0)
+    binding.refresh({})
+    weights = binding.decoder.layers[1].mlp
+    assert weights.router_bias_E.tolist() == [3.0] * 4
+    gate, up = weights.gate_up_bias_EN[2].chunk(2)
+    assert (up == 3).all() and not (gate == 3).any()
+    torch.testing.assert_close(weights.down_bias_ED[2] * weights.down.scale_EL[2], torch.full((64,), 3.0))
+
+
 def test_rotary_embeddings_that_change_with_the_length_are_refused():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     plain = {"rope_type": "default", "rope_theta": 1e4}

@@ -159,6 +159,6 @@ def test_each_of_a_mixed_batch_draws_what_it_draws_among_its_like(model, drafted
             assert found[place].logprobs == pytest.approx(own.logprobs, abs=1e-5)
             assert found[place].entropies == pytest.approx(own.entropies, abs=1e-5)
     steps = dict(engine.graphs.steps)
-    for place, params in list(enumerate(mixed))[1::3]:
+    for place, params in list(enumerate(mixed))[1::3]:  # greedy, by share and by stop tokens
         assert drawn(engine, params)[place].token_ids == found[place].token_ids
     assert engine.graphs.steps.items() >= steps.items()

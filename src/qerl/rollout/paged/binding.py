@@ -211,6 +211,7 @@ class Binding:
         body = cast(Any, self._base).model
         self._biases: list[tuple[torch.Tensor, list[nn.Module]]] = []
         self._norms: list[tuple[torch.Tensor, str, nn.Module]] = []
+        self._expert_biases: list[tuple[RoutedWeights, list[list[list[nn.Module]]]]] = []
         self._copies: list[tuple[torch.Tensor, nn.Module, str]] = []
         self._rotary: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
         self._positions = positions
@@ -266,6 +267,10 @@ class Binding:
             self.decoder.final_norm_D.mul_(self._sizes.logit_scale)  # the head is linear
         for buffer, module, name in self._copies:
             buffer.copy_(getattr(module, name))
+        for weights, (gate_up, down) in self._expert_biases:
+            assert weights.gate_up_bias_EN is not None and weights.down_bias_ED is not None
+            weights.gate_up_bias_EN.copy_(_biases(gate_up))
+            weights.down_bias_ED.copy_(_biases(down) / weights.down.scale_EL)
         return changed
 
     def _watched(self) -> Iterator[tuple[str, nn.Module]]:
@@ -356,9 +361,9 @@ class Binding:
         weights = RoutedWeights(router.weight.detach(), gate_up, down)
         weights.shared = MLPWeights(*of_shared) if of_shared else None
         if spec.mlp.bias:
-            gate_up_EN, down_ED = (torch.stack(list(map(_biases, linears))) for linears in of_products)
-            weights.router_bias_E = router.bias.detach().float()
-            weights.gate_up_bias_EN, weights.down_bias_ED = gate_up_EN, down_ED / down.scale_EL
+            weights.router_bias_E = self._copy(router, "bias")
+            weights.gate_up_bias_EN, weights.down_bias_ED = map(_biases, of_products)
+            self._expert_biases.append((weights, of_products))
         return weights
 
     def _delta_net(self, layer: Any, qkvz: Projection, out: Projection) -> DeltaNetWeights:
@@ -455,9 +460,10 @@ def _stack_experts(experts: list[list[Any]]) -> ExpertWeights:
     return NVFP4Experts(tiles, scale_L.view(count, -1), shape)
 
 
-def _biases(linears: list[nn.Module]) -> torch.Tensor:
-    """Of all linears of a product, in fp32."""
-    return torch.cat([cast(torch.Tensor, inner(each).bias).detach().float() for each in linears])
+def _biases(experts: list[list[nn.Module]]) -> torch.Tensor:
+    """Of the linears of a product of each expert, fp32 [E, N]."""
+    rows = [[cast(torch.Tensor, inner(each).bias).detach() for each in linears] for linears in experts]
+    return torch.stack([torch.cat(row) for row in rows]).float()
 
 
 def _address(layer: nn.Module) -> int:

@@ -74,7 +74,8 @@ class Mixtures:
             xa: The sums x A^T of a shared MLP's first product, which the router's are among.
         """
         mlp, items, parts_PTR, first = self._mlp, self._items, self._logits.parts_PTR, 0
-        if weights.shared is not None and xa.sum_TR is not None:
+        if weights.shared is not None:
+            assert xa.sum_TR is not None, "the router's logits come with x A^T of the shared MLP"
             lora = weights.shared.gate_up.lora
             parts_PTR = xa.sum_TR[None]
             first = 0 if lora is None or lora.b_NR is None else 2 * lora.b_NR.shape[1]
