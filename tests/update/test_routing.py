@@ -20,7 +20,7 @@ from qerl.update.delta_net import read_sequences
 from qerl.update.head import score
 from qerl.update.packed_row import Sample, pack_row
 from qerl.update.routing import Routing
-from tests.support.families import MIXTURE, MIXTURES, tiny
+from tests.support.families import MIXTURE, tiny
 from tests.support.machine import Eager
 from tests.support.models import move_adapter
 from tests.support.routing import own_choices, routers_of, samples_of_engine, without
@@ -114,7 +114,7 @@ def by_hand(router, chosen_LC):
     return forward
 
 
-@pytest.mark.parametrize("name", [*MIXTURES, "qwen3_5_moe_text"])
+@pytest.mark.parametrize("name", [MIXTURE, "qwen3_5_moe_text"])
 def test_what_the_sampler_chose_is_what_the_update_computes_with(name):
     """All of it, and then the log-probabilities are the sampler's."""
     model, samples = policy(name), drawn([[5, 6, 7, 8, 9], [3, 4]], name)

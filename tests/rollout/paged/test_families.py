@@ -2,6 +2,8 @@
 embedding, norms of other forms, heads of two sizes. Completions are those of the portable engine, and
 log-probabilities those of transformers' own forward pass, in FP32."""
 
+import copy
+
 import pytest
 import torch
 
@@ -67,16 +69,18 @@ def test_completions_are_those_of_the_model(model):
     engine = PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE)
     found = engine.generate(prompts, 2, params, noise)
     wanted = PortableEngine(model, 0).generate(prompts, 2, params, noise)
+    double = copy.deepcopy(model).double()
     for i, (mine, theirs) in enumerate(zip(found.completions, wanted.completions, strict=True)):
         assert mine.token_ids == theirs.token_ids
-        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
-        assert mine.entropies == pytest.approx(theirs.entropies, abs=1e-5)
         prompt = prompts[i // 2]
         ids = torch.tensor([prompt + mine.token_ids])
-        with torch.no_grad(), noisy_norms(model, noise):
-            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-        exact = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-        assert mine.logprobs == pytest.approx(exact.tolist(), abs=1e-5)
+        with torch.no_grad(), noisy_norms(double, noise):
+            logps = double(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        exact = logps.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        entropies = -(logps.exp() * logps).sum(-1)
+        for engine in (mine, theirs):
+            assert engine.logprobs == pytest.approx(exact, abs=1e-5)
+            assert engine.entropies == pytest.approx(entropies.tolist(), abs=1e-5)
 
 
 def test_experts_that_are_transformers_own_and_routers_of_another_dtype_take_the_portable_engine():
