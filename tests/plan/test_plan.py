@@ -16,12 +16,14 @@ from qerl.families.sizes import SIZES, Run, Sizes
 from qerl.fp4.linear import PackedLinear
 from qerl.kernels.delta_rule import WORKING_BYTES, numbers_of_key_head
 from qerl.lora.adapter import add_lora
+from qerl.measure.model_config import declared
 from qerl.models.load import load_model
 from qerl.plan.command import plan_command
 from qerl.plan.layers import LayerActivations
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.render import verdict
+from qerl.plan.settings import published_bytes
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry, Pages
 from qerl.trainer.reference import Reference
 from qerl.update.chunks import split_rows
@@ -204,6 +206,7 @@ def test_prediction_of_recorded_peaks(row):
         sizes,
         work(
             weights=row["weights"],
+            published=published_bytes(sizes, declared(row["shape"])),
             rank=row["lora_rank"],
             targets=sizes.targets,
             prompt_tokens=row["prompt_tokens"],
