@@ -36,8 +36,7 @@ from qerl.kernels.limits import EXPERTS_BYTES
 from qerl.kernels.update.experts import add_pairs, add_pairs_backward, gate_pairs, gate_pairs_backward
 from qerl.kernels.weights.tiles import Tiles
 from qerl.kernels.workspace import workspace
-
-_NAMES = tuple(name for places in RoutedMLP.PLACES.values() for name in places)
+from qerl.update.path import EXPERT_LINEARS
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +243,7 @@ _held: WeakKeyDictionary[Experts, tuple[list[int], tuple[Stack, Stack]]] = WeakK
 
 def _stacks(experts: Experts) -> tuple[Stack, Stack]:
     """The stacks of gate and up and of down, made once for the memory that the experts are in."""
-    linears = (cast(Any, expert._modules[name]) for expert in experts for name in _NAMES)
+    linears = (cast(Any, expert._modules[name]) for expert in experts for name in EXPERT_LINEARS)
     place = [_weight(linear).data_ptr() for linear in linears]
     if experts not in _held or _held[experts][0] != place:
         gate_up, down = (Stack.of(experts, names) for names in RoutedMLP.PLACES.values())

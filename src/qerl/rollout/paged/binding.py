@@ -279,7 +279,8 @@ class Binding:
         for name, mixture, spec in _mixtures(self._base):
             yield f"{name}.{_router(spec)}", mixture.get_submodule(_router(spec))
             if isinstance(spec.mlp, RoutedMLP) and spec.mlp.shared:
-                yield f"{name}.shared_expert_gate", mixture.shared_expert_gate
+                gate = spec.mlp.SHARED_GATE.rpartition(".")[2]
+                yield f"{name}.{gate}", mixture.get_submodule(gate)
 
     def _check_offsets(self, norm_offsets: Mapping[str, torch.Tensor]) -> None:
         widths = {name: buffer.numel() for buffer, name, _ in self._norms}
