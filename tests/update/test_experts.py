@@ -15,6 +15,8 @@ from qerl.families.layer import Clamp
 from qerl.fp4.format import MXFP4, NVFP4
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
+from qerl.lora.adapter import _with_own_layers
+from qerl.lora.experts import share
 from qerl.rollout.paged.binding import _stack_experts
 from qerl.update import experts as grouped
 from qerl.update import fused
@@ -118,26 +120,87 @@ def test_biases_are_those_of_the_moment():
     torch.testing.assert_close(after, wanted, rtol=2e-2, atol=2e-2 if GPU else 1e-5)
 
 
-def test_experts_that_train_or_are_adapted_are_not_grouped(monkeypatch):
-    """Also where the adapter comes once the model's layers have their kernels."""
-    monkeypatch.setattr(fused, "is_16bit_cuda", lambda x: True)
-    model = tiny("gpt_oss").requires_grad_(False).to(DEVICE, BF16)
-    experts = model.model.layers[0].mlp.experts
-    fused.fuse(model)
-    like = {"device": DEVICE, "dtype": BF16}
-    expert_TC = torch.randint(4, (40, 2), device=DEVICE)
-    batch = torch.randn(40, 64, **like), expert_TC, torch.rand(40, 2, **like)
+def test_experts_that_train_are_not_grouped(monkeypatch):
+    """Also where they come to train once the model's layers have their kernels."""
+    experts, batch = fused_experts(monkeypatch)
     experts[3].down_proj.bias.requires_grad_()
     assert why_not_grouped(experts) == "an expert's own weights or biases train"
     experts(*batch).sum().backward()
     assert experts[3].down_proj.bias.grad.any()
     experts.requires_grad_(False)
     assert why_not_grouped(experts) is None
+    check_groups(experts, batch)
+
+
+def fused_experts(monkeypatch):
+    """The experts of a layer of a small gpt-oss whose layers have their kernels, and a batch of theirs."""
+    monkeypatch.setattr(fused, "is_16bit_cuda", lambda x: True)
+    model = tiny("gpt_oss").requires_grad_(False).to(DEVICE, BF16)
+    fused.fuse(model)
+    like = {"device": DEVICE, "dtype": BF16}
+    expert_TC = torch.randint(4, (40, 2), device=DEVICE)
+    batch = torch.randn(40, 64, **like), expert_TC, torch.rand(40, 2, **like)
+    return model.model.layers[0].mlp.experts, batch
+
+
+def check_groups(experts, batch):
     one_by_one = type(experts).forward(experts, *batch)
     torch.testing.assert_close(experts(*batch), one_by_one, rtol=2e-2, atol=2e-2 if GPU else 1e-5)
-    adapted = inject_adapter_in_model(
-        LoraConfig(target_modules=["gate_proj"], init_lora_weights=False), model
-    )
-    found = adapted.model.layers[0].mlp.experts
-    assert why_not_grouped(found) == "an expert has a Linear"
-    assert torch.equal(found(*batch), type(found).forward(found, *batch))
+
+
+def adapted(experts, targets, rank, **settings):
+    """With an adapter that gives something, in FP32."""
+    config = LoraConfig(r=rank, lora_alpha=3, target_modules=targets, init_lora_weights=False, **settings)
+    return inject_adapter_in_model(_with_own_layers(config, experts), experts)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], ["up_proj"], ["down_proj"]])
+@pytest.mark.parametrize(("order", "clamp", "rank"), [("dense", None, 8), ("tiles", Clamp(1.7, 0.4), 3)])
+def test_adapters_of_experts_in_groups(order, clamp, rank, targets, shared):
+    """What PEFT's layers give one by one, and the gradients of their matrices."""
+    torch.manual_seed(0)
+    experts, exact = (adapted(each, targets, rank) for each in made(order, clamp))
+    for first, each, right in zip([experts[0]] * EXPERTS, experts, exact, strict=True):
+        for name in targets:
+            source = first if shared else each
+            for layer in (each, right):
+                copied = {k: v for k, v in getattr(source, name).state_dict().items() if "lora" in k}
+                getattr(layer, name).load_state_dict(copied, strict=False)
+    if shared:
+        for each in (experts, exact):
+            share(nn.ModuleDict({"experts": each}))
+    assert why_not_grouped(experts) is None
+    batch, pull_TD = given(33), torch.randn(33, HIDDEN, device=DEVICE, dtype=torch.float64)
+    rounded = batch[0].to(BF16), batch[1], batch[2].to(BF16)
+    found = computed(lambda *args: grouped.grouped_forward(experts, *args), *rounded, pull_TD)
+    wanted = computed(exact, rounded[0].float(), rounded[1], rounded[2].float(), pull_TD)
+    for mine, right in zip(found, wanted, strict=True):
+        assert (mine.float() - right).norm() < (2e-2 if GPU else 1e-5) * right.norm()
+    trained = [dict(each.named_parameters()) for each in (experts, exact)]
+    names = [name for name, each in trained[0].items() if each.requires_grad]
+    assert len(names) == 2 * len(targets) * (1 if shared else EXPERTS)
+    for name in names:
+        mine, right = (each[name].grad for each in trained)
+        assert mine.dtype == torch.float32
+        assert (mine - right).norm() <= (3e-2 if GPU else 1e-5) * right.norm(), name
+
+
+def test_adapters_that_are_not_grouped(monkeypatch):
+    experts, batch = fused_experts(monkeypatch)
+    dropped = adapted(experts, ["gate_proj"], 4, lora_dropout=0.5)
+    assert "dropout" in why_not_grouped(dropped)
+    dropped.eval()
+    assert why_not_grouped(dropped) is None
+    check_groups(dropped, batch)
+    for expert in dropped:
+        expert.gate_proj.enable_adapters(False)
+    assert why_not_grouped(dropped) is None
+    check_groups(dropped, batch)
+
+
+def test_adapters_of_several_ranks_are_not_grouped():
+    experts = made("dense", None)[0]
+    found = adapted(experts, ["up_proj"], 4, rank_pattern={"2.up_proj": 8})
+    reason = "the adapters of up_proj differ in rank or scaling from expert to expert"
+    assert why_not_grouped(found) == reason

@@ -6,18 +6,35 @@ be merged: both functions of PEFT then leave everything as it is. The adapter is
 for each linear, `mlp.experts.3.gate_proj.lora_A.weight`. Around transformers' own model PEFT merges those if
 all layers are mixtures (Qwen3-MoE, OLMoE). Where other linears have the same last names (a dense layer,
 shared experts), it takes their adapters for those of experts without a word; so that is said here.
+
+Experts may have an adapter each, or all of a layer the same one (`share`): its matrices are then one
+parameter in the place of each expert's, so it is optimised once and costs what an adapter of one MLP costs,
+and it is saved under the name of each expert, as loaders elsewhere look for it. Kernels that multiply all
+experts of a layer at once ask for the matrices of all (`ExpertLora`).
+
+Shapes: E experts, G experts or 1 where they share an adapter, R rank, K inputs, N outputs of a linear.
 """
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import transformers_weight_conversion as theirs
 from torch import nn
 
-from qerl.families.experts import experts_of
+from qerl.errors import QeRLError
+from qerl.families.experts import Experts, experts_of
+from qerl.families.layer import RoutedMLP
+from qerl.lora.kinds import active_adapter, why_not
 from qerl.ranks import is_first_process
+
+LINEARS = tuple(name for places in RoutedMLP.PLACES.values() for name in places)
+"""Names of an expert's linears."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,3 +83,89 @@ def warn_of_merging(model: PeftModel) -> None:
             "%s for one of the experts.",
             beside.removeprefix("base_model.model."),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLora:
+    """The active adapters of one linear of all experts of a layer.
+
+    Attributes:
+        all_a: G matrices A [R, K], fp32.
+        all_b: G matrices B [N, R], fp32.
+        scaling: What B A x is multiplied by.
+    """
+
+    all_a: list[torch.Tensor]
+    all_b: list[torch.Tensor]
+    scaling: float
+
+    @classmethod
+    def of(cls, experts: Experts, name: str) -> "ExpertLora | None":
+        """That of the linears of this name, for which :func:`why_not_together` finds nothing; None where
+        they have no active adapter."""
+        layers = [cast(LoraLinear, expert._modules[name]) for expert in experts]
+        if not isinstance(layers[0], BaseTunerLayer) or (active := active_adapter(layers[0])) is None:
+            return None
+        if _is_shared(layers, active):
+            layers = layers[:1]
+        return cls(
+            [layer.lora_A[active].weight for layer in layers],
+            [layer.lora_B[active].weight for layer in layers],
+            layers[0].scaling[active],
+        )
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return len(self.all_a[0])
+
+
+def why_not_together(experts: Experts) -> str | None:
+    """Why the adapters of a layer's experts are not computed together, as the end of a sentence; None where
+    they are, and where there are none."""
+    for name in LINEARS:
+        found = set()
+        for layer in (expert._modules[name] for expert in experts):
+            active = None
+            if isinstance(layer, BaseTunerLayer):
+                if reason := why_not(layer):
+                    return f"an expert's {name} {reason}"
+                active = active_adapter(layer)
+            lora = cast(LoraLinear, layer)
+            found.add((active, lora.r[active], lora.scaling[active]) if active else None)
+        if len(found) > 1:
+            return f"the adapters of {name} differ in rank or scaling from expert to expert"
+    return None
+
+
+def _is_shared(layers: Sequence[LoraLinear], name: str) -> bool:
+    first, last = layers[0].lora_A[name].weight, layers[-1].lora_A[name].weight
+    return first is last
+
+
+@torch.no_grad()
+def share(model: nn.Module, name: str = "default") -> None:
+    """Give all experts of a layer the adapter of its first one, as the same parameters.
+
+    Args:
+        model: With an adapter of that name; a model without adapted experts is left as it is.
+        name: Of the adapter.
+
+    Raises:
+        QeRLError: The experts of a layer have learned different adapters.
+    """
+    for place, experts in experts_of(model):
+        for linear in LINEARS:
+            layers = [cast(Any, expert._modules[linear]) for expert in experts]
+            if not isinstance(layers[0], BaseTunerLayer) or name not in cast(Any, layers[0]).lora_A:
+                continue
+            for matrices in ("lora_A", "lora_B"):
+                first = getattr(layers[0], matrices)[name]
+                for layer in layers[1:]:
+                    own = getattr(layer, matrices)[name]
+                    if matrices == "lora_B" and not torch.equal(own.weight, first.weight):
+                        raise QeRLError(
+                            f"The experts of {place} have adapters of their own in this checkpoint, so they "
+                            "cannot share one; set share_expert_adapters: false."
+                        )
+                    own.weight = first.weight

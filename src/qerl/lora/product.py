@@ -46,6 +46,10 @@ def is_16bit_cuda(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
+NO_ADAPTER = "no adapter is active"
+"""Why a layer that is its base layer alone is not fused."""
+
+
 def fused_forward(x_BTK: torch.Tensor, *modules: nn.Module) -> torch.Tensor | None:
     """The layers' outputs side by side [B, T, N], or None where each must be called by itself.
 
@@ -90,7 +94,7 @@ def why_not_fused(layer: nn.Module, training: bool) -> str | None:
         return f"a layer {reason}"
     name, base = active_adapter(layer), layer.get_base_layer()
     if name is None:
-        return "no adapter is active"
+        return NO_ADAPTER
     if training and (p := getattr(layer.lora_dropout[name], "p", 0.0)) > 0:
         return dropout_reason(p)
     if not (isinstance(base, PackedLinear) or type(base) is nn.Linear):

@@ -8,14 +8,18 @@ written again; the frozen matrices have no gradient, so no input of a product is
 first product gave and what the last one gave.
 
 Where the paged engine has put a layer's experts on top of each other (`qerl.rollout.paged.binding`), a chunk
-is dequantised by one kernel, else linear by linear. Experts that have adapters of their own are computed one
-by one, by the code of `qerl.families.experts`.
+is dequantised by one kernel, else linear by linear.
+
+Adapters of experts (`qerl.lora.experts`) are grouped products with the matrices of all, or plain ones where
+all experts have the same. What they give is added to what a product gave before its factor is applied, so
+x A^T is divided by that. Then the layer's input is kept, too, and the rest is computed again.
 
 Given up: products straight from four bits. Where all experts have work, each weight is read once per pass and
 its 16-bit copy written and read, which takes a tenth of the time of the products themselves.
 
 Shapes: T tokens, C experts per token, S = T C pairs in the order of their experts, E experts, e experts of a
-chunk, L linears of a product, N outputs, K inputs, D hidden, I intermediate size.
+chunk, L linears of a product, N outputs, K inputs, D hidden, I intermediate size; R rank, padded to a
+multiple of 8, and G experts or 1 where they share an adapter.
 """
 
 from collections.abc import Callable
@@ -24,6 +28,8 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -36,7 +42,7 @@ from qerl.kernels.limits import EXPERTS_BYTES
 from qerl.kernels.update.experts import add_pairs, add_pairs_backward, gate_pairs, gate_pairs_backward
 from qerl.kernels.weights.tiles import Tiles
 from qerl.kernels.workspace import workspace
-from qerl.update.path import EXPERT_LINEARS
+from qerl.lora.experts import LINEARS, ExpertLora
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +66,7 @@ class Stack:
     @classmethod
     def of(cls, experts: Experts, names: tuple[str, ...]) -> "Stack":
         """The stack of these linears of experts that `qerl.update.path.why_not_grouped` allows."""
-        linears: list[Any] = [getattr(expert, name) for expert in experts for name in names]
+        linears: list[Any] = [_base(expert, name) for expert in experts for name in names]
         device, tiles = _weight(linears[0]).device, _tiles(linears)
         scale_1 = torch.ones(1, device=device)
         if tiles is not None:
@@ -180,8 +186,78 @@ def _multiply(x_SK: torch.Tensor, stack: Stack, pairs: Pairs, transposed: bool) 
     return out
 
 
+Matrices = tuple[torch.Tensor, torch.Tensor] | None
+"""A [G, R, K] and B [G, N, R], times alpha / r, of one linear of all experts, fp32; None without."""
+
+
+def _matrices(lora: ExpertLora | None) -> Matrices:
+    if lora is None:
+        return None
+    more = -lora.rank % 8  # as grouped products want it
+    a_GRK, b_GNR = torch.stack(lora.all_a), torch.stack(lora.all_b) * lora.scaling
+    return functional.pad(a_GRK, (0, 0, 0, more)), functional.pad(b_GNR, (0, more))
+
+
+def _by_expert(x_SK: torch.Tensor, w_GKN: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """Each pair times its expert's matrix."""
+    w_GKN = w_GKN.to(x_SK.dtype)
+    return x_SK @ w_GKN[0] if len(w_GKN) == 1 else functional.grouped_mm(x_SK, w_GKN, offs=pairs.end_E)
+
+
+def _outer(dy_SN: torch.Tensor, x_SK: torch.Tensor, groups: int, pairs: Pairs) -> torch.Tensor:
+    """The sum [G, N, K] over the pairs of each expert, or of all."""
+    if groups == 1:
+        return (dy_SN.T @ x_SK)[None]
+    return functional.grouped_mm(dy_SN.T, x_SK, offs=pairs.end_E)
+
+
+def _linears(y_SN: torch.Tensor, stack: Stack, pairs: Pairs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The outputs of each linear of a stack, views, and its factor of each pair [S, 1]."""
+    factor_SL = stack.factor_EL[pairs.expert_S]
+    return list(zip(y_SN.chunk(factor_SL.shape[1], 1), factor_SL.split(1, 1), strict=True))
+
+
+def _add_lora(
+    y_SN: torch.Tensor, x_SK: torch.Tensor, matrices: list[Matrices], stack: Stack, pairs: Pairs
+) -> None:
+    """Add B A x, over the factor, to what the linears of a stack gave."""
+    for each, (part_SN, factor_S1) in zip(matrices, _linears(y_SN, stack, pairs), strict=True):
+        if each is not None:
+            xa_SR = _by_expert(x_SK, each[0].mT, pairs).div_(factor_S1)
+            part_SN += _by_expert(xa_SR, each[1].mT, pairs)
+
+
+def _lora_backward(
+    dy_SN: torch.Tensor,
+    dx_SK: torch.Tensor,
+    x_SK: torch.Tensor,
+    matrices: list[Matrices],
+    stack: Stack,
+    pairs: Pairs,
+) -> list[torch.Tensor | None]:
+    """The gradients of each linear's A and B, or two times None; that of the input is added to ``dx``."""
+    found: list[torch.Tensor | None] = []
+    for each, (part_SN, factor_S1) in zip(matrices, _linears(dy_SN, stack, pairs), strict=True):
+        if each is None:
+            found += None, None
+            continue
+        a_GRK, b_GNR = each
+        xa_SR = _by_expert(x_SK, a_GRK.mT, pairs).div_(factor_S1)
+        dxa_SR = _by_expert(part_SN, b_GNR, pairs).div_(factor_S1)
+        dx_SK += _by_expert(dxa_SR, a_GRK, pairs)
+        found.append(_outer(dxa_SR, x_SK, len(a_GRK), pairs).to(a_GRK.dtype))
+        found.append(_outer(part_SN, xa_SR, len(b_GNR), pairs).to(b_GNR.dtype))
+    return found
+
+
+def _paired(matrices: tuple[torch.Tensor | None, ...]) -> list[Matrices]:
+    """A and B of each linear, from what autograd hands on."""
+    pairs = zip(matrices[::2], matrices[1::2], strict=True)
+    return [None if a is None or b is None else (a, b) for a, b in pairs]
+
+
 class _Mixture(torch.autograd.Function):
-    """The weighted sum of each token's experts, with gradients for the input and the weights."""
+    """The weighted sum of each token's experts, with gradients for input, weights and adapters."""
 
     @staticmethod
     def forward(
@@ -192,12 +268,18 @@ class _Mixture(torch.autograd.Function):
         gate_up: Stack,
         down: Stack,
         clamp: Clamp | None,
+        *matrices: torch.Tensor | None,
     ) -> torch.Tensor:
         pairs = Pairs.of(expert_TC, len(gate_up.factor_EL))
-        y_SN = _multiply(x_TD[pairs.token_S], gate_up, pairs, False)
+        *of_gate_up, of_down = _paired(matrices)
+        x_SD = x_TD[pairs.token_S]
+        y_SN = _multiply(x_SD, gate_up, pairs, False)
+        _add_lora(y_SN, x_SD, of_gate_up, gate_up, pairs)
+        del x_SD
         h_SI = gate_pairs(y_SN, gate_up.factor_EL, gate_up.bias_EN, pairs.expert_S, clamp)
         z_SD = _multiply(h_SI, down, pairs, False)
-        ctx.save_for_backward(y_SN, z_SD, weight_TC)
+        _add_lora(z_SD, h_SI, [of_down], down, pairs)
+        ctx.save_for_backward(y_SN, z_SD, weight_TC, x_TD if any(of_gate_up) else None, *matrices)
         ctx.pairs, ctx.stacks, ctx.clamp = pairs, (gate_up, down), clamp
         return add_pairs(
             z_SD, pairs.place_TC, weight_TC.contiguous(), pairs.expert_TC, down.factor_EL[:, 0], down.bias_EN
@@ -206,20 +288,27 @@ class _Mixture(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        y_SN, z_SD, weight_TC = ctx.saved_tensors
+        y_SN, z_SD, weight_TC, x_TD, *matrices = ctx.saved_tensors
+        *of_gate_up, of_down = _paired(matrices)
         pairs, (gate_up, down) = ctx.pairs, ctx.stacks
         dz_SD, dweight_TC = add_pairs_backward(
             dout_TD.contiguous(), z_SD, pairs.place_TC, weight_TC.contiguous(), pairs.expert_TC,
             down.factor_EL[:, 0], down.bias_EN,
         )  # fmt: skip
+        gate = gate_up.factor_EL, gate_up.bias_EN, pairs.expert_S, ctx.clamp
         dh_SI = _multiply(dz_SD, down, pairs, True)
+        found_down: list[torch.Tensor | None] = [None] * 2
+        if of_down is not None:
+            found_down = _lora_backward(dz_SD, dh_SI, gate_pairs(y_SN, *gate), [of_down], down, pairs)
         del dz_SD
-        dy_SN = gate_pairs_backward(
-            dh_SI, y_SN, gate_up.factor_EL, gate_up.bias_EN, pairs.expert_S, ctx.clamp
-        )
+        dy_SN = gate_pairs_backward(dh_SI, y_SN, *gate)
         del dh_SI
-        dx_TD = add_pairs(_multiply(dy_SN, gate_up, pairs, True), pairs.place_TC)
-        return dx_TD, dweight_TC.to(weight_TC.dtype), None, None, None, None
+        dx_SD = _multiply(dy_SN, gate_up, pairs, True)
+        found: list[torch.Tensor | None] = [None] * 4
+        if x_TD is not None:
+            found = _lora_backward(dy_SN, dx_SD, x_TD[pairs.token_S], of_gate_up, gate_up, pairs)
+        dx_TD = add_pairs(dx_SD, pairs.place_TC)
+        return dx_TD, dweight_TC.to(weight_TC.dtype), None, None, None, None, *found, *found_down
 
 
 def grouped_forward(
@@ -234,7 +323,9 @@ def grouped_forward(
         weight_TC: What the result of each is multiplied with.
     """
     clamp = getattr(experts[0].gated, "clamp", None)
-    out_TD = _Mixture.apply(x_TD.contiguous(), weight_TC, expert_TC, *_stacks(experts), clamp)
+    adapters = [_matrices(ExpertLora.of(experts, name)) or (None, None) for name in LINEARS]
+    matrices = [matrix for pair in adapters for matrix in pair]
+    out_TD = _Mixture.apply(x_TD.contiguous(), weight_TC, expert_TC, *_stacks(experts), clamp, *matrices)
     return cast(torch.Tensor, out_TD)
 
 
@@ -243,12 +334,17 @@ _held: WeakKeyDictionary[Experts, tuple[list[int], tuple[Stack, Stack]]] = WeakK
 
 def _stacks(experts: Experts) -> tuple[Stack, Stack]:
     """The stacks of gate and up and of down, made once for the memory that the experts are in."""
-    linears = (cast(Any, expert._modules[name]) for expert in experts for name in EXPERT_LINEARS)
-    place = [_weight(linear).data_ptr() for linear in linears]
+    place = [_weight(_base(expert, name)).data_ptr() for expert in experts for name in LINEARS]
     if experts not in _held or _held[experts][0] != place:
         gate_up, down = (Stack.of(experts, names) for names in RoutedMLP.PLACES.values())
         _held[experts] = place, (gate_up, down)
     return _held[experts][1]
+
+
+def _base(expert: nn.Module, name: str) -> Any:
+    """An expert's linear, below its adapter if it has one."""
+    linear: Any = expert._modules[name]
+    return linear.get_base_layer() if isinstance(linear, BaseTunerLayer) else linear
 
 
 def _weight(linear: Any) -> torch.Tensor:

@@ -26,16 +26,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qerl.families.experts import Expert, Experts, experts_of
-from qerl.families.layer import Attention, GatedMLP, RoutedMLP, names
+from qerl.families.layer import Attention, GatedMLP, names
 from qerl.families.parts import eval_mode, layers_with_state
 from qerl.fp4.linear import PackedLinear
 from qerl.kernels.flash import why_not_flash4
 from qerl.kernels.limits import MAX_HEAD
-from qerl.lora.product import why_not_fused
+from qerl.lora.experts import LINEARS, why_not_together
+from qerl.lora.product import NO_ADAPTER, why_not_fused
 from qerl.noise.norms import is_norm
 from qerl.seeding import generator
 
-EXPERT_LINEARS = tuple(name for places in RoutedMLP.PLACES.values() for name in places)
 JOINED, _JOINED_QKV = names((GatedMLP.JOINED, Attention.JOINED))
 
 _FAILURES = (TypeError, AttributeError, ValueError, KeyError, RuntimeError)  # of a module run by itself
@@ -312,13 +312,18 @@ def why_not_swiglu(mlp: nn.Module) -> str | None:
 def why_not_grouped(experts: Experts) -> str | None:
     """Why the experts of a layer are computed one by one; None where they are multiplied in groups."""
     for expert in experts:
-        for name in EXPERT_LINEARS:
+        for name in LINEARS:
             linear = cast(nn.Module, expert._modules[name])
+            if isinstance(linear, BaseTunerLayer):
+                reason = why_not_fused(linear, linear.training)
+                if reason not in (None, NO_ADAPTER):
+                    return reason
+                linear = linear.get_base_layer()
             if type(linear) not in (PackedLinear, nn.Linear):
                 return f"an expert has a {type(linear).__name__}"
             if any(each is not None and each.requires_grad for each in linear._parameters.values()):
                 return "an expert's own weights or biases train"
-    return None
+    return why_not_together(experts)
 
 
 def _drawn(*columns: int) -> list[torch.Tensor]:
