@@ -166,7 +166,8 @@ def test_launches_run(kernels):
 def test_each_kernel_has_a_benchmark():
     files = {path.stem for path in Path(update.__file__).parent.glob("*.py")} - {"__init__"}
     assert UPDATE.keys() == files
-    elsewhere = {"attend", "delta_net", "draw", "route", "speculate", "sum_product"}  # timed within a step
+    # Timed within a step.
+    elsewhere = {"attend", "delta_net", "draw", "expert_lora", "route", "speculate", "sum_product"}
     kernels = {
         path.stem
         for path in Path(decode.__file__).parent.glob("*.py")

@@ -17,6 +17,7 @@ from qerl.fp4.format import MXFP4, NVFP4
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
 from qerl.lora.adapter import adapt, add_lora, load_adapter
+from qerl.lora.experts import share
 from qerl.models.load import load_model
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.ready import check_policy
@@ -277,6 +278,28 @@ def test_adapters_are_saved_for_each_expert_and_load_here_and_around_merged_expe
         # Whose experts PEFT 0.21 does not know, or whose shared ones it takes for them.
         if theirs.config.model_type not in ("qwen2_moe", "gpt_oss", "qwen3_5_moe_text"):
             equal(logits(PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))), wanted)
+
+
+def test_experts_that_share_an_adapter_train_one_and_save_it_for_each(theirs, folder, tmp_path):
+    model = adapted(load(folder), PROJECTIONS)
+    with pytest.raises(QeRLError, match="cannot share one; set lora_experts: each"):
+        share(model)
+    model = add_lora(load(folder), 4, 8, 0.0, PROJECTIONS)
+    share(model)
+    own = [name for name, p in model.named_parameters() if p.requires_grad and ".experts." in name]
+    assert own and all(".experts.0." in name for name in own)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        logits(model).square().mean().backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.mlp.experts.{}.gate_proj.lora_B.weight"
+    assert saved[name.format(0)].any() and torch.equal(saved[name.format(0)], saved[name.format(5)])
+    again = load_adapter(load(folder), tmp_path / "adapter", trainable=True)
+    share(again)
+    with torch.no_grad():
+        equal(logits(again), logits(model), atol=0)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])

@@ -42,10 +42,12 @@ KERNELS = {
     "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
     "_route", "_arrange", "_spread", "_act_items", "_product_of_items",
+    "_items_times_a", "_add_items_times_b",
     "_gate_pairs", "_gate_pairs_backward", "_add_pairs", "_add_pairs_backward",
 }  # fmt: skip
 OF_EXPERTS = {
     "_route", "_arrange", "_spread", "_act_items", "_product_of_items",
+    "_items_times_a", "_add_items_times_b",
     "_gate_pairs", "_gate_pairs_backward", "_add_pairs", "_add_pairs_backward",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
@@ -54,7 +56,9 @@ OF_DELTA_NETS = {
     "_delta_inputs", "_gated_norm", "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
 }  # fmt: skip
-OF_OPERANDS = {"_residual_norm", "_act_mul", "_combine_splits", "_gated_norm", "_spread", "_act_items"}
+OF_OPERANDS = {
+    "_residual_norm", "_act_mul", "_combine_splits", "_gated_norm", "_spread", "_act_items", "_items_times_a",
+}  # fmt: skip
 TARGETS = (80, 86, 89, 90, 100, 120)
 LEAST_MEMORY, HOPPER = 86, 90
 
@@ -271,12 +275,20 @@ def walk(recorder: Recorder, target: int) -> None:
     DenseStack.padded_tokens = NVFP4Stack.padded_tokens  # type: ignore[method-assign]  # operands as on a GPU
 
     def decode(
-        tokens: int, rank: int, size: int, fp8: bool, prefill: bool = False, shape: Any = None
+        tokens: int,
+        rank: int,
+        size: int,
+        fp8: bool,
+        prefill: bool = False,
+        shape: Any = None,
+        expert_rank: int = 0,
     ) -> None:
         norm = tokens > 8
         dtype = torch.float8_e4m3fn if fp8 and card.fp8 else torch.bfloat16
         sizes = Sizes.uniform(256, 512, 1, 28, 4, size, 5000, qkv_bias=not norm, qk_norm=norm)
         decoder = random_decoder(shape or sizes, "bf16", rank, 256, device="cpu")
+        for layer in decoder.layers if expert_rank else ():
+            adapt_experts(layer.mlp, expert_rank)
         pools = len(KVGeometry.of(decoder.sizes, 2).pools)
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
         DecodeStep(decoder, cache, tokens, 8, 2, NoGraphs()).run()
@@ -315,9 +327,9 @@ def walk(recorder: Recorder, target: int) -> None:
             num_key_value_heads=4, head_dim=128, max_position_embeddings=256, norm_topk_prob=True,
         )  # fmt: skip
         DenseExperts.in_order, DenseExperts.sizes = True, NVFP4Experts.sizes
-        decode(128, 32, 0, fp8=False, prefill=True, shape=mixture)
+        decode(128, 32, 0, fp8=False, prefill=True, shape=mixture, expert_rank=256)
         DenseExperts.sizes = (16, 64)
-        decode(8, 32, 0, fp8=False, shape=mixture)
+        decode(8, 32, 0, fp8=False, shape=mixture, expert_rank=16)
         recorder.walk = "experts with biases and clamps"
         biased = GptOssConfig(
             vocab_size=5000, hidden_size=576, intermediate_size=320, num_hidden_layers=1,
@@ -355,6 +367,19 @@ def walk(recorder: Recorder, target: int) -> None:
         swiglu(x, x, gelu=True).sum().backward()
         recorder.walk = "few"
         decode(8, 32, 128, fp8=False)
+
+
+def adapt_experts(mlp: Any, rank: int) -> None:
+    """Gives all experts of a mixture one adapter."""
+    import torch
+
+    from qerl.kernels.decode.expert_lora import ExpertLoraMatrices
+
+    def made(rows: int, width: int, linears: int) -> ExpertLoraMatrices:
+        shapes = (1, linears, rank, width), (1, linears, rows // linears, rank)
+        return ExpertLoraMatrices(*(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes))
+
+    mlp.gate_up_lora, mlp.down_lora = made(*mlp.gate_up.shape, 2), made(*mlp.down.shape, 1)
 
 
 def pairs(experts: int, chosen: int, hidden: int, inner: int, clamp: Any) -> None:

@@ -13,6 +13,7 @@ from bench.products import dequantised
 from bench.random_weights import random_tiles
 from qerl.errors import QeRLError
 from qerl.families.layer import Clamp, RoutedMLP
+from qerl.kernels.decode.expert_lora import ExpertLoraMatrices
 from qerl.kernels.decode.residual_norm import residual_norm
 from qerl.kernels.decode.route import Items, Kept, arrange, route
 from qerl.kernels.limits import item_size, most_items
@@ -125,9 +126,24 @@ CASES = [
 ]
 
 
+def adapters(weights: RoutedWeights, groups: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives experts adapters; what they add to the weights of gate and up and of down, in fp64."""
+    added, names = [], ("gate_up", "down")
+    for name in names:
+        product = getattr(weights, name)
+        (rows, width), linears = product.shape, product.scale_EL.shape[1]
+        a_GLRK = half(groups, linears, rank, width, scale=width**-0.5)
+        b_GLNR = half(groups, linears, rows // linears, rank, scale=rank**-0.5)
+        setattr(weights, f"{name}_lora", ExpertLoraMatrices(a_GLRK, b_GLNR))
+        added.append((b_GLNR.double() @ a_GLRK.double()).flatten(1, 2))
+    return added[0], added[1]
+
+
+@pytest.mark.parametrize("lora", [None, (1, 16), (0, 32)])
 @pytest.mark.parametrize(("tokens", "experts", "chosen", "hidden", "inner", "clamp", "made"), CASES)
-def test_a_mixture_between_two_norms(tokens, experts, chosen, hidden, inner, clamp, made):
-    """Twice, the second time with others' numbers in every buffer; with a clamp there are biases."""
+def test_a_mixture_between_two_norms(tokens, experts, chosen, hidden, inner, clamp, made, lora):
+    """Twice, the second time with others' numbers in every buffer; with a clamp there are biases. Adapters
+    are one for all experts, or of each."""
     mlp = RoutedMLP(inner, experts, chosen, normalized=True, bias=clamp is not None, clamp=clamp)
     gate_up, gate_up_ENK = made(experts, 2 * inner, hidden, 2)
     down, down_ENK = made(experts, hidden, inner, 1)
@@ -139,6 +155,9 @@ def test_a_mixture_between_two_norms(tokens, experts, chosen, hidden, inner, cla
     if mlp.bias:
         weights.router_bias_E, weights.gate_up_bias_EN = router_bias_E.float(), gate_up_bias_EN.float()
         weights.down_bias_ED = down_bias_EN.float() / down.scale_EL
+    if lora:
+        of_gate_up, of_down = adapters(weights, lora[0] or experts, lora[1])
+        gate_up_ENK, down_ENK = gate_up_ENK + of_gate_up, down_ENK + of_down
     mixtures = Mixtures(mlp, weights, tokens, EPS, weights.router_ED)
     for _ in range(2):
         y_TD, out_TD = torch.randn(tokens, hidden, device=DEVICE), half(tokens, hidden)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -10,6 +11,7 @@ from qerl.families.layer import RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.fp4.checkpoint import quantization_config
 from qerl.fp4.format import NVFP4
+from qerl.kernels.decode.expert_lora import ExpertLoraMatrices
 from qerl.kernels.limits import ITEM_SIZES
 from qerl.plan.command import plan_command
 from qerl.plan.parts import Adapter, Weights
@@ -46,18 +48,23 @@ def test_a_published_mixture_has_the_parameters_of_its_name():
     assert sizes.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def test_the_engines_buffers_are_those_that_it_makes():
+@pytest.mark.parametrize("rank", [0, 16])
+def test_the_engines_buffers_are_those_that_it_makes(rank):
     sizes = Sizes.from_config(CONFIG)
     mlp = sizes.specs[1].mlp
     assert isinstance(mlp, RoutedMLP) and not sizes.specs[0].experts
     like = torch.zeros(1, dtype=torch.bfloat16)
     weights = RoutedWeights(torch.zeros(8, 256), Stack((256, 256)), Stack((256, 128)))
+    if rank:
+        gate_up, down = (torch.empty(1, linears, rank, width) for linears, width in [(2, 256), (1, 128)])
+        weights.gate_up_lora = ExpertLoraMatrices(gate_up, gate_up)
+        weights.down_lora = ExpertLoraMatrices(down, down)
     made = 0
     for tokens in (*PREFILL_TOKENS, *(count for count in ROW_COUNTS if count <= 64)):
         buffers = Mixtures(mlp, weights, tokens, 1e-6, like)
-        tensors = (buffers._x, buffers._h, buffers._y, buffers._logits.parts_PTR)
+        tensors = (buffers._x, buffers._h, buffers._y, buffers._xa, buffers._logits.parts_PTR)
         made += sum(tensor.nbytes for tensor in tensors)
-    assert experts_bytes(sizes, 60) == made
+    assert experts_bytes(sizes, 60, rank) == made
     assert experts_bytes(Sizes.by_name("7b"), 64) == 0
 
 
@@ -72,12 +79,15 @@ def test_the_plan_of_a_mixture_is_drawn():
     assert render(plan, None, "qwen3-30b-a3b")
 
 
-def test_adapters_on_experts_count_for_each_of_them():
+@pytest.mark.parametrize(("shared", "count"), [(True, 1), (False, 128)])
+def test_adapters_on_experts_count_for_each_of_them_or_once(shared, count):
+    """In the engine gate and up have A each, on top of each other."""
     sizes = Sizes.by_name("qwen3-30b-a3b")
     every = (*sizes.targets, "gate_proj", "up_proj", "down_proj")
-    plain, whole = (Adapter(sizes, 32, targets) for targets in (sizes.targets, every))
-    assert whole.parameters - plain.parameters == 32 * 48 * 128 * 3 * (2048 + 768)
-    assert whole.copies == plain.copies
+    plain, whole = (Adapter(sizes, 24, targets, shared) for targets in (sizes.targets, every))
+    each = 3 * (2048 + 768)
+    assert whole.parameters - plain.parameters == 24 * 48 * count * each
+    assert whole.copies - plain.copies == 2 * 32 * 48 * count * each
 
 
 def test_a_folder_of_packed_experts_is_planned_with_them(tmp_path):

@@ -420,12 +420,15 @@ class LayerSpec:
         """The linears of all products."""
         return tuple(linear for product in self.products for linear in product.linears)
 
+    @property
+    def expert_products(self) -> tuple[Product, ...]:
+        """The products of each expert; none without a mixture."""
+        return self.mlp.of_expert(self.hidden) if isinstance(self.mlp, RoutedMLP) else ()
+
     @cached_property
     def expert_linears(self) -> tuple[Linear, ...]:
-        """The linears of each expert; none without a mixture."""
-        if not isinstance(self.mlp, RoutedMLP):
-            return ()
-        return tuple(linear for product in self.mlp.of_expert(self.hidden) for linear in product.linears)
+        """The linears of each expert."""
+        return tuple(linear for product in self.expert_products for linear in product.linears)
 
     @property
     def matrices(self) -> Iterator[tuple[Linear, int]]:

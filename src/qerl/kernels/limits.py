@@ -31,6 +31,11 @@ MAX_HEAD = 256
 MAX_KEY = 128
 """Widest keys of a delta net: a thread of delta_step.cu has one number of a key."""
 
+LORA_PART = 512
+"""Inputs of an expert that a program multiplies with A, where there are few places (`parts_of`)."""
+
+_FEW_PLACES = 4096
+
 EXPERTS_BYTES = 1 << 27
 """Bytes of the experts that the update dequantises at a time, unless one has more."""
 
@@ -60,6 +65,12 @@ def most_items(tokens: int, experts: int, chosen: int, size: int) -> int:
     """Items that there can be at most: each expert's last may have a single token."""
     pairs = tokens * chosen
     return (pairs + min(experts, pairs) * (size - 1)) // size
+
+
+def parts_of(places: int, width: int) -> int:
+    """Parts of x A^T of experts' adapters, for a product of so many places and inputs: with few places most
+    of a GPU would be idle else."""
+    return -(-width // LORA_PART) if places <= _FEW_PLACES else 1
 
 
 def pad_rank(rank: int) -> int:

@@ -166,6 +166,6 @@ def share(model: nn.Module, name: str = "default") -> None:
                     if matrices == "lora_B" and not torch.equal(own.weight, first.weight):
                         raise QeRLError(
                             f"The experts of {place} have adapters of their own in this checkpoint, so they "
-                            "cannot share one; set share_expert_adapters: false."
+                            "cannot share one; set lora_experts: each."
                         )
                     own.weight = first.weight

@@ -110,7 +110,7 @@ _COUNTS = (1, 2, 4, 8)
 
 def _adapters_in_words(plan: MemoryPlan) -> str:
     """Memory of 1 to 8 adapters on the GPU, and whether a step fits beside them with its fastest settings."""
-    work, adapter = plan.work, Adapter(plan.sizes, plan.work.rank, plan.work.targets)
+    work, adapter = plan.work, Adapter.of(plan.sizes, plan.work)
     each = adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters
     said = []
     for count in _COUNTS:

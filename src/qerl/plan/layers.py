@@ -95,16 +95,23 @@ class LayerActivations:
     def _experts(self, mlp: RoutedMLP) -> int:
         """``2 T C (2 I + D)`` for C experts per token: of each gate, up and the result, which the gradient of
         its weight wants; 20 bytes for where it lies, and of the router logits and softmax in fp32. Experts
-        with adapters of their own are computed one by one, and keep the product as well, and without a clamp
-        ``act(gate)``."""
+        with adapters keep the layer's input; with dropout they are computed one by one, and keep the product
+        as well, and without a clamp ``act(gate)``."""
         chosen, work = mlp.chosen, self.work
-        inner = 2 if not self._adapts_experts else 3 if mlp.clamp else 4
+        inner = 2 if not self._one_by_one else 3 if mlp.clamp else 4
         per_token = HALF * chosen * (inner * mlp.intermediate + self.spec.hidden) + 20 * chosen
+        if self._adapts_experts:
+            per_token += HALF * self.spec.hidden
         return work.tokens * (per_token + 2 * FULL * mlp.experts)
 
     @property
+    def _one_by_one(self) -> bool:
+        """Whether experts are not multiplied in groups."""
+        return self._adapts_experts and self.work.why_not_fused is not None
+
+    @property
     def _adapts_experts(self) -> bool:
-        """Whether experts have adapters of their own."""
+        """Whether experts have adapters."""
         return any(linear.is_target(self.work.targets) for linear in self.spec.expert_linears)
 
     def _kept(self, wide: int, single: int, inputs: int) -> int:
@@ -133,12 +140,15 @@ class LayerActivations:
     @property
     def _widest_of_mlp(self) -> int:
         """Numbers per token that the MLP's backward pass has beside what was kept. Of all experts of a token
-        gradients of gate and up with that of their product or of the inputs, whichever are more; of experts
-        with adapters those of results, in the order of experts and in that of tokens, and of inputs."""
+        gradients of gate and up with that of their product or of the inputs, whichever are more; with
+        adapters the inputs as well, and what these add to their gradient; of experts one by one gradients of
+        results, in the order of experts and in that of tokens, and of inputs."""
         mlp, hidden = self.spec.mlp, self.spec.hidden
         if isinstance(mlp, RoutedMLP):
             inner = mlp.intermediate
-            each = 3 * hidden if self._adapts_experts else 2 * inner + max(inner, hidden)
+            each = 2 * inner + (3 * hidden if self._adapts_experts else max(inner, hidden))
+            if self._one_by_one:
+                each = 3 * hidden
             return mlp.chosen * each + 2 * hidden
         return 2 * mlp.intermediate + hidden
 
@@ -178,7 +188,7 @@ class LayerActivations:
         experts as many as are dequantised at a time."""
         largest = HALF * max(self._written_at_once(group) for group in self._groups)
         mlp = self.spec.mlp
-        if not isinstance(mlp, RoutedMLP) or self._adapts_experts:
+        if not isinstance(mlp, RoutedMLP) or self._one_by_one:
             return largest
         each = HALF * max(product.outputs * product.inputs for product in mlp.of_expert(self.spec.hidden))
         return max(largest, each * min(mlp.experts, max(1, EXPERTS_BYTES // each)))

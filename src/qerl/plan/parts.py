@@ -51,17 +51,24 @@ class Weights:
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA on every layer: ``R (inputs + outputs)`` parameters per adapted linear, in fp32."""
+    """LoRA on every layer: ``R (inputs + outputs)`` parameters per adapted linear, in fp32; of experts that
+    share an adapter those of one."""
 
     sizes: Sizes
     rank: int
     targets: tuple[str, ...]
+    shared: bool = True
+
+    @classmethod
+    def of(cls, sizes: Sizes, work: Work) -> "Adapter":
+        """That of a model's work."""
+        return cls(sizes, work.rank, work.targets, work.shared_lora)
 
     @cached_property
     def parameters(self) -> int:
         """Number of trained parameters."""
         return self.rank * sum(
-            run.layers * count * (linear.inputs + linear.outputs)
+            run.layers * (1 if self.shared else count) * (linear.inputs + linear.outputs)
             for run in self.sizes.runs
             for linear, count in run.spec.matrices
             if linear.is_target(self.targets)
@@ -91,6 +98,11 @@ class Adapter:
         narrow += sum((mlp.experts + 1) * sizes.hidden for mlp in routed if mlp.shared)
         single = sizes.norms + angles + sum(net.constants for net in nets)
         wide = sum(run.layers * (x.inputs + x.outputs) for run in sizes.runs for x in run.spec.linears)
+        for run in sizes.runs:  # a product of experts of which one linear is adapted has room for all
+            for product in run.spec.expert_products:
+                if any(linear.is_target(self.targets) for linear in product.linears):
+                    each = len(product.linears) * product.inputs + product.outputs
+                    wide += run.layers * (1 if self.shared else run.spec.experts) * each
         return HALF * (pad_rank(self.rank) * wide + narrow) + FULL * single
 
 
@@ -141,7 +153,9 @@ class Cache:
     @property
     def experts(self) -> int:
         """Bytes of what experts read and give in the engine's passes; 0 without a mixture."""
-        return experts_bytes(self.sizes, self._taken[1])
+        specs, work = (run.spec for run in self.sizes.runs), self.work
+        adapted = any(x.is_target(work.targets) for spec in specs for x in spec.expert_linears)
+        return experts_bytes(self.sizes, self._taken[1], pad_rank(work.rank) if adapted else 0)
 
     @property
     def _taken(self) -> tuple[BlockDemand, int]:

@@ -75,7 +75,7 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         capacity: Bytes of the GPU; keys and values take at most their share of the free ones, and sequences
             that do not fit wait their turn.
     """
-    adapter, cache = Adapter(sizes, work.rank, work.targets), Cache(sizes, work)
+    adapter, cache = Adapter.of(sizes, work), Cache(sizes, work)
     update = Activations(sizes, work)
     idle = (work.adapters - 1) * (
         adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters

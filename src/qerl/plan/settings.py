@@ -243,5 +243,6 @@ def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
         processes=processes,
         lora_dropout=config.lora_dropout,
+        shared_lora=config.lora_experts == "shared",
         copies_adapter=config.beta > 0 and config.adapter is not None,
     )

@@ -35,6 +35,7 @@ class Work:
         cache_bytes: Bytes per number in keys and values: 2 for bf16, 1 for fp8.
         processes: GPUs that train together, each with a whole model.
         lora_dropout: Probability of dropout in front of the adapters.
+        shared_lora: True if the experts of a layer share an adapter, where they have one.
         copies_adapter: True if the KL penalty keeps a frozen copy of the adapter as its reference; without an
             adapter that was trained before, the model without one serves.
         may_offload: True if the plan may choose `offload`. Not for a server, which does not do it, nor where
@@ -61,6 +62,7 @@ class Work:
     cache_bytes: int = HALF
     processes: int = 1
     lora_dropout: float = 0.0
+    shared_lora: bool = True
     copies_adapter: bool = False
     may_offload: bool = True
     host_bytes: int | None = None

@@ -86,7 +86,9 @@ class Model(Group):
     lora_dropout: ShareBelow1 = 0.0
     """Dropout on the adapters' input."""
     lora_target_modules: Annotated[Names, Field(min_length=1)] | None = None
-    """Names of the linear layers that get an adapter; unset, all of the decoder."""
+    """Names of the linear layers that get an adapter; unset, all of the decoder but those of experts."""
+    lora_experts: Literal["shared", "each"] = "shared"
+    """Where linears of experts get adapters: one for all experts of a layer (shared), or one for each."""
     disable_dropout: bool = False
     """Turn off all dropout of the model, that of its adapters too."""
     cast_lm_head_to_fp32: bool = False

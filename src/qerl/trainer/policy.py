@@ -16,6 +16,7 @@ from qerl.errors import QeRLError
 from qerl.gpu_memory import is_unified, keep_within_limit, total_bytes
 from qerl.host_memory import host_bytes
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
+from qerl.lora.experts import share
 from qerl.models.fingerprint import check_base
 from qerl.models.hub import LocalModel
 from qerl.models.load import check_model, load_model
@@ -125,17 +126,21 @@ def load_policy(
     if config.tuning == "full":
         return model
     if config.adapter is not None:
-        return load_adapter(model, Path(config.adapter).expanduser(), trainable=True)
-    if peft_config is not None:
-        return adapt(model, peft_config, config.seed)
-    return add_lora(
-        model,
-        rank=config.lora_r,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
-        seed=config.seed,
-    )
+        adapted = load_adapter(model, Path(config.adapter).expanduser(), trainable=True)
+    elif peft_config is not None:
+        adapted = adapt(model, peft_config, config.seed)
+    else:
+        adapted = add_lora(
+            model,
+            rank=config.lora_r,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            target_modules=config.lora_target_modules,
+            seed=config.seed,
+        )
+    if config.lora_experts == "shared":
+        share(adapted)
+    return adapted
 
 
 def compute_dtype(config: QeRLConfig, device: torch.device) -> torch.dtype:

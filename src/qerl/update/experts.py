@@ -22,7 +22,7 @@ chunk, L linears of a product, N outputs, K inputs, D hidden, I intermediate siz
 multiple of 8, and G experts or 1 where they share an adapter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -186,13 +186,11 @@ def _multiply(x_SK: torch.Tensor, stack: Stack, pairs: Pairs, transposed: bool) 
     return out
 
 
-Matrices = tuple[torch.Tensor, torch.Tensor] | None
-"""A [G, R, K] and B [G, N, R], times alpha / r, of one linear of all experts, fp32; None without."""
+Matrices = tuple[torch.Tensor, torch.Tensor]
+"""A [G, R, K] and B [G, N, R], times alpha / r, of one linear of all experts, fp32."""
 
 
-def _matrices(lora: ExpertLora | None) -> Matrices:
-    if lora is None:
-        return None
+def _matrices(lora: ExpertLora) -> Matrices:
     more = -lora.rank % 8  # as grouped products want it
     a_GRK, b_GNR = torch.stack(lora.all_a), torch.stack(lora.all_b) * lora.scaling
     return functional.pad(a_GRK, (0, 0, 0, more)), functional.pad(b_GNR, (0, more))
@@ -218,42 +216,42 @@ def _linears(y_SN: torch.Tensor, stack: Stack, pairs: Pairs) -> list[tuple[torch
 
 
 def _add_lora(
-    y_SN: torch.Tensor, x_SK: torch.Tensor, matrices: list[Matrices], stack: Stack, pairs: Pairs
+    y_SN: torch.Tensor, x_SK: torch.Tensor, loras: Sequence[ExpertLora | None], stack: Stack, pairs: Pairs
 ) -> None:
     """Add B A x, over the factor, to what the linears of a stack gave."""
-    for each, (part_SN, factor_S1) in zip(matrices, _linears(y_SN, stack, pairs), strict=True):
-        if each is not None:
-            xa_SR = _by_expert(x_SK, each[0].mT, pairs).div_(factor_S1)
-            part_SN += _by_expert(xa_SR, each[1].mT, pairs)
+    for lora, (part_SN, factor_S1) in zip(loras, _linears(y_SN, stack, pairs), strict=True):
+        if lora is not None:
+            a_GRK, b_GNR = _matrices(lora)
+            xa_SR = _by_expert(x_SK, a_GRK.mT, pairs).div_(factor_S1)
+            part_SN += _by_expert(xa_SR, b_GNR.mT, pairs)
 
 
 def _lora_backward(
     dy_SN: torch.Tensor,
     dx_SK: torch.Tensor,
     x_SK: torch.Tensor,
-    matrices: list[Matrices],
+    loras: Sequence[ExpertLora | None],
     stack: Stack,
     pairs: Pairs,
-) -> list[torch.Tensor | None]:
-    """The gradients of each linear's A and B, or two times None; that of the input is added to ``dx``."""
-    found: list[torch.Tensor | None] = []
-    for each, (part_SN, factor_S1) in zip(matrices, _linears(dy_SN, stack, pairs), strict=True):
-        if each is None:
-            found += None, None
+) -> list[torch.Tensor]:
+    """The gradients of `_parameters`; that of the input is added to ``dx``."""
+    found: list[torch.Tensor] = []
+    for lora, (part_SN, factor_S1) in zip(loras, _linears(dy_SN, stack, pairs), strict=True):
+        if lora is None:
             continue
-        a_GRK, b_GNR = each
+        a_GRK, b_GNR = _matrices(lora)
         xa_SR = _by_expert(x_SK, a_GRK.mT, pairs).div_(factor_S1)
         dxa_SR = _by_expert(part_SN, b_GNR, pairs).div_(factor_S1)
         dx_SK += _by_expert(dxa_SR, a_GRK, pairs)
-        found.append(_outer(dxa_SR, x_SK, len(a_GRK), pairs).to(a_GRK.dtype))
-        found.append(_outer(part_SN, xa_SR, len(b_GNR), pairs).to(b_GNR.dtype))
+        da_GRK = _outer(dxa_SR, x_SK, len(a_GRK), pairs)[:, : lora.rank].to(a_GRK.dtype)
+        db_GNR = _outer(part_SN, xa_SR, len(b_GNR), pairs)[..., : lora.rank].to(b_GNR.dtype)
+        found += *da_GRK.unbind(), *(db_GNR * lora.scaling).unbind()
     return found
 
 
-def _paired(matrices: tuple[torch.Tensor | None, ...]) -> list[Matrices]:
-    """A and B of each linear, from what autograd hands on."""
-    pairs = zip(matrices[::2], matrices[1::2], strict=True)
-    return [None if a is None or b is None else (a, b) for a, b in pairs]
+def _parameters(loras: Sequence[ExpertLora | None]) -> list[torch.Tensor]:
+    """All A and then all B of each linear's adapters."""
+    return [matrix for lora in loras if lora for matrix in (*lora.all_a, *lora.all_b)]
 
 
 class _Mixture(torch.autograd.Function):
@@ -268,10 +266,11 @@ class _Mixture(torch.autograd.Function):
         gate_up: Stack,
         down: Stack,
         clamp: Clamp | None,
-        *matrices: torch.Tensor | None,
+        loras: tuple[ExpertLora | None, ...],
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         pairs = Pairs.of(expert_TC, len(gate_up.factor_EL))
-        *of_gate_up, of_down = _paired(matrices)
+        *of_gate_up, of_down = loras
         x_SD = x_TD[pairs.token_S]
         y_SN = _multiply(x_SD, gate_up, pairs, False)
         _add_lora(y_SN, x_SD, of_gate_up, gate_up, pairs)
@@ -279,8 +278,9 @@ class _Mixture(torch.autograd.Function):
         h_SI = gate_pairs(y_SN, gate_up.factor_EL, gate_up.bias_EN, pairs.expert_S, clamp)
         z_SD = _multiply(h_SI, down, pairs, False)
         _add_lora(z_SD, h_SI, [of_down], down, pairs)
-        ctx.save_for_backward(y_SN, z_SD, weight_TC, x_TD if any(of_gate_up) else None, *matrices)
-        ctx.pairs, ctx.stacks, ctx.clamp = pairs, (gate_up, down), clamp
+        # Parameters are those of the adapters, and are seen to have stayed what they were.
+        ctx.save_for_backward(y_SN, z_SD, weight_TC, x_TD if any(of_gate_up) else None, *parameters)
+        ctx.pairs, ctx.stacks, ctx.clamp, ctx.loras = pairs, (gate_up, down), clamp, loras
         return add_pairs(
             z_SD, pairs.place_TC, weight_TC.contiguous(), pairs.expert_TC, down.factor_EL[:, 0], down.bias_EN
         )
@@ -288,8 +288,8 @@ class _Mixture(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        y_SN, z_SD, weight_TC, x_TD, *matrices = ctx.saved_tensors
-        *of_gate_up, of_down = _paired(matrices)
+        y_SN, z_SD, weight_TC, x_TD, *_ = ctx.saved_tensors
+        *of_gate_up, of_down = ctx.loras
         pairs, (gate_up, down) = ctx.pairs, ctx.stacks
         dz_SD, dweight_TC = add_pairs_backward(
             dout_TD.contiguous(), z_SD, pairs.place_TC, weight_TC.contiguous(), pairs.expert_TC,
@@ -297,18 +297,18 @@ class _Mixture(torch.autograd.Function):
         )  # fmt: skip
         gate = gate_up.factor_EL, gate_up.bias_EN, pairs.expert_S, ctx.clamp
         dh_SI = _multiply(dz_SD, down, pairs, True)
-        found_down: list[torch.Tensor | None] = [None] * 2
+        of_down_matrices: list[torch.Tensor] = []
         if of_down is not None:
-            found_down = _lora_backward(dz_SD, dh_SI, gate_pairs(y_SN, *gate), [of_down], down, pairs)
+            of_down_matrices = _lora_backward(dz_SD, dh_SI, gate_pairs(y_SN, *gate), [of_down], down, pairs)
         del dz_SD
         dy_SN = gate_pairs_backward(dh_SI, y_SN, *gate)
         del dh_SI
         dx_SD = _multiply(dy_SN, gate_up, pairs, True)
-        found: list[torch.Tensor | None] = [None] * 4
+        found: list[torch.Tensor] = []
         if x_TD is not None:
             found = _lora_backward(dy_SN, dx_SD, x_TD[pairs.token_S], of_gate_up, gate_up, pairs)
         dx_TD = add_pairs(dx_SD, pairs.place_TC)
-        return dx_TD, dweight_TC.to(weight_TC.dtype), None, None, None, None, *found, *found_down
+        return dx_TD, dweight_TC.to(weight_TC.dtype), *[None] * 5, *found, *of_down_matrices
 
 
 def grouped_forward(
@@ -323,9 +323,10 @@ def grouped_forward(
         weight_TC: What the result of each is multiplied with.
     """
     clamp = getattr(experts[0].gated, "clamp", None)
-    adapters = [_matrices(ExpertLora.of(experts, name)) or (None, None) for name in LINEARS]
-    matrices = [matrix for pair in adapters for matrix in pair]
-    out_TD = _Mixture.apply(x_TD.contiguous(), weight_TC, expert_TC, *_stacks(experts), clamp, *matrices)
+    loras = tuple(ExpertLora.of(experts, name) for name in LINEARS)
+    out_TD = _Mixture.apply(
+        x_TD.contiguous(), weight_TC, expert_TC, *_stacks(experts), clamp, loras, *_parameters(loras)
+    )
     return cast(torch.Tensor, out_TD)
 
 

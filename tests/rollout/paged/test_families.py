@@ -11,8 +11,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
 
+from peft import LoraConfig
+
 from qerl.families.sizes import Sizes
 from qerl.lora.adapter import add_lora
+from qerl.lora.experts import share
 from qerl.noise.norms import noisy_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.binding import (
@@ -62,11 +65,33 @@ def noise_of(model):
 
 
 def test_completions_are_those_of_the_model(model):
-    noise = noise_of(model)
+    check(model, noise_of(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+def test_adapters_of_experts(shared):
+    """Of some linears, then of none, then of all at another rank."""
+    torch.manual_seed(1)
+    model = add_lora(tiny("gpt_oss"), rank=4, alpha=8, dropout=0.0, target_modules=["q_proj", "up_proj"])
+    if shared:
+        share(model)
+    move_adapter(model, 0.1).eval()
+    engine = PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE)
+    check(model, engine=engine)
+    with model.disable_adapter():
+        check(model, engine=engine)
+    model.add_adapter("other", LoraConfig(r=18, target_modules=["gate_proj", "up_proj", "down_proj"]))
+    model.set_adapter("other")
+    check(move_adapter(model, 0.1, "other").eval(), engine=engine)
+
+
+def check(model, noise=None, engine=None):
+    noise = noise or {}
     params = SamplingParams(max_tokens=5, seed=1)
     # Of several passes, longer than a window, and past the original positions of a stretched embedding.
     prompts = [torch.randint(2, 128, (count,)).tolist() for count in (45, 9)]
-    engine = PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE)
+    engine = engine or PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE)
     found = engine.generate(prompts, 2, params, noise)
     wanted = PortableEngine(model, 0).generate(prompts, 2, params, noise)
     double = copy.deepcopy(model).double()

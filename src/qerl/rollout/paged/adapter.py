@@ -19,11 +19,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.families.experts import experts_of
 from qerl.families.layer import DeltaNet, LayerSpec, Product, RoutedMLP
 from qerl.families.sizes import Sizes
+from qerl.kernels.decode.expert_lora import ExpertLoraMatrices
 from qerl.kernels.limits import MAX_RANK, pad_rank
+from qerl.lora.experts import ExpertLora, why_not_together
 from qerl.lora.kinds import active_adapter, why_not
-from qerl.rollout.paged.weights import Decoder, Lora
+from qerl.rollout.paged.weights import Decoder, Lora, RoutedWeights
 
 _WHOLE = ("embed_tokens", "lm_head")
 """Modules that may be trained as a whole beside an adapter; norms may too."""
@@ -31,21 +34,24 @@ _WHOLE = ("embed_tokens", "lm_head")
 
 def why_not_with_adapters(base: PreTrainedModel) -> str | None:
     """Why the engine would compute something else than this model with its adapters as they are now."""
-    targets = Sizes.of(base.config.get_text_config(decoder=True)).targets
-    linears = tuple(f".{target}" for target in targets)
+    sizes = Sizes.of(base.config.get_text_config(decoder=True))
+    linears = tuple(f".{target}" for target in sizes.targets)
+    experts = tuple(f"{name}." for name, _ in experts_of(base))
     for name, module in base.named_modules():
         last = name.split(".")[-1]
         if isinstance(module, BaseTunerLayer):
             if reason := why_not(module):
                 return f"{name} {reason}"
-            if RoutedMLP.EXPERTS in name and active_adapter(module) is not None:
-                return f"{name} carries an adapter, and the kernels multiply with experts without one"
-            if not name.endswith(linears) and active_adapter(module) is not None:
+            known = name.endswith(linears) or name.startswith(experts)
+            if not known and active_adapter(module) is not None:
                 return f"{name} carries an adapter, and only the linears of decoder layers may"
         elif isinstance(module, AuxiliaryTrainingWrapper):
             whole = isinstance(module, ModulesToSaveWrapper) and (last in _WHOLE or last.endswith("norm"))
             if not whole:
                 return f"{name} is trained beside the adapter ({type(module).__name__})"
+    for name, mixture in experts_of(base):
+        if reason := why_not_together(mixture):
+            return f"of {name}, {reason}"
     if (rank := highest_rank(base)) > MAX_RANK:
         return f"its adapter has rank {rank}, and the kernels take {MAX_RANK} at most"
     return None
@@ -85,6 +91,60 @@ class _Place:
     row: int
 
 
+class _Stacks:
+    """The adapters of a layer's experts, and the buffers that a mixture reads them from.
+
+    Args:
+        experts: For which `why_not_together` finds nothing.
+        weights: Of the mixture.
+        spec: The layer's description.
+    """
+
+    def __init__(self, experts: Any, weights: RoutedWeights, spec: LayerSpec) -> None:
+        self._experts, self._weights, self._products = experts, weights, spec.expert_products
+        loras = [self._of(product) for product in self._products]
+        self.shapes = [self._shape(*each) for each in zip(self._products, loras, strict=True)]
+
+    def _of(self, product: Product) -> list[ExpertLora | None]:
+        return [ExpertLora.of(self._experts, linear.place) for linear in product.linears]
+
+    def _shape(self, product: Product, loras: list[ExpertLora | None]) -> tuple[int, ...] | None:
+        """G, L, R, K and N of the buffers of a product; None without an adapter."""
+        there = [lora for lora in loras if lora is not None]
+        if not there:
+            return None
+        groups, rank = max(len(lora.all_a) for lora in there), max(lora.rank for lora in there)
+        return groups, len(loras), pad_rank(rank), product.inputs, product.outputs // len(loras)
+
+    def make(self, dtype: torch.dtype) -> None:
+        """Makes the buffers, and hands them to the mixture."""
+        like: Any = {"dtype": dtype, "device": self._weights.router_ED.device}
+        self._weights.gate_up_lora, self._weights.down_lora = (
+            None
+            if shape is None
+            else ExpertLoraMatrices(
+                torch.zeros(shape[:4], **like),
+                torch.zeros(shape[0], shape[1], shape[4], shape[2], **like),
+            )
+            for shape in self.shapes
+        )
+
+    def copy(self) -> None:
+        """Writes what training may have changed."""
+        for product, lora in zip(
+            self._products, (self._weights.gate_up_lora, self._weights.down_lora), strict=True
+        ):
+            if lora is None:
+                continue
+            lora.a_GLRK.zero_()
+            lora.b_GLNR.zero_()
+            for number, each in enumerate(self._of(product)):
+                if each is not None:
+                    lora.a_GLRK[:, number, : each.rank].copy_(torch.stack(each.all_a))
+                    scaled_GNR = torch.stack(each.all_b) * each.scaling
+                    lora.b_GLNR[:, number, :, : each.rank].copy_(scaled_GNR)
+
+
 @dataclass
 class Adapter:
     """Buffers for the LoRA of a whole model, and where their numbers come from.
@@ -95,7 +155,7 @@ class Adapter:
         dtype: Of the buffers.
 
     Attributes:
-        rank: Padded rank, the same everywhere; 0 without adapters.
+        rank: Padded rank, the same everywhere but in experts; 0 without adapters.
     """
 
     base: nn.Module
@@ -105,6 +165,7 @@ class Adapter:
     _parts: list[nn.Module] = field(default_factory=list)
     _places: list[tuple[torch.Tensor, torch.Tensor, list[_Place]]] = field(default_factory=list)
     _gates: list[tuple[torch.Tensor, nn.Module]] = field(default_factory=list)
+    _experts: list["_Stacks"] = field(default_factory=list)
 
     def bind(self, decoder: Decoder) -> bool:
         """Makes the buffers, and hands them to the decoder, unless those that there are still fit.
@@ -112,8 +173,6 @@ class Adapter:
         Returns:
             Whether they are new, so that nothing captured before can be replayed.
         """
-        highest = highest_rank(self.base)
-        rank = pad_rank(highest) if highest else 0
         bound = [
             (projection, linears_of(layer, product), gates_of(layer, read.spec, product))
             for layer, read in zip(self.layers, decoder.layers, strict=True)
@@ -121,11 +180,27 @@ class Adapter:
         ]
         parts = [linear for _, linears, _ in bound for linear in linears]
         same = len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True))
+        highest, renewed = max(map(_rank, parts)), self._bind_experts(decoder)
+        rank = pad_rank(highest) if highest else 0
         if same and rank == self.rank:
-            return False
+            return renewed
         self.rank, self._parts, self._places, self._gates = rank, parts, [], []
         for projection, linears, gates in bound:
             projection.lora = self._buffers(linears, gates)
+        return True
+
+    def _bind_experts(self, decoder: Decoder) -> bool:
+        """The same for the experts of mixtures, whose buffers have a rank of their own."""
+        found = [
+            _Stacks(layer.get_submodule(read.spec.mlp.EXPERTS), read.mlp, read.spec)
+            for layer, read in zip(self.layers, decoder.layers, strict=True)
+            if isinstance(read.spec.mlp, RoutedMLP) and isinstance(read.mlp, RoutedWeights)
+        ]
+        if [each.shapes for each in found] == [each.shapes for each in self._experts]:
+            return False
+        self._experts = found
+        for each in found:
+            each.make(self.dtype)
         return True
 
     def copy(self) -> None:
@@ -137,6 +212,8 @@ class Adapter:
                 self._copy(a_RK, b_NR, place)
         for rows_VK, gate in self._gates:
             rows_VK.copy_(cast(torch.Tensor, gate.weight))
+        for stacks in self._experts:
+            stacks.copy()
 
     def _copy(self, stacked_RK: torch.Tensor, stacked_NR: torch.Tensor, place: _Place) -> None:
         module = cast(Any, place.module)

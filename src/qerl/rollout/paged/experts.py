@@ -13,10 +13,12 @@ import triton
 
 from qerl.families.layer import RoutedMLP
 from qerl.kernels.decode import residual_norm
+from qerl.kernels.decode.expert_lora import ExpertLoraMatrices, add_expert_lora
 from qerl.kernels.decode.launch import LoraA
 from qerl.kernels.decode.residual_norm import Chosen
 from qerl.kernels.decode.route import Items, Kept, act_items, arrange, route, spread
-from qerl.kernels.limits import item_size
+from qerl.kernels.limits import item_size, parts_of
+from qerl.kernels.weights.experts import ExpertWeights
 from qerl.kernels.weights.product import NO_SUM, LoraSum
 from qerl.rollout.paged.weights import RoutedWeights
 
@@ -47,6 +49,7 @@ class Mixtures:
         self._h = torch.zeros(places * mlp.intermediate, dtype=like.dtype, device=device)
         self._y = torch.empty(places * max(hidden, 2 * mlp.intermediate), device=device)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
+        self._xa = torch.empty(_room(weights, places), device=device)
         self._shared_T = torch.zeros(tokens, device=device) if mlp.shared else None
         self._logits = LoraSum(torch.empty(columns, tokens, mlp.experts, device=device))
 
@@ -88,19 +91,33 @@ class Mixtures:
         arrange(self._expert_TC, self._weight_TC, weights.down.scale_EL, items)
         spread(u, self._hidden, items, self._x, weights.gate_up.in_order, padded)
         gate_up_SN = self._out(2 * mlp.intermediate)
-        weights.gate_up.multiply(self._x, items, gate_up_SN)
+        self._multiply(self._x, weights.gate_up, weights.gate_up_lora, gate_up_SN)
         act_items(
             gate_up_SN, weights.gate_up.scale_EL, squares_PT, items, self._h,
             in_order=weights.down.in_order, width=self._hidden, eps=self._eps,
             bias_EN=weights.gate_up_bias_EN, clamp=mlp.clamp,
         )  # fmt: skip
         out_SD = self._out(self._hidden)
-        weights.down.multiply(self._h, items, out_SD)
+        self._multiply(self._h, weights.down, weights.down_lora, out_SD)
         return Chosen(
             out_SD, items.place_TC, items.factor_TC, self._expert_TC, weights.down_bias_ED, self._shared_T
         )
+
+    def _multiply(
+        self, x: torch.Tensor, weights: ExpertWeights, lora: ExpertLoraMatrices | None, out_SN: torch.Tensor
+    ) -> None:
+        weights.multiply(x, self._items, out_SN)
+        if lora is not None:
+            add_expert_lora(x, lora, weights.scale_EL, self._items, self._xa, out_SN, weights.in_order)
 
     def _out(self, width: int) -> torch.Tensor:
         """Room for a product; the one before is no longer read by then."""
         places = len(self._items.token_S)
         return self._y[: places * width].view(places, width)
+
+
+def _room(weights: RoutedWeights, places: int) -> int:
+    """Numbers of x A^T of the experts' adapters, of whichever product has more."""
+    loras = [lora for lora in (weights.gate_up_lora, weights.down_lora) if lora is not None]
+    shapes = [lora.a_GLRK.shape for lora in loras]
+    return max((parts_of(places, k) * linears * places * r for _, linears, r, k in shapes), default=0)

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, cast
 
 from qerl.families.layer import Attention, DeltaNet, LayerSpec
 from qerl.families.sizes import Sizes
-from qerl.kernels.limits import PAGE, STATE_TOKENS, item_size, most_items
+from qerl.kernels.limits import PAGE, STATE_TOKENS, item_size, most_items, parts_of
 
 ROW_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 """Numbers of rows for which decode steps are captured, each when it is first needed.
@@ -62,7 +62,7 @@ mostly 4 T ceil(I / 128) R bytes, for T = 2048 and a 7B 0.04 GB at rank 32 and 0
 """
 
 
-def experts_bytes(sizes: Sizes, rows: int) -> int:
+def experts_bytes(sizes: Sizes, rows: int, rank: int = 0) -> int:
     """Bytes that the engine keeps for experts beside their weights: biases in fp32, and of each number of
     tokens that it makes passes for inputs and results, as `qerl.rollout.paged.experts.Mixtures` allocates
     them for experts in four bits.
@@ -70,6 +70,7 @@ def experts_bytes(sizes: Sizes, rows: int) -> int:
     Args:
         sizes: Of the model.
         rows: Sequences that decode side by side.
+        rank: Padded rank of the experts' own adapters, of which x A^T is counted; 0 without.
     """
     mlp, hidden = sizes.mixture, sizes.hidden
     if mlp is None:
@@ -80,6 +81,8 @@ def experts_bytes(sizes: Sizes, rows: int) -> int:
         size = item_size(tokens, mlp.experts, mlp.chosen)
         places = size * most_items(tokens, mlp.experts, mlp.chosen, size)
         each = 2 * (hidden + mlp.intermediate) + 4 * max(hidden, 2 * mlp.intermediate)
+        linears = max(2 * parts_of(places, hidden), parts_of(places, mlp.intermediate))
+        each += 4 * rank * linears
         total += places * each + 4 * tokens * mlp.experts * -(-hidden // (64 if tokens <= 32 else 128))
     return total
 

@@ -18,6 +18,7 @@ import torch
 
 from qerl.families.layer import Attention, LayerSpec
 from qerl.families.sizes import Sizes
+from qerl.kernels.decode.expert_lora import ExpertLoraMatrices
 from qerl.kernels.decode.rope_kv import Heads
 from qerl.kernels.weights.experts import ExpertWeights
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
@@ -125,6 +126,7 @@ class RoutedWeights:
         router_bias_E: fp32; None without biases.
         gate_up_bias_EN: fp32; None without biases.
         down_bias_ED: fp32, over the factor of each expert's result; None without biases.
+        gate_up_lora, down_lora: Of the experts themselves; None without adapters there.
     """
 
     router_ED: torch.Tensor
@@ -134,6 +136,8 @@ class RoutedWeights:
     router_bias_E: torch.Tensor | None = None
     gate_up_bias_EN: torch.Tensor | None = None
     down_bias_ED: torch.Tensor | None = None
+    gate_up_lora: ExpertLoraMatrices | None = None
+    down_lora: ExpertLoraMatrices | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
