@@ -42,7 +42,7 @@ from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry, States
 from qerl.rollout.paged.machine import CudaGraphs
-from qerl.rollout.paged.weights import Decoder, Projection
+from qerl.rollout.paged.weights import Decoder, Projection, RoutedWeights
 from qerl.rollout.session import whole_completions
 from qerl.weight_formats import AS_PUBLISHED, FORMATS, WeightFormatName
 
@@ -51,10 +51,11 @@ def without_adapter(decoder: Decoder) -> Decoder:
     """The same weights without LoRA.
 
     Raises:
-        QeRLError: Narrow linears are computed with its x A^T, so that it cannot be left out.
+        QeRLError: Experts are adapted, or narrow linears are computed with its x A^T.
     """
     shares = any(isinstance(s.mlp, RoutedMLP) and s.mlp.shared for s in decoder.sizes.specs)
-    if shares or any(isinstance(spec.mixer, DeltaNet) for spec in decoder.sizes.specs):
+    adapted = any(isinstance(x.mlp, RoutedWeights) and x.mlp.gate_up_lora is not None for x in decoder.layers)
+    if shares or adapted or any(isinstance(spec.mixer, DeltaNet) for spec in decoder.sizes.specs):
         raise QeRLError(
             "This model's adapter cannot be taken off for --no_adapter; measure it with --rank 0."
         )
@@ -187,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="measure these as well")
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
+    parser.add_argument("--lora_experts", choices=["shared", "each"], help="adapt experts, too")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 128])
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--decode", type=int, default=256, help="tokens")
@@ -212,7 +214,7 @@ def _own_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     for weights in args.weights:
         shape, positions = shape_of(args.shape, args.layers or 0), args.prompt + args.decode + PAGE
-        decoder = random_decoder(shape, weights, args.rank, positions)
+        decoder = random_decoder(shape, weights, args.rank, positions, lora_experts=args.lora_experts)
         for batch in args.batch:
             for rank in _ranks(args):
                 fixed = (decoder if rank else without_adapter(decoder), batch, args.prompt)
@@ -231,8 +233,8 @@ def _own_calls(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What :func:`measure_calls` gives for each format, with and without the adapter, and batch."""
     for weights, rank in itertools.product(args.weights, _ranks(args)):
         shape, positions = shape_of(args.shape, args.layers or 0), args.prompt + args.decode + PAGE
-        policy = as_if_trained(random_policy(shape, weights, rank, positions))
-        engine = PagedEngine(policy, 0, kv_cache_dtype=args.kv_cache_dtype)
+        policy = random_policy(shape, weights, rank, positions, lora_experts=args.lora_experts)
+        engine = PagedEngine(as_if_trained(policy), 0, kv_cache_dtype=args.kv_cache_dtype)
         for batch in args.batch:
             lengths = draw_lengths(args.lengths, batch, args.decode)
             seen = measure_calls(engine, batch, args.prompt, args.group, lengths, args.repeats)
@@ -245,6 +247,7 @@ def _own_row(args: argparse.Namespace, weights: str, rank: int, batch: int) -> d
     return {
         "engine": "qerl", "weights": weights, "lora_rank": rank, "batch": batch,
         "kv_cache_dtype": args.kv_cache_dtype,
+        **({"lora_experts": args.lora_experts} if args.lora_experts else {}),
     }  # fmt: skip
 
 

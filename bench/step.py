@@ -47,7 +47,7 @@ from qerl.gpu_memory import is_unified, total_bytes
 from qerl.host_memory import host_bytes
 from qerl.measure.gauge import gauge
 from qerl.measure.model_config import declared, model_config, shape_of, sizes_of
-from qerl.measure.random_model import random_policy
+from qerl.measure.random_model import adapted_linears, random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.plan.propose import beyond_host, fastest
 from qerl.plan.render import would_fit
@@ -217,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--peers", nargs="+", default=[], choices=["trl-vllm"], help="measure these as well")
     parser.add_argument("--rank", type=int, nargs="+", default=[32], help="LoRA rank")
+    parser.add_argument("--lora_experts", choices=["shared", "each"], help="adapt experts, too")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
     parser.add_argument("--microbatch", type=int, help="samples a loss of the update takes; a group")
@@ -240,7 +241,8 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
     for weights, rank in itertools.product(args.weights, args.rank):
         before = _requested()  # workspaces of the row before
         positions = args.prompt + max(args.tokens) + 64
-        policy = random_policy(shape_of(args.shape), weights, rank, positions)
+        shape = shape_of(args.shape)
+        policy = random_policy(shape, weights, rank, positions, lora_experts=args.lora_experts)
         engine = PagedEngine(policy, 0, min(args.samples * max(args.prompts), MAX_ROWS))
         resident = (_requested() - before) / 1e9
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
@@ -257,6 +259,7 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
                 "processes": processes, "completion_tokens": tokens, "resident_gb": resident,
                 "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen),
+                **({"lora_experts": args.lora_experts} if args.lora_experts else {}),
                 "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
                 "steps": seen,
             }  # fmt: skip
@@ -281,8 +284,9 @@ def _settings(
     samples, microbatch = prompts * args.samples, args.microbatch or args.samples
     work = Work(
         weights=weights, published=published_bytes(sizes, declared(args.shape)), rank=rank,
-        targets=sizes.targets, prompt_tokens=args.prompt, completion_tokens=tokens,
-        group=args.samples, sequences=min(samples, MAX_ROWS), microbatch=microbatch,
+        targets=adapted_linears(sizes, args.lora_experts), shared_lora=args.lora_experts != "each",
+        prompt_tokens=args.prompt, completion_tokens=tokens, group=args.samples,
+        sequences=min(samples, MAX_ROWS), microbatch=microbatch,
         microbatches=samples // microbatch, processes=_processes()[1],
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),
     )  # fmt: skip

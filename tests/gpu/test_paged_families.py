@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from qerl.lora.adapter import add_lora
+from qerl.lora.experts import share
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from tests.gpu.test_family_rows import OF_FAMILIES, SIZES
@@ -33,6 +34,20 @@ def test_every_family(name, packed):
     # A router that decides otherwise for one token of a mixture weighs little among many.
     samples = 16 if name in MIXTURES else 3
     check(model, PagedEngine(model, 0), SamplingParams(max_tokens=12, seed=3), prompts, samples=samples)
+
+
+@pytest.mark.parametrize("rank", [4, 40])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_adapters_of_experts(name, shared, rank):
+    """Of experts in four bits, with items of several sizes."""
+    model = pack(tiny(name, **SIZES | OF_FAMILIES.get(name, {})).to("cuda", torch.bfloat16))
+    model = add_lora(model, rank, 2 * rank, 0.0, ["q_proj", "gate_proj", "up_proj", "down_proj"])
+    if shared:
+        share(model)
+    model = move_adapter(model, 0.02).eval()
+    prompts = [torch.randint(2, 500, (count,)).tolist() for count in (200, 9)]
+    check(model, PagedEngine(model, 0), SamplingParams(max_tokens=12, seed=3), prompts, samples=16)
 
 
 def test_pages_behind_a_window_are_given_back():

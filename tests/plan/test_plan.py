@@ -17,6 +17,7 @@ from qerl.fp4.linear import PackedLinear
 from qerl.kernels.delta_rule import WORKING_BYTES, numbers_of_key_head
 from qerl.lora.adapter import add_lora
 from qerl.measure.model_config import declared
+from qerl.measure.random_model import adapted_linears
 from qerl.models.load import load_model
 from qerl.plan.command import plan_command
 from qerl.plan.layers import LayerActivations
@@ -209,7 +210,8 @@ def test_prediction_of_recorded_peaks(row):
             weights=row["weights"],
             published=published_bytes(sizes, declared(row["shape"])),
             rank=row["lora_rank"],
-            targets=sizes.targets,
+            targets=adapted_linears(sizes, row.get("lora_experts")),
+            shared_lora=row.get("lora_experts") != "each",
             prompt_tokens=row["prompt_tokens"],
             completion_tokens=row["completion_tokens"],
             group=row["samples"],

@@ -20,6 +20,7 @@ from qerl.fp4.format import block_format
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.published import declared_format
 from qerl.lora.adapter import add_lora
+from qerl.lora.experts import LINEARS, share
 from qerl.measure.model_config import model_config
 from qerl.rollout.paged.binding import Binding
 from qerl.rollout.paged.weights import Decoder
@@ -39,7 +40,12 @@ random model would not show what a state costs or gets wrong."""
 
 
 def random_policy(
-    shape: Shape, weights: str, rank: int, positions: int, device: str = "cuda"
+    shape: Shape,
+    weights: str,
+    rank: int,
+    positions: int,
+    device: str = "cuda",
+    lora_experts: str | None = None,
 ) -> PeftModel | PreTrainedModel:
     """A bfloat16 model with random frozen weights and fresh LoRA; norms change nothing and biases are zero.
 
@@ -53,6 +59,7 @@ def random_policy(
         rank: LoRA rank on all linears; 0 for no adapter.
         positions: Positions of a model that is given by its sizes.
         device: Of the whole model.
+        lora_experts: The field of that name, where experts get adapters, too; None where they do not.
     """
     config = model_config(shape, "bf16", positions) if isinstance(shape, Sizes) else copy.deepcopy(shape)
     with torch.device("meta"):
@@ -76,7 +83,18 @@ def random_policy(
                 norm.weight.fill_(module.head_dim**-0.25)
     # transformers' mark of such a model, by which PEFT takes its layer for NF4 and TRL a bf16 adapter.
     model.is_loaded_in_4bit = weights == "nf4"
-    return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0) if rank else model
+    if not rank:
+        return model
+    targets = adapted_linears(Sizes.of(config), lora_experts)
+    adapted = add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0, target_modules=targets)
+    if lora_experts == "shared":
+        share(adapted)
+    return adapted
+
+
+def adapted_linears(sizes: Sizes, lora_experts: str | None) -> tuple[str, ...]:
+    """The linears that `random_policy` adapts."""
+    return sizes.targets if lora_experts is None else (*sizes.targets, *LINEARS)
 
 
 @torch.no_grad()
@@ -156,9 +174,17 @@ def as_if_trained(model: nn.Module) -> nn.Module:
     return model
 
 
-def random_decoder(shape: Shape, weights: str, rank: int, positions: int, device: str = "cuda") -> Decoder:
+def random_decoder(
+    shape: Shape,
+    weights: str,
+    rank: int,
+    positions: int,
+    device: str = "cuda",
+    lora_experts: str | None = None,
+) -> Decoder:
     """The paged engine's view of a random policy; arguments as :func:`random_policy`."""
-    binding = Binding(as_if_trained(random_policy(shape, weights, rank, positions, device)), positions)
+    policy = random_policy(shape, weights, rank, positions, device, lora_experts)
+    binding = Binding(as_if_trained(policy), positions)
     binding.refresh({})
     return binding.decoder
 
