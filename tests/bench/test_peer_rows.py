@@ -229,7 +229,7 @@ def test_rollout_benchmark_times_calls_of_drawn_lengths(no_gpu_needed, tmp_path,
         rollout, "PagedEngine", lambda *args, **kw: PagedEngine(*args, **kw, machine=Eager(), pace=pace)
     )
     made = rollout.random_policy
-    monkeypatch.setattr(rollout, "random_policy", lambda *args: made(*args, device="cpu").float())
+    monkeypatch.setattr(rollout, "random_policy", lambda *args, **kw: made(*args, **kw, device="cpu").float())
     monkeypatch.setattr(rollout.Sizes, "by_name", lambda name: replace(LLAMA.with_layers(1), vocabulary=1001))
     out = tmp_path / "rollout.json"
     flags = "--rank 0 --batch 2 --prompt 3 --decode 4 --group 2 --repeats 1 --lengths uniform"

@@ -173,17 +173,24 @@ def test_adapters_of_experts_in_groups(order, clamp, rank, targets, shared):
     assert why_not_grouped(experts) is None
     batch, pull_TD = given(33), torch.randn(33, HIDDEN, device=DEVICE, dtype=torch.float64)
     rounded = batch[0].to(BF16), batch[1], batch[2].to(BF16)
-    found = computed(lambda *args: grouped.grouped_forward(experts, *args), *rounded, pull_TD)
-    wanted = computed(exact, rounded[0].float(), rounded[1], rounded[2].float(), pull_TD)
-    for mine, right in zip(found, wanted, strict=True):
-        assert (mine.float() - right).norm() < (2e-2 if GPU else 1e-5) * right.norm()
-    trained = [dict(each.named_parameters()) for each in (experts, exact)]
-    names = [name for name, each in trained[0].items() if each.requires_grad]
-    assert len(names) == 2 * len(targets) * (1 if shared else EXPERTS)
-    for name in names:
-        mine, right = (each[name].grad for each in trained)
-        assert mine.dtype == torch.float32
-        assert (mine - right).norm() <= (3e-2 if GPU else 1e-5) * right.norm(), name
+
+    def gradients(layer, *given):
+        found = computed(layer, *given, pull_TD)
+        parameters = experts if layer is not exact else exact
+        of_all = {name: each.grad for name, each in parameters.named_parameters() if each.requires_grad}
+        for each in parameters.parameters():
+            each.grad = None
+        return dict(enumerate(found)) | of_all
+
+    mine = gradients(lambda *args: grouped.grouped_forward(experts, *args), *rounded)
+    theirs = gradients(experts, *rounded)
+    wanted = gradients(exact, rounded[0].float(), rounded[1], rounded[2].float())
+    assert len(wanted) == 3 + 2 * len(targets) * (1 if shared else EXPERTS)
+    for name, right in wanted.items():
+        assert mine[name].dtype == (torch.float32 if isinstance(name, str) else BF16)
+        allowed = 1.5 * (theirs[name].float() - right).norm() if GPU else 0
+        error = (mine[name].float() - right).norm()
+        assert error <= allowed + (5e-3 if GPU else 1e-5) * right.norm(), (name, float(error), float(allowed))
 
 
 def test_adapters_that_are_not_grouped(monkeypatch):

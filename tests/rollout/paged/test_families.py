@@ -29,7 +29,7 @@ from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from tests.support.families import DELTA_NETS, MIXTURE, NAMES, tiny
 from tests.support.machine import Eager
-from tests.support.models import move_adapter
+from tests.support.models import move_adapter, pack
 
 PACE = Pace(round_steps=4, prefill_tokens=(96,))
 
@@ -106,6 +106,12 @@ def check(model, noise=None, engine=None):
         for engine in (mine, theirs):
             assert engine.logprobs == pytest.approx(exact, abs=1e-5)
             assert engine.entropies == pytest.approx(entropies.tolist(), abs=1e-5)
+
+
+def test_packed_experts_with_adapters_are_taken():
+    model = tiny("gpt_oss", head_dim=32)
+    model = add_lora(pack(model), 4, 8, 0.0, ["up_proj", "down_proj"])
+    assert _why_not_with_linears(model.get_base_model()) is None
 
 
 def test_experts_that_are_transformers_own_and_routers_of_another_dtype_take_the_portable_engine():

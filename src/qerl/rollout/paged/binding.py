@@ -163,11 +163,11 @@ def _weights(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _experts(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The linears of all experts, each with its name."""
+    """The linears of all experts below their adapters, each with its name."""
     for name, mixture, spec in _mixtures(base):
         for number, expert in enumerate(mixture.experts):
             for linear in spec.expert_linears:
-                yield f"{name}.experts.{number}.{linear.place}", expert.get_submodule(linear.place)
+                yield f"{name}.experts.{number}.{linear.place}", inner(expert.get_submodule(linear.place))
 
 
 def _mixtures(base: PreTrainedModel) -> Iterator[tuple[str, Any, LayerSpec]]:
@@ -356,7 +356,10 @@ class Binding:
     def _mixture(self, layer: Any, spec: LayerSpec, of_shared: list[Projection]) -> RoutedWeights:
         assert isinstance(spec.mlp, RoutedMLP)
         experts, products = layer.get_submodule(spec.mlp.EXPERTS), spec.mlp.of_expert(spec.hidden)
-        of_products = [[linears_of(expert, each) for expert in experts] for each in products]
+        of_products = [
+            [[inner(linear) for linear in linears_of(expert, each)] for expert in experts]
+            for each in products
+        ]
         gate_up, down = map(_stack_experts, of_products)
         router: Any = layer.get_submodule(spec.mlp.router)
         weights = RoutedWeights(router.weight.detach(), gate_up, down)
@@ -463,7 +466,7 @@ def _stack_experts(experts: list[list[Any]]) -> ExpertWeights:
 
 def _biases(experts: list[list[nn.Module]]) -> torch.Tensor:
     """Of the linears of a product of each expert, fp32 [E, N]."""
-    rows = [[cast(torch.Tensor, inner(each).bias).detach() for each in linears] for linears in experts]
+    rows = [[cast(torch.Tensor, each.bias).detach() for each in linears] for linears in experts]
     return torch.stack([torch.cat(row) for row in rows]).float()
 
 
