@@ -156,9 +156,10 @@ def adapted(experts, targets, rank, **settings):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], ["up_proj"], ["down_proj"]])
-@pytest.mark.parametrize(("order", "clamp", "rank"), [("dense", None, 8), ("tiles", Clamp(1.7, 0.4), 3)])
+@pytest.mark.parametrize(("order", "clamp", "rank"), [("dense", None, 8), ("tiles", Clamp(1.7, 40.0), 3)])
 def test_adapters_of_experts_in_groups(order, clamp, rank, targets, shared):
-    """What PEFT's layers give one by one, and the gradients of their matrices."""
+    """What PEFT's layers give one by one, and the gradients of their matrices. No gate is at its limit, on
+    which side of which rounding would decide."""
     torch.manual_seed(0)
     experts, exact = (adapted(each, targets, rank) for each in made(order, clamp))
     for first, each, right in zip([experts[0]] * EXPERTS, experts, exact, strict=True):
@@ -187,7 +188,7 @@ def test_adapters_of_experts_in_groups(order, clamp, rank, targets, shared):
     wanted = gradients(exact, rounded[0].float(), rounded[1], rounded[2].float())
     assert len(wanted) == 3 + 2 * len(targets) * (1 if shared else EXPERTS)
     for name, right in wanted.items():
-        assert mine[name].dtype == (torch.float32 if isinstance(name, str) else BF16)
+        assert mine[name].dtype == theirs[name].dtype
         allowed = 1.5 * (theirs[name].float() - right).norm() if GPU else 0
         error = (mine[name].float() - right).norm()
         assert error <= allowed + (5e-3 if GPU else 1e-5) * right.norm(), (name, float(error), float(allowed))
