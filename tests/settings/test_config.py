@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from trl import GRPOConfig
-from trl import ModelConfig, ScriptArguments
+from trl import GRPOConfig, ModelConfig, ScriptArguments
 from trl.scripts.grpo import GRPOScriptArguments
 
 from qerl.cli import main

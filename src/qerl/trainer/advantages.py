@@ -29,10 +29,10 @@ What it says is how far right and wrong samples are apart, which differs by how 
 `scale: none` or `batch`. In standard deviations of their group two values are always equally far apart, and
 where samples are right or wrong and nothing else, advantages would be those of each sample by itself.
 
-**MaxRL.** With `scale: mean` the distance from the group's mean is divided by that mean: for rewards of 0 and
-1 a right answer counts 1 / p - 1 where the share p is right, and the gradient is that of the likelihood of a
-right answer, cut off at the order of the group's size (arXiv 2602.02710). It is made for rewards that are not
-negative; a group whose mean is 0 or less has no signal.
+**MaxRL.** With `scale: mean` the distance from the group's mean is divided by that mean (arXiv 2602.02710).
+For rewards of 0 and 1 a right answer then counts 1 / p - 1 where the share p is right, and the gradient is on
+average that of log p in place of p, of its series in 1 - p up to the order G - 1. It is made for rewards that
+are not negative; a group whose mean is 0 or less has no signal.
 
 Legend: B samples of all processes, groups adjacent; N groups, G samples of a group; F reward functions.
 """
