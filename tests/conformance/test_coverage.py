@@ -40,7 +40,10 @@ ELSEWHERE = {
 # Settings that are each valid and together refused.
 TOGETHER = [
     ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model needs tuning: full"),
-    ({"sync_ref_model": True}, "sync_ref_model has no reference to move"),
+    (
+        {"sync_ref_model": True, "tuning": "full", "weights": "bf16"},
+        "sync_ref_model has no reference to move",
+    ),
     ({"loss_type": "cispo"}, "cispo takes epsilon_high as the largest ratio itself"),
     (
         {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from trl import ModelConfig, ScriptArguments
+from trl import GRPOConfig, ModelConfig, ScriptArguments
 from trl.scripts.grpo import GRPOScriptArguments
 
 from qerl.cli import main
@@ -96,6 +96,46 @@ def test_algorithm_fills_only_what_is_unset():
         [], MINIMAL | {"algorithm": "dapo", "epsilon_high": 0.4, "dynamic_sampling_rounds": 0}
     )
     assert (config.epsilon_high, config.dynamic_sampling_rounds, config.loss_type) == (0.4, 0, "dapo")
+
+
+PAPERS = {
+    "grpo": {"loss_type": "grpo", "beta": 0.04, "epsilon_high": 0.2, "use_bias_correction_kl": False},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0},
+    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "dynamic_sampling_rounds": 2},
+    "gspo": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.0},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "overlong_buffer": 0.2, "signal": "accuracy"},
+    "dppo": {"loss_type": "dppo_tv", "epsilon": 0.2, "epsilon_high": 0.2, "delta": 20.0}
+    | {"use_rollout_logprobs": True, "scale_rewards": "none", "dynamic_sampling_rounds": 0},
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_an_algorithm_sets_what_its_paper_sets(name, tmp_path):
+    """And what is written is read again as the same."""
+    config = load_config([], MINIMAL | {"algorithm": name})
+    assert {field: getattr(config, field) for field in PAPERS[name]} == PAPERS[name]
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(dump(config))
+    for again in (load_config([saved], {}), QeRLConfig(**MINIMAL, algorithm=name)):
+        assert resolved(again) == resolved(config)
+    assert load_config([], MINIMAL | {"algorithm": name, "scale_rewards": "batch"}).scale_rewards == "batch"
+    assert changed(config, {"beta": 0.3}).beta == 0.3
+
+
+def test_without_an_algorithm_fields_hold_trls_defaults():
+    config, theirs = load_config([], MINIMAL), GRPOConfig(output_dir="x", bf16=False)
+    names = ("loss_type", "epsilon", "importance_sampling_level", "scale_rewards", "beta")
+    for name in (*names, "use_bias_correction_kl", "delta"):
+        assert getattr(config, name) == getattr(theirs, name)
+    assert (config.use_rollout_logprobs, config.loss_agg_mode, config.kl_tau) == (False, None, 0.0)
+
+
+def test_a_divergence_has_a_threshold_of_its_own_kind():
+    for fields in ({"loss_type": "dppo_kl"}, {"loss_type": "dppo_kl", "algorithm": "dppo"}):
+        config = load_config([], MINIMAL | fields)
+        assert (config.epsilon, config.epsilon_high, config.use_rollout_logprobs) == (0.05, 0.05, True)
+    config = load_config([], MINIMAL | {"loss_type": "dppo_tv", "use_rollout_logprobs": False})
+    assert (config.epsilon_high, config.use_rollout_logprobs) == (0.2, False)
 
 
 def test_later_recipes_win_and_the_command_line_wins_over_all(tmp_path):

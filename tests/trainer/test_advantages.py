@@ -99,6 +99,37 @@ def test_the_judge_is_called_accuracy_or_alone():
         judge_of(["form", "length"])
 
 
+# MaxRL
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("logit", [-1.5, 0.4])
+def test_maxrl_advantages_follow_the_gradient_of_the_likelihood(size, logit):
+    """Over all groups of coin flips, the mean of A grad log p is on average the gradient of the series of
+    log p in 1 - p, - sum (1 - p)^k / k, up to k = size - 1."""
+    logit = torch.tensor(logit, dtype=torch.double, requires_grad=True)
+    p = logit.sigmoid()
+    outcomes = torch.tensor(list(itertools.product([0.0, 1.0], repeat=size)), dtype=torch.double)
+    logps = torch.where(outcomes > 0, p.log(), (1 - p).log())
+    advantages = signal(size, scale="mean").advantages(outcomes.view(-1, 1)).view(-1, size).double()
+    chances = logps.sum(dim=1).exp().detach()
+    (found,) = torch.autograd.grad(
+        (chances * (advantages * logps).mean(dim=1)).sum(), logit, retain_graph=True
+    )
+    likelihood = -sum((1 - p) ** k / k for k in range(1, size))
+    (wanted,) = torch.autograd.grad(likelihood, logit)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_a_group_without_any_success_has_no_maxrl_signal():
+    groups = [[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [1.0] * 4, [0.0, -1.0, -1.0, 0.5], [3.0, 1.0, NAN, 0.5]]
+    rule = signal(4, scale="mean")
+    rewards = torch.tensor(groups).view(-1, 1)
+    assert rule.zero_advantage(rewards).tolist() == [False, True, True, True, False]
+    wanted = [[3.0, -1, -1, -1], [0.0] * 4, [0.0] * 4, [0.0] * 4, [1.0, -1 / 3, 0, -2 / 3]]
+    torch.testing.assert_close(rule.advantages(rewards).view(-1, 4), torch.tensor(wanted))
+
+
 # pass@k
 
 
@@ -216,6 +247,24 @@ def test_no_sample_of_a_group_without_signal_is_computed(make, size, rounds):
     assert not any(sample.advantage for sample in samples)
     assert trainer.updates.rows(samples) == []
     assert len(trainer.engine.prompts) == 1 + rounds, "all groups were asked for again"
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_groups_without_signal_count_or_not(make, leave_out):
+    """Two of four groups teach; the others are in the tokens and samples of the means, or in neither."""
+
+    def half(completion_ids, **_):
+        return [float(i % 4) * (i // 4 % 2) for i in range(len(completion_ids))]
+
+    trainer = make(half, filter_zero_advantages=leave_out)
+    parts = rollout_of(trainer, rows_of(trainer))
+    lengths = [[len(sample.tokens) for sample in samples_of(parts)[at : at + 4]] for at in (0, 4, 8, 12)]
+    counted = lengths[1::2] if leave_out else lengths
+    assert {part.rollout_tokens for part in parts} == {sum(map(sum, counted))}
+    assert {part.counted for part in parts} == {0.5 if leave_out else 1.0}
+    for group, size in enumerate(lengths):
+        found = {sample.group_tokens for sample in samples_of(parts)[4 * group : 4 * group + 4]}
+        assert found == {sum(size) / 4}
 
 
 def verdict(completion_ids, **_):

@@ -7,7 +7,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.settings.config import QeRLConfig
+from qerl.settings.config import ALGORITHMS, QeRLConfig
 from qerl.settings.library import recipe_file
 from qerl.settings.recipe import read_recipe
 from qerl.trainer.grpo import QeRLTrainer
@@ -53,7 +53,7 @@ def weights(trainer):
     return [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_reward_rises(make, algorithm):
     noise = {"noise": True, "noise_stages": 2, "noise_sigma_start": 0.05}
     logged = rows(make(algorithm=algorithm, signal="reward", learning_rate=3e-2, **noise))
@@ -156,7 +156,6 @@ def test_the_shape_of_gsm8ks_recipe(make):
     """Four updates a rollout, bnpo, clip-higher, truncated samples masked: five steps."""
     recipe = read_recipe(recipe_file("gsm8k"))
     shape = (
-        "algorithm",
         "loss_type",
         "epsilon_high",
         "mask_truncated_completions",

@@ -56,6 +56,13 @@ OPTIONS = [
     {"top_entropy_quantile": 0.3, "max_steps": 1},
     {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 3.0},
     {"num_iterations": 2},
+    {
+        "algorithm": "dppo",
+        "epsilon": 0.01,
+        "kl_tau": 0.1,
+        "filter_zero_advantages": True,
+        "num_iterations": 2,
+    },
     {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
     {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16},
 ]
@@ -76,6 +83,15 @@ def test_shared_passes_change_nothing(train, options, tokens):
             assert value == pytest.approx(other[name], rel=1e-4, abs=1e-6, nan_ok=True), name
     assert len(passes) < len(alone), "fewer forward passes"
     assert max(passes) <= tokens
+
+
+def test_the_samplers_log_probabilities_spare_a_pass(train):
+    """Two updates of each rollout, and a pass for the old log-probabilities unless they are the sampler's."""
+    options = {"tokens_per_forward": 500, "num_iterations": 2, "max_steps": 4}
+    assert len(train(**options)[2]) == 2 * (2 + 1)
+    trainer, _, passes = train(**options, use_rollout_logprobs=True)
+    assert len(passes) == 2 * 2
+    assert all(row["sampling/kl"] > 0 for row in logged(trainer)), "what is measured stays the trainer's"
 
 
 def test_a_shared_pass_that_runs_out_of_memory_is_done_again(train):

@@ -123,6 +123,9 @@ def drawn(others=False, seed=0):
     samples[2].masked = True
     samples[9].written = [at % 2 for at in range(len(samples[9].tokens))]
     samples[13].logprobs = [math.nan] * len(samples[13].tokens)
+    for at, sample in enumerate(samples):
+        group = samples[at - at % GROUP :][:GROUP]
+        sample.group_tokens = sum(sum(each.loss_mask) for each in group) / GROUP
     return samples
 
 
@@ -132,7 +135,7 @@ def of_samples(values, like):
     return torch.tensor([[*map(float, row), *[0.0] * (width - len(row))] for row in values])
 
 
-def plainly(model, microbatch, args, count):
+def plainly(model, microbatch, args, count, chosen_BC=None):
     """Loss and metrics of a microbatch, by a pass for each of its samples."""
     samples, logps, entropies = microbatch.samples, [], []
     width = max(len(sample.tokens) for sample in samples)
@@ -150,8 +153,14 @@ def plainly(model, microbatch, args, count):
     sampler_BC = of_samples([sample.logprobs for sample in samples], samples)
     mode = "vllm_importance_sampling_"
     names = ("correction", "mode", "clip_min", "clip_max")
-    correction = Correction(*(getattr(args, mode + name) for name in names))
-    ratio = correction.ratio(logps_BC.detach() if old_BC is None else old_BC, sampler_BC, mask_BC)
+    correction = Correction(
+        *(getattr(args, mode + name) for name in names),
+        *(args.use_rollout_logprobs, args.rollout_rs, args.rollout_rs_threshold),
+    )
+    trainer_BC = logps_BC.detach() if old_BC is None else old_BC
+    ratio = correction.ratio(trainer_BC, sampler_BC, mask_BC)
+    if args.use_rollout_logprobs:
+        old_BC = torch.where(sampler_BC.isnan(), trainer_BC, sampler_BC)
     threshold = entropy_BC.detach()[mask_BC.bool()].quantile(1 - args.top_entropy_quantile)
     tokens = Tokens(
         mask_BC=mask_BC, advantages_B=torch.tensor([sample.advantage for sample in samples]),
@@ -159,9 +168,12 @@ def plainly(model, microbatch, args, count):
         reference_BC=of_samples([s.reference_logprobs for s in samples], samples) if has_reference else None,
         correction=correction.weight(ratio),
         high_entropy_BC=high_entropy(entropy_BC.detach(), mask_BC, threshold),
+        kept_B1=correction.kept(trainer_BC, sampler_BC, mask_BC), chosen_BC=chosen_BC,
+        group_tokens_B=torch.tensor([sample.group_tokens for sample in samples]),
     )  # fmt: skip
     seen = microbatch.rollout_tokens * count / args.steps_per_generation
-    return policy_loss(args)(tokens, Share(count, seen), args.entropy_coef)
+    share = Share(count, seen, microbatch.counted)
+    return policy_loss(args)(tokens, share, args.entropy_coef)
 
 
 def compare(found, wanted):
@@ -175,6 +187,10 @@ def compare(found, wanted):
         assert metrics[name] == pytest.approx(numbers[name], rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
+def _width(microbatch):
+    return max(len(sample.tokens) for sample in microbatch.samples)
+
+
 OPTIONS = {
     "dapo": {"loss_type": "dapo"},
     "grpo": {"loss_type": "grpo", "vllm_importance_sampling_mode": "sequence_mask"},
@@ -185,7 +201,18 @@ OPTIONS = {
     "bonus": {"entropy_coef": 0.1},
     "quantile": {"top_entropy_quantile": 0.4},
     "temperature": {"temperature": 0.7},
-}
+    "dppo": {"algorithm": "dppo", "epsilon": 0.002, "kl_tau": 0.1},
+    "dppo_kl": {
+        "loss_type": "dppo_kl", "epsilon": 0.01, "epsilon_high": 0.02, "loss_agg_mode": "prompt-mean",
+        "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.06,
+    },
+    "rejected, ratio to the sampler": {
+        "loss_type": "grpo", "use_rollout_logprobs": True, "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": 1.1,
+    },
+    "clip_cov": {"loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.05, "epsilon": 1.0},
+    "kl_cov": {"loss_type": "kl_cov", "kl_cov_ratio": 0.2, "use_rollout_logprobs": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
@@ -195,8 +222,15 @@ def test_a_step_is_that_of_plain_passes_however_it_is_cut(step, name, microbatch
     options |= {"per_device_train_batch_size": 4 * GROUP // microbatches}
     samples = drawn(others=name == "others")
     reference = step(**options)
+    updates, seen = reference.updates, sum(sum(sample.loss_mask) for sample in samples)
+    chosen = updates._chosen(update_step.Inputs.of(samples, torch.device("cpu")), seen, 1)
+    assert (chosen is not None) == name.endswith("_cov")
     losses = [
-        plainly(reference.model, part, reference.args, microbatches) for part in parts(samples, microbatches)
+        plainly(
+            *(reference.model, part, reference.args, microbatches),
+            None if chosen is None else chosen[(size := len(part.samples)) * at :][:size, : _width(part)],
+        )
+        for at, part in enumerate(parts(samples, microbatches))
     ]
     total = torch.stack([loss for loss, _ in losses]).sum()
     total.backward()

@@ -6,10 +6,11 @@ tables of docs/configuration.md, which a test compares with the page.
 
 import dataclasses
 import textwrap
+from typing import Any
 
 from trl import GRPOConfig
 
-from qerl.settings.config import FIELDS, refusal
+from qerl.settings.config import ALGORITHMS, FIELDS, UNSAID, refusal
 from qerl.settings.groups import DECLARED, GROUPS, OWN_NAMES, sentence_of
 from qerl.settings.parents import REFUSED, REPLACED, default_of, shown
 from qerl.settings.recipe import check_key
@@ -42,9 +43,7 @@ def own_fields() -> dict[str, Rows]:
     """Name, default and sentence, by group, of each field with a sentence of its own."""
     return {
         group.__name__: [
-            (name, shown(default_of(FIELDS[name])), sentence_of(name))
-            for name in group.flat()
-            if name in OWN_NAMES
+            (name, shown(_unsaid(name)), sentence_of(name)) for name in group.flat() if name in OWN_NAMES
         ]
         for group in GROUPS.values()
     }
@@ -54,9 +53,22 @@ def other_defaults() -> Rows:
     """Name, TRL's default, ours and the reason, of every field whose default differs from TRL's."""
     theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
     return [
-        (name, shown(theirs[name]), shown(default_of(spec)), INSTEAD_OF_TRL.get(name, ""))
-        for name, spec in FIELDS.items()
-        if name in theirs and default_of(spec) != theirs[name]
+        (name, shown(theirs[name]), shown(_unsaid(name)), INSTEAD_OF_TRL.get(name, ""))
+        for name in FIELDS
+        if name in theirs and _unsaid(name) != theirs[name]
+    ]
+
+
+def _unsaid(name: str) -> Any:
+    """What a field holds where neither the user nor an algorithm sets it."""
+    return UNSAID.get(name, default_of(FIELDS[name]))
+
+
+def presets() -> Rows:
+    """Name of each algorithm, and the fields that it sets to something else than no algorithm does."""
+    return [
+        (name, ", ".join(f"{key}: {shown(value)}" for key, value in fields.items() if value != _unsaid(key)))
+        for name, fields in ALGORITHMS.items()
     ]
 
 
@@ -83,6 +95,7 @@ def all_fields_text() -> str:
     """Every field, for `qerl fields`."""
     parts = ["\n".join([f"{group}:", *(line for row in rows for line in _entry(*row))])
              for group, rows in own_fields().items()]  # fmt: skip
+    parts.append(_presets_text())
     for what, names in {
         "as there": inherited_fields(),
         "that ask for speed or memory alone": [*REPLACED],
@@ -108,7 +121,13 @@ def field_text(name: str) -> str:
         return "\n".join(_wrapped(f"{name} is accepted and changes nothing: {REPLACED[name].by}.", ""))
     text = " ".join(str(FIELDS[name].metadata.get("help") or "").split())
     if name in OWN_NAMES:
-        return "\n".join(_entry(name, shown(default), f"{text} {INSTEAD_OF_TRL.get(name, '')}".strip()))
+        entry = _entry(name, shown(_unsaid(name)), f"{text} {INSTEAD_OF_TRL.get(name, '')}".strip())
+        setting = [(algorithm, fields[name]) for algorithm, fields in ALGORITHMS.items() if name in fields]
+        by = ", ".join(
+            f"{algorithm}: {shown(value)}" for algorithm, value in setting if value != _unsaid(name)
+        )
+        lines = _wrapped(f"By algorithm: {by}.", "  ") if by else []
+        return "\n".join([*entry, *lines, *([_presets_text()] if name == "algorithm" else [])])
     said = text or f"It is a field of {_PARENTS}, whose documentation explains it."
     return "\n".join([*_entry(name, shown(default), said), "It acts as in TRL and transformers."])
 
@@ -121,6 +140,7 @@ def markdown() -> dict[str, str]:
             f"### {group}\n\n{GROUPS[group.lower()].__doc__}\n\n{_table(head, rows)}"
             for group, rows in own_fields().items()
         ),
+        "Algorithms": _table(("algorithm", "sets"), presets()),
         "Defaults that differ from TRL's": _table(("field", "TRL", "here", "why"), other_defaults()),
         "Fields that ask for speed": _table(
             ("field", "what takes its place"), [(name, replaced.by) for name, replaced in REPLACED.items()]
@@ -129,6 +149,11 @@ def markdown() -> dict[str, str]:
         + ".\n\n"
         + _table(("field", "instead"), [item for item in REFUSED.items() if item[1]]),
     }
+
+
+def _presets_text() -> str:
+    lines = [line for name, fields in presets() for line in _wrapped(f"{name}: {fields}", "  ")]
+    return "\n".join(["What an algorithm sets where nobody has set the field:", *lines])
 
 
 def _entry(name: str, default: str, text: str) -> list[str]:

@@ -234,7 +234,13 @@ class Sampling(Group):
 
 # --- Loss ---------------------------------------------------------------------------------------------------
 
-LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
+LossType = Literal[
+    "grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl", "clip_cov",
+    "kl_cov",
+]  # fmt: skip
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
+]
 RatioCorrection = Annotated[
     Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
     BeforeValidator(not_of_studies_alone),
@@ -260,6 +266,52 @@ def _cispo_bounds_the_ratio_itself(loss: Any) -> None:
         )
 
 
+def _divergence_is_of_tokens(loss: Any) -> None:
+    if loss.loss_type in ("dppo_tv", "dppo_kl") and loss.importance_sampling_level == "sequence":
+        raise QeRLError(
+            f"loss_type {loss.loss_type} masks tokens by their own change of probability; set "
+            "importance_sampling_level: token."
+        )
+
+
+def _rejection_has_a_threshold(loss: Any) -> None:
+    rule, threshold = loss.rollout_rs, loss.rollout_rs_threshold
+    if (rule is None) != (threshold is None):
+        raise QeRLError(
+            "rollout_rs and rollout_rs_threshold need each other; set both (1.001 is usual for seq_mean_k1, "
+            "0.01 for seq_mean_k3), or remove both."
+        )
+    if rule == "seq_mean_k1" and threshold <= 1:
+        raise QeRLError(
+            f"rollout_rs seq_mean_k1 takes rollout_rs_threshold as the largest mean ratio, and {threshold} "
+            "is not above 1; set 1.001 for example."
+        )
+
+
+def _bnpo_counts_tokens_of_microbatches(loss: Any) -> None:
+    if loss.filter_zero_advantages and loss.loss_type == "bnpo" and loss.loss_agg_mode is None:
+        raise QeRLError(
+            "filter_zero_advantages takes groups out of the count of a step, and loss_type bnpo counts "
+            "tokens of a microbatch; set loss_type: dapo."
+        )
+
+
+def _mean_scale_is_of_totals(loss: Any) -> None:
+    if loss.scale_rewards == "mean" and loss.multi_objective_aggregation != "sum_then_normalize":
+        raise QeRLError(
+            "scale_rewards: mean divides by the mean of summed rewards; set multi_objective_aggregation: "
+            "sum_then_normalize."
+        )
+
+
+def _covariance_bounds_are_in_order(loss: Any) -> None:
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        raise QeRLError(
+            f"clip_cov_lb is {loss.clip_cov_lb} and clip_cov_ub {loss.clip_cov_ub}; set the first below the "
+            "second."
+        )
+
+
 def _pass_at_k_keeps_its_scale(loss: Any) -> None:
     if loss.pass_at_k is None:
         return
@@ -267,10 +319,11 @@ def _pass_at_k_keeps_its_scale(loss: Any) -> None:
         raise QeRLError(
             "pass_at_k takes the best of summed rewards; set multi_objective_aggregation: sum_then_normalize."
         )
-    if loss.scale_rewards in ("group", True):
+    if loss.scale_rewards in ("group", "mean", True):
         raise QeRLError(
             "pass_at_k changes how far apart right and wrong samples of a group are, and scale_rewards: "
-            "group divides that out again; set scale_rewards: none (or batch)."
+            f"{'mean' if loss.scale_rewards == 'mean' else 'group'} divides that out again; set "
+            "scale_rewards: none (or batch)."
         )
 
 
@@ -303,35 +356,52 @@ class Loss(Group):
     rules = (
         _vespo_needs_ratios_per_token,
         _cispo_bounds_the_ratio_itself,
+        _divergence_is_of_tokens,
+        _rejection_has_a_threshold,
+        _bnpo_counts_tokens_of_microbatches,
+        _mean_scale_is_of_totals,
+        _covariance_bounds_are_in_order,
         _pass_at_k_keeps_its_scale,
         _truncated_are_masked_or_punished,
         _entropy_bounds_are_in_order,
         _a_reference_that_moves_exists,
     )
 
-    algorithm: Literal["grpo", "dapo"] = "grpo"
-    """Preset for epsilon_high, dynamic_sampling_rounds, signal and overlong_buffer where they are unset."""
-    loss_type: LossType = "dapo"
-    """Loss, by TRL's names, with either algorithm: dapo is the mean over all tokens of the batch; grpo, that
-    of GRPO's paper, the mean of each sample's own mean, in which a token of a long sample counts less, so
-    that wrong answers grow long; docs/numerics.md has the others."""
-    epsilon: NonNegative = 0.2
-    """Clip distance of the ratio below 1, and above where epsilon_high says nothing."""
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo"] | None = None
+    """Preset of a paper's algorithm, which sets fields that nobody has set; unset, each has its default."""
+    loss_type: LossType | None = None
+    """Loss, by TRL's and verl's names: dapo is the mean over all tokens of the batch; grpo, that of GRPO's
+    paper, the mean of each sample's own mean, in which a token of a long sample counts less, so that wrong
+    answers grow long; docs/training.md has the others."""
+    loss_agg_mode: Aggregation | None = None
+    """What the losses of tokens are divided by before they are added, by verl's names, and prompt-mean, in
+    which prompts count alike; unset, what belongs to loss_type."""
+    filter_zero_advantages: bool = False
+    """Leave groups without signal out of the number of tokens or samples that the loss is divided by, in
+    which TRL counts them."""
+    epsilon: NonNegative | None = None
+    """Clip distance of the ratio below 1, and above where epsilon_high says nothing; of loss_type dppo_tv and
+    dppo_kl the largest divergence. It is 0.05 for dppo_kl."""
     epsilon_high: NonNegative | None = None
-    """Upper clip distance; unset, `epsilon` for GRPO and 0.28 for DAPO."""
+    """The same above; unset, `epsilon`."""
     delta: Positive | None = None
-    """Largest ratio of samples with a negative advantage (two-sided clip); unset, none."""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Largest ratio of samples with a negative advantage (two-sided clip), and of all with dppo_tv and
+    dppo_kl; unset, none."""
+    importance_sampling_level: Literal["token", "sequence"] | None = None
     """Whether a ratio is that of a token or of a sequence (GSPO)."""
+    use_rollout_logprobs: bool | None = None
+    """Take the loss's ratio to the sampler's log-probabilities in place of those of the policy before its
+    first update, so that no pass computes these; the importance correction is then in the ratio, and is no
+    factor once more. Unset, true for dppo_tv and dppo_kl alone."""
     num_iterations: PositiveInt = 1
     """Number of times that a rollout is trained on."""
     reward_weights: Annotated[list[float], Field(min_length=1)] | None = None
     """Weights of the reward functions in their order; unset, 1 each."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Whether rewards are summed before they are compared in their group or after."""
-    scale_rewards: Literal["group", "batch", "none"] | bool = "group"
-    """Whose standard deviation divides the advantages: their group's (group, or true), the batch's, or none
-    (or false)."""
+    scale_rewards: Literal["group", "batch", "mean", "none"] | bool | None = None
+    """What divides the advantages: the standard deviation of their group (group, or true), that of the batch,
+    the mean reward of their group (MaxRL, for rewards that are not negative), or nothing (none, or false)."""
     mask_truncated_completions: bool = False
     """Leave truncated samples out of the loss, and out of the mean and standard deviation of their group, in
     which TRL leaves them, so that the advantages that the loss sees add up to 0 (docs/numerics.md)."""
@@ -355,6 +425,15 @@ class Loss(Group):
     """Upper bound of that ratio; unset, none."""
     vllm_importance_sampling_clip_min: NonNegative | None = None
     """Lower bound of that ratio; unset, none."""
+    rollout_rs: Literal["seq_mean_k1", "seq_mean_k3"] | None = None
+    """Leave whole samples out of the loss in which trainer and sampler are too far apart, beside the
+    correction: by the geometric mean of their ratios (seq_mean_k1) or by the mean of the KL estimator k3
+    (seq_mean_k3); unset, none."""
+    rollout_rs_threshold: Positive | None = None
+    """Largest geometric mean, whose reciprocal is the smallest, or largest mean of k3 in nats per token."""
+    kl_tau: NonNegative = 0.0
+    """Weight of the squared log-ratio of trainer to sampler, a pull of each token to the sampler; 0.001 in
+    prime-rl."""
     replay_routing: bool = True
     """Whether the update of a mixture of experts takes, for each token, the experts that the sampler chose,
     where the engine keeps them (paged engine); else its router chooses anew. Either way routing/differ is the
@@ -362,9 +441,9 @@ class Loss(Group):
     off_policy_mask_threshold: Positive | None = None
     """Mask samples with a negative advantage whose mean KL from the sampler is above this, as in
     DeepSeek-V3.2; unset, none."""
-    beta: NonNegative = 0.0
+    beta: NonNegative | None = None
     """Weight of the KL from a reference; 0 has no reference."""
-    use_bias_correction_kl: bool = True
+    use_bias_correction_kl: bool | None = None
     """Multiply the KL by the ratio, so that its gradient is unbiased (DeepSeek-V3.2)."""
     sync_ref_model: bool = False
     """Whether the reference follows the policy (full tuning only)."""
@@ -386,6 +465,16 @@ class Loss(Group):
     """Change of an adaptive bonus in a step."""
     entropy_target: NonNegative = 0.2
     """Mean entropy of a token in nats at which an adaptive bonus aims."""
+    clip_cov_ratio: PositiveShare = 0.0002
+    """Share of tokens that loss_type clip_cov takes the gradient from."""
+    clip_cov_lb: float = 1.0
+    """Covariance of log-probability and advantage above which it draws them."""
+    clip_cov_ub: float = 5.0
+    """Covariance below which it draws them."""
+    kl_cov_ratio: PositiveShare = 0.0002
+    """Share of tokens, those of the largest covariance, that loss_type kl_cov holds to the old policy."""
+    ppo_kl_coef: NonNegative = 1.0
+    """Weight of the absolute log-ratio by which it does."""
     sapo_temperature_pos: Positive = 1.0
     """Temperature of SAPO's gate where the advantage is positive."""
     sapo_temperature_neg: Positive = 1.05

@@ -163,13 +163,9 @@ def _check_noise_is_said(values: dict[str, Any]) -> None:
 
 
 def resolved(config: QeRLConfig) -> dict[str, Any]:
-    """Settings as plain YAML values, without those that are the defaults both here and of TRL.
-
-    `loss_type` is always there, because its default was another one in QeRL 0.2.
-    """
+    """Settings as plain YAML values, without those that are the defaults both here and of TRL."""
     theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
     unsaid = {name: default for name, default in theirs.items() if default == default_of(FIELDS[name])}
-    unsaid.pop("loss_type", None)
     if config.pad_to_multiple_of is None:  # what TRL makes of its default, auto
         unsaid["pad_to_multiple_of"] = None
     return {

@@ -29,6 +29,11 @@ What it says is how far right and wrong samples are apart, which differs by how 
 `scale: none` or `batch`. In standard deviations of their group two values are always equally far apart, and
 where samples are right or wrong and nothing else, advantages would be those of each sample by itself.
 
+**MaxRL.** With `scale: mean` the distance from the group's mean is divided by that mean (arXiv 2602.02710).
+For rewards of 0 and 1 a right answer then counts 1 / p - 1 where the share p is right, and the gradient is on
+average that of log p in place of p, of its series in 1 - p up to the order G - 1. It is made for rewards that
+are not negative; a group whose mean is 0 or less has no signal.
+
 Legend: B samples of all processes, groups adjacent; N groups, G samples of a group; F reward functions.
 """
 
@@ -82,7 +87,7 @@ class Signal:
     Attributes:
         group_size: G.
         weights_F: Weights of the reward functions in the total.
-        scale: TRL's `scale_rewards`: group, batch or none.
+        scale: TRL's `scale_rewards`: group, batch or none; or mean.
         aggregation: TRL's `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
         judge: Reward function by which a sample is right (above 0) or wrong (0 and below); None where any
             difference of rewards is a signal.
@@ -109,6 +114,8 @@ class Signal:
         lowest_NF = values_NGF.masked_fill(unknown_NGF, torch.inf).amin(dim=1)
         highest_NF = values_NGF.masked_fill(unknown_NGF, -torch.inf).amax(dim=1)
         alive_N = (highest_NF > lowest_NF).any(dim=1)
+        if self.scale == "mean":
+            alive_N &= values_NGF.nanmean(dim=(1, 2)) > 0
         if self.judge is not None:
             verdict_NG = rewards_BF[:, self.judge].unflatten(0, (-1, self.group_size))
             alive_N &= (verdict_NG > 0).any(dim=1) & (verdict_NG <= 0).any(dim=1)
@@ -179,13 +186,16 @@ class Signal:
         return total_B.masked_fill(rewards_BF.isnan().all(dim=1), torch.nan)
 
     def _centred(self, rewards_B: torch.Tensor, scale: str) -> torch.Tensor:
-        """Distance from the mean of the group, in standard deviations of group or batch, or as it is."""
+        """Distance from the mean of the group, in standard deviations of group or batch, in units of that
+        mean, or as it is."""
         rewards_NG = rewards_B.unflatten(0, (-1, self.group_size))
         centred_NG = rewards_NG - rewards_NG.nanmean(dim=1, keepdim=True)
         if scale == "group":
             centred_NG = centred_NG / (_std(rewards_NG, 1) + 1e-4)
         elif scale == "batch":
             centred_NG = centred_NG / (_std(rewards_B, 0) + 1e-4)
+        elif scale == "mean":
+            centred_NG = centred_NG / rewards_NG.nanmean(dim=1, keepdim=True)
         return centred_NG.flatten()
 
 

@@ -229,7 +229,8 @@ class QeRLTrainer(Trainer):
         self.updates = UpdateStep(args, self._base, self.update_path, self.accelerator, recompute)
         self._rollout_every = args.steps_per_generation * args.num_iterations
         # An optimizer step that a rollout outlives trains on samples of an older policy than its own.
-        self._keeps_old = args.gradient_accumulation_steps % self._rollout_every != 0
+        older = args.gradient_accumulation_steps % self._rollout_every != 0
+        self._keeps_old = older and not args.use_rollout_logprobs
         self._microbatch = 0  # of the epoch
         self._buffer: list[Microbatch] = []  # of the rollout in use
         self._due: list[Microbatch] = []  # of the optimizer step under way
@@ -394,7 +395,7 @@ class QeRLTrainer(Trainer):
             samples = dealt(samples, self.updates.rows(samples), self.args, self.accelerator)
         size = len(samples) // self.args.steps_per_generation
         return [
-            Microbatch(samples[start : start + size], found.tokens, found.entropy)
+            Microbatch(samples[start : start + size], found.tokens, found.entropy, found.counted)
             for start in range(0, size * self.args.steps_per_generation, size)
         ]
 

@@ -82,12 +82,15 @@ class Rollout:
 
     Attributes:
         samples: With rewards and advantages.
-        tokens: Tokens that losses see, of all processes.
+        tokens: Tokens that count in the losses' means, of all processes.
+        counted: The share of samples that count, of all processes: 1, or with `filter_zero_advantages` that
+            of the groups with a signal.
         entropy: Mean entropy of the sampler in nats over the tokens of the first rollout, of all processes.
     """
 
     samples: list[Sample]
     tokens: int
+    counted: float
     entropy: float
 
 
@@ -179,8 +182,7 @@ class RolloutStep:
             new = at % size == 0 or sample.prompt != samples[at - 1].prompt  # an environment may show others
             sample.group = first_group + at if new else samples[at - 1].group
         self._log.metrics["train"]["num_tokens"] = [self._state().num_input_tokens_seen]
-        tokens = sum(sum(sample.loss_mask) for sample in samples)
-        return Rollout(samples, sum(self._of_ranks(tokens)), entropy)
+        return Rollout(samples, *self._counted(samples), entropy)
 
     def evaluate(self, rows: list[Row]) -> None:
         """Sample and score rows of an evaluation, of which nothing but what is logged is kept."""
@@ -497,6 +499,22 @@ class RolloutStep:
         own = advantages[self._rank * len(samples) :]
         for sample, advantage in zip(samples, own, strict=False):
             sample.advantage = advantage
+
+    def _counted(self, samples: list[Sample]) -> tuple[int, float]:
+        """Tokens and share of samples, of all processes, that count in the losses' means; gives samples the
+        mean length of their group."""
+        size, tokens = self._group, 0
+        dead = set(self._groups_without_signal(samples)) if self._args.filter_zero_advantages else set[int]()
+        for group, start in enumerate(range(0, len(samples), size)):
+            seen = sum(sum(sample.loss_mask) for sample in samples[start : start + size])
+            tokens += 0 if group in dead else seen
+            for sample in samples[start : start + size]:
+                sample.group_tokens = seen / size
+        every = sum(self._of_ranks(tokens))
+        if not self._args.filter_zero_advantages:
+            return every, 1.0
+        alive = self._of_ranks(len(samples) - len(dead) * size)
+        return every, sum(alive) / len(samples) / len(alive) or 1.0  # where none is alive, every loss is 0
 
     def _settled(self, rewards_BF: torch.Tensor) -> list[bool | None]:
         """Of the groups of all processes, whether samples were all right or all wrong; without a judge,

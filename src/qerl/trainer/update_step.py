@@ -20,7 +20,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.kernels.tensors import upload
+from qerl.seeding import generator
 from qerl.settings.config import QeRLConfig
 from qerl.update.chunks import MemoryRetry
 from qerl.update.head import score
@@ -46,8 +47,11 @@ from qerl.update.policy_loss import (
     Share,
     Tokens,
     adapted_entropy_coef,
+    covariance,
     gathered,
     high_entropy,
+    largest_covariance,
+    within_covariance,
 )
 from qerl.update.routing import routing_of
 
@@ -64,13 +68,15 @@ class Microbatch:
 
     Attributes:
         samples: As many in every microbatch of a run.
-        rollout_tokens: Tokens of the whole rollout, of all processes, that losses see.
+        rollout_tokens: Tokens of the whole rollout, of all processes, that count in the losses' means.
         rollout_entropy: Mean entropy in nats of the sampler over all tokens of the rollout.
+        counted: The share of the rollout's samples that count.
     """
 
     samples: list[Sample]
     rollout_tokens: int
     rollout_entropy: float
+    counted: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -79,17 +85,20 @@ class Inputs:
 
     Attributes:
         mask_BC: 1 on tokens that the loss sees.
-        advantages_B: Of the samples.
+        advantages_B, group_tokens_B: Of the samples.
         sampler_BC, sampler_entropy_BC: Log-probabilities and entropies under the sampler.
         old_BC, reference_BC: Log-probabilities under other policies; None where samples have none.
+        chosen_BC: Tokens that the loss holds back for their covariance; None for a loss that has none.
     """
 
     mask_BC: torch.Tensor
     advantages_B: torch.Tensor
+    group_tokens_B: torch.Tensor
     sampler_BC: torch.Tensor
     sampler_entropy_BC: torch.Tensor
     old_BC: torch.Tensor | None
     reference_BC: torch.Tensor | None
+    chosen_BC: torch.Tensor | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device) -> "Inputs":
@@ -112,16 +121,16 @@ class Inputs:
         mask, sampler, entropy, *rest = upload(host, device)
         found = iter(rest)
         old, reference = (next(found) if has else None for has in given)
-        advantages = upload(torch.tensor([sample.advantage for sample in samples]), device)
-        return cls(mask, advantages, sampler, entropy, old, reference)
+        numbers = [[sample.advantage, sample.group_tokens] for sample in samples]
+        advantages, group_tokens = upload(torch.tensor(numbers), device).unbind(1)
+        return cls(mask, advantages, group_tokens, sampler, entropy, old, reference)
 
     def part(self, rows: slice) -> "Inputs":
         """Those of some of the samples."""
         return Inputs(
-            *(self.mask_BC[rows], self.advantages_B[rows], self.sampler_BC[rows]),
-            self.sampler_entropy_BC[rows],
-            None if self.old_BC is None else self.old_BC[rows],
-            None if self.reference_BC is None else self.reference_BC[rows],
+            *(self.mask_BC[rows], self.advantages_B[rows], self.group_tokens_B[rows]),
+            *(self.sampler_BC[rows], self.sampler_entropy_BC[rows]),
+            *(None if x is None else x[rows] for x in (self.old_BC, self.reference_BC, self.chosen_BC)),
         )
 
 
@@ -156,6 +165,9 @@ class UpdateStep:
             args.vllm_importance_sampling_mode,
             args.vllm_importance_sampling_clip_min,
             args.vllm_importance_sampling_clip_max,
+            bool(args.use_rollout_logprobs),
+            args.rollout_rs,
+            args.rollout_rs_threshold or 0.0,
         )
         self.retry = MemoryRetry(
             args.tokens_per_forward,
@@ -180,12 +192,14 @@ class UpdateStep:
             QeRLError: One sample alone does not fit into memory, or there are several processes.
         """
         rebuild_buckets(model)
-        work = functools.partial(self._attempt, model, microbatches)
+        work = functools.partial(self._attempt, model, microbatches, step)
         return self.retry.run(step, work, model.zero_grad)
 
-    def _attempt(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    def _attempt(self, model: nn.Module, microbatches: Sequence[Microbatch], step: int) -> torch.Tensor:
         samples = [sample for part in microbatches for sample in part.samples]
         inputs, lengths = Inputs.of(samples, self._accelerator.device), Lengths.of(samples)
+        seen = sum(sum(sample.loss_mask) for sample in samples)
+        inputs = replace(inputs, chosen_BC=self._chosen(inputs, seen, step))
         size = len(samples) // len(microbatches)
         rows = self.rows(samples)
         chunks = self._chunks(rows, lengths, size)
@@ -370,6 +384,29 @@ class UpdateStep:
             found.append(self._accelerator.gather(padded).nanquantile(1 - quantile))
         return found
 
+    def _chosen(self, inputs: Inputs, seen: int, step: int) -> torch.Tensor | None:
+        """Of the tokens of a step that the losses of this process see, those that "clip_cov" and "kl_cov"
+        hold back.
+
+        Covariances are taken of log-probabilities that are known ahead of the update, the old ones or the
+        sampler's, so that a chunk can be computed by itself; in the first update of a rollout these are the
+        policy's. Tokens without an advantage have no gradient to hold back.
+        """
+        args = self._args
+        if args.loss_type not in ("clip_cov", "kl_cov"):
+            return None
+        logps_BC = inputs.sampler_BC if inputs.old_BC is None else inputs.old_BC
+        mask_BC = inputs.mask_BC.bool() & ~logps_BC.isnan()
+        covariance_BC = covariance(logps_BC.nan_to_num(nan=0.0), inputs.advantages_B, mask_BC)
+        covariance_BC = covariance_BC.masked_fill(inputs.advantages_B[:, None] == 0, -torch.inf)
+        share = args.clip_cov_ratio if args.loss_type == "clip_cov" else args.kl_cov_ratio
+        count = max(1, int(share * seen))
+        if args.loss_type == "kl_cov":
+            return largest_covariance(covariance_BC, count)
+        draw = generator("clip_cov", args.seed, step, self._accelerator.process_index)
+        uniform_BC = upload(torch.rand(covariance_BC.shape, generator=draw), covariance_BC.device)
+        return within_covariance(covariance_BC, args.clip_cov_lb, args.clip_cov_ub, count, uniform_BC)
+
     def _loss_of(
         self,
         microbatch: Microbatch,
@@ -382,26 +419,34 @@ class UpdateStep:
         """The loss of a microbatch, given the policy's outputs for the tokens that are computed."""
         (logps_BC, entropy_BC), mask_BC = outputs, inputs.mask_BC
         trainer_BC = logps_BC.detach() if inputs.old_BC is None else inputs.old_BC
-        ratio = self._correction.ratio(trainer_BC, inputs.sampler_BC, computed_BC)
+        between = (trainer_BC, inputs.sampler_BC, computed_BC)
+        ratio = self._correction.ratio(*between)
+        old_BC = inputs.old_BC
+        if self._args.use_rollout_logprobs:
+            old_BC = torch.where(inputs.sampler_BC.isnan(), trainer_BC, inputs.sampler_BC)
         tokens = Tokens(
             mask_BC=mask_BC,
             advantages_B=inputs.advantages_B,
             logps_BC=logps_BC,
             entropy_BC=entropy_BC,
             # 1 is the ratio of what is not computed: times an advantage of 0, infinity would be NaN.
-            old_BC=None if inputs.old_BC is None else torch.where(computed_BC > 0, inputs.old_BC, 0.0),
+            old_BC=None if old_BC is None else torch.where(computed_BC > 0, old_BC, 0.0),
             sampler_BC=inputs.sampler_BC,
             reference_BC=inputs.reference_BC,
             correction=self._correction.weight(ratio),
             high_entropy_BC=None
             if threshold is None
             else high_entropy(entropy_BC.detach(), mask_BC, threshold),
+            kept_B1=self._correction.kept(*between),
+            chosen_BC=inputs.chosen_BC,
+            group_tokens_B=inputs.group_tokens_B,
         )
         args = self._args
         part = microbatches / (args.steps_per_generation or 1) / self._accelerator.num_processes
         seen = max(microbatch.rollout_tokens, 1) * part
         waits = args.use_adaptive_entropy and self._last_entropy > args.entropy_target
-        return self._loss(tokens, Share(microbatches, seen), 0.0 if waits else self._entropy_coef)
+        share = Share(microbatches, seen, microbatch.counted)
+        return self._loss(tokens, share, 0.0 if waits else self._entropy_coef)
 
 
 def save_rollouts(buffer: list[Microbatch], file: Path) -> None:
@@ -452,6 +497,9 @@ def policy_loss(args: QeRLConfig) -> PolicyLoss:
         vespo_negative=(args.vespo_k_neg, args.vespo_lambda_neg),
         longest=args.max_completion_length,
         entropy_bonus=args.entropy_coef != 0.0 or args.use_adaptive_entropy,
+        aggregation=args.loss_agg_mode,
+        kl_tau=args.kl_tau,
+        kl_cov_coef=args.ppo_kl_coef,
     )
 
 

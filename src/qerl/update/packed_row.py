@@ -61,6 +61,7 @@ class Sample:
         masked: Whether the loss sees none of its tokens.
         rewards: One for each reward function; NaN where it gave none.
         advantage: What its rewards come to.
+        group_tokens: Tokens that the loss sees of a sample of its prompt, on average.
         old_logprobs: Of the tokens under the policy that the loss takes the ratio to; None: as it updates.
         reference_logprobs: Of the tokens under the reference policy; None without one.
         choices: Experts that the sampler chose for its first tokens, prompt included, as of
@@ -77,6 +78,7 @@ class Sample:
     masked: bool = False
     rewards: list[float] = field(default_factory=list)
     advantage: float = 0.0
+    group_tokens: float = 0.0
     old_logprobs: list[float] | None = None
     reference_logprobs: list[float] | None = None
     choices: np.ndarray | None = field(default=None, compare=False)

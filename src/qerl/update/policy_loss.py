@@ -3,11 +3,12 @@
 With r the ratio of the policy to the one that sampled (of a token, or the geometric mean of a sample's) and A
 the advantage of a sample, the loss of a token is
 
-    l = term(r, A) keep w + beta KL
+    l = term(r, A) keep w + beta KL + kl_tau (log r_mu)^2
 
 where `term` is that of the loss's name (`clipped` and its neighbours), `keep` is 0 for samples and tokens
-that an option leaves out, and w is the importance correction. What it is divided by, before all are added, is
-again of the name (`_divisor`). The entropy bonus, if any, is subtracted. Names and options are TRL's.
+that an option leaves out, w is the importance correction, and r_mu the ratio to the sampler. What it is
+divided by, before all are added, is again of the name (`_divisor`). The entropy bonus, if any, is subtracted.
+Names and options are TRL's where it has them, else verl's or prime-rl's.
 
 Losses are pure functions of tensors. A loss leaves what it reports on the device, and meets no other process:
 each number that is read there waits for the device, and each meeting for the slowest process. So a loss
@@ -23,6 +24,9 @@ There p is the policy's log-probability of a sampled token, q that of the policy
 of the trainer's policy pi. A token's loss is multiplied by pi / mu of that token, bounded (`weights`). What
 that does not correct is said in docs/numerics.md: the contexts in which tokens were drawn, and what came
 after them.
+
+Where the loss's own ratio is taken to the sampler (`use_rollout_logprobs`), pi / mu is in r and w is 1; masks
+still drop what is beyond their bounds. A whole sample can be rejected beside either (`Correction.kept`).
 
 `Mismatch` measures how far the two are apart, as sums and maxima over the tokens of an optimizer step that
 the update computed, whatever path they came by: old log-probabilities given or not, correction on or off.
@@ -112,6 +116,104 @@ def gamma_weight(
     l_B1 = l_B1.clamp(min=1e-4)
     phi_B1 = (l_B1 + k_B1 * log_w_B1 - l_B1 * log_w_B1.exp()).exp()
     return phi_B1.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def binary_tv(logps: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """|pi - mu| of the sampled token: the total variation of "this token or another one", a lower bound of
+    that of the whole distributions (DPPO, arXiv 2602.04879, Binary-TV).
+
+    Args:
+        logps, old: p and q; probabilities are their exponentials.
+    """
+    return (logps.exp() - old.exp()).abs()
+
+
+def binary_kl(logps: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) of the sampled token: KL(mu || pi) of "this token
+    or another one", in nats (DPPO, arXiv 2602.04879, Binary-KL).
+
+    Infinite where pi leaves no room for another token and mu does.
+    """
+    logps, old = logps.clamp(max=0.0), old.clamp(max=0.0)
+    other, old_other = -torch.expm1(logps), -torch.expm1(old)
+    rest = torch.where(old_other > 0, old_other * (old_other.log() - other.log()), 0.0)
+    return old.exp() * (old - logps) + rest
+
+
+DIVERGENCES = {"dppo_tv": binary_tv, "dppo_kl": binary_kl}
+
+
+@torch.no_grad()
+def beyond_divergence(
+    name: str,
+    logps: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    low: float,
+    high: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DPPO's mask (arXiv 2602.04879): the tokens that the policy has already moved further than a threshold
+    in the direction in which their advantage pushes. What moves back is never masked, however far it is.
+
+    Args:
+        name: "dppo_tv" or "dppo_kl".
+        logps, old, advantages: p, q and A; q is the sampler's in the paper.
+        low: Threshold of the divergence where A is below 0 and the probability has fallen.
+        high: The same where A is above 0 and the probability has risen.
+
+    Returns:
+        Those beyond `low` and those beyond `high`, bool.
+    """
+    divergence = DIVERGENCES[name](logps, old)
+    below = (advantages < 0) & (logps < old) & (divergence > low)
+    return below, (advantages > 0) & (logps > old) & (divergence > high)
+
+
+def squared_log_ratio(logps: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
+    """(log pi / mu)^2: a pull of each token towards the sampler (Kimi K2.5, arXiv 2602.02276; prime-rl's KL
+    term), twice the estimator k2 of Schulman's "Approximating KL divergence". 0 where the sampler's
+    log-probability is NaN, which is one that nobody knows.
+    """
+    return (logps - torch.where(sampler.isnan(), logps.detach(), sampler)).square()
+
+
+def covariance(logps_BC: torch.Tensor, advantages_B: torch.Tensor, mask_BC: torch.Tensor) -> torch.Tensor:
+    """(p - mean p) (A - mean A) of each token [B, C], means over the tokens of the mask: what a step of
+    policy gradient takes from the entropy by that token (arXiv 2505.22617). Minus infinity outside of the
+    mask.
+    """
+    mask_BC = mask_BC.bool()
+    count = mask_BC.sum().clamp(min=1)
+    advantages_BC = advantages_B[:, None].expand_as(logps_BC)
+    centred = [
+        x_BC - torch.where(mask_BC, x_BC, 0.0).sum() / count
+        for x_BC in (logps_BC.masked_fill(~mask_BC, 0.0), advantages_BC)
+    ]
+    return (centred[0] * centred[1]).masked_fill(~mask_BC, -math.inf)
+
+
+def largest_covariance(covariance_BC: torch.Tensor, count: int) -> torch.Tensor:
+    """The tokens [B, C], bool, of the largest covariance: those that KL-Cov holds back (arXiv 2505.22617)."""
+    chosen = torch.zeros_like(covariance_BC, dtype=torch.bool)
+    values, places = covariance_BC.flatten().topk(min(count, covariance_BC.numel()))
+    chosen.view(-1)[places] = values > -math.inf
+    return chosen
+
+
+def within_covariance(
+    covariance_BC: torch.Tensor, low: float, high: float, count: int, uniform_BC: torch.Tensor
+) -> torch.Tensor:
+    """At most so many tokens [B, C], bool, drawn from those whose covariance is between two bounds: those
+    that Clip-Cov takes the gradient from (arXiv 2505.22617).
+
+    Args:
+        covariance_BC: See `covariance`.
+        low, high: The bounds, both excluded.
+        count: Number of tokens.
+        uniform_BC: A random number in [0, 1) of each token; the tokens with the largest are taken.
+    """
+    inside_BC = (covariance_BC > low) & (covariance_BC < high)
+    return largest_covariance(torch.where(inside_BC, uniform_BC.to(covariance_BC), -math.inf), count)
 
 
 def kl_to(reference: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
@@ -263,20 +365,50 @@ class Mismatch:
         }
 
 
+def kept_samples(
+    trainer_logps_BC: torch.Tensor,
+    sampler_logps_BC: torch.Tensor,
+    mask_BC: torch.Tensor,
+    rule: str,
+    threshold: float,
+) -> torch.Tensor:
+    """[B, 1], bool: the samples that are not rejected for how far trainer and sampler are apart in them
+    (rejection in verl's rollout correction, by its names; Trust Region Masking, arXiv 2512.23075).
+
+    Args:
+        trainer_logps_BC, sampler_logps_BC, mask_BC: As in `importance_ratio`.
+        rule: "seq_mean_k1" keeps samples in which the geometric mean of the tokens' ratios is at most the
+            threshold, and at least its reciprocal; "seq_mean_k3" those in which the mean over the tokens of
+            `sampler_trainer_kl` is at most the threshold.
+        threshold: A ratio above 1 for "seq_mean_k1"; nats per token for "seq_mean_k3".
+    """
+    if rule == "seq_mean_k1":
+        difference_BC = torch.nan_to_num((trainer_logps_BC - sampler_logps_BC) * mask_BC, nan=0.0)
+        return _mean_of_samples(difference_BC, mask_BC).abs() <= math.log(threshold)
+    kl_BC = sampler_trainer_kl(trainer_logps_BC, sampler_logps_BC, mask_BC)
+    return _mean_of_samples(kl_BC, mask_BC) <= threshold
+
+
 @dataclass(frozen=True)
 class Correction:
-    """TRL's settings of the importance correction, by their names without `vllm_importance_sampling_`.
+    """TRL's settings of the importance correction, by their names without `vllm_importance_sampling_`, and
+    verl's of the rejection of whole samples.
 
     Attributes:
         correction: Whether the loss is corrected; the mismatch is measured in any case.
         mode: See :func:`importance_ratio`.
         clip_min, clip_max: Bounds of the ratio, None for no bound.
+        in_ratio: Whether the loss's own ratio is taken to the sampler, and is no factor once more.
+        rollout_rs, rollout_rs_threshold: See `kept_samples`; None rejects nothing.
     """
 
     correction: bool
     mode: str
     clip_min: float | None
     clip_max: float | None
+    in_ratio: bool = False
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float = math.inf
 
     def ratio(
         self, trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor
@@ -285,13 +417,25 @@ class Correction:
         return importance_ratio(trainer_logps_BC, sampler_logps_BC, mask_BC, self.mode)
 
     def weight(self, ratio: torch.Tensor) -> torch.Tensor:
-        """What the loss is multiplied by: the ratio within its bounds, or 1 without the correction."""
-        if not self.correction:
+        """What the loss is multiplied by: the ratio within its bounds, or 1 without the correction; where the
+        ratio is in the loss 1, or 0 beyond the bounds of a mask."""
+        if not self.correction or (self.in_ratio and not self.mode.endswith("mask")):
             return torch.ones_like(ratio)
-        return weights(ratio, self.mode, self.clip_min, self.clip_max)
+        weight = weights(ratio, self.mode, self.clip_min, self.clip_max)
+        return (weight != 0).to(weight) if self.in_ratio else weight
+
+    def kept(
+        self, trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See `kept_samples`; None where none is rejected."""
+        if self.rollout_rs is None:
+            return None
+        return kept_samples(
+            *(trainer_logps_BC, sampler_logps_BC, mask_BC), self.rollout_rs, self.rollout_rs_threshold
+        )
 
 
-_OF_STEP = ("dapo", "cispo", "vespo")
+_OF_STEP = ("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "token-mean")
 """Losses that are logged as the microbatch's part of the step's, others as if it were a step."""
 
 
@@ -381,6 +525,10 @@ class Tokens:
         reference_BC: Those under the reference; None where `beta` is 0.
         correction: w, [B, C] with 1 outside of the mask, or [B, 1]; None is 1.
         high_entropy_BC: Tokens that `high_entropy` keeps; None keeps all.
+        kept_B1: Samples that `Correction.kept` keeps, bool; None keeps all.
+        chosen_BC: Tokens that "clip_cov" and "kl_cov" hold back, bool; None holds back none.
+        group_tokens_B: Tokens that the loss sees of a sample of the same prompt, on average; read by
+            "prompt-mean" alone.
     """
 
     mask_BC: torch.Tensor
@@ -392,6 +540,9 @@ class Tokens:
     reference_BC: torch.Tensor | None = None
     correction: torch.Tensor | None = None
     high_entropy_BC: torch.Tensor | None = None
+    kept_B1: torch.Tensor | None = None
+    chosen_BC: torch.Tensor | None = None
+    group_tokens_B: torch.Tensor | None = None
 
     def masked(self) -> "Tokens":
         """The same with 0 outside of the mask: what overflows there would be infinite, and NaN times 0."""
@@ -407,11 +558,14 @@ class Share:
 
     Attributes:
         microbatches: How many the step has.
-        tokens: How many tokens the losses of the step see, divided by the number of processes.
+        tokens: How many tokens of the step count, divided by the number of processes.
+        counted: The share of its samples that count: 1, or that of the groups with a signal
+            (`filter_zero_advantages`).
     """
 
     microbatches: int
     tokens: float
+    counted: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -419,12 +573,15 @@ class PolicyLoss:
     """A loss by name, and its options.
 
     Attributes:
-        name: TRL's `loss_type`: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
+        name: TRL's `loss_type`: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo"; or
+            verl's "dppo_tv", "dppo_kl", "clip_cov" or "kl_cov".
         of_sequence: Whether the ratio is one of samples, the geometric mean of their tokens' (GSPO, arXiv
             2507.18071).
         epsilon_low, epsilon_high: Bounds of the ratio are 1 - epsilon_low and 1 + epsilon_high; for "cispo"
-            `epsilon_high` is the upper bound itself, and there is no lower one.
-        delta: See `qerl.update.policy_loss.clipped`.
+            `epsilon_high` is the upper bound itself, and there is no lower one; for "dppo_tv" and "dppo_kl"
+            both are thresholds of the divergence (`beyond_divergence`).
+        delta: See `qerl.update.policy_loss.clipped`; for "dppo_tv" and "dppo_kl" the largest ratio that
+            weighs a gradient.
         beta: Weight of the KL divergence to the reference.
         kl_times_ratio: Whether each token's divergence is multiplied by r, whose gradient it then has too
             (DeepSeek-V3.2, arXiv 2512.02556).
@@ -436,6 +593,10 @@ class PolicyLoss:
             others.
         longest: Tokens of the longest completion that the run allows, the divisor of "dr_grpo".
         entropy_bonus: Whether an entropy bonus may be subtracted.
+        aggregation: verl's `loss_agg_mode`, see `_divisor`; None is that of the name.
+        kl_tau: Weight of `squared_log_ratio` in samples that have an advantage (prime-rl, which leaves out
+            the others).
+        kl_cov_coef: Weight of |log r| of the tokens that "kl_cov" holds back.
     """
 
     name: str
@@ -451,6 +612,9 @@ class PolicyLoss:
     vespo_negative: tuple[float, float] = (3.0, 2.0)
     longest: int = 1
     entropy_bonus: bool = False
+    aggregation: str | None = None
+    kl_tau: float = 0.0
+    kl_cov_coef: float = 1.0
 
     def __call__(
         self, tokens: Tokens, share: Share, entropy_coef: float = 0.0
@@ -486,6 +650,10 @@ class PolicyLoss:
             loss = loss * t.high_entropy_BC
         if t.correction is not None and self.name != "vespo":  # whose weight has it as a factor
             loss = loss * t.correction
+        if t.kept_B1 is not None:
+            loss = loss * t.kept_B1
+            pulls_B1 = (advantages_B1 != 0) & mask_BC.any(dim=-1, keepdim=True)
+            metrics["rollout_rs/rejected"] = Metric.mean((~t.kept_B1).float(), pulls_B1)
         if self.beta:
             assert t.reference_BC is not None
             kl_BC = kl_to(t.reference_BC, t.logps_BC)
@@ -493,12 +661,18 @@ class PolicyLoss:
                 kl_BC = kl_BC * ratio
             loss = loss + self.beta * kl_BC
             metrics["kl"] = Metric.mean(kl_BC, mask_BC)
-        total = (loss * mask_BC / _divisor(self.name, mask_BC, share, self.longest)).sum()
+        if self.kl_tau:
+            assert t.sampler_BC is not None
+            pull_BC = squared_log_ratio(t.logps_BC, t.sampler_BC)
+            loss = loss + self.kl_tau * pull_BC * (advantages_B1 != 0)
+            metrics["sampling/squared_log_ratio"] = Metric.mean(pull_BC, mask_BC * (advantages_B1 != 0))
+        aggregation = self.aggregation or self.name
+        total = (loss * mask_BC / _divisor(aggregation, t, share, self.longest)).sum()
 
         if self.entropy_bonus:
             kept_BC = mask_BC if t.high_entropy_BC is None else mask_BC * t.high_entropy_BC
             nats, count = (t.entropy_BC * kept_BC).sum(), kept_BC.sum()
-            policy = total.detach() * (1 if self.name in _OF_STEP else share.microbatches)
+            policy = total.detach() * (1 if aggregation in _OF_STEP else share.microbatches)
             metrics["policy_loss"] = Metric.mean(policy, ~policy.isnan(), of_nothing=torch.nan)
             metrics |= {"entropy_bonus/nats": Metric.sum(nats), "entropy_bonus/tokens": Metric.sum(count)}
             total = total - entropy_coef * nats / count.clamp(min=1.0) / share.microbatches
@@ -525,8 +699,20 @@ class PolicyLoss:
             return weighted(phi_B1, t.logps_BC, advantages_B1)
         low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
         bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
-        metrics |= _clip_metrics(bounded, advantages_B1, t.mask_BC, low, high)
-        return clipped(ratio, advantages_B1, low, high, self.delta)
+        if self.name in DIVERGENCES:
+            old_BC = t.logps_BC.detach() if t.old_BC is None else t.old_BC
+            below, above = beyond_divergence(
+                *(self.name, t.logps_BC, old_BC, advantages_B1), self.epsilon_low, self.epsilon_high
+            )
+            metrics |= _clip_metrics(below, above, t.mask_BC)
+            return weighted(bounded.masked_fill(below | above, 0.0), t.logps_BC, advantages_B1)
+        if self.name == "kl_cov":
+            loss = -ratio * advantages_B1
+            return loss if t.chosen_BC is None else loss + self.kl_cov_coef * log_ratio_BC.abs() * t.chosen_BC
+        below, above = (bounded < low) & (advantages_B1 < 0), (bounded > high) & (advantages_B1 > 0)
+        metrics |= _clip_metrics(below, above, t.mask_BC)
+        loss = clipped(ratio, advantages_B1, low, high, self.delta)
+        return loss if self.name != "clip_cov" or t.chosen_BC is None else loss * ~t.chosen_BC
 
 
 def high_entropy(entropy_BC: torch.Tensor, mask_BC: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
@@ -545,29 +731,40 @@ def adapted_entropy_coef(
     return min(coef + step, most) if entropy <= target else max(coef - step, least)
 
 
-def _divisor(name: str, mask_BC: torch.Tensor, share: Share, longest: int) -> torch.Tensor | float:
+def _divisor(name: str, t: Tokens, share: Share, longest: int) -> torch.Tensor | float:
     """What the loss of a token is divided by, before all are added: a scalar, or [B, 1] of samples.
 
-    With n the tokens of a sample, N those of the microbatch and S those of the step in all microbatches and
-    processes, for a step of one microbatch:
+    With n the tokens of a sample, N those of the microbatch, S those of the step in all microbatches and
+    processes, and g the mean of n over the samples of a prompt, for a step of one microbatch:
 
-    - "grpo": B n, so that samples count alike (GRPO, arXiv 2402.03300); "sapo" too (arXiv 2511.20347).
+    - "grpo", "seq-mean-token-mean": B n, so that samples count alike (GRPO, arXiv 2402.03300); "sapo" too
+      (arXiv 2511.20347).
     - "bnpo": N, so that tokens of a microbatch count alike.
-    - "dr_grpo": B longest, the same in every microbatch (Dr. GRPO, arXiv 2503.20783).
-    - "luspo": B, so that a sample counts as often as it has tokens (LUSPO, arXiv 2602.05261).
-    - "dapo": S, so that tokens of a step count alike (DAPO, arXiv 2503.14476); "cispo" (MiniMax-M1, arXiv
-      2506.13585) and "vespo" (arXiv 2602.10693) too.
+    - "dr_grpo", "seq-mean-token-sum-norm": B longest, the same in every microbatch (Dr. GRPO, arXiv
+      2503.20783).
+    - "luspo", "seq-mean-token-sum": B, so that a sample counts as often as it has tokens (LUSPO, arXiv
+      2602.05261).
+    - "prompt-mean": B g, so that prompts count alike, and tokens within a prompt (ScaleRL, arXiv 2510.13786).
+    - all others, "token-mean": S, so that tokens of a step count alike (DAPO, arXiv 2503.14476).
+
+    Names with dashes are values of verl's `loss_agg_mode`, but "prompt-mean", which it has not. Where groups
+    without signal do not count, B and S are those of the others.
     """
-    samples, times = len(mask_BC), share.microbatches
+    times = share.microbatches
+    samples = len(t.mask_BC) * share.counted
     match name:
-        case "grpo" | "sapo":
-            return samples * mask_BC.sum(-1, keepdim=True).clamp(min=1.0) * times
+        case "grpo" | "sapo" | "seq-mean-token-mean":
+            return samples * t.mask_BC.sum(-1, keepdim=True).clamp(min=1.0) * times
         case "bnpo":
-            return mask_BC.sum().clamp(min=1.0) * times
-        case "dr_grpo":
+            return t.mask_BC.sum().clamp(min=1.0) * times
+        case "dr_grpo" | "seq-mean-token-sum-norm":
             return samples * longest * times
-        case "luspo":
+        case "luspo" | "seq-mean-token-sum":
             return samples * times
+        case "prompt-mean":
+            assert t.group_tokens_B is not None
+            tokens_B1 = t.group_tokens_B[:, None]
+            return samples * torch.where(tokens_B1 > 0, tokens_B1, 1.0) * times
         case _:
             return share.tokens
 
@@ -586,16 +783,9 @@ def _mean_of(chosen: torch.Tensor, mask_BC: torch.Tensor) -> Metric:
     return Metric.mean(chosen.float(), counted)
 
 
-def _clip_metrics(
-    ratio: torch.Tensor,
-    advantages_B1: torch.Tensor,
-    mask_BC: torch.Tensor,
-    low: float,
-    high: float,
-) -> dict[str, Metric]:
-    """The share of tokens, or of samples, whose gradient a bound of the ratio takes; and of all samples'
-    shares the least of the lower bound and the largest of the upper one."""
-    below, above = (ratio < low) & (advantages_B1 < 0), (ratio > high) & (advantages_B1 > 0)
+def _clip_metrics(below: torch.Tensor, above: torch.Tensor, mask_BC: torch.Tensor) -> dict[str, Metric]:
+    """The share of tokens [B, C], or of samples [B, 1], whose gradient a lower or an upper bound takes; and
+    of all samples' shares the least of the lower bound and the largest of the upper one."""
     shares = [
         x[:, 0].float() if x.size(1) == 1 else (x * mask_BC).sum(-1) / mask_BC.sum(-1) for x in (below, above)
     ]
