@@ -41,6 +41,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "overlong_buffer": 0.0,
         "signal": "reward",
     },
+    "distill": {
+        "dynamic_sampling_rounds": 0,
+        "overlong_buffer": 0.0,
+        "signal": "reward",
+    },
     "dapo": {
         "epsilon_high": 0.28,
         "dynamic_sampling_rounds": 2,

@@ -7,7 +7,9 @@ the advantage of a sample, the loss of a token is
 
 where `term` is that of the loss's name (`clipped` and its neighbours), `keep` is 0 for samples and tokens
 that an option leaves out, and w is the importance correction. What it is divided by, before all are added, is
-again of the name (`_divisor`). The entropy bonus, if any, is subtracted. Names and options are TRL's.
+again of the name (`_divisor`). The entropy bonus, if any, is subtracted. Names and options are TRL's. Where a
+teacher has a share d, the first term is multiplied by 1 - d and d times the divergence D of the policy from
+the teacher is added (`qerl.update.divergence`), over all tokens that the loss sees.
 
 Losses are pure functions of tensors. A loss leaves what it reports on the device, and meets no other process:
 each number that is read there waits for the device, and each meeting for the slowest process. So a loss
@@ -381,6 +383,7 @@ class Tokens:
         reference_BC: Those under the reference; None where `beta` is 0.
         correction: w, [B, C] with 1 outside of the mask, or [B, 1]; None is 1.
         high_entropy_BC: Tokens that `high_entropy` keeps; None keeps all.
+        divergence_BC: Of the policy's distributions from a teacher's, with its gradient; None without one.
     """
 
     mask_BC: torch.Tensor
@@ -392,11 +395,12 @@ class Tokens:
     reference_BC: torch.Tensor | None = None
     correction: torch.Tensor | None = None
     high_entropy_BC: torch.Tensor | None = None
+    divergence_BC: torch.Tensor | None = None
 
     def masked(self) -> "Tokens":
         """The same with 0 outside of the mask: what overflows there would be infinite, and NaN times 0."""
         outside_BC = ~self.mask_BC.bool()
-        names = ("logps_BC", "entropy_BC", "old_BC", "sampler_BC", "reference_BC")
+        names = ("logps_BC", "entropy_BC", "old_BC", "sampler_BC", "reference_BC", "divergence_BC")
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{n: x.masked_fill(outside_BC, 0.0) for n, x in given.items() if x is not None})
 
@@ -436,6 +440,7 @@ class PolicyLoss:
             others.
         longest: Tokens of the longest completion that the run allows, the divisor of "dr_grpo".
         entropy_bonus: Whether an entropy bonus may be subtracted.
+        distillation_weight: Share d of a teacher in the loss of a token; at 1 the advantages have none.
     """
 
     name: str
@@ -451,6 +456,12 @@ class PolicyLoss:
     vespo_negative: tuple[float, float] = (3.0, 2.0)
     longest: int = 1
     entropy_bonus: bool = False
+    distillation_weight: float = 0.0
+
+    @property
+    def reads_logps(self) -> bool:
+        """Whether the loss has a gradient with respect to log-probabilities."""
+        return self.distillation_weight < 1.0 or self.beta != 0.0
 
     def __call__(
         self, tokens: Tokens, share: Share, entropy_coef: float = 0.0
@@ -476,7 +487,10 @@ class PolicyLoss:
         ratio = log_ratio.exp()
         metrics: dict[str, Metric] = {}
 
-        loss = self._terms(t, ratio, log_ratio_BC, metrics)
+        if self.distillation_weight == 1.0:
+            loss = torch.zeros_like(t.logps_BC)
+        else:
+            loss = self._terms(t, ratio, log_ratio_BC, metrics)
         if self.off_policy_threshold is not None:
             sampler_BC = old_BC if t.sampler_BC is None else t.sampler_BC
             gap_BC = (sampler_BC - t.logps_BC.detach()).nan_to_num(nan=0.0)
@@ -486,6 +500,12 @@ class PolicyLoss:
             loss = loss * t.high_entropy_BC
         if t.correction is not None and self.name != "vespo":  # whose weight has it as a factor
             loss = loss * t.correction
+        if self.distillation_weight:
+            assert t.divergence_BC is not None
+            weight = self.distillation_weight
+            distilled = weight * t.divergence_BC
+            loss = distilled if weight == 1.0 else distilled + (1 - weight) * loss
+            metrics["distillation/divergence"] = Metric.mean(t.divergence_BC, mask_BC)
         if self.beta:
             assert t.reference_BC is not None
             kl_BC = kl_to(t.reference_BC, t.logps_BC)
