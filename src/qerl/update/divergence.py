@@ -35,11 +35,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from qerl.kernels.tensors import add_product, head_positions
+from qerl.kernels.tensors import add_product, divergence_positions
 from qerl.update.head import Head
-
-_ROWS = 4
-"""How many times the logits of the policy alone a tile takes: both models', and what is computed of them."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ class _Divergence(torch.autograd.Function):
 
 def _parts(hidden_SD: torch.Tensor, weight_VD: torch.Tensor) -> list[slice]:
     """The positions of each tile."""
-    size = head_positions(len(hidden_SD), _ROWS * len(weight_VD))
+    size = divergence_positions(len(hidden_SD), len(weight_VD))
     return [slice(start, start + size) for start in range(0, len(hidden_SD), size)]
 
 
