@@ -422,7 +422,7 @@ class Loss(Group):
     teacher_weights: WeightFormatName | None = None
     """Format of a teacher that is a model of its own, one of those of `weights`; unset, what its folder
     decides, as for `weights`."""
-    teacher_prompt: Text | None = None
+    teacher_prompt: Passage | None = None
     """What the teacher reads in place of the user's last message: {prompt} in it is that message, {NAME} a
     column of the data, for example {answer}; unset, the policy's prompt."""
     distillation_alpha: Share = 1.0

@@ -226,11 +226,13 @@ class QeRLTrainer(Trainer):
             self.add_callback(moves)
         if self._reference is not None and (copied := self._reference.model) is not None:
             routing_of(copied, args.replay_routing)
-        teacher = None
+        self._teacher = None
         if args.teacher is not None:
-            teacher = Teacher(args, policy, self.update_path.by_segment, tokenizer)
+            self._teacher = Teacher(args, policy, self.update_path.by_segment, tokenizer)
         recompute = functools.partial(recompute_every_layer, self.model, args)
-        self.updates = UpdateStep(args, self._base, self.update_path, self.accelerator, recompute, teacher)
+        self.updates = UpdateStep(
+            args, self._base, self.update_path, self.accelerator, recompute, self._teacher
+        )
         self._rollout_every = args.steps_per_generation * args.num_iterations
         # An optimizer step that a rollout outlives trains on samples of an older policy than its own.
         self._keeps_old = args.gradient_accumulation_steps % self._rollout_every != 0
@@ -319,6 +321,8 @@ class QeRLTrainer(Trainer):
         with contextlib.ExitStack() as block:
             if on_cpu:
                 block.enter_context(dense_weights_kept(self.model))
+                if self._teacher is not None and self._teacher.model is not None:
+                    block.enter_context(dense_weights_kept(self._teacher.model))
             if not self._is_of_a_run:
                 if resume_from_checkpoint:
                     resume_from_checkpoint = checkpoint_of_a_trainer(resume_from_checkpoint, self.args)
