@@ -18,6 +18,7 @@ from qerl.lora.adapter import add_lora, load_adapter
 from qerl.models.load import load_model
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.preflight import preflight
 from qerl.trainer.run import train
 from qerl.trainer.teacher import check_teacher_prompt, teacher_prompt
 from tests.support.models import move_adapter
@@ -272,6 +273,20 @@ def test_trained_policies_are_refused_teachers_that_do_not_fit(
 def test_settings_that_contradict_each_other_are_refused(tmp_path, changes, message):
     with pytest.raises(QeRLError, match=message):
         QeRLConfig(**settings(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"teacher": "adapter:nowhere"}, "There is no nowhere/adapter_config.json"),
+        ({"teacher": "./nowhere"}, r"The teacher ./nowhere is a path where nothing is"),
+        ({"teacher": "base", "teacher_prompt": "{prompt} {right}"}, r"names {right}, which is no column"),
+        ({"teacher": "x", "teacher_weights": "nf4"}, "nf4 weights need"),
+    ],
+)
+def test_a_dry_run_refuses_what_needs_no_model(tiny_run, tmp_path, changes, message):  # noqa: F811
+    with pytest.raises(QeRLError, match=message):
+        preflight(QeRLConfig(**tiny_run(tmp_path / "run", algorithm="distill", **changes)))
 
 
 def test_a_teacher_prompt_stands_in_place_of_the_last_users_message():

@@ -135,3 +135,18 @@ def test_no_more_than_a_tile_of_logits_is_in_memory(monkeypatch):
     hidden, weight, _, theirs, their_weight = (x if x is None else x.float() for x in drawn(False))
     divergence(hidden.requires_grad_(), Head(weight), Target(theirs, Head(their_weight))).sum().backward()
     assert sizes == [128, 128, 128, 128, 44, 44]
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_heads_of_16_bits_are_rounded_once(alpha):
+    """Products are FP32 whatever the operands are; the gradient is rounded where it meets the head again."""
+    hidden, weight, _, theirs, their_weight = (x if x is None else x.bfloat16() for x in drawn(False))
+    truth = [x.double().requires_grad_() for x in (hidden, weight)]
+    q_SV = logits(theirs.double(), their_weight.double(), None, Transform()).softmax(-1)
+    wanted_S = dense(logits(*truth, None, Transform()).softmax(-1), q_SV, alpha)
+    wanted_S.sum().backward()
+    found = hidden.requires_grad_()
+    ours_S = divergence(found, Head(weight), Target(theirs, Head(their_weight), alpha))
+    ours_S.sum().backward()
+    assert ours_S.dtype == torch.float32 and found.grad.dtype == torch.bfloat16
+    assert error(ours_S, wanted_S) < 2e-6 and error(found.grad, truth[0].grad) < 1e-2
