@@ -12,12 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from qerl.lora.adapter import add_lora
 from qerl.run_folder import table_path
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 from tests.support.agents import tool_tokenizer
 from tests.support.families import DELTA_NETS, MIXTURES, tiny
-from tests.support.models import make_tiny_model, make_tiny_tokenizer
+from tests.support.models import make_tiny_model, make_tiny_tokenizer, move_adapter
 from tests.support.runs import results, run_command, run_python, write_recipe
 
 pytestmark = pytest.mark.slow
@@ -76,6 +77,7 @@ SHARED = APART | {"tokens_per_forward": 500}
 QUANTILE = WHOLE | {"top_entropy_quantile": 0.5, "dynamic_sampling_rounds": 0, "max_steps": 2}
 # Adam moves a number whose gradient is rounding as far as any other, unless epsilon is above that.
 STATES = WHOLE | {"dynamic_sampling_rounds": 0, "max_steps": 2, "adam_epsilon": 1e-3}
+TAUGHT = STATES | {"algorithm": "distill", "teacher_prompt": "{prompt} {answer}", "curriculum": False}
 EXPERTS = STATES | {"lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
 PASSES = """import json, os
 
@@ -87,10 +89,10 @@ SAMPLES = []  # of each forward pass with a gradient
 forward = UpdateStep._forward
 
 
-def counted(self, model, samples, lengths, rows, *base):
+def counted(self, model, samples, lengths, rows, *base, **teacher):
     if torch.is_grad_enabled():
         SAMPLES.append(len(rows))
-    return forward(self, model, samples, lengths, rows, *base)
+    return forward(self, model, samples, lengths, rows, *base, **teacher)
 
 
 UpdateStep._forward = counted
@@ -211,6 +213,10 @@ def forked(tmp_path_factory, tiny_runs):
         for name, limit in {mixture: None, f"{mixture}_chunks": 30}.items():
             model = str(folder / f"{mixture}_model")
             runs[name] = EXPERTS | {"model": model, "tokens_per_forward": limit}
+    taught = move_adapter(add_lora(make_tiny_model(), rank=4, alpha=8, dropout=0.0))
+    taught.save_pretrained(folder / "teacher")
+    for name, limit in {"taught": None, "taught_chunks": 30}.items():
+        runs[name] = TAUGHT | {"teacher": f"adapter:{folder / 'teacher'}", "tokens_per_forward": limit}
     (folder / "tools.py").write_text(ONE_CALLS)
     (folder / "odd.py").write_text(SAME_LOGS)
     runs["tools"] = TOOLS | {
@@ -297,6 +303,18 @@ def test_the_quantile_of_entropies_is_one_of_both_processes(forked):
         for name in ("loss", "grad_norm", "entropy/computed"):
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
     assert all(row["grad_norm"] > 0 for row in rows[:2])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
+
+
+def test_a_teacher_is_asked_by_each_process(forked):
+    """In each chunk, between whose backward passes its adapter takes the place of the one that trains."""
+    (rows, adapter), (others, expected) = (results(forked / name) for name in ("taught_chunks", "taught"))
+    for row, other in zip(rows[:2], others[:2], strict=True):
+        for name in ("loss", "grad_norm", "distillation/divergence"):
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+        assert row["loss"] == pytest.approx(row["distillation/divergence"], rel=1e-3) and row["loss"] > 0
+    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
     for name, tensor in expected.items():
         torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 

@@ -473,6 +473,29 @@ def test_an_adapter_that_goes_on_training_is_its_own_reference(tiny_model, tmp_p
     assert [line.name for line in fresh.lines] == [line.name for line in without.lines]
 
 
+def test_a_teacher_takes_its_weights_and_a_divergence(tmp_path):
+    """32B in 16 bits or packed beside 7B; the base itself takes no weights."""
+    lengths = {"max_prompt_length": 256, "max_completion_length": 2048, "tokens_per_forward": 2303}
+    lengths |= {"gradient_checkpointing_kwargs": {"every_n_layers": 1, "offload": False}}
+
+    def planned(**fields):
+        plan = plan_command("7b", [], lengths | fields, 180, Console(quiet=True))
+        return plan, {line.name: line for line in plan.lines}
+
+    alone, _ = planned()
+    for weights in ("nvfp4", "bf16"):
+        taught, lines = planned(algorithm="distill", teacher="32b", teacher_weights=weights)
+        held = Weights(SIZES["32b"], FORMATS[weights].on_engine).bytes
+        assert lines["teacher"].rollout == lines["teacher"].update == held
+        extra = lines["divergence from the teacher"].update
+        assert taught.update == alone.update + held + extra
+    tile = 4 * 152064 * (6 * 256 - 1024)
+    assert extra == 2048 * (2 * 5120 + 4 * 3584) + tile
+    _, lines = planned(algorithm="distill", teacher="base", teacher_prompt="{prompt} {answer}")
+    assert "teacher" not in lines
+    assert lines["divergence from the teacher"].update == 2048 * (2 * 3584 + 4 * 3584) + tile
+
+
 def test_positions_of_a_stretched_rotary_embedding():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
     config = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_parameters": rope}

@@ -37,6 +37,16 @@ def head_positions(positions: int, vocabulary: int) -> int:
     return min(positions, max(HEAD_TILE // vocabulary // 128, 1) * 128)
 
 
+DIVERGENCE_ROWS = 6
+"""Matrices of logits' size that a tile of a divergence between two heads has at a time."""
+
+
+def divergence_positions(positions: int, vocabulary: int) -> int:
+    """Positions whose whole rows of logits a divergence between two heads has at a time: a quarter of the
+    head's, since it has more matrices of that size."""
+    return head_positions(positions, 4 * vocabulary)
+
+
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """``a @ b`` in FP32, without rounding it to the dtype of a and b.
 

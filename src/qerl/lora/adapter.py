@@ -200,24 +200,9 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
         QeRLError: Files are missing or damaged, it is no LoRA adapter, or it belongs to another model.
     """
     folder = Path(folder)
-    file = adapter_file(folder)
     with _reading(folder):
-        config = PeftConfig.from_pretrained(str(folder))
-        if not isinstance(config, LoraConfig):
-            raise QeRLError(f"{folder} is a {config.peft_type} adapter; only LoRA adapters are read.")
-        if getattr(config, "alora_invocation_tokens", None) is not None:
-            raise QeRLError(f"{folder} is an activated LoRA adapter (aLoRA); only plain LoRA is read.")
-        if config.use_dora and any(isinstance(module, PackedLinear) for module in model.modules()):
-            raise QeRLError(
-                f"{folder} is a DoRA adapter, which needs the norms of dense weights; load it with weights: "
-                "bf16."
-            )
-        with safe_open(file, framework="pt") as weights:
-            stored = {own_name(name, model) for name in weights.keys()}  # noqa: SIM118
-        if of_wrapper(model) and isinstance(config.target_modules, str):
-            config.target_modules = set(_targets_of(stored, model))  # the pattern is for the wrapper's names
+        config, stored = _saved_config(folder, model)
         with _quiet():
-            config = _with_own_layers(config, model)
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable, config=config)
         read = set(_state(adapted))
     unmatched = sorted(stored ^ read)
@@ -229,6 +214,64 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
     if trainable:
         _check_head(adapted)
     return _finished(adapted)
+
+
+def add_frozen_adapter(model: PeftModel, name: str, folder: Path) -> None:
+    """Read a saved LoRA adapter beside those of a model, which stay active; it does not train, and has no
+    dropout.
+
+    Args:
+        model: With an adapter on every layer that the saved one adapts; changed in place.
+        name: Of the adapter in the model.
+        folder: As for `load_adapter`.
+
+    Raises:
+        QeRLError: As `load_adapter`, or it adapts a layer that has no adapter in the model.
+    """
+    base = model.get_base_model()
+    with _reading(folder):
+        config, stored = _saved_config(folder, base)
+        config.inference_mode, config.lora_dropout = True, 0.0
+        adapted = {key for key, module in base.named_modules() if isinstance(module, BaseTunerLayer)}
+        places = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in stored}
+        if beyond := sorted(places - adapted):
+            raise QeRLError(
+                f"The adapter {folder} changes {beyond[0]}, where the adapter that trains has nothing; name "
+                "its layers in lora_target_modules, too."
+            )
+        with _quiet():
+            model.add_adapter(name, config)
+        weights = {own_name(key, base): tensor for key, tensor in load_file(adapter_file(folder)).items()}
+        read = set(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
+        if not (unmatched := sorted(stored ^ read)):
+            set_peft_model_state_dict(model, weights, adapter_name=name)
+    if unmatched:
+        raise QeRLError(
+            f"The adapter {folder} does not fit this model: {unmatched[0]} is in only one of the two; give "
+            "the model that it was trained on."
+        )
+    for key, parameter in model.named_parameters():
+        if f".{name}." in key:
+            parameter.requires_grad_(False)
+
+
+def _saved_config(folder: Path, model: nn.Module) -> tuple[LoraConfig, set[str]]:
+    """The config of a saved adapter for this base model, and the names of its matrices there."""
+    file = adapter_file(folder)
+    config = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, LoraConfig):
+        raise QeRLError(f"{folder} is a {config.peft_type} adapter; only LoRA adapters are read.")
+    if getattr(config, "alora_invocation_tokens", None) is not None:
+        raise QeRLError(f"{folder} is an activated LoRA adapter (aLoRA); only plain LoRA is read.")
+    if config.use_dora and any(isinstance(module, PackedLinear) for module in model.modules()):
+        raise QeRLError(
+            f"{folder} is a DoRA adapter, which needs the norms of dense weights; load it with weights: bf16."
+        )
+    with safe_open(file, framework="pt") as weights:
+        stored = {own_name(name, model) for name in weights.keys()}  # noqa: SIM118
+    if of_wrapper(model) and isinstance(config.target_modules, str):
+        config.target_modules = set(_targets_of(stored, model))  # the pattern is for the wrapper's names
+    return _with_own_layers(config, model), stored
 
 
 def exchange_adapter(model: PeftModel, folder: Path) -> None:

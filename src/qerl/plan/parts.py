@@ -17,7 +17,7 @@ from functools import cached_property
 from qerl.families.layer import Attention, DeltaNet, RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import pad_rank
-from qerl.kernels.tensors import head_positions
+from qerl.kernels.tensors import DIVERGENCE_ROWS, divergence_positions, head_positions
 from qerl.plan.layers import LayerActivations
 from qerl.plan.work import FULL, HALF, Work
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for, experts_bytes, state_bytes
@@ -247,6 +247,24 @@ class Activations:
         runs = zip(self._kinds, self._recomputed, strict=True)
         layer = max(kind.backward + (kind.kept if again else 0) for kind, again in runs)
         return max(self.head, layer + self._input)
+
+    @property
+    def divergence(self) -> int:
+        """What a teacher takes more than the largest of the above, 0 without one: the larger of two moments.
+
+        Beside the head stand ``2 S E`` of the teacher's hidden states, ``4 S D`` of the divergence's gradient
+        and a tile of its own in the place of the head's (`qerl.update.divergence`). Before anything of the
+        policy's pass is there, the teacher's is: the input of a layer and what it computes."""
+        teacher = self.work.teacher
+        if teacher is None:
+            return 0
+        s, vocabulary = self.work.scored_tokens, self.sizes.vocabulary
+        tile = DIVERGENCE_ROWS * FULL * divergence_positions(s, vocabulary) * vocabulary
+        tile -= FULL * head_positions(s, vocabulary) * vocabulary
+        beside = s * (HALF * teacher.hidden + FULL * self.sizes.hidden) + max(tile, 0)
+        theirs = Activations(teacher, self.work)
+        alone = theirs._input + max(kind.kept for kind in theirs._kinds) + HALF * s * teacher.hidden
+        return max(beside, alone - self.kept - self.working)
 
     @property
     def workspace(self) -> int:

@@ -86,6 +86,7 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         "weights": weights.bytes if published is None else published + weights.dense,
         "LoRA": adapter.bytes,
         "LoRA of the reference": adapter.bytes if work.copies_adapter else 0,
+        "teacher": work.teacher_bytes,
         "LoRA for sampling": adapter.copies,
         "sequences' state": cache.state,
         "experts' inputs and results": cache.experts,
@@ -95,6 +96,7 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         "buckets of gradients": adapter.gradients if work.processes > 1 else 0,
     }
     held = resident["weights"] + resident["LoRA"] + resident["LoRA of the reference"] + idle
+    held += resident["teacher"]
     budget = cache_budget(capacity, held, adapter.parameters)
     # Within one backward pass, gradients grow while what was kept for them goes.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
@@ -109,6 +111,7 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         Line("gradients", 0, gradients),
         Line("activations kept", 0, update.kept),
         Line("one layer or the head", 0, update.working),
+        *([Line("divergence from the teacher", 0, update.divergence)] if work.teacher else []),
         Line("dequantised weight", update.workspace, update.workspace),
         Line("context and slack", CONTEXT_BYTES, CONTEXT_BYTES + slack),
     )

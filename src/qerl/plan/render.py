@@ -17,6 +17,7 @@ _COLORS = {
     "weights": "blue",
     "LoRA": "cyan",
     "LoRA of the reference": "cyan",
+    "teacher": "blue",
     "LoRA for sampling": "cyan",
     "sequences' state": "yellow",
     "optimizer": "magenta",
@@ -28,6 +29,7 @@ _COLORS = {
     "gradients": "magenta",
     "activations kept": "green",
     "one layer or the head": "green",
+    "divergence from the teacher": "green",
     "dequantised weight": "blue",
     "context and slack": "bright_black",
 }

@@ -15,13 +15,16 @@ from qerl.families.sizes import PUBLISHED, SIZES, Sizes
 from qerl.families.towers import text_fields
 from qerl.fp4.checkpoint import open_checkpoint, read_config
 from qerl.fp4.published import Held, check_declared, choose_weights, declared_format
+from qerl.lora.adapter import adapter_file
 from qerl.models.hub import LocalModel, local_config
+from qerl.plan.parts import Weights
 from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import beyond_host, fastest, fits, propose
 from qerl.plan.work import FULL, HALF, Work
 from qerl.rollout.engine import KV_DTYPES, check_keys
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.settings.config import QeRLConfig
+from qerl.settings.groups import TEACHER_ADAPTER
 from qerl.weight_formats import DEFAULT_FORMAT, FORMATS, WeightFormatName
 
 DEFAULT_PROMPT = 512
@@ -59,13 +62,13 @@ def plan_settings(
         QeRLError: The model is not found or its family is not planned, full tuning, FP8 keys of a model whose
             keys have a bias, or samples beyond the model's positions.
     """
-    sizes, weights, published = _read_model(found or str(config.model), config)
+    sizes, weights, published = _read_model(found or str(config.model), config.weights)
     check_keys(config.kv_cache_dtype, sizes)
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
     work = dataclasses.replace(
         _work(config, sizes, processes), weights=weights, published=published, adapters=adapters,
-        serves=serves, may_offload=may_offload, host_bytes=host_bytes,
+        serves=serves, may_offload=may_offload, host_bytes=host_bytes, **_teacher(config, sizes),
     )  # fmt: skip
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
@@ -99,7 +102,7 @@ def refuse_full_tuning_that_cannot_fit(
         QeRLError: They exceed it.
     """
     try:
-        sizes = _read_model(found or str(config.model), config)[0]
+        sizes = _read_model(found or str(config.model), config.weights)[0]
     except QeRLError:
         return  # a family or a name that the plan does not know may still be loaded
     if _full_tuning_bytes(sizes, config) > capacity:
@@ -109,11 +112,12 @@ def refuse_full_tuning_that_cannot_fit(
 def _full_tuning_bytes(sizes: Sizes, config: QeRLConfig) -> int:
     """Bytes of weights, gradients and Adam's moments, all in the weights' dtype or the moments in 8 bits.
 
-    A KL penalty (``beta`` above 0) needs the weights a second time, as its reference.
+    A KL penalty (``beta`` above 0) needs the weights a second time, as its reference, and so does the model
+    as it was as a teacher.
     """
     size = HALF if config.dtype == "bfloat16" else FULL
     moments = 2 if "8bit" in str(config.optim) else 2 * size
-    copies = 3 if config.beta else 2
+    copies = 2 + (config.beta > 0) + (config.teacher == "base")
     return sizes.parameters * (copies * size + moments)
 
 
@@ -149,14 +153,34 @@ def _samples(config: QeRLConfig) -> int:
     return config.per_device_train_batch_size * (config.steps_per_generation or 1)
 
 
-def _read_model(name: str | LocalModel, config: QeRLConfig) -> tuple[Sizes, WeightFormatName, int | None]:
-    """Sizes of the settings' model, the format in which it is loaded, and bytes of its linears as its folder
-    holds them: by its config, and by the headers of its tensors where they are."""
+def _teacher(config: QeRLConfig, sizes: Sizes) -> dict[str, Any]:
+    """The fields of `Work` that say what a teacher takes.
+
+    Args:
+        config: Settings of the run.
+        sizes: Of its model.
+    """
+    name = config.teacher
+    if name is None or name == "base":
+        return {} if name is None else {"teacher": sizes}
+    if name.startswith(TEACHER_ADAPTER):
+        file = adapter_file(Path(name.removeprefix(TEACHER_ADAPTER)).expanduser())
+        return {"teacher": sizes, "teacher_bytes": file.stat().st_size}
+    theirs, weights, published = _read_model(name, config.teacher_weights)
+    held = Weights(theirs, FORMATS[weights].on_engine)
+    return {"teacher": theirs, "teacher_bytes": held.bytes if published is None else published + held.dense}
+
+
+def _read_model(
+    name: str | LocalModel, wanted: WeightFormatName | None
+) -> tuple[Sizes, WeightFormatName, int | None]:
+    """Sizes of a model, the format in which it is loaded where this one is wanted, and bytes of its linears
+    as its folder holds them: by its config, and by the headers of its tensors where they are."""
     known = (*SIZES, *PUBLISHED)
     if isinstance(name, str) and name.lower() in known and not Path(name).is_dir():
         sizes, declared = Sizes.by_name(name.lower()), PUBLISHED.get(name.lower(), {})
         quantization = declared.get("quantization_config")
-        return sizes, *_formats(name, sizes, quantization, {}, config.weights)
+        return sizes, *_formats(name, sizes, quantization, {}, wanted)
     try:
         folder = local_config(name)
     except QeRLError as error:
@@ -169,7 +193,7 @@ def _read_model(name: str | LocalModel, config: QeRLConfig) -> tuple[Sizes, Weig
     if quantization is not None:
         check_declared(quantization, folder)
         stored = open_checkpoint(folder).formats if any(folder.glob("*.safetensors")) else {}
-    return sizes, *_formats(name, sizes, quantization, stored, config.weights)
+    return sizes, *_formats(name, sizes, quantization, stored, wanted)
 
 
 def _formats(

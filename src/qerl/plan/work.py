@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from qerl.families.sizes import Sizes
 from qerl.lora.fused import why_not_fused
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.weight_formats import FORMATS, WeightFormat, WeightFormatName
@@ -41,6 +42,9 @@ class Work:
         may_offload: True if the plan may choose `offload`. Not for a server, which does not do it, nor where
             GPU and CPU share their memory, so that it wins nothing.
         host_bytes: Bytes of the CPU's memory that each process may take for it; None: not known.
+        teacher: Sizes of a teacher, the model's own where it is the base or an adapter on it; None without
+            one. Its prompts count as those of the policy, so what `teacher_prompt` adds is left out.
+        teacher_bytes: Bytes of its weights beside the model's.
         adapters: Adapters that a server keeps on the GPU, each with gradients and optimizer; one at a time is
             sampled from or trained.
         serves: True for a server, whose engine takes room for further requests.
@@ -70,6 +74,8 @@ class Work:
     serves: bool = False
     max_sequences: int = MAX_ROWS
     published: int | None = None
+    teacher: Sizes | None = None
+    teacher_bytes: int = 0
 
     @property
     def format(self) -> WeightFormat:

@@ -65,6 +65,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": UNSAID | _OF_DAPO | {"loss_type": "cispo", "epsilon_high": 5.0},
     "dppo": UNSAID
     | {"loss_type": "dppo_tv", "delta": 20.0, "use_rollout_logprobs": True, "scale_rewards": "none"},
+    "distill": UNSAID,
 }
 """What an algorithm sets where nobody has set the field.
 
@@ -79,6 +80,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 - "dppo": arXiv 2602.04879. The mask by total variation, to the sampler, is the paper's; its threshold of 0.2
   and plain centred advantages are those of prime-rl, the largest ratio of 20 is that of the authors' code in
   verl.
+- "distill": nothing but what stands anyway; a `teacher` has to be named.
 
 What papers say of the budget (samples of a prompt, batches, lengths) and learning rates, which they chose for
 training all weights and which are too small for adapters, is not set.

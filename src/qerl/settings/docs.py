@@ -66,10 +66,11 @@ def _unsaid(name: str) -> Any:
 
 def presets() -> Rows:
     """Name of each algorithm, and the fields that it sets to something else than no algorithm does."""
-    return [
-        (name, ", ".join(f"{key}: {shown(value)}" for key, value in fields.items() if value != _unsaid(key)))
+    others = {
+        name: [f"{key}: {shown(value)}" for key, value in fields.items() if value != _unsaid(key)]
         for name, fields in ALGORITHMS.items()
-    ]
+    }
+    return [(name, ", ".join(said) or "nothing") for name, said in others.items()]
 
 
 def inherited_fields() -> list[str]:

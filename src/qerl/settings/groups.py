@@ -343,6 +343,47 @@ def _entropy_bounds_are_in_order(loss: Any) -> None:
         )
 
 
+TEACHER_ADAPTER = "adapter:"
+"""What stands in front of the folder of a teacher that is an adapter."""
+
+
+def _a_teacher_is_named(loss: Any) -> None:
+    if loss.algorithm == "distill":
+        if loss.teacher is None:
+            raise QeRLError(
+                "algorithm: distill needs a teacher; set teacher to base, adapter:PATH or a model's name."
+            )
+        return
+    names = ("teacher", "teacher_prompt", "teacher_weights", "distillation_alpha", "distillation_weight")
+    for name in names:
+        if getattr(loss, name) != _default(loss, name):
+            raise QeRLError(f"{name} acts with algorithm: distill; set that, or remove {name}.")
+
+
+def _only_models_have_formats(loss: Any) -> None:
+    teacher = loss.teacher or ""
+    if loss.teacher_weights is not None and (teacher == "base" or teacher.startswith(TEACHER_ADAPTER)):
+        raise QeRLError(
+            f"teacher_weights is the format of a teacher that is a model of its own, and teacher is "
+            f"{teacher}; remove it."
+        )
+
+
+def _a_lone_teacher_needs_no_signal(loss: Any) -> None:
+    if loss.teacher is None or loss.distillation_weight < 1.0:
+        return
+    idle = {
+        "dynamic_sampling_rounds": loss.dynamic_sampling_rounds,
+        "off_policy_mask_threshold": loss.off_policy_mask_threshold is not None,
+        "top_entropy_quantile": loss.top_entropy_quantile < 1.0,
+    }
+    for name in (name for name, is_set in idle.items() if is_set):
+        raise QeRLError(
+            f"{name} chooses among what rewards teach, which have no weight in the loss; set "
+            f"distillation_weight below 1, or remove {name}."
+        )
+
+
 def _a_reference_that_moves_exists(loss: Any) -> None:
     if loss.sync_ref_model and loss.beta == 0.0:
         raise QeRLError(
@@ -365,9 +406,12 @@ class Loss(Group):
         _truncated_are_masked_or_punished,
         _entropy_bounds_are_in_order,
         _a_reference_that_moves_exists,
+        _a_teacher_is_named,
+        _only_models_have_formats,
+        _a_lone_teacher_needs_no_signal,
     )
 
-    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo"] | None = None
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "distill"] | None = None
     """Preset of a paper's algorithm, which sets fields that nobody has set; unset, each has its default."""
     loss_type: LossType | None = None
     """Loss, by TRL's and verl's names: dapo is the mean over all tokens of the batch; grpo, that of GRPO's
@@ -451,6 +495,22 @@ class Loss(Group):
     """Share of the policy in the reference whenever that follows it."""
     ref_model_sync_steps: PositiveInt = 512
     """Number of optimizer steps after which the reference follows the policy."""
+    teacher: Text | None = None
+    """With algorithm distill, whose distributions the policy learns on its own samples: base (the model
+    without its adapter; with full tuning, as it begins), adapter:PATH (a saved adapter on the same base), or
+    a model by its Hub id, folder or .gguf file."""
+    teacher_weights: WeightFormatName | None = None
+    """Format of a teacher that is a model of its own, one of those of `weights`; unset, what its folder
+    decides, as for `weights`."""
+    teacher_prompt: Passage | None = None
+    """What the teacher reads in place of the user's last message: {prompt} in it is that message, {NAME} a
+    column of the data, for example {answer}; unset, the policy's prompt."""
+    distillation_alpha: Share = 1.0
+    """Divergence from the teacher: 1 is the reverse KL, 0 the forward KL, between them the generalised
+    Jensen-Shannon divergence; `beta` of TRL's DistillationTrainer."""
+    distillation_weight: PositiveShare = 1.0
+    """Share of that divergence in the loss, beside that of rewards; at 1 rewards are logged alone, and may be
+    missing."""
     top_entropy_quantile: Share = 1.0
     """Share of tokens, those of the highest entropy, that the loss takes."""
     entropy_coef: NonNegative = 0.0
@@ -621,6 +681,14 @@ def _a_moving_reference_is_whole(settings: Any) -> None:
         )
 
 
+def _an_adapter_teaches_adapters(settings: Any) -> None:
+    if str(settings.loss.teacher or "").startswith(TEACHER_ADAPTER) and settings.model.tuning == "full":
+        raise QeRLError(
+            "A teacher that is an adapter needs a policy with one on the same base; set tuning: lora, or "
+            "name a model as teacher."
+        )
+
+
 def _best_of_fewer_than_a_group(settings: Any) -> None:
     k, group = settings.loss.pass_at_k, settings.sampling.num_generations
     if k is not None and k >= group:
@@ -683,6 +751,7 @@ class Settings(Group):
 
     rules = (
         _a_moving_reference_is_whole,
+        _an_adapter_teaches_adapters,
         _best_of_fewer_than_a_group,
         _early_rewards_take_one_turn,
         _noise_fits_into_the_run,

@@ -145,9 +145,11 @@ class Signal:
         Args:
             rewards_BF: Of whole groups of all processes.
             size: Samples of a group, which an evaluation may have others of.
-            names: Of the reward functions.
+            names: Of the reward functions; without any nothing is logged.
         """
         found: dict[str, float] = {}
+        if not names:
+            return found
         for name, rewards_B in zip(names, rewards_BF.unbind(1), strict=True):
             found |= {f"rewards/{name}/mean": rewards_B.nanmean().item()}
             found |= {f"rewards/{name}/std": _std(rewards_B, 0).item()}

@@ -58,6 +58,7 @@ from qerl.trainer.rewards import (
     one_for_each,
     with_length_penalty,
 )
+from qerl.trainer.teacher import check_teacher_prompt
 
 REFUSED = {
     "quantization_config": "the field `weights` of the settings says how a model is quantised",
@@ -166,12 +167,16 @@ def complete(
         QeRLError: An argument is missing, is refused, contradicts another one, or cannot be loaded.
     """
     others = _others(tools, environment_factory, rollout_func)
-    _check_given(model, reward_funcs, train_dataset, peft_config, engine, others, refused)
+    _check_given(model, train_dataset, peft_config, engine, others, refused)
     named = isinstance(model, str | Path)
     settings = _settings(args, model, peft_config)
+    _check_rewards(reward_funcs, settings, others)
     prompts = (settings.generation_batch_size or 0) // (settings.num_generations or 1)
     train_dataset = rows_for(others, train_dataset, prompts, settings.max_steps)
     _check_fields(settings, acted_on, named, engine, others, rollout_func)
+    columns = getattr(train_dataset, "column_names", None)
+    if settings.teacher_prompt is not None and columns is not None:
+        check_teacher_prompt(settings.teacher_prompt, columns)
     given_rows = eval_dataset
     train_dataset, eval_dataset = sound_data(settings, train_dataset, eval_dataset, bool(others.factories))
     calls = calls_of(reward_funcs, settings)
@@ -272,9 +277,18 @@ def _rewards(
     return guard_rewards(every, settings.reward_timeout, calls)
 
 
+def _check_rewards(reward_funcs: Any, settings: QeRLConfig, others: Others) -> None:
+    """Refuse a training that nothing rewards and no teacher leads by itself."""
+    taught = settings.teacher is not None and settings.distillation_weight == 1.0
+    if not (reward_funcs or others.judges or taught):
+        raise QeRLError(
+            "reward_funcs is missing; pass a reward function, a list of them, or an environment with "
+            "get_reward()."
+        )
+
+
 def _check_given(
     model: Any,
-    reward_funcs: Any,
     train_dataset: Any,
     peft_config: Any,
     engine: Any,
@@ -285,11 +299,6 @@ def _check_given(
     for name, value in refused.items():
         if value:
             raise QeRLError(f"{name} is not supported: {REFUSED[name]}; leave it out.")
-    if not reward_funcs and not others.judges:
-        raise QeRLError(
-            "reward_funcs is missing; pass a reward function, a list of them, or an environment with "
-            "get_reward()."
-        )
     if train_dataset is None and others.factories:
         pass  # the environment has the data
     elif train_dataset is None:

@@ -88,6 +88,7 @@ from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.rewards import Scorer
 from qerl.trainer.rollout_step import RolloutStep
 from qerl.trainer.step_log import StepLog, print_table
+from qerl.trainer.teacher import ADAPTER, Teacher
 from qerl.trainer.update_step import Microbatch, UpdateStep, load_rollouts, save_rollouts
 from qerl.update.recompute import accept_every_n_layers, no_offload_on_cpu, recompute_every_layer
 from qerl.update.routing import routing_of
@@ -208,13 +209,13 @@ class QeRLTrainer(Trainer):
                     module.p = 0.0
         self.engine, self.tools = given.engine, given.others.tools
         self._ready, self._has_environments = given.ready, bool(given.others.factories)
-        self._start_update(policy)
+        self._start_update(policy, given.tokenizer)
         self._start_rollouts(given, rollout_func)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MetricsFile):
                 callback.facts["update_path"] = self.update_path.record()
 
-    def _start_update(self, policy: Any) -> None:
+    def _start_update(self, policy: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         args = self.args
         self._base = base_model(policy)
         accept_every_n_layers(self.model)
@@ -225,8 +226,13 @@ class QeRLTrainer(Trainer):
             self.add_callback(moves)
         if self._reference is not None and (copied := self._reference.model) is not None:
             routing_of(copied, args.replay_routing)
+        self._teacher = None
+        if args.teacher is not None:
+            self._teacher = Teacher(args, policy, self.update_path.by_segment, tokenizer)
         recompute = functools.partial(recompute_every_layer, self.model, args)
-        self.updates = UpdateStep(args, self._base, self.update_path, self.accelerator, recompute)
+        self.updates = UpdateStep(
+            args, self._base, self.update_path, self.accelerator, recompute, self._teacher
+        )
         self._rollout_every = args.steps_per_generation * args.num_iterations
         # An optimizer step that a rollout outlives trains on samples of an older policy than its own.
         older = args.gradient_accumulation_steps % self._rollout_every != 0
@@ -316,6 +322,8 @@ class QeRLTrainer(Trainer):
         with contextlib.ExitStack() as block:
             if on_cpu:
                 block.enter_context(dense_weights_kept(self.model))
+                if self._teacher is not None and self._teacher.model is not None:
+                    block.enter_context(dense_weights_kept(self._teacher.model))
             if not self._is_of_a_run:
                 if resume_from_checkpoint:
                     resume_from_checkpoint = checkpoint_of_a_trainer(resume_from_checkpoint, self.args)
@@ -327,7 +335,9 @@ class QeRLTrainer(Trainer):
                         folder,
                     )
             output = super().train(resume_from_checkpoint, *args, **kwargs)
-        if self.rollouts.without_signal and not self.rollouts.had_signal and is_first_process():
+        taught = self.args.teacher is not None and self.args.distillation_weight == 1.0
+        silent = self.rollouts.without_signal and not self.rollouts.had_signal
+        if silent and not taught and is_first_process():
             logger.warning(
                 "Nothing was learned from rewards: in none of the rollouts (%d) did any prompt have both "
                 "better and worse samples. Read some completions (log_completions: true): the problems may "
@@ -732,6 +742,7 @@ class QeRLTrainer(Trainer):
             raise OSError(str(error)) from error  # the tokenizers' writer raises Exception itself
         if self.args.should_save:  # transformers may call this in every process
             folder = Path(output_dir or str(self.args.output_dir))
+            shutil.rmtree(folder / ADAPTER, ignore_errors=True)  # PEFT saves the teacher's, which has a path
             write_provenance(self.args, self.model, folder)
 
     # Resuming

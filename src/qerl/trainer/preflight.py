@@ -23,14 +23,17 @@ from qerl.agents.tools import Tool
 from qerl.environments.registry import get_environment, get_tool
 from qerl.errors import QeRLError
 from qerl.kernels import needs
+from qerl.lora.adapter import adapter_file
 from qerl.models.load import check_format
 from qerl.rewards.judge import make_judge
 from qerl.rollout.select import no_paged_engine
 from qerl.settings.config import QeRLConfig
+from qerl.settings.groups import TEACHER_ADAPTER
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.trainer.data import check_enough
 from qerl.trainer.rewards import with_length_penalty
+from qerl.trainer.teacher import check_teacher_prompt
 from qerl.user_code import load_object
 from qerl.weight_formats import DEFAULT_FORMAT
 
@@ -61,7 +64,10 @@ def preflight(config: QeRLConfig) -> Parts:
     assert config.task is not None
     task = get_task(config.task, **config.task_options)
     if not task.on_hub:
-        check_length(config, len(task.epoch(task.train())))
+        rows = task.epoch(task.train())
+        check_length(config, len(rows))
+        if config.teacher_prompt is not None:
+            check_teacher_prompt(config.teacher_prompt, rows.column_names)
     rewards = [*task.rewards, *(load_object(spec, "reward") for spec in config.reward_files)]
     if config.judge:
         rewards.append(make_judge(config.judge))
@@ -117,9 +123,14 @@ def _check_machine(config: QeRLConfig) -> None:
         if found:
             reasons = ", ".join(obstacle.reason for obstacle in found)
             raise no_paged_engine(config.kv_cache_dtype, reasons)
-    model = str(config.model)
-    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
-        raise QeRLError(f"The model {model} is a path where nothing is; check it, or name a Hub id.")
+    teacher = config.teacher or ""
+    if teacher.startswith(TEACHER_ADAPTER):
+        adapter_file(Path(teacher.removeprefix(TEACHER_ADAPTER)).expanduser())  # refuses what is none
+    if config.teacher_weights is not None:
+        check_format(config.teacher_weights, config.device)
+    for what, name in {"model": str(config.model), "teacher": teacher}.items():
+        if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
+            raise QeRLError(f"The {what} {name} is a path where nothing is; check it, or name a Hub id.")
 
 
 def _check_weights(config: QeRLConfig, rewards: list[RewardFunction]) -> None:

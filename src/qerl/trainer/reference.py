@@ -33,23 +33,59 @@ ADAPTER = "ref"
 _FILE = "reference.safetensors"
 
 
-class Reference:
+class Frozen:
+    """Another policy than the one that trains, for passes without a gradient.
+
+    Attributes:
+        model: A model of its own; None for the base of the policy that trains.
+        adapter: Name of the frozen adapter on that base, which it is without where there is none of this
+            name.
+    """
+
+    def __init__(self, model: PreTrainedModel | None = None, adapter: str | None = None) -> None:
+        self.model, self.adapter = model, adapter
+
+    @contextmanager
+    def active(
+        self, policy: nn.Module, wrapped: nn.Module
+    ) -> Iterator[tuple[nn.Module, PreTrainedModel | None]]:
+        """A block in which a model computes this policy: that model, and the transformers model in it where
+        it is another than that of the policy that trains.
+
+        Args:
+            policy: The one that trains, PEFT-wrapped or not.
+            wrapped: The same as it trains, for several processes.
+        """
+        if self.model is not None:
+            yield self.model, self.model
+            return
+        model = cast(PeftModel, policy)
+        if self.adapter not in model.peft_config:
+            with model.disable_adapter():
+                yield wrapped, None
+            return
+        former = model.active_adapter
+        model.set_adapter(self.adapter, inference_mode=True)
+        try:
+            yield wrapped, None
+        finally:
+            model.set_adapter(former)
+
+
+class Reference(Frozen):
     """The reference of a run with beta > 0.
 
     Args:
         args: Settings of the run.
         policy: As it begins, where it trains; PEFT-wrapped or not.
 
-    Attributes:
-        model: The copy of the model; None with LoRA.
-
     Raises:
         QeRLError: The settings or the adapter allow no reference.
     """
 
     def __init__(self, args: QeRLConfig, policy: nn.Module) -> None:
+        super().__init__(adapter=ADAPTER)
         self._args = args
-        self.model: PreTrainedModel | None = None
         if isinstance(policy, PeftModel):
             if args.sync_ref_model:
                 raise QeRLError(
@@ -58,37 +94,11 @@ class Reference:
                 )
             _add_adapter(policy)
         else:
-            self.model = _copy(cast(PreTrainedModel, policy))
+            self.model = frozen_copy(cast(PreTrainedModel, policy))
 
     def callback(self) -> TrainerCallback | None:
         """What moves the reference, if it moves."""
         return SyncRefModelCallback(self.model, None) if self._args.sync_ref_model else None
-
-    @contextmanager
-    def active(
-        self, policy: nn.Module, wrapped: nn.Module
-    ) -> Iterator[tuple[nn.Module, PreTrainedModel | None]]:
-        """A block in which a model computes the reference: that model, and the transformers model in it where
-        it is another than the policy's.
-
-        Args:
-            policy: The policy, PEFT-wrapped or not.
-            wrapped: The same as it trains, for several processes.
-        """
-        if self.model is not None:
-            yield self.model, self.model
-            return
-        model = cast(PeftModel, policy)
-        if ADAPTER not in model.peft_config:
-            with model.disable_adapter():
-                yield wrapped, None
-            return
-        former = model.active_adapter
-        model.set_adapter(ADAPTER, inference_mode=True)
-        try:
-            yield wrapped, None
-        finally:
-            model.set_adapter(former)
 
     def save(self, checkpoint: Path) -> None:
         """Put a reference that moves into a checkpoint folder."""
@@ -137,12 +147,8 @@ def load_adapters(model: PeftModel, checkpoint: Path, reference: bool) -> bool:
 def _add_adapter(model: PeftModel) -> None:
     """Keep a copy of an adapter that is not fresh; of one that is, the model without it serves."""
     config = model.peft_config[model.active_adapter]
-    if getattr(config, "bias", "none") != "none":
-        raise QeRLError(
-            f"beta > 0 needs an adapter without trained biases (bias is {config.bias!r}): the reference has "
-            "those of the base model, which training changes. Set bias to 'none', or beta: 0."
-        )
-    if ADAPTER in model.peft_config or _is_fresh(model, config):
+    check_biases(model, "beta > 0", "the reference has")
+    if ADAPTER in model.peft_config or is_fresh(model):
         return
     model.add_adapter(ADAPTER, config)
     own, copied = f".{model.active_adapter}.", f".{ADAPTER}."
@@ -151,8 +157,24 @@ def _add_adapter(model: PeftModel) -> None:
             model.get_parameter(name.replace(own, copied)).data.copy_(parameter.data)
 
 
-def _is_fresh(model: PeftModel, config: Any) -> bool:
+def check_biases(model: PeftModel, field: str, others_have: str) -> None:
+    """Refuse an adapter that trains biases of the base model, which a frozen policy on that base needs as
+    they were.
+
+    Raises:
+        QeRLError: It does.
+    """
+    bias = getattr(model.peft_config[model.active_adapter], "bias", "none")
+    if bias != "none":
+        raise QeRLError(
+            f"{field} needs an adapter without trained biases (bias is {bias!r}): {others_have} those of the "
+            f"base model, which training changes. Set bias to 'none', or remove {field.split()[0]}."
+        )
+
+
+def is_fresh(model: PeftModel) -> bool:
     """Whether a model computes the same with and without its adapter: plain LoRA with B = 0."""
+    config: Any = model.peft_config[model.active_adapter]
     plain = isinstance(config, LoraConfig) and not (
         config.use_dora or config.modules_to_save or config.trainable_token_indices
     )
@@ -163,7 +185,8 @@ def _is_fresh(model: PeftModel, config: Any) -> bool:
     )
 
 
-def _copy(policy: PreTrainedModel) -> PreTrainedModel:
+def frozen_copy(policy: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model that does not train."""
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
     # These two belong to the policy, whose weights their closures hold.
     for module in (reference, cast(nn.Module, reference.get_output_embeddings())):

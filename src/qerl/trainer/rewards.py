@@ -303,7 +303,7 @@ class Scorer:
         if self.early:
             self._calls.take_seconds()  # what was waited for here is not hidden
         unscored = rewards_BF.isnan().all(dim=1).nonzero().flatten().tolist()
-        if unscored:
+        if unscored and self.functions:
             logger.warning(
                 "No reward function scored %d of %d samples, the first of them for the prompt %r with the "
                 "completion %r.",

@@ -46,6 +46,7 @@ from qerl.trainer.curriculum import settled_groups
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.rewards import WRITTEN_COLUMN, Scorer, stop_if_all_failed
 from qerl.trainer.step_log import HIDDEN, Record, StepLog
+from qerl.trainer.teacher import teacher_prompt
 from qerl.update.packed_row import Sample
 
 logger = logging.getLogger(__name__)
@@ -179,7 +180,8 @@ class RolloutStep:
         self._log.keep(records)
         size = self._group
         for at, sample in enumerate(samples):
-            new = at % size == 0 or sample.prompt != samples[at - 1].prompt  # an environment may show others
+            read = sample.prompt, sample.teacher_prompt  # an environment, or rollout_func, may show others
+            new = at % size == 0 or read != (samples[at - 1].prompt, samples[at - 1].teacher_prompt)
             sample.group = first_group + at if new else samples[at - 1].group
         self._log.metrics["train"]["num_tokens"] = [self._state().num_input_tokens_seen]
         return Rollout(samples, *self._counted(samples), entropy)
@@ -227,6 +229,8 @@ class RolloutStep:
         try:
             drawn = self._draw(rows, size, mode, seeds)
             self._log_lengths(drawn, mode)
+            if mode == "train" and self._args.teacher_prompt is not None:
+                self._give_teacher_prompts(drawn, self._args.teacher_prompt)
             if self._args.mask_truncated_completions:
                 for sample in drawn.samples:
                     sample.masked = sample.truncated
@@ -395,6 +399,13 @@ class RolloutStep:
             list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **kwargs
         )
         return rendered["input_ids"]
+
+    def _give_teacher_prompts(self, drawn: Drawn, template: str) -> None:
+        """Give samples the prompts that a teacher reads."""
+        pairs = zip(drawn.prompts, drawn.rows, strict=True)
+        found = self._rendered([teacher_prompt(template, prompt, row) for prompt, row in pairs])
+        for sample, ids in zip(drawn.samples, found, strict=True):
+            sample.teacher_prompt = ids
 
     def _said(self, prompts: Sequence[Any], samples: Sequence[Sample]) -> list[Any]:
         """Completions as reward functions get them: texts, or messages where prompts are messages."""

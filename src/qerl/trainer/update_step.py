@@ -35,7 +35,9 @@ from qerl.errors import QeRLError
 from qerl.kernels.tensors import upload
 from qerl.seeding import generator
 from qerl.settings.config import QeRLConfig
+from qerl.trainer.teacher import Teacher
 from qerl.update.chunks import MemoryRetry
+from qerl.update.divergence import divergence
 from qerl.update.head import score
 from qerl.update.packed_row import Lengths, Sample, pack_row
 from qerl.update.path import UpdatePath
@@ -58,8 +60,9 @@ from qerl.update.routing import routing_of
 ENTROPY_FILE = "entropy_ctrl_state.json"
 """In a checkpoint: state of the adaptive entropy bonus, under TRL's name."""
 
-Outputs = tuple[torch.Tensor, torch.Tensor]
-"""Log-probabilities and entropies [B, C], zero outside of the samples that were computed."""
+Outputs = tuple[torch.Tensor, ...]
+"""Log-probabilities, entropies and, with a teacher, divergences from it, [B, C] each, zero outside of the
+samples that were computed."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class UpdateStep:
         path: Which of the project's kernels it runs on.
         accelerator: Of the run.
         recompute_every_layer: Turns that on and says whether it was off.
+        teacher: Whose distributions the loss compares the policy's with; None without one.
 
     Attributes:
         retry: Divides steps into chunks, and halves these where memory runs out.
@@ -155,11 +159,12 @@ class UpdateStep:
         path: UpdatePath,
         accelerator: Accelerator,
         recompute_every_layer: Callable[[], bool],
+        teacher: Teacher | None = None,
     ) -> None:
         self._args, self._base, self._accelerator = args, base, accelerator
         self._by_segment = path.by_segment
         self._routing = routing_of(base, args.replay_routing)
-        self._loss = policy_loss(args)
+        self._loss, self._teacher = policy_loss(args), teacher
         self._correction = Correction(
             args.vllm_importance_sampling_correction,
             args.vllm_importance_sampling_mode,
@@ -205,6 +210,7 @@ class UpdateStep:
         chunks = self._chunks(rows, lengths, size)
         forward = functools.partial(self._forward, model, samples, lengths)
         thresholds = self._entropy_thresholds(forward, chunks, inputs, size)
+        forward = functools.partial(forward, teacher=self._teacher)
         losses = [functools.partial(self._loss_of, part, len(microbatches)) for part in microbatches]
         reports: dict[int, tuple[torch.Tensor, Metrics]] = {}
         values, done = None, list[int]()
@@ -222,14 +228,14 @@ class UpdateStep:
                     rows_at = slice(at * size, (at + 1) * size)
                     loss, metrics = losses[at](
                         inputs.part(rows_at),
-                        (outputs[0][rows_at], outputs[1][rows_at]),
+                        tuple(output[rows_at] for output in outputs),
                         computed_BC[rows_at],
                         thresholds[at] if thresholds else None,
                     )
                     total = total + loss
                     reports[at] = loss.detach(), metrics
                 self._accelerator.backward(total)
-            values = outputs[0].detach(), outputs[1].detach()
+            values = tuple(output.detach() for output in outputs)
             del outputs, total, loss  # the next chunk begins without what is left of this one's graph
         assert values is not None, "there is at least one chunk"
         self._note(microbatches, reports, inputs, values, computed_BC)
@@ -321,7 +327,12 @@ class UpdateStep:
     def rows(self, samples: Sequence[Sample]) -> list[int]:
         """Indices of the samples whose tokens have a gradient."""
         args = self._args
-        all_pull = args.beta != 0.0 or self._loss.entropy_bonus or args.top_entropy_quantile < 1.0
+        all_pull = (
+            args.beta != 0.0
+            or self._loss.entropy_bonus
+            or args.top_entropy_quantile < 1.0
+            or self._teacher is not None
+        )
         seen = [sum(sample.loss_mask) for sample in samples]
         rows = [row for row, s in enumerate(samples) if seen[row] and (all_pull or s.advantage != 0.0)]
         if not rows and self._accelerator.num_processes > 1:
@@ -345,8 +356,10 @@ class UpdateStep:
         lengths: Lengths,
         rows: list[int],
         base: PreTrainedModel | None = None,
+        teacher: Teacher | None = None,
     ) -> Outputs:
-        """Log-probabilities and entropies [B, C] of these samples, zero elsewhere.
+        """The outputs [B, C] of these samples, zero elsewhere; with divergences where there is a teacher, who
+        runs ahead of the policy, so that nothing of its pass is in memory beside the policy's activations.
 
         Without any the zeros are connected to the weights: the optimizer sees zero gradients.
         """
@@ -355,13 +368,16 @@ class UpdateStep:
         if not rows:
             zeros_BC = torch.zeros(shape, device=device)
             anchor = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
-            return zeros_BC + anchor.to(zeros_BC), zeros_BC
+            return zeros_BC + anchor.to(zeros_BC), *[zeros_BC] * (1 if teacher is None else 2)
         row = pack_row(samples, rows, device)
-        logps_S, entropy_S = score(
+        compare = None
+        if teacher is not None:
+            compare = functools.partial(divergence, target=teacher.target(model, samples, rows, device))
+        outputs = score(
             *(model, base or self._base, row, self._by_segment),
-            *(self._args.temperature, self._loss.entropy_bonus),
+            *(self._args.temperature, self._loss.entropy_bonus, self._loss.reads_logps, compare),
         )
-        return row.scatter(logps_S, *shape), row.scatter(entropy_S, *shape)
+        return tuple(row.scatter(values_S, *shape) for values_S in outputs)
 
     # The loss
 
@@ -417,7 +433,7 @@ class UpdateStep:
         threshold: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Metrics]:
         """The loss of a microbatch, given the policy's outputs for the tokens that are computed."""
-        (logps_BC, entropy_BC), mask_BC = outputs, inputs.mask_BC
+        (logps_BC, entropy_BC, *divergences), mask_BC = outputs, inputs.mask_BC
         trainer_BC = logps_BC.detach() if inputs.old_BC is None else inputs.old_BC
         between = (trainer_BC, inputs.sampler_BC, computed_BC)
         ratio = self._correction.ratio(*between)
@@ -440,6 +456,7 @@ class UpdateStep:
             kept_B1=self._correction.kept(*between),
             chosen_BC=inputs.chosen_BC,
             group_tokens_B=inputs.group_tokens_B,
+            divergence_BC=divergences[0] if divergences else None,
         )
         args = self._args
         part = microbatches / (args.steps_per_generation or 1) / self._accelerator.num_processes
@@ -500,6 +517,7 @@ def policy_loss(args: QeRLConfig) -> PolicyLoss:
         aggregation=args.loss_agg_mode,
         kl_tau=args.kl_tau,
         kl_cov_coef=args.ppo_kl_coef,
+        distillation_weight=0.0 if args.teacher is None else args.distillation_weight,
     )
 
 
@@ -525,4 +543,4 @@ def _with_known(values: Outputs | None, outputs: Outputs, chunk: Sequence[int]) 
     if values is None:
         return outputs
     new_B1 = _rows_mask(chunk, len(outputs[0]), outputs[0]).bool()
-    return torch.where(new_B1, outputs[0], values[0]), torch.where(new_B1, outputs[1], values[1])
+    return tuple(torch.where(new_B1, *pair) for pair in zip(outputs, values, strict=True))

@@ -19,9 +19,9 @@ a target, n positions of a tile.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -33,6 +33,8 @@ from qerl.kernels.tensors import add_product, head_positions, product
 from qerl.update.attention import attention_kwargs
 from qerl.update.delta_net import sequence_kwargs
 from qerl.update.packed_row import PackedRow, masked_by_branch
+
+T = TypeVar("T")
 
 TILE = 1 << 26
 """Logits of a tile: 256 MB in float32, and some times that while their gradient is computed."""
@@ -376,6 +378,38 @@ def hidden_states(decoder: torch.nn.Module, row: PackedRow, by_segment: bool) ->
     return hidden_1LD[0]
 
 
+def run_row(
+    model: torch.nn.Module,
+    base: PreTrainedModel,
+    row: PackedRow,
+    by_segment: bool,
+    of_hidden: Callable[[torch.Tensor], T],
+) -> T:
+    """What a function makes of the hidden states [S, D] of a row's scored positions.
+
+    Args:
+        model: The transformers model as it trains, wrapped by PEFT and for several processes or not. The
+            wrappers see a forward pass, since gradients are averaged over processes only after one.
+        base: The transformers model in it.
+        row, by_segment: As in `hidden_states`.
+        of_hidden: The function.
+    """
+
+    def forward(*_: Any, **__: Any) -> T:
+        return of_hidden(hidden_states(base.base_model, row, by_segment)[row.scored_S])
+
+    own = vars(base).get("forward")
+    vars(base)["forward"] = forward
+    try:
+        found: T = model(input_ids=row.input_ids_1L)
+    finally:
+        if own is None:
+            del vars(base)["forward"]
+        else:
+            vars(base)["forward"] = own
+    return found
+
+
 def score(
     model: torch.nn.Module,
     base: PreTrainedModel,
@@ -383,30 +417,25 @@ def score(
     by_segment: bool,
     temperature: float = 1.0,
     entropy_has_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each label of a row and entropy of its distribution in nats, [S] each.
+    logps_have_gradient: bool = True,
+    divergence: Callable[[torch.Tensor, Head], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Log-probability of each label of a row, entropy of its distribution in nats and, if that is asked for,
+    the distribution's divergence from another one, [S] each.
 
     Args:
-        model: The transformers model as it trains, wrapped by PEFT and for several processes or not. The
-            wrappers see a forward pass, since gradients are averaged over processes only after one.
-        base: The transformers model in it.
-        row, by_segment: As in `hidden_states`.
+        model, base, row, by_segment: As in `run_row`.
         temperature: Divides logits.
         entropy_has_gradient: Whether entropies are differentiated, too.
+        logps_have_gradient: False where the divergence alone is differentiated, which saves a product with
+            the head.
+        divergence: Computes it from hidden states and the head (`qerl.update.divergence`).
     """
 
-    def forward(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_SD = hidden_states(base.base_model, row, by_segment)[row.scored_S]
-        labels_S = row.labels_1L[0, row.scored_S]
-        return logps_and_entropies(hidden_SD, Head.of(base, temperature), labels_S, entropy_has_gradient)
+    def of_hidden(hidden_SD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        head, labels_S = Head.of(base, temperature), row.labels_1L[0, row.scored_S]
+        pulled_SD = hidden_SD if logps_have_gradient or entropy_has_gradient else hidden_SD.detach()
+        found = logps_and_entropies(pulled_SD, head, labels_S, entropy_has_gradient)
+        return found if divergence is None else (*found, divergence(hidden_SD, head))
 
-    own = vars(base).get("forward")
-    vars(base)["forward"] = forward
-    try:
-        logps_S, entropy_S = model(input_ids=row.input_ids_1L)
-    finally:
-        if own is None:
-            del vars(base)["forward"]
-        else:
-            vars(base)["forward"] = own
-    return logps_S, entropy_S
+    return run_row(model, base, row, by_segment, of_hidden)

@@ -64,6 +64,7 @@ class Sample:
         group_tokens: Tokens that the loss sees of a sample of its prompt, on average.
         old_logprobs: Of the tokens under the policy that the loss takes the ratio to; None: as it updates.
         reference_logprobs: Of the tokens under the reference policy; None without one.
+        teacher_prompt: Token ids of the prompt behind which a teacher sees the tokens; None for `prompt`.
         choices: Experts that the sampler chose for its first tokens, prompt included, as of
             `qerl.rollout.engine.Completion.choices`; None where nobody knows any.
     """
@@ -81,6 +82,7 @@ class Sample:
     group_tokens: float = 0.0
     old_logprobs: list[float] | None = None
     reference_logprobs: list[float] | None = None
+    teacher_prompt: list[int] | None = None
     choices: np.ndarray | None = field(default=None, compare=False)
 
     @property

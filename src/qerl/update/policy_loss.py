@@ -8,7 +8,9 @@ the advantage of a sample, the loss of a token is
 where `term` is that of the loss's name (`clipped` and its neighbours), `keep` is 0 for samples and tokens
 that an option leaves out, w is the importance correction, and r_mu the ratio to the sampler. What it is
 divided by, before all are added, is again of the name (`_divisor`). The entropy bonus, if any, is subtracted.
-Names and options are TRL's where it has them, else verl's or prime-rl's.
+Names and options are TRL's where it has them, else verl's or prime-rl's. Where a teacher has a share d, the
+first term is multiplied by 1 - d and d times the divergence D of the policy from the teacher is added
+(`qerl.update.divergence`), over all tokens that the loss sees.
 
 Losses are pure functions of tensors. A loss leaves what it reports on the device, and meets no other process:
 each number that is read there waits for the device, and each meeting for the slowest process. So a loss
@@ -529,6 +531,7 @@ class Tokens:
         chosen_BC: Tokens that "clip_cov" and "kl_cov" hold back, bool; None holds back none.
         group_tokens_B: Tokens that the loss sees of a sample of the same prompt, on average; read by
             "prompt-mean" alone.
+        divergence_BC: Of the policy's distributions from a teacher's, with its gradient; None without one.
     """
 
     mask_BC: torch.Tensor
@@ -543,11 +546,12 @@ class Tokens:
     kept_B1: torch.Tensor | None = None
     chosen_BC: torch.Tensor | None = None
     group_tokens_B: torch.Tensor | None = None
+    divergence_BC: torch.Tensor | None = None
 
     def masked(self) -> "Tokens":
         """The same with 0 outside of the mask: what overflows there would be infinite, and NaN times 0."""
         outside_BC = ~self.mask_BC.bool()
-        names = ("logps_BC", "entropy_BC", "old_BC", "sampler_BC", "reference_BC")
+        names = ("logps_BC", "entropy_BC", "old_BC", "sampler_BC", "reference_BC", "divergence_BC")
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{n: x.masked_fill(outside_BC, 0.0) for n, x in given.items() if x is not None})
 
@@ -597,6 +601,7 @@ class PolicyLoss:
         kl_tau: Weight of `squared_log_ratio` in samples that have an advantage (prime-rl, which leaves out
             the others).
         kl_cov_coef: Weight of |log r| of the tokens that "kl_cov" holds back.
+        distillation_weight: Share d of a teacher in the loss of a token; at 1 the advantages have none.
     """
 
     name: str
@@ -615,6 +620,12 @@ class PolicyLoss:
     aggregation: str | None = None
     kl_tau: float = 0.0
     kl_cov_coef: float = 1.0
+    distillation_weight: float = 0.0
+
+    @property
+    def reads_logps(self) -> bool:
+        """Whether the loss has a gradient with respect to log-probabilities."""
+        return self.distillation_weight < 1.0 or self.beta != 0.0 or self.kl_tau != 0.0
 
     def __call__(
         self, tokens: Tokens, share: Share, entropy_coef: float = 0.0
@@ -640,7 +651,10 @@ class PolicyLoss:
         ratio = log_ratio.exp()
         metrics: dict[str, Metric] = {}
 
-        loss = self._terms(t, ratio, log_ratio_BC, metrics)
+        if self.distillation_weight == 1.0:
+            loss = torch.zeros_like(t.logps_BC)
+        else:
+            loss = self._terms(t, ratio, log_ratio_BC, metrics)
         if self.off_policy_threshold is not None:
             sampler_BC = old_BC if t.sampler_BC is None else t.sampler_BC
             gap_BC = (sampler_BC - t.logps_BC.detach()).nan_to_num(nan=0.0)
@@ -654,6 +668,12 @@ class PolicyLoss:
             loss = loss * t.kept_B1
             pulls_B1 = (advantages_B1 != 0) & mask_BC.any(dim=-1, keepdim=True)
             metrics["rollout_rs/rejected"] = Metric.mean((~t.kept_B1).float(), pulls_B1)
+        if self.distillation_weight:
+            assert t.divergence_BC is not None
+            weight = self.distillation_weight
+            distilled = weight * t.divergence_BC
+            loss = distilled if weight == 1.0 else distilled + (1 - weight) * loss
+            metrics["distillation/divergence"] = Metric.mean(t.divergence_BC, mask_BC)
         if self.beta:
             assert t.reference_BC is not None
             kl_BC = kl_to(t.reference_BC, t.logps_BC)

@@ -1,0 +1,230 @@
+"""The teacher of a distillation (`algorithm: distill`): who it is, what it reads, and what it gives.
+
+`teacher` names one of three, by what they cost beside the policy:
+
+- `base`: with LoRA the policy's base without an adapter, which takes no memory; with full tuning a frozen
+  copy of the model as it was given. It teaches something where it reads more than the policy does
+  (`teacher_prompt`), or where the policy has moved away from it.
+- `adapter:PATH`: the same base with a saved adapter, which stands frozen beside the one that trains. The
+  path and not a checkpoint says which, so checkpoints and run folders do not hold it.
+- anything else: a model of its own, by Hub id, folder or file, in the format `teacher_weights`. Its
+  vocabulary has to be the policy's, token by token.
+
+It is a frozen policy as the reference of the KL penalty is (`qerl.trainer.reference`), with a pass in the
+update in place of one behind the rollout: whole distributions are compared, and hidden states, from which its
+head makes them, are needed for one chunk at a time. So a checkpoint holds nothing of a teacher, and a step
+that is done again in smaller chunks asks it again.
+
+**What it reads.** `teacher_prompt` is the text that a teacher reads in place of the user's last message, or
+of a prompt that is a text: `{prompt}` in it is that message or text, `{NAME}` the column NAME of the row.
+The messages in front, the system's among them, and the generation prompt behind are the policy's. The
+completion's tokens are the same, each behind its own prompt, so position by position both say how the same
+text goes on. The policy's rows do not know of it.
+
+A teacher that is a mixture of experts chooses its own experts: those that are replayed for the update are the
+policy's choices.
+
+Legend: S positions that are scored, E hidden size of the teacher.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qerl.errors import QeRLError
+from qerl.families.parts import base_model, eval_mode
+from qerl.families.sizes import positions_of
+from qerl.lora.adapter import add_frozen_adapter, check_adapter
+from qerl.models.fingerprint import fingerprint
+from qerl.models.hub import find_model
+from qerl.models.load import load_model, load_tokenizer
+from qerl.run_folder import read_policy
+from qerl.settings.config import QeRLConfig
+from qerl.settings.groups import TEACHER_ADAPTER
+from qerl.trainer.policy import compute_dtype
+from qerl.trainer.ready import ready_for_rows
+from qerl.trainer.reference import Frozen, check_biases, frozen_copy, is_fresh
+from qerl.update.divergence import Target
+from qerl.update.head import Head, run_row
+from qerl.update.packed_row import Sample, pack_row
+
+ADAPTER = "teacher"
+"""Name of the teacher's adapter on the policy's base."""
+
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+class Teacher(Frozen):
+    """The teacher of a run with `algorithm: distill`.
+
+    Args:
+        args: Settings of the run.
+        policy: As it begins, where it trains; PEFT-wrapped or not.
+        by_segment: Whether the policy's attention reads segments of a packed row.
+        tokenizer: The policy's.
+
+    Raises:
+        QeRLError: There is no such teacher, it is another vocabulary's or base's, or it knows nothing that
+            the policy does not.
+    """
+
+    def __init__(
+        self, args: QeRLConfig, policy: nn.Module, by_segment: bool, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        super().__init__()
+        self._args, self._policy, self._by_segment = args, policy, by_segment
+        self._base = base_model(policy)
+        name = str(args.teacher)
+        if name == "base":
+            self._take_base()
+        elif name.startswith(TEACHER_ADAPTER):
+            self._take_adapter(Path(name.removeprefix(TEACHER_ADAPTER)).expanduser())
+        else:
+            self._load(name, tokenizer)
+        self._positions = positions_of((self.model or self._base).config.get_text_config(decoder=True))
+
+    def _take_base(self) -> None:
+        is_lora = isinstance(self._policy, PeftModel)
+        if isinstance(self._policy, PeftModel):
+            check_biases(self._policy, "teacher: base", "the teacher has")
+        if self._args.teacher_prompt is None and (not is_lora or is_fresh(self._policy)):
+            raise QeRLError(
+                "teacher: base is the policy as it begins, which has nothing to teach it; set a "
+                "teacher_prompt, or name another teacher."
+            )
+        if not is_lora:
+            self.model = frozen_copy(self._base)
+
+    def _take_adapter(self, folder: Path) -> None:
+        assert isinstance(self._policy, PeftModel), "the settings have refused it"
+        check_biases(self._policy, "teacher: adapter", "the teacher has")
+        check_adapter(folder)
+        expected = read_policy(folder).get("fingerprint")
+        if expected is not None and expected != fingerprint(self._base.named_parameters()):
+            raise QeRLError(
+                f"The teacher {folder} was trained on another model than {self._base.name_or_path}, whose "
+                "norms or embeddings are not the same; give an adapter of this model."
+            )
+        add_frozen_adapter(self._policy, ADAPTER, folder)
+        self.adapter = ADAPTER
+
+    def _load(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        args, found = self._args, find_model(name)
+        _check_tokens(name, load_tokenizer(found, False, args.trust_remote_code), tokenizer)
+        model = load_model(
+            found,
+            weights=args.teacher_weights,
+            dtype=compute_dtype(args, args.device),
+            device=args.device,
+            rounding=args.rounding,
+            trust_remote_code=args.trust_remote_code,
+        ).requires_grad_(False)
+        own, theirs = (_vocabulary(each) for each in (self._base, model))
+        if own != theirs:
+            raise QeRLError(
+                f"The teacher {name} has a vocabulary of {theirs} and the policy one of {own}; name a "
+                "teacher of the same vocabulary."
+            )
+        self._by_segment = ready_for_rows(model, args).by_segment
+        self.model = model
+
+    def target(
+        self, model: nn.Module, samples: Sequence[Sample], rows: Sequence[int], device: torch.device
+    ) -> Target:
+        """What the teacher gives for the positions that the packed row of these samples scores.
+
+        Args:
+            model: The policy as it trains, wrapped for several processes or not.
+            samples, rows, device: As of `qerl.update.packed_row.pack_row`.
+        """
+        seen = [
+            replace(sample, prompt=sample.teacher_prompt or sample.prompt, choices=None) for sample in samples
+        ]
+        row = pack_row(seen, rows, device)
+        longest = max(len(seen[at].prompt) + len(seen[at].tokens) - 1 for at in rows)
+        limit = self._positions
+        if limit is not None and longest > limit:
+            raise QeRLError(
+                f"A sample behind its teacher_prompt has {longest} tokens and the teacher {limit} positions; "
+                "shorten teacher_prompt, or lower max_completion_length."
+            )
+        with torch.no_grad(), self.active(self._policy, model) as (teacher, base), eval_mode(teacher):
+            base = base or self._base
+            hidden_SE = run_row(teacher, base, row, self._by_segment, lambda hidden_SE: hidden_SE)
+        args = self._args
+        return Target(hidden_SE, Head.of(base, args.temperature), args.distillation_alpha)
+
+
+def teacher_prompt(template: str, prompt: Any, row: Mapping[str, Any]) -> Any:
+    """The prompt that a teacher reads, a text or messages as the policy's is.
+
+    Args:
+        template: `teacher_prompt` of the settings.
+        prompt: Of the policy.
+        row: Of the data.
+
+    Raises:
+        QeRLError: The row has no such column, or no user's message.
+    """
+    if isinstance(prompt, str):
+        return _filled(template, prompt, row)
+    users = [at for at, message in enumerate(prompt) if message["role"] == "user"]
+    if not users:
+        raise QeRLError(
+            "teacher_prompt stands in place of the user's last message, and a prompt has none; give each "
+            "prompt one."
+        )
+    asked = prompt[users[-1]]
+    return [
+        *prompt[: users[-1]],
+        asked | {"content": _filled(template, asked["content"], row)},
+        *prompt[users[-1] + 1 :],
+    ]
+
+
+def check_teacher_prompt(template: str, columns: Collection[str]) -> None:
+    """Refuse a text that does not say the prompt, or names a column that the data have not.
+
+    Raises:
+        QeRLError: It does.
+    """
+    names = set(_PLACE.findall(template))
+    if "prompt" not in names:
+        raise QeRLError(
+            "teacher_prompt stands in place of the user's message and does not repeat it; put {prompt} where "
+            "it goes."
+        )
+    if missing := sorted(names - {*columns, "prompt"}):
+        raise QeRLError(
+            f"teacher_prompt names {{{missing[0]}}}, which is no column of the data (those are "
+            f"{', '.join(sorted(columns))}); name one of them."
+        )
+
+
+def _filled(template: str, asked: str, row: Mapping[str, Any]) -> str:
+    values = {**row, "prompt": asked}
+    check_teacher_prompt(template, values)
+    return _PLACE.sub(lambda place: str(values[place[1]]), template)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    head: Any = model.get_output_embeddings()
+    return len(head.weight)
+
+
+def _check_tokens(name: str, theirs: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
+    """Refuse a teacher whose token ids mean other texts."""
+    words = {number: word for word, number in theirs.get_vocab().items()}
+    for word, number in own.get_vocab().items():
+        if words.get(number, word) != word:
+            raise QeRLError(
+                f"The teacher {name} has {words[number]!r} as token {number}, which the policy has as "
+                f"{word!r}; name a teacher of the same vocabulary."
+            )
