@@ -47,6 +47,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "overlong_buffer": 0.2,
         "signal": "accuracy",
     },
+    "sft": {},
 }
 """What an algorithm sets where the recipe says nothing.
 
@@ -58,6 +59,9 @@ with an advantage and nothing against it.
 
 LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
 """By `tuning`, where nobody says it."""
+
+SFT_LEARNING_RATE = 2e-5
+"""With ``algorithm: sft``, that of TRL's `SFTConfig`."""
 
 _EVALUATED_TOGETHER = 1024
 """Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
@@ -163,10 +167,14 @@ class QeRLConfig(OwnFields, GRPOConfig):
         if self.steps_per_generation is not None:  # TRL takes one of the two and computes the other
             self.generation_batch_size: int | None = None
         set_newer_names(self)
+        if self.algorithm == "sft":  # whole groups, which TRL asks for
+            self.steps_per_generation = self.num_generations
         try:
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:
             raise QeRLError(f"The settings contradict each other: {' '.join(str(error).split())}") from error
+        if self.algorithm == "sft":
+            self.steps_per_generation, self.generation_batch_size = 1, None
         self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
         check_processes(self)
         if rollout not in (None, self.generation_batch_size):
@@ -178,12 +186,13 @@ class QeRLConfig(OwnFields, GRPOConfig):
 
     def _fill_in(self) -> None:
         """Decide what nobody said and other fields decide."""
-        unsaid = {"epsilon_high": self.epsilon} | ALGORITHMS[self.algorithm]
+        demonstrations = self.algorithm == "sft"
+        unsaid = {} if demonstrations else {"epsilon_high": self.epsilon} | ALGORITHMS[self.algorithm]
         unsaid["per_device_eval_batch_size"] = self._evaluated_together(self.environment is not None)
         if self.mask_truncated_completions:
             unsaid["overlong_buffer"] = 0.0  # masked samples are not punished as well
         if self.goes_by_metric:
-            unsaid["metric_for_best_model"] = "eval_reward"
+            unsaid["metric_for_best_model"] = "eval_loss" if demonstrations else "eval_reward"
         for name, value in unsaid.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -205,7 +214,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
     def follow_tuning(self) -> None:
         """`learning_rate` becomes the default for `tuning` where nobody gave one."""
         if self._default_rate:
-            self.learning_rate: float | None = LEARNING_RATES[self.tuning]
+            rate = SFT_LEARNING_RATE if self.algorithm == "sft" else LEARNING_RATES[self.tuning]
+            self.learning_rate: float | None = rate
 
     def make_room_for_environments(self) -> None:
         """The default of `per_device_eval_batch_size` becomes what it is with the field `environment`, for a

@@ -138,6 +138,15 @@ class Data(Group):
     """Arguments of the chat template, for example {enable_thinking: false}."""
     shuffle_dataset: bool = True
     """Take the problems in a random order, another one in each epoch."""
+    max_length: PositiveInt | None = 1024
+    """With algorithm: sft: largest number of tokens of a demonstration; longer ones are cut at their end. Null
+    cuts none."""
+    completion_only_loss: bool | None = None
+    """With algorithm: sft: whether the loss of a prompt with its completion looks at the completion alone;
+    unset, it does."""
+    assistant_only_loss: bool | None = None
+    """With algorithm: sft: whether the loss looks at what the assistant writes alone, every turn of it; unset,
+    it does of `messages`."""
     curriculum: bool = False
     """Sample problems less that were solved always or never when they were last sampled; one other outcome
     brings a problem back."""
@@ -307,8 +316,9 @@ class Loss(Group):
         _a_reference_that_moves_exists,
     )
 
-    algorithm: Literal["grpo", "dapo"] = "grpo"
-    """Preset for epsilon_high, dynamic_sampling_rounds, signal and overlong_buffer where they are unset."""
+    algorithm: Literal["grpo", "dapo", "sft"] = "grpo"
+    """Preset for epsilon_high, dynamic_sampling_rounds, signal and overlong_buffer where they are unset; or sft,
+    which learns from the task's demonstrations instead of rewards."""
     loss_type: LossType = "dapo"
     """Loss, by TRL's names, with either algorithm: dapo is the mean over all tokens of the batch; grpo, that
     of GRPO's paper, the mean of each sample's own mean, in which a token of a long sample counts less, so
@@ -575,8 +585,39 @@ def check_eval_batch(batch: int, group: int) -> None:
         )
 
 
+_ACT_IN_SFT = {
+    "algorithm", "reward_weights", "multi_objective_aggregation", "num_generations_eval", "temperature", "top_p",
+    "top_k", "min_p", "max_completion_length", "stop_strings", "thinking_budget", "thinking_end",
+    "max_sequences", "kv_cache_dtype", "speculative_tokens", "generation_kwargs",
+}  # fmt: skip
+"""Fields of the groups of sampling and loss that act with algorithm: sft, in its evaluations."""
+
+_NOT_IN_SFT = ("curriculum", "early_rewards", "tools", "environment")
+_OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss")
+
+
+def _demonstrations_are_not_sampled(settings: Any) -> None:
+    sft = settings.loss.algorithm == "sft"
+    for group in (settings.sampling, settings.loss, settings.noise, settings.data):
+        for field, info in type(group).model_fields.items():
+            name, value = info.alias or field, getattr(group, field)
+            acts = name in _ACT_IN_SFT if group is not settings.data else name not in _NOT_IN_SFT
+            if group is settings.noise:
+                acts = name != "noise"  # a schedule may stand beside noise: false
+            at_default = value == info.get_default(call_default_factory=True)
+            if sft and not acts and not at_default and (name, value) != ("steps_per_generation", 1):
+                raise QeRLError(
+                    f"{name} has no meaning with algorithm: sft, which learns from demonstrations and samples in "
+                    "evaluations alone; remove it."
+                )
+            if not sft and name in _OF_SFT and not at_default:
+                raise QeRLError(f"{name} acts with algorithm: sft alone; set that, or remove {name}.")
+
+
 def _processes_hold_whole_groups(settings: Any) -> None:
     """Each process computes a group's prompt once."""
+    if settings.loss.algorithm == "sft":
+        return
     sampling, batch = settings.sampling, settings.run.per_device_train_batch_size
     local = batch * (sampling.steps_per_generation or 0)
     if local % sampling.num_generations:
@@ -597,6 +638,7 @@ class Settings(Group):
         _noise_fits_into_the_run,
         _evaluations_hold_whole_groups,
         _processes_hold_whole_groups,
+        _demonstrations_are_not_sampled,
     )
 
     model: Model

@@ -45,6 +45,7 @@ from qerl.settings.config import QeRLConfig, as_ours, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.together import Together
 from qerl.trainer.data import check_metric, sound_data, streams_as_given
+from qerl.trainer.demonstrations import ReadyDemonstrations
 from qerl.trainer.model_in_hand import check_dtype, check_optimizer, check_whole, held, weights_of
 from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.prompts import ReadyPrompts
@@ -62,6 +63,8 @@ REFUSED = {
     "quantization_config": "the field `weights` of the settings says how a model is quantised",
 }
 """Arguments of TRL's constructor that must be left out, and why."""
+
+_NO_ROLLOUT = "algorithm: sft learns from demonstrations, and its evaluations sample one turn"
 
 _OF_A_RUN = {
     "task": "hand the data to the trainer as train_dataset",
@@ -132,7 +135,7 @@ class Completed:
     calls: Together
     others: Others
     stops: tuple[Stop, ...]
-    ready: ReadyPrompts
+    ready: ReadyPrompts | ReadyDemonstrations
 
 
 def complete(
@@ -165,14 +168,21 @@ def complete(
         QeRLError: An argument is missing, is refused, contradicts another one, or cannot be loaded.
     """
     others = _others(tools, environment_factory, rollout_func)
-    _check_given(model, reward_funcs, train_dataset, peft_config, engine, others, refused)
+    demonstrations = getattr(args, "algorithm", None) == "sft"
+    if demonstrations and (others or rollout_func is not None):
+        raise QeRLError(f"{_NO_ROLLOUT}; leave tools, environment_factory and rollout_func out.")
+    needs_reward = not (demonstrations or others.judges)
+    _check_given(model, reward_funcs, train_dataset, peft_config, engine, others, refused, needs_reward)
     named = isinstance(model, str | Path)
     settings = _settings(args, model, peft_config)
     prompts = (settings.generation_batch_size or 0) // (settings.num_generations or 1)
     train_dataset = rows_for(others, train_dataset, prompts, settings.max_steps)
     _check_fields(settings, acted_on, named, engine, others, rollout_func)
     given_rows = eval_dataset
-    train_dataset, eval_dataset = sound_data(settings, train_dataset, eval_dataset, bool(others.factories))
+    if not demonstrations:
+        train_dataset, eval_dataset = sound_data(
+            settings, train_dataset, eval_dataset, bool(others.factories)
+        )
     calls = calls_of(reward_funcs, settings)
     if calls.early and engine is not None:
         check_tells(engine)
@@ -184,7 +194,7 @@ def complete(
     _check_template(others, tokenizer)
     stops = stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
     in_turns = bool(others) or rollout_func is not None
-    ready = ReadyPrompts.of(model, settings, tokenizer, in_turns=in_turns)
+    ready = ready_of(model, settings, tokenizer, in_turns=in_turns)
     if "max_prompt_length" not in acted_on:  # the rows of a run have been made ready
         train_dataset = ready(train_dataset, "training prompts")
         eval_dataset = ready(eval_dataset, "evaluation prompts")
@@ -211,6 +221,14 @@ def complete(
         stops=stops,
         ready=ready,
     )
+
+
+def ready_of(
+    model: Any, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, in_turns: bool
+) -> ReadyPrompts | ReadyDemonstrations:
+    """What makes rows ready for the algorithm of the settings; arguments and errors as `ReadyPrompts.of`."""
+    prompts = ReadyPrompts.of(model, args, tokenizer, in_turns)
+    return ReadyDemonstrations(args, tokenizer, prompts.positions) if args.algorithm == "sft" else prompts
 
 
 def _others(tools: Any, environment_factory: Any, rollout_func: Any) -> Others:
@@ -279,12 +297,13 @@ def _check_given(
     engine: Any,
     others: Others,
     refused: dict[str, Any],
+    needs_reward: bool,
 ) -> None:
     """Refuse arguments that are missing, of another type, or not supported."""
     for name, value in refused.items():
         if value:
             raise QeRLError(f"{name} is not supported: {REFUSED[name]}; leave it out.")
-    if not reward_funcs and not others.judges:
+    if needs_reward and not reward_funcs:
         raise QeRLError(
             "reward_funcs is missing; pass a reward function, a list of them, or an environment with "
             "get_reward()."

@@ -45,6 +45,8 @@ _SHOWN = (
     ("entropy", "entropy", "{:.2f}"),
     ("sigma", "noise/sigma", "{:.0e}"),
 )
+# Where nothing was sampled.
+_SHOWN_OF_SFT = (("loss", "loss", "{:.3f}"), ("held-out loss", "eval_loss", "{:.3f}"))
 
 
 def check_callbacks(callbacks: Any) -> None:
@@ -154,7 +156,9 @@ class ProgressBar(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         shown = [
-            f"{label} {form.format(logs[key])}" for label, key, form in _SHOWN if logs.get(key) is not None
+            f"{label} {form.format(logs[key])}"
+            for label, key, form in (_SHOWN_OF_SFT if args.algorithm == "sft" else _SHOWN)
+            if logs.get(key) is not None
         ]
         if not shown:
             return

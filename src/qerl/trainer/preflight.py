@@ -60,7 +60,10 @@ def preflight(config: QeRLConfig) -> Parts:
     """
     assert config.task is not None
     task = get_task(config.task, **config.task_options)
-    if not task.on_hub:
+    if config.algorithm == "sft":
+        if not task.on_hub:
+            task.demonstrations()
+    elif not task.on_hub:
         check_length(config, len(task.epoch(task.train())))
     rewards = [*task.rewards, *(load_object(spec, "reward") for spec in config.reward_files)]
     if config.judge:

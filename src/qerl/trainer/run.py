@@ -26,8 +26,9 @@ from qerl.run_folder import CONFIG_FILE
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import dump
 from qerl.tasks.base import Task
-from qerl.trainer.arguments import RUN_FIELDS
+from qerl.trainer.arguments import RUN_FIELDS, ready_of
 from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
+from qerl.trainer.demonstrations import ReadyDemonstrations
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.preflight import check_length, preflight
@@ -35,6 +36,7 @@ from qerl.trainer.processes import ends_together
 from qerl.trainer.prompts import ReadyPrompts, sound_prompts
 from qerl.trainer.resume.changes import prepare_folder
 from qerl.trainer.resume.claim import claimed
+from qerl.trainer.sft import QeRLSFTTrainer
 from qerl.update.chunks import refuse_memory_error
 
 
@@ -131,11 +133,12 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     check_trainable(config, model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
     in_turns = bool(parts.tools) or parts.environment_factory is not None
-    ready = ReadyPrompts.of(model, config, tokenizer, in_turns=in_turns)
+    ready = ready_of(model, config, tokenizer, in_turns=in_turns)
     train_set, eval_set = _datasets(config, parts.task, ready)
     policy = make_policy(config, model, console)
     guard = InterruptGuard(console)
-    trainer = QeRLTrainer(
+    make = QeRLSFTTrainer if config.algorithm == "sft" else QeRLTrainer
+    trainer = make(
         model=policy,
         reward_funcs=parts.rewards,
         args=config,
@@ -164,10 +167,19 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     return trainer, guard
 
 
-def _datasets(config: QeRLConfig, task: Task, ready: ReadyPrompts) -> tuple[Dataset, Dataset | None]:
-    """Prompts to train on, and those to evaluate on if the run does; the task learns how a turn begins."""
+def _datasets(
+    config: QeRLConfig, task: Task, ready: ReadyPrompts | ReadyDemonstrations
+) -> tuple[Dataset, Dataset | None]:
+    """Rows to train on, and those to evaluate on if the run does; the task learns how a turn begins."""
     chat = Chat(ready.tokenizer, config.chat_template_kwargs)
     task.opening = chat.opening
+    if config.algorithm == "sft":
+        train_set = ready(task.epoch(task.demonstrations()), "training demonstrations")
+        if not config.evaluates:
+            return train_set, None
+        held_out = task.demonstrations(held_out=True)
+        held_out = held_out.select(range(min(config.eval_samples, len(held_out))))
+        return train_set, ready(held_out, "held-out demonstrations")
 
     def prompts(rows: Dataset, what: str) -> Dataset:
         found: Dataset = ready(chat.dataset(sound_prompts(rows, f"the {what}")), what)
