@@ -1,6 +1,7 @@
-"""Supervised fine-tuning: losses, gradients and weights of several optimizer steps are those of TRL's `SFTTrainer`."""
+"""Supervised fine-tuning: losses, gradients and weights of several steps are those of TRL's `SFTTrainer`."""
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def check_same(bench: Bench, tuning: str, rows: Dataset, options: dict[str, Any]
     assert len(logged(ours, "loss")) >= 4
     went = sum((wanted[n] - start[n]).square().sum() for n in wanted)
     apart = sum((wanted[n] - found[n]).square().sum() for n in wanted)
-    assert went > 0 and float((apart / went).sqrt()) < (1e-3 if "optim" in options else SAME)
+    assert went > 0 and float((apart / went).sqrt()) < SAME
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -114,3 +115,50 @@ def test_several_steps_are_those_of_trl(bench, case):
 
 def test_several_steps_of_all_weights(bench):
     check_same(bench, "full", PAIRS, {"gradient_accumulation_steps": 2})
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_assistants_tokens_are_those_of_trl_with_a_template_that_marks_them_and_without(bench):
+    """TRL needs the marks; the same template without them gives the same by its prefixes."""
+    unmarked, marked = copy.deepcopy(bench), copy.deepcopy(bench)
+    marked.tokenizer.chat_template = MARKED
+    only = {"assistant_only_loss": True, "gradient_accumulation_steps": 2}
+    theirs, _, wanted = run(marked, False, "lora", CHATS, only)
+    for ours in (marked, unmarked):
+        trainer, _, found = run(ours, True, "lora", CHATS, only)
+        assert logged(trainer, "loss") == pytest.approx(logged(theirs, "loss"), rel=SAME)
+        assert all(torch.allclose(found[name], wanted[name], atol=1e-8, rtol=SAME) for name in wanted)
+
+
+def test_gradients_of_a_step_are_those_of_trl(bench, monkeypatch):
+    """Before the optimizer and its clipping."""
+    seen: list[dict[str, torch.Tensor]] = []
+    step = torch.optim.SGD.step
+
+    def spy(self, *args, **kwargs):
+        seen.append({f"{i}": p.grad.clone() for g in self.param_groups for i, p in enumerate(g["params"])})
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", spy)
+    options = {"max_steps": 2, "max_grad_norm": 0.0, "gradient_accumulation_steps": 2, "learning_rate": 0.5}
+    for ours in (False, True):
+        run(bench, ours, "lora", PAIRS, options)
+    for wanted, found in zip(seen[:2], seen[2:], strict=True):
+        scale = max(float(gradient.abs().max()) for gradient in wanted.values())
+        assert scale > 1e-3
+        assert all(float((found[i] - wanted[i]).abs().max()) < SAME * scale for i in wanted)
+
+
+def test_held_out_loss_of_one_batch_is_that_of_trl(bench):
+    options = {"per_device_eval_batch_size": len(WORDS)}
+    losses = []
+    for ours in (False, True):
+        own = options | ({"num_generations_eval": 1} if ours else {})
+        losses.append(made(bench, ours, "lora", PAIRS, own, eval_dataset=PAIRS).evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=SAME)

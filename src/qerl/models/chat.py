@@ -146,9 +146,9 @@ class Chat:
         """Token ids of a whole conversation, and which of them the assistant writes, its end of turn among
         them.
 
-        That is what the template marks with ``{% generation %}``. Where it marks nothing, a turn is what stands
-        between the tokens of the prompt before it and those of the conversation that ends with it, both of
-        which must stand in the whole conversation unchanged.
+        That is what the template marks with ``{% generation %}``. Where it marks nothing, a turn is what
+        stands between the tokens of the prompt before it and those of the conversation that ends with it,
+        both of which must stand in the whole conversation unchanged.
 
         Raises:
             QeRLError: As for :meth:`messages`; or the template marks no token, or rewrites earlier turns.
@@ -188,10 +188,10 @@ class Chat:
 
     def _rewrites(self, at: int) -> QeRLError:
         return QeRLError(
-            f"The chat template of {self._name} renders what stands before or in message {at + 1} otherwise once "
-            "the conversation has gone on, so no token can be said to be the assistant's there; give each turn "
-            "as a prompt with a completion, as the model will meet it, or mark the turns in the template with "
-            "{% generation %}."
+            f"The chat template of {self._name} renders what stands before or in message {at + 1} otherwise "
+            "once the conversation has gone on, so no token can be said to be the assistant's there; give "
+            "each turn as a prompt with a completion, as the model will meet it, or mark the turns in the "
+            "template with {% generation %}."
         )
 
     def check(self, prompt: Sequence[Message]) -> None:

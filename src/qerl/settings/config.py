@@ -167,14 +167,15 @@ class QeRLConfig(OwnFields, GRPOConfig):
         if self.steps_per_generation is not None:  # TRL takes one of the two and computes the other
             self.generation_batch_size: int | None = None
         set_newer_names(self)
-        if self.algorithm == "sft":  # whole groups, which TRL asks for
-            self.steps_per_generation = self.num_generations
+        demonstrations = self.algorithm == "sft"
+        if demonstrations:  # TRL asks for whole groups
+            self.__dict__.update(steps_per_generation=self.num_generations)
         try:
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:
             raise QeRLError(f"The settings contradict each other: {' '.join(str(error).split())}") from error
-        if self.algorithm == "sft":
-            self.steps_per_generation, self.generation_batch_size = 1, None
+        if demonstrations:
+            self.__dict__.update(steps_per_generation=1, generation_batch_size=None)
         self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
         check_processes(self)
         if rollout not in (None, self.generation_batch_size):

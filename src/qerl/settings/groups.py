@@ -139,14 +139,14 @@ class Data(Group):
     shuffle_dataset: bool = True
     """Take the problems in a random order, another one in each epoch."""
     max_length: PositiveInt | None = 1024
-    """With algorithm: sft: largest number of tokens of a demonstration; longer ones are cut at their end. Null
-    cuts none."""
+    """With algorithm: sft: largest number of tokens of a demonstration; longer ones are cut at their end.
+    Null cuts none."""
     completion_only_loss: bool | None = None
     """With algorithm: sft: whether the loss of a prompt with its completion looks at the completion alone;
     unset, it does."""
     assistant_only_loss: bool | None = None
-    """With algorithm: sft: whether the loss looks at what the assistant writes alone, every turn of it; unset,
-    it does of `messages`."""
+    """With algorithm: sft: whether the loss looks at what the assistant writes alone, every turn of it;
+    unset, it does of `messages`."""
     curriculum: bool = False
     """Sample problems less that were solved always or never when they were last sampled; one other outcome
     brings a problem back."""
@@ -317,8 +317,8 @@ class Loss(Group):
     )
 
     algorithm: Literal["grpo", "dapo", "sft"] = "grpo"
-    """Preset for epsilon_high, dynamic_sampling_rounds, signal and overlong_buffer where they are unset; or sft,
-    which learns from the task's demonstrations instead of rewards."""
+    """Preset for epsilon_high, dynamic_sampling_rounds, signal and overlong_buffer where they are unset; or
+    sft, which learns from the task's demonstrations instead of rewards."""
     loss_type: LossType = "dapo"
     """Loss, by TRL's names, with either algorithm: dapo is the mean over all tokens of the batch; grpo, that
     of GRPO's paper, the mean of each sample's own mean, in which a token of a long sample counts less, so
@@ -586,8 +586,8 @@ def check_eval_batch(batch: int, group: int) -> None:
 
 
 _ACT_IN_SFT = {
-    "algorithm", "reward_weights", "multi_objective_aggregation", "num_generations_eval", "temperature", "top_p",
-    "top_k", "min_p", "max_completion_length", "stop_strings", "thinking_budget", "thinking_end",
+    "algorithm", "reward_weights", "multi_objective_aggregation", "num_generations_eval", "temperature",
+    "top_p", "top_k", "min_p", "max_completion_length", "stop_strings", "thinking_budget", "thinking_end",
     "max_sequences", "kv_cache_dtype", "speculative_tokens", "generation_kwargs",
 }  # fmt: skip
 """Fields of the groups of sampling and loss that act with algorithm: sft, in its evaluations."""
@@ -607,8 +607,8 @@ def _demonstrations_are_not_sampled(settings: Any) -> None:
             at_default = value == info.get_default(call_default_factory=True)
             if sft and not acts and not at_default and (name, value) != ("steps_per_generation", 1):
                 raise QeRLError(
-                    f"{name} has no meaning with algorithm: sft, which learns from demonstrations and samples in "
-                    "evaluations alone; remove it."
+                    f"{name} has no meaning with algorithm: sft, which learns from demonstrations and "
+                    "samples in evaluations alone; remove it."
                 )
             if not sft and name in _OF_SFT and not at_default:
                 raise QeRLError(f"{name} acts with algorithm: sft alone; set that, or remove {name}.")

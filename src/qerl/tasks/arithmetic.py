@@ -256,8 +256,9 @@ class Arithmetic(DrawnTask):
         """Problems with their calculations; see :meth:`Task.demonstrations`."""
         if self.calculator:  # whose results the environment writes
             return super().demonstrations(held_out)
-        rows, split = (self.test(), "test") if held_out else (self.train(), "train")
-        solved = [self.solution(p) for p in draw_problems(split, self.level, len(rows), self.seed)]
+        rows = self.test() if held_out else self.train()
+        drawn = draw_problems("test" if held_out else "train", self.level, len(rows), self.seed)
+        solved = map(self.solution, drawn)
         return rows.add_column("completion", list(map(assistant_says, solved)))
 
     def draw(self, split: Set, count: int) -> list[dict[str, Any]]:

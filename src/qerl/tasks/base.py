@@ -98,8 +98,8 @@ class Task(ABC):
             QeRLError: The task has no such solutions, or they cannot be loaded.
         """
         raise QeRLError(
-            f"Task {self.name} has no reference solutions that algorithm: sft could learn from; use arithmetic, "
-            "gsm8k, jsonl:PATH with a column completion, or demonstrations:PATH."
+            f"Task {self.name} has no reference solutions that algorithm: sft could learn from; use "
+            "arithmetic, gsm8k, jsonl:PATH with a column completion, or demonstrations:PATH."
         )
 
     def epoch(self, rows: Dataset) -> Dataset:

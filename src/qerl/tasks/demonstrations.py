@@ -3,12 +3,12 @@
 Rows have the columns that TRL's `SFTTrainer` takes::
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
-    {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello."}]}
+    {"prompt": [{"role": "user", "content": "Hi"}], "completion": "Hello."}
     {"prompt": "The sky is", "completion": " blue."}
 
-Prompt and completion are both chat messages or both text; text is no chat and gets no template. Nothing is
-put in front: a system message stands in the rows. Held-out rows give a loss and no accuracy; a task whose
-answers are judged has both (:meth:`qerl.tasks.base.Task.demonstrations`).
+A prompt of messages has a completion of messages, or a text that the assistant says. A prompt of text is no
+chat and gets no template. Nothing is put in front: a system message stands in the rows. Held-out rows give a
+loss and no accuracy; a task whose answers are judged has both (`Task.demonstrations`).
 
 Given up: calls of tools, and columns of other names, for which `Dataset.map` makes a file.
 """

@@ -180,7 +180,8 @@ def messages_of(value: Any, what: str, last: str) -> list[Message]:
     """
     if not isinstance(value, list) or not all(map(_is_message, value)):
         raise ValueError(
-            f"{what} must be text, or a list of messages with content and one of the roles {', '.join(_ROLES)}"
+            f"{what} must be text, or a list of messages with content and one of the roles "
+            f"{', '.join(_ROLES)}"
         )
     if not value or value[-1]["role"] != last:
         raise ValueError(f"the last message must be the {last}'s")

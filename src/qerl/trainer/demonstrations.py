@@ -1,8 +1,9 @@
-"""Demonstrations as tokens and labels: which tokens `algorithm: sft` learns from, as TRL's `SFTTrainer` chooses.
+"""Demonstrations as tokens and labels: which tokens `algorithm: sft` learns from, as in TRL's `SFTTrainer`.
 
-A row has `messages`, or a `prompt` and its `completion`, both chat messages or both text. Labels are the tokens
-themselves, and `IGNORE` where the loss does not look: by default what the assistant wrote in `messages`
-(`qerl.models.chat.Chat.turns`), and the completion of a prompt. Text is followed by the end-of-sequence token.
+A row has `messages`, or a `prompt` and its `completion`, both chat messages or both text. Labels are the
+tokens themselves, and `IGNORE` where the loss does not look. By default it looks at what the assistant wrote
+in `messages` (`qerl.models.chat.Chat.turns`), and at the completion of a prompt. Text is followed by the
+end-of-sequence token.
 
 A prompt stands in its demonstration as the model will meet it, token by token. Where it does not, because the
 template writes it otherwise or tokens merge across its end, the row is refused; TRL warns and trains on
@@ -99,14 +100,14 @@ class ReadyDemonstrations:
         kept = found.filter(lambda labels: any(x != IGNORE for x in labels[1:]), input_columns="labels")
         if not len(kept):
             raise QeRLError(
-                f"Nothing is left to learn from in the {len(rows)} {what}: none has a token that counts within "
-                f"max_length ({args.max_length}); raise it."
+                f"Nothing is left to learn from in the {len(rows)} {what}: none has a token that counts "
+                f"within max_length ({args.max_length}); raise it."
             )
         cut = 0 if args.max_length is None else sum(n > args.max_length for n in found["length"])
         if (cut or len(kept) < len(rows)) and is_first_process():
             logger.warning(
-                "Of %d %s, %d have more than max_length (%s) tokens and are cut, and %d are left out, in which "
-                "no token counts.",
+                "Of %d %s, %d have more than max_length (%s) tokens and are cut, and %d are left out, in "
+                "which no token counts.",
                 *(len(rows), what, cut, args.max_length, len(rows) - len(kept)),
             )
         return kept.remove_columns("length")

@@ -598,7 +598,7 @@ class QeRLTrainer(Trainer):
         self.rollouts.begin_evaluation()
         self._log.begin(metric_key_prefix)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        rewards = self._log.metrics["eval"]["reward"]
+        rewards = self._log.metrics["eval"].get("reward", [])
         valid = [value for value in rewards if value == value]
         if valid:
             output.metrics[f"{metric_key_prefix}_loss"] = -sum(valid) / len(valid)
@@ -799,7 +799,7 @@ def _check_algorithm(trainer: QeRLTrainer, args: Any) -> None:
         return
     if trainer.learns_from_demonstrations:
         raise QeRLError(
-            f"{type(trainer).__name__} learns from demonstrations; pass args=QeRLConfig(algorithm='sft', ...)."
+            f"{type(trainer).__name__} learns from demonstrations; pass args=QeRLConfig(algorithm='sft')."
         )
     raise QeRLError("algorithm: sft learns from demonstrations; use QeRLSFTTrainer in place of QeRLTrainer.")
 

@@ -1,10 +1,10 @@
 """`QeRLSFTTrainer`: supervised fine-tuning with the trainer of RL, whose samples are demonstrations.
 
 People warm a model up before RL. So this is `QeRLTrainer` with another source of samples and another update:
-a microbatch is `per_device_train_batch_size` demonstrations, and the update is `LossDriver` with cross-entropy
-(`qerl.update.driver`), in packed rows, chunks and retries as everywhere. Optimizer, schedule, logs, checkpoints
-and the adapter that is saved are the same, and so is the evaluation: held-out problems are sampled and judged
-as in RL, where there are rewards, and their demonstrations have a loss.
+a microbatch is `per_device_train_batch_size` demonstrations, and the update is `LossDriver` with
+cross-entropy (`qerl.update.driver`), in packed rows, chunks and retries as everywhere. Optimizer, schedule,
+logs, checkpoints and the adapter that is saved are the same, and so is the evaluation: held-out problems are
+sampled and judged as in RL, where there are rewards, and their demonstrations have a loss.
 
 The loss of an optimizer step is the mean over all tokens that count, of all its microbatches and of all
 processes, as in TRL with `average_tokens_across_devices`: not a mean of microbatches' means. Held-out loss is
@@ -63,11 +63,11 @@ class CrossEntropyUpdate:
             recompute_every_layer=recompute_every_layer,
         )
 
-    def run(self, model: nn.Module, microbatches: Sequence[list[Row]], step: int) -> torch.Tensor:  # noqa: ARG002
+    def run(self, model: nn.Module, microbatches: Sequence[list[Row]], step: int) -> torch.Tensor:
         """The loss of an optimizer step, a scalar on the device; adds its gradients to those that are there.
 
-        Arguments and errors are those of `UpdateStep.run`; microbatches are rows with `input_ids` and `labels`.
-        Gradients are summed over processes here, since no pass goes through the wrapped model.
+        Arguments and errors are those of `UpdateStep.run`; microbatches are rows with `input_ids` and
+        `labels`. Gradients are summed over processes here, since no pass goes through the wrapped model.
         """
         rows, device = [row for part in microbatches for row in part], self._accelerator.device
         tokens = self._summed(torch.tensor(sum(map(counted, rows)), device=device))
@@ -113,9 +113,9 @@ def datum(row: Row, weight: float) -> Datum:
 class QeRLSFTTrainer(QeRLTrainer):
     """A trainer for demonstrations, with the data of TRL's `SFTTrainer`.
 
-    Args are those of `QeRLTrainer`, to be given by name: ``args`` is a `QeRLConfig` with ``algorithm="sft"``,
+    Arguments are those of `QeRLTrainer`, by name: ``args`` is a `QeRLConfig` with ``algorithm="sft"``;
     ``train_dataset`` and ``eval_dataset`` have the columns `messages`, or `prompt` and `completion`
-    (`qerl.trainer.demonstrations`). With ``reward_funcs``, evaluations sample from the prompts and score, too.
+    (`qerl.trainer.demonstrations`). With ``reward_funcs``, evaluations also sample from prompts and score.
 
     Raises:
         QeRLError: As `QeRLTrainer`, or an argument has no meaning here.
@@ -123,18 +123,19 @@ class QeRLSFTTrainer(QeRLTrainer):
 
     tags = ("qerl", "trl", "sft")
     learns_from_demonstrations = True
+    _held_out = 0.0, 0  # summed loss and tokens of the evaluation under way
 
     def _make_updates(self, policy: Any, recompute: Callable[[], bool]) -> tuple[Any, Any]:
         updates = CrossEntropyUpdate(self.args, policy, self.accelerator, recompute)
         return updates, updates.driver.update_path
 
-    def _rollout(self, model: Any, rows: list[Row]) -> list[Any]:  # noqa: ARG002
+    def _rollout(self, model: Any, rows: list[Row]) -> list[Any]:
         """Replaces the rollout: a microbatch is demonstrations."""
         return [rows]
 
     def get_train_dataloader(self) -> DataLoader:
-        """Replaces that of rollouts: each demonstration once in an epoch, in an order that is the epoch's own;
-        the last batch may be smaller."""
+        """Replaces that of rollouts: each demonstration once in an epoch, in an order that is the epoch's
+        own; the last batch may be smaller."""
         args = self.args
         self._order = RepeatedRows(self.train_dataset, 1, seed=args.seed if args.shuffle_dataset else None)
         return self._loader(self.train_dataset, args.per_device_train_batch_size, self._order)
@@ -164,5 +165,5 @@ class QeRLSFTTrainer(QeRLTrainer):
         output.metrics[f"{metric_key_prefix}_loss"] = loss / tokens
         return output
 
-    def _sound(self, rows: Any, argument: str, what: str) -> Any:  # noqa: ARG002
+    def _sound(self, rows: Any, argument: str, what: str) -> Any:
         return rows if isinstance(rows, str) else self._ready(rows, what)
