@@ -493,7 +493,8 @@ class Run(TrainerFields):
     rules = (_workers_are_there, _stopping_goes_by_evaluations)
 
     learning_rate: NonNegative | None = None
-    """Initial learning rate of the optimizer; unset, 1e-5 for adapters and 1e-6 where `tuning` is full."""
+    """Initial learning rate of the optimizer; unset, 1e-5 for adapters and 1e-6 where `tuning` is full, and
+    2e-5 with algorithm: sft."""
     tokens_per_forward: PositiveInt | None = None
     """Largest number of tokens in one forward pass of the update; a microbatch with more is computed in
     chunks, with the same gradients. Unset, it is what `qerl plan` finds to fit on a GPU, and there is no
@@ -503,7 +504,8 @@ class Run(TrainerFields):
     1024, or 64 where an environment answers."""
     metric_for_best_model: Text | None = None
     """Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss:
-    eval_loss is minus eval_reward."""
+    eval_loss is minus eval_reward. With algorithm: sft it is the loss of held-out demonstrations, and chosen
+    by."""
     early_stopping_patience: PositiveInt | None = None
     """Number of evaluations in a row without a better metric_for_best_model after which training ends; unset,
     it goes on to its last step."""
