@@ -206,6 +206,18 @@ def test_held_out_loss_is_the_mean_over_all_tokens(tiny_model, tiny_tokenizer, t
     assert trainer.evaluate(longer)["eval_loss"] != metrics["eval_loss"]
 
 
+def test_reward_functions_need_prompts_to_sample_from(tiny_model, tiny_tokenizer, tmp_path):
+    chats = Dataset.from_dict({"messages": [CHAT] * 2})
+    given = {"args": settings(tmp_path), "train_dataset": chats, "processing_class": tiny_tokenizer}
+    with pytest.raises(
+        QeRLError, match="held-out rows have `messages`; give them as `prompt` and `completion`"
+    ):
+        QeRLSFTTrainer(policy(tiny_model), reward_funcs=ones, eval_dataset=chats, **given)
+    trainer = QeRLSFTTrainer(policy(tiny_model), reward_funcs=ones, **given)
+    with pytest.raises(QeRLError, match="held-out rows have `messages`"):
+        trainer.evaluate(chats)
+
+
 def test_accuracy_is_that_of_rl_and_stands_beside_the_loss(tiny_model, tiny_tokenizer, tmp_path):
     """The same policy samples the same completions of the same problems in both trainers."""
 

@@ -115,7 +115,8 @@ class Data(Group):
     rules = (_floor_needs_curriculum,)
 
     task: Text | None = None
-    """Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, PATH.py:Class, mixture, ...); required."""
+    """Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, demonstrations:PATH, PATH.py:Class, mixture,
+    ...); required."""
     task_options: Options = {}
     """Keyword arguments of the task, for example {level: wp1}."""
     reward_files: Names = []

@@ -45,7 +45,7 @@ from qerl.settings.config import QeRLConfig, as_ours, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.together import Together
 from qerl.trainer.data import check_metric, sound_data, streams_as_given
-from qerl.trainer.demonstrations import ReadyDemonstrations
+from qerl.trainer.demonstrations import ReadyDemonstrations, check_prompts
 from qerl.trainer.model_in_hand import check_dtype, check_optimizer, check_whole, held, weights_of
 from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.prompts import ReadyPrompts
@@ -203,6 +203,8 @@ def complete(
     check_policy(policy, settings, engine)
     episode_rewards = episode_rewards_of(others.judges)
     rewards = _rewards(reward_funcs, settings, episode_rewards, calls)
+    if demonstrations and rewards:
+        check_prompts(eval_dataset)
     if others.factories:
         settings.make_room_for_environments()
     return Completed(

@@ -46,7 +46,11 @@ _SHOWN = (
     ("sigma", "noise/sigma", "{:.0e}"),
 )
 # Where nothing was sampled.
-_SHOWN_OF_SFT = (("loss", "loss", "{:.3f}"), ("held-out loss", "eval_loss", "{:.3f}"))
+_SHOWN_OF_SFT = (
+    ("loss", "loss", "{:.3f}"),
+    ("held-out loss", "eval_loss", "{:.3f}"),
+    ("accuracy", "eval_rewards/accuracy/mean", "{:.2f}"),
+)
 
 
 def check_callbacks(callbacks: Any) -> None:
@@ -135,7 +139,9 @@ class ProgressBar(TrainerCallback):
             console=self.console,
         )
         self.task = self.progress.add_task(
-            "first rollout", total=state.max_steps, completed=state.global_step
+            "first step" if args.algorithm == "sft" else "first rollout",
+            total=state.max_steps,
+            completed=state.global_step,
         )
         self.progress.start()
 

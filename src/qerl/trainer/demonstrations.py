@@ -50,6 +50,23 @@ def check_columns(rows: Any, what: str) -> None:
         raise QeRLError(f"{what} has no row; check how it was filtered.")
 
 
+def check_prompts(rows: Any) -> None:
+    """Refuse held-out rows without a prompt to sample from.
+
+    Args:
+        rows: Made ready; several by name, or None.
+
+    Raises:
+        QeRLError: One has none.
+    """
+    for some in rows.values() if isinstance(rows, dict) else [rows]:
+        if some is not None and ("prompt" not in some.column_names or None in some["prompt"]):
+            raise QeRLError(
+                "Reward functions judge samples of held-out prompts, and held-out rows have `messages`; give "
+                "them as `prompt` and `completion`, or leave reward functions out."
+            )
+
+
 @dataclass(frozen=True)
 class ReadyDemonstrations:
     """Gives the rows with the columns `input_ids` and `labels`, cut at `max_length`.

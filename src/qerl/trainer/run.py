@@ -48,11 +48,13 @@ class RunResult:
         folder: The run folder.
         interrupted: Whether Ctrl-C or SIGTERM ended it before its last step.
         step: Optimizer steps done.
+        judged: Whether completions have rewards, by which `qerl eval` can score.
     """
 
     folder: Path
     interrupted: bool
     step: int
+    judged: bool = True
 
 
 def train(config: QeRLConfig, console: Console) -> RunResult:
@@ -80,7 +82,7 @@ def train(config: QeRLConfig, console: Console) -> RunResult:
                 trainer.save_final(folder)
     if interrupted:
         console.print(f"Saved {folder}/checkpoint-{step}. Go on with: --resume_from_checkpoint true")
-    return RunResult(folder, interrupted, step)
+    return RunResult(folder, interrupted, step, bool(trainer.reward_funcs))
 
 
 def _write_settings(config: QeRLConfig, folder: Path) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.demonstrations import ADDED
+from qerl.trainer.demonstrations import ADDED, check_prompts
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.order import RepeatedRows
 from qerl.update.driver import LossDriver
@@ -166,4 +166,7 @@ class QeRLSFTTrainer(QeRLTrainer):
         return output
 
     def _sound(self, rows: Any, argument: str, what: str) -> Any:
-        return rows if isinstance(rows, str) else self._ready(rows, what)
+        rows = rows if isinstance(rows, str) else self._ready(rows, what)
+        if self.reward_funcs and not isinstance(rows, str):
+            check_prompts(rows)
+        return rows
