@@ -274,6 +274,27 @@ def test_a_run_resumes_bit_for_bit(tiny_run, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_begins_where_rl_would_with_a_template_that_takes_no_system_message(tiny_run, tmp_path):
+    """Before the first step both score the same samples of the same held-out problems."""
+    no_system = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    common = {"noise": False, "eval_on_start": True, "max_steps": 1, "eval_steps": 5, "save_strategy": "no"}
+    fields = tiny_run(tmp_path / "rl", num_generations_eval=2, **common)
+    (Path(fields["model"]) / "chat_template.jinja").write_text(no_system)
+    train(QeRLConfig(**fields), QUIET)
+    train(QeRLConfig(**tiny_run(tmp_path / "sft", **common | SFT)), QUIET)
+    found, wanted = (
+        next(row for row in read_metrics(tmp_path / run) if "eval_reward" in row) for run in ("sft", "rl")
+    )
+    same = [name for name in wanted if "rewards/" in name or "completions/" in name]
+    assert len(same) > 8 and {n: found[n] for n in same} == {n: wanted[n] for n in same}
+    assert found["eval_rewards/digits/mean"] > 0
+
+
+@pytest.mark.slow
 def test_the_command_learns_and_rl_goes_on_from_its_adapter(tiny_run, tmp_path, capsys):
     demonstrations = tmp_path / "chats.jsonl"
     demonstrations.write_text(

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 ADDED = ("completion", "messages", "input_ids", "labels")
 """Columns that a problem's row has beyond those of RL."""
 
+_LENGTH = "tokens before it was cut"
+
 
 def check_columns(rows: Any, what: str) -> None:
     """Refuse what is no data set of demonstrations.
@@ -111,7 +113,7 @@ class ReadyDemonstrations:
             except QeRLError as error:
                 raise QeRLError(f"Row {number} of the {what}: {error}") from error
             cut = {"input_ids": ids[: args.max_length], "labels": labels[: args.max_length]}
-            return cut | {"length": len(ids)}
+            return cut | {_LENGTH: len(ids)}
 
         found = rows.map(ready, with_indices=True)
         kept = found.filter(lambda labels: any(x != IGNORE for x in labels[1:]), input_columns="labels")
@@ -120,14 +122,14 @@ class ReadyDemonstrations:
                 f"Nothing is left to learn from in the {len(rows)} {what}: none has a token that counts "
                 f"within max_length ({args.max_length}); raise it."
             )
-        cut = 0 if args.max_length is None else sum(n > args.max_length for n in found["length"])
+        cut = 0 if args.max_length is None else sum(n > args.max_length for n in found[_LENGTH])
         if (cut or len(kept) < len(rows)) and is_first_process():
             logger.warning(
                 "Of %d %s, %d have more than max_length (%s) tokens and are cut, and %d are left out, in "
                 "which no token counts.",
                 *(len(rows), what, cut, args.max_length, len(rows) - len(kept)),
             )
-        return kept.remove_columns("length")
+        return kept.remove_columns(_LENGTH)
 
     def _labelled(self, row: dict[str, Any], chat: Chat | None) -> tuple[list[int], list[int]]:
         args, only = self.args, self.args.assistant_only_loss

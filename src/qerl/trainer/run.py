@@ -176,12 +176,16 @@ def _datasets(
     chat = Chat(ready.tokenizer, config.chat_template_kwargs)
     task.opening = chat.opening
     if config.algorithm == "sft":
-        train_set = ready(task.epoch(task.demonstrations()), "training demonstrations")
+
+        def demonstrations(held_out: bool, what: str) -> Dataset:
+            rows = task.demonstrations(held_out)
+            return ready(chat.dataset(rows) if task.rewards else rows, what)
+
+        train_set = task.epoch(demonstrations(False, "training demonstrations"))
         if not config.evaluates:
             return train_set, None
-        held_out = task.demonstrations(held_out=True)
-        held_out = held_out.select(range(min(config.eval_samples, len(held_out))))
-        return train_set, ready(held_out, "held-out demonstrations")
+        held_out = demonstrations(True, "held-out demonstrations")
+        return train_set, held_out.select(range(min(config.eval_samples, len(held_out))))
 
     def prompts(rows: Dataset, what: str) -> Dataset:
         found: Dataset = ready(chat.dataset(sound_prompts(rows, f"the {what}")), what)
