@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from qerl.rollout.select import make_engine
     from qerl.settings.config import QeRLConfig
     from qerl.trainer.grpo import QeRLTrainer
+    from qerl.trainer.sft import QeRLSFTTrainer
 
 __version__ = "0.3.0.dev0"
 
 __all__ = [
     "QeRLConfig",
     "QeRLError",
+    "QeRLSFTTrainer",
     "QeRLTrainer",
     "add_lora",
     "load_adapter",
@@ -35,6 +37,7 @@ __all__ = [
 _MODULES = {
     "QeRLConfig": "qerl.settings.config",
     "QeRLError": "qerl.errors",
+    "QeRLSFTTrainer": "qerl.trainer.sft",
     "QeRLTrainer": "qerl.trainer.grpo",
     "add_lora": "qerl.lora.adapter",
     "load_adapter": "qerl.lora.adapter",

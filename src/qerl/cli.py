@@ -278,6 +278,9 @@ def _train(args: argparse.Namespace) -> int:
     result = train(config, console)
     if result.interrupted:
         return 130
+    if not result.judged:
+        console.print(f"Saved to {result.folder}.", markup=False, highlight=False, soft_wrap=True)
+        return 0
     again = named_again(vars(config))
     trusts = config.trust_remote_code
     score = eval_command(str(config.model), result.folder, config.tuning, trusts=trusts, again=again)

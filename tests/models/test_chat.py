@@ -1,6 +1,7 @@
 """What a chat template does with a task's messages, and that TRL renders the same tokens."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -196,3 +197,50 @@ def test_a_prompt_with_more_than_text_is_refused_by_the_name_of_its_part(kind):
             QeRLError, match=rf"a part that is no text \({kind}\); models read text alone here"
         ):
             render([{"role": "user", "content": parts}])
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS_LAST = CHATML.replace(
+    "{{ m.content }}", "{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content }}"
+)
+TALK = [*ONE_SHOT, {"role": "assistant", "content": "4"}]
+
+
+def said(tokenizer, messages) -> list[str]:
+    """What the assistant writes, the runs of tokens as text."""
+    ids, written = Chat(tokenizer).turns(messages)
+    marks = "".join("x" if mark else " " for mark in written)
+    spans = [match.span() for match in re.finditer("x+", marks)]
+    return [tokenizer.decode(ids[start:end]) for start, end in spans]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_what_the_assistant_writes_is_every_turn_of_it_with_its_end(with_template, template):
+    assert said(with_template(template), TALK) == ["2<|im_end|>\n", "4<|im_end|>\n"]
+
+
+def test_tokens_of_a_turn_are_those_that_the_template_marks(with_template):
+    marked, found = (Chat(with_template(template)).turns(TALK) for template in (MARKED, CHATML))
+    assert marked == found
+    only_text = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
+    assert said(with_template(only_text), TALK) == ["2", "4"], "the marks decide, not the difference"
+
+
+def test_turns_of_a_template_that_rewrites_earlier_ones_are_refused(with_template):
+    chat = Chat(with_template(THINKS_LAST))  # as Qwen3's
+    with pytest.raises(
+        QeRLError, match=r"in message 3 otherwise once the conversation has gone on.*completion"
+    ):
+        chat.turns(TALK)
+    assert any(chat.turns([*TALK[:2], TALK[2]])[1]), "the last turn is as it will be met"
+    unlike = CHATML.replace("assistant\n{% endif %}", "assistant: {% endif %}")
+    with pytest.raises(QeRLError, match="in message 3 otherwise"):
+        Chat(with_template(unlike)).turns(TALK)
+    with pytest.raises(QeRLError, match="marks no token"):
+        Chat(with_template(CHATML + "{% if false %}{% generation %}{% endgeneration %}{% endif %}")).turns(
+            TALK
+        )

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from qerl.cli import main
-from qerl.settings.config import ALGORITHMS, refusal
+from qerl.settings.algorithms import ALGORITHMS
+from qerl.settings.config import refusal
 from qerl.settings.docs import (
     all_fields_text,
     field_text,

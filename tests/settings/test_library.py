@@ -43,6 +43,12 @@ def test_every_combination_is_a_run(task, variant, model):
     assert load_config([task, variant, model], {}).model == read_recipe(packaged()[model])["model"]
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("variant", [name for name in recipes_of("variants") if not name.endswith("aqn")])
+def test_a_warm_up_takes_every_model_and_every_variant_without_noise(variant, model):
+    assert load_config(["gsm8k-sft", variant, model], {}).algorithm == "sft"
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_fits_on_the_gpus_of_its_header_and_on_no_other(name, console):
     cards, _, by = read_header(packaged()[name]).hardware.partition(" GB")

@@ -19,6 +19,7 @@ its content is not found out.
 
 import inspect
 import logging
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -36,6 +37,8 @@ Message = dict[str, str]
 
 THINK = "<think>"
 _MARK = "message{}mark"
+
+_ENDED = {"return_dict": True, "add_generation_prompt": False}
 
 _FOLDED = "the prompt as its template takes it"
 
@@ -139,6 +142,58 @@ class Chat:
         """
         return self._apply(self.messages(prompt), return_dict=True)["input_ids"]
 
+    def turns(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole conversation, and which of them the assistant writes, its end of turn among
+        them.
+
+        That is what the template marks with ``{% generation %}``. Where it marks nothing, a turn is what
+        stands between the tokens of the prompt before it and those of the conversation that ends with it,
+        both of which must stand in the whole conversation unchanged.
+
+        Raises:
+            QeRLError: As for :meth:`messages`; or the template marks no token, or rewrites earlier turns.
+        """
+        messages = self.messages(messages)
+        if re.search(r"\{%-?\s*generation\b", self._tokenizer.get_chat_template()):
+            marked = self._apply(messages, return_assistant_tokens_mask=True, **_ENDED)
+            if not any(marked["assistant_masks"]):
+                raise QeRLError(
+                    f"The chat template of {self._name} marks no token as the assistant's; mend it."
+                )
+            return marked["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
+        whole = self.whole(messages)
+        written = [False] * len(whole)
+        for at in (at for at, message in enumerate(messages) if message["role"] == "assistant"):
+            start = self.before(messages[:at], whole)
+            end = len(turn := self.whole(messages[: at + 1]))
+            if whole[:end] != turn:
+                raise self._rewrites(at)
+            written[start:end] = [True] * (end - start)
+        return whole, written
+
+    def whole(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a whole conversation; errors as for :meth:`messages`."""
+        return self._apply(self.messages(messages), **_ENDED)["input_ids"]
+
+    def before(self, prompt: Sequence[Message], whole: list[int]) -> int:
+        """Number of tokens of a prompt with which a conversation begins.
+
+        Raises:
+            QeRLError: It begins with others.
+        """
+        ids = self.ids(prompt)
+        if whole[: len(ids)] != ids:
+            raise self._rewrites(len(prompt))
+        return len(ids)
+
+    def _rewrites(self, at: int) -> QeRLError:
+        return QeRLError(
+            f"The chat template of {self._name} renders what stands before or in message {at + 1} otherwise "
+            "once the conversation has gone on, so no token can be said to be the assistant's there; give "
+            "each turn as a prompt with a completion, as the model will meet it, or mark the turns in the "
+            "template with {% generation %}."
+        )
+
     def check(self, prompt: Sequence[Message]) -> None:
         """Render the messages as they are.
 
@@ -195,7 +250,7 @@ class Chat:
     def _apply(self, messages: list[Message], **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, **options, **self._kwargs
+                messages, **{"add_generation_prompt": True, **options}, **self._kwargs
             )
         except Exception as error:  # a template is a program of the model's author
             raise QeRLError(

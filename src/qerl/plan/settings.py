@@ -249,13 +249,17 @@ def _linears(sizes: Sizes) -> Iterator[tuple[str, Linear]]:
 def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
     assert config.num_generations is not None and config.max_completion_length is not None
     checkpointing = _checkpointing(config)
+    prompt, completion = config.max_prompt_length or DEFAULT_PROMPT, config.max_completion_length
+    group = config.num_generations
+    if config.algorithm == "sft":  # demonstrations share nothing
+        completion, group = max(completion, (config.max_length or 0) - prompt), 1
     return Work(
         weights=config.weights or DEFAULT_FORMAT,
         rank=config.lora_r,
         targets=tuple(config.lora_target_modules or sizes.targets),
-        prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,
-        completion_tokens=config.max_completion_length,
-        group=config.num_generations,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        group=group,
         sequences=min(config.max_sequences or MAX_ROWS, _samples(config), MAX_ROWS),
         max_sequences=min(config.max_sequences or MAX_ROWS, MAX_ROWS),
         microbatch=config.per_device_train_batch_size,

@@ -23,6 +23,7 @@ from trl import GRPOConfig
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
 from qerl.settings.adapter import take_kwargs, take_saved_adapter
+from qerl.settings.algorithms import ALGORITHMS, UNSAID
 from qerl.settings.checks import checked
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.groups import DECLARED, OWN_NAMES, Noise, Settings, evaluates, sentence_of
@@ -35,59 +36,11 @@ from qerl.settings.parents import (
     shown,
 )
 
-UNSAID: dict[str, Any] = {
-    "loss_type": "dapo",
-    "epsilon": 0.2,
-    "importance_sampling_level": "token",
-    "use_rollout_logprobs": False,
-    "scale_rewards": "group",
-    "overlong_buffer": 0.0,
-    "dynamic_sampling_rounds": 0,
-    "signal": "reward",
-    "beta": 0.0,
-    "use_bias_correction_kl": True,
-}
-"""What fields hold that neither the user nor the algorithm sets; TRL's defaults where it has them."""
-
-_OF_DAPO = {"dynamic_sampling_rounds": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
-
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "grpo": UNSAID | {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False},
-    "dr_grpo": UNSAID | {"loss_type": "dr_grpo", "scale_rewards": "none"},
-    "dapo": UNSAID | _OF_DAPO | {"epsilon_high": 0.28},
-    "gspo": UNSAID
-    | {
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "epsilon": 3e-4,
-        "epsilon_high": 4e-4,
-    },
-    "cispo": UNSAID | _OF_DAPO | {"loss_type": "cispo", "epsilon_high": 5.0},
-    "dppo": UNSAID
-    | {"loss_type": "dppo_tv", "delta": 20.0, "use_rollout_logprobs": True, "scale_rewards": "none"},
-    "distill": UNSAID,
-}
-"""What an algorithm sets where nobody has set the field.
-
-- "grpo": arXiv 2402.03300, with its KL of weight 0.04 to the reference, not multiplied by the ratio.
-- "dr_grpo": arXiv 2503.20783: no division by lengths or by standard deviations, no KL.
-- "dapo": arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment, whose interval there
-  is a fifth of the longest response). Its authors punish truncated samples instead of masking them; both at
-  once would leave short wrong answers with an advantage and nothing against it.
-- "gspo": arXiv 2507.18071, with its clip distances.
-- "cispo": MiniMax-M1, arXiv 2506.13585, which takes dynamic sampling and the length penalty from DAPO. It
-  does not say its upper bound; 5 is one of those of ScaleRL (arXiv 2510.13786), and TRL's recommendation.
-- "dppo": arXiv 2602.04879. The mask by total variation, to the sampler, is the paper's; its threshold of 0.2
-  and plain centred advantages are those of prime-rl, the largest ratio of 20 is that of the authors' code in
-  verl.
-- "distill": nothing but what stands anyway; a `teacher` has to be named.
-
-What papers say of the budget (samples of a prompt, batches, lengths) and learning rates, which they chose for
-training all weights and which are too small for adapters, is not set.
-"""
-
 LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
 """By `tuning`, where nobody says it."""
+
+SFT_LEARNING_RATE = 2e-5
+"""With ``algorithm: sft``, that of TRL's `SFTConfig`."""
 
 _EVALUATED_TOGETHER = 1024
 """Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
@@ -193,10 +146,15 @@ class QeRLConfig(OwnFields, GRPOConfig):
         if self.steps_per_generation is not None:  # TRL takes one of the two and computes the other
             self.generation_batch_size: int | None = None
         set_newer_names(self)
+        demonstrations = self.algorithm == "sft"
+        if demonstrations:  # TRL asks for whole groups
+            self.__dict__.update(steps_per_generation=self.num_generations)
         try:
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:
             raise QeRLError(f"The settings contradict each other: {' '.join(str(error).split())}") from error
+        if demonstrations:
+            self.__dict__.update(steps_per_generation=1, generation_batch_size=None)
         self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
         check_processes(self)
         if rollout not in (None, self.generation_batch_size):
@@ -208,18 +166,20 @@ class QeRLConfig(OwnFields, GRPOConfig):
 
     def _fill_in(self) -> None:
         """Decide what nobody said and other fields decide."""
+        demonstrations = self.algorithm == "sft"
         unsaid = dict(UNSAID if self.algorithm is None else ALGORITHMS[self.algorithm])
         if (self.loss_type or unsaid["loss_type"]) in ("dppo_tv", "dppo_kl"):
             unsaid["use_rollout_logprobs"] = True
         if self.loss_type == "dppo_kl":
             unsaid["epsilon"] = 0.05  # nats, of SkyRL's runs; 0.2 is a change of probability
         epsilon = unsaid["epsilon"] if self.epsilon is None else self.epsilon
-        unsaid = {"epsilon_high": epsilon} | unsaid
+        if not demonstrations:
+            unsaid = {"epsilon_high": epsilon} | unsaid
         unsaid["per_device_eval_batch_size"] = self._evaluated_together(self.environment is not None)
         if self.mask_truncated_completions:
             unsaid["overlong_buffer"] = 0.0  # masked samples are not punished as well
         if self.goes_by_metric:
-            unsaid["metric_for_best_model"] = "eval_reward"
+            unsaid["metric_for_best_model"] = "eval_loss" if demonstrations else "eval_reward"
         for name, value in unsaid.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -241,7 +201,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
     def follow_tuning(self) -> None:
         """`learning_rate` becomes the default for `tuning` where nobody gave one."""
         if self._default_rate:
-            self.learning_rate: float | None = LEARNING_RATES[self.tuning]
+            rate = SFT_LEARNING_RATE if self.algorithm == "sft" else LEARNING_RATES[self.tuning]
+            self.learning_rate: float | None = rate
 
     def make_room_for_environments(self) -> None:
         """The default of `per_device_eval_batch_size` becomes what it is with the field `environment`, for a

@@ -10,7 +10,8 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from qerl.settings.config import ALGORITHMS, FIELDS, UNSAID, refusal
+from qerl.settings.algorithms import ALGORITHMS, UNSAID
+from qerl.settings.config import FIELDS, refusal
 from qerl.settings.groups import DECLARED, GROUPS, OWN_NAMES, sentence_of
 from qerl.settings.parents import REFUSED, REPLACED, default_of, shown
 from qerl.settings.recipe import check_key

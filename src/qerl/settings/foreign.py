@@ -61,6 +61,10 @@ INSTEAD = {
     "dataset_streaming": _DATA,
     "reward_funcs": _REWARD,
     "reward_model_name_or_path": "QeRLTrainer takes reward models as reward_funcs",
+    # Demonstrations
+    "packing": "rows are always packed, which changes no loss",
+    "padding_free": "rows are always packed, without padding",
+    "dataset_text_field": "algorithm: sft reads the columns messages, or prompt and completion",
     # The noise
     **dict.fromkeys(GONE, _IN_STUDIES),
     # The command

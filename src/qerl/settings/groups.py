@@ -20,6 +20,7 @@ from qerl.errors import QeRLError
 from qerl.noise.draw import NoiseScale
 from qerl.noise.schedule import NoiseKind, NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
+from qerl.settings.algorithms import UNSAID
 from qerl.settings.checks import (
     MOST,
     Count,
@@ -117,7 +118,8 @@ class Data(Group):
     rules = (_floor_needs_curriculum,)
 
     task: Text | None = None
-    """Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, PATH.py:Class, mixture, ...); required."""
+    """Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, demonstrations:PATH, PATH.py:Class, mixture,
+    ...); required."""
     task_options: Options = {}
     """Keyword arguments of the task, for example {level: wp1}."""
     reward_files: Names = []
@@ -140,6 +142,15 @@ class Data(Group):
     """Arguments of the chat template, for example {enable_thinking: false}."""
     shuffle_dataset: bool = True
     """Take the problems in a random order, another one in each epoch."""
+    max_length: PositiveInt | None = 1024
+    """With algorithm: sft: largest number of tokens of a demonstration; longer ones are cut at their end.
+    Null cuts none."""
+    completion_only_loss: bool | None = None
+    """With algorithm: sft: whether the loss of a prompt with its completion looks at the completion alone;
+    unset, it does."""
+    assistant_only_loss: bool | None = None
+    """With algorithm: sft: whether the loss looks at what the assistant writes alone, every turn of it;
+    unset, it does of `messages`."""
     curriculum: bool = False
     """Sample problems less that were solved always or never when they were last sampled; one other outcome
     brings a problem back."""
@@ -411,8 +422,9 @@ class Loss(Group):
         _a_lone_teacher_needs_no_signal,
     )
 
-    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "distill"] | None = None
-    """Preset of a paper's algorithm, which sets fields that nobody has set; unset, each has its default."""
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "distill", "sft"] | None = None
+    """Preset of a paper's algorithm, which sets fields that nobody has set; unset, each has its default; sft
+    learns from the task's demonstrations instead of rewards."""
     loss_type: LossType | None = None
     """Loss, by TRL's and verl's names: dapo is the mean over all tokens of the batch; grpo, that of GRPO's
     paper, the mean of each sample's own mean, in which a token of a long sample counts less, so that wrong
@@ -634,7 +646,8 @@ class Run(TrainerFields):
     rules = (_workers_are_there, _stopping_goes_by_evaluations)
 
     learning_rate: NonNegative | None = None
-    """Initial learning rate of the optimizer; unset, 1e-5 for adapters and 1e-6 where `tuning` is full."""
+    """Initial learning rate of the optimizer; unset, 1e-5 for adapters and 1e-6 where `tuning` is full, and
+    2e-5 with algorithm: sft."""
     tokens_per_forward: PositiveInt | None = None
     """Largest number of tokens in one forward pass of the update; a microbatch with more is computed in
     chunks, with the same gradients. Unset, it is what `qerl plan` finds to fit on a GPU, and there is no
@@ -644,7 +657,8 @@ class Run(TrainerFields):
     1024, or 64 where an environment answers."""
     metric_for_best_model: Text | None = None
     """Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss:
-    eval_loss is minus eval_reward."""
+    eval_loss is minus eval_reward. With algorithm: sft it is the loss of held-out demonstrations, and chosen
+    by."""
     early_stopping_patience: PositiveInt | None = None
     """Number of evaluations in a row without a better metric_for_best_model after which training ends; unset,
     it goes on to its last step."""
@@ -734,8 +748,39 @@ def check_eval_batch(batch: int, group: int) -> None:
         )
 
 
+_ACT_IN_SFT = {
+    "algorithm", "reward_weights", "multi_objective_aggregation", "num_generations_eval", "temperature",
+    "top_p", "top_k", "min_p", "max_completion_length", "stop_strings", "thinking_budget", "thinking_end",
+    "max_sequences", "kv_cache_dtype", "speculative_tokens", "generation_kwargs",
+}  # fmt: skip
+"""Fields of the groups of sampling and loss that act with algorithm: sft, in its evaluations."""
+
+_NOT_IN_SFT = ("curriculum", "early_rewards", "tools", "environment")
+_OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss")
+
+
+def _demonstrations_are_not_sampled(settings: Any) -> None:
+    sft = settings.loss.algorithm == "sft"
+    for group in (settings.sampling, settings.loss, settings.noise, settings.data):
+        for field, info in type(group).model_fields.items():
+            name, value = info.alias or field, getattr(group, field)
+            acts = name in _ACT_IN_SFT if group is not settings.data else name not in _NOT_IN_SFT
+            if group is settings.noise:
+                acts = name != "noise"  # a schedule may stand beside noise: false
+            at_default = value in (info.get_default(call_default_factory=True), UNSAID.get(name))
+            if sft and not acts and not at_default and (name, value) != ("steps_per_generation", 1):
+                raise QeRLError(
+                    f"{name} has no meaning with algorithm: sft, which learns from demonstrations and "
+                    "samples in evaluations alone; remove it."
+                )
+            if not sft and name in _OF_SFT and not at_default:
+                raise QeRLError(f"{name} acts with algorithm: sft alone; set that, or remove {name}.")
+
+
 def _processes_hold_whole_groups(settings: Any) -> None:
     """Each process computes a group's prompt once."""
+    if settings.loss.algorithm == "sft":
+        return
     sampling, batch = settings.sampling, settings.run.per_device_train_batch_size
     local = batch * (sampling.steps_per_generation or 0)
     if local % sampling.num_generations:
@@ -757,6 +802,7 @@ class Settings(Group):
         _noise_fits_into_the_run,
         _evaluations_hold_whole_groups,
         _processes_hold_whole_groups,
+        _demonstrations_are_not_sampled,
     )
 
     model: Model

@@ -20,7 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from datasets import Dataset
+
 from qerl.errors import QeRLError
+from qerl.tasks.base import assistant_says
 from qerl.tasks.drawn import DrawnTask, Set
 from qerl.tasks.formats import get_format
 
@@ -248,6 +251,15 @@ class Arithmetic(DrawnTask):
         if not self.calculator:
             return [(problem.question, self.solution(problem)) for problem in self.examples]
         return [turn for number, p in enumerate(self.examples) for turn in p.session(whole=number == 0)]
+
+    def demonstrations(self, held_out: bool = False) -> Dataset:
+        """Problems with their calculations; see :meth:`Task.demonstrations`."""
+        if self.calculator:  # whose results the environment writes
+            return super().demonstrations(held_out)
+        rows = self.test() if held_out else self.train()
+        drawn = draw_problems("test" if held_out else "train", self.level, len(rows), self.seed)
+        solved = map(self.solution, drawn)
+        return rows.add_column("completion", list(map(assistant_says, solved)))
 
     def draw(self, split: Set, count: int) -> list[dict[str, Any]]:
         """Rows of one set, none of which shares plot and numbers with a row of the other."""

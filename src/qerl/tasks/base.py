@@ -90,6 +90,18 @@ class Task(ABC):
             QeRLError: The task has no held-out problems, or they cannot be loaded.
         """
 
+    def demonstrations(self, held_out: bool = False) -> Dataset:
+        """The problems with their reference solutions, which ``algorithm: sft`` learns from: the rows of
+        :meth:`train`, or of :meth:`test` if ``held_out``, with a column ``completion`` (chat messages).
+
+        Raises:
+            QeRLError: The task has no such solutions, or they cannot be loaded.
+        """
+        raise QeRLError(
+            f"Task {self.name} has no reference solutions that algorithm: sft could learn from; use "
+            "arithmetic, gsm8k, jsonl:PATH with a column completion, or demonstrations:PATH."
+        )
+
     def epoch(self, rows: Dataset) -> Dataset:
         """The training rows of an epoch: each once, unless a task overrides this.
 
@@ -163,6 +175,11 @@ class Task(ABC):
     def introduction(self) -> list[Message]:
         """The messages before a problem: the instruction, if there is one."""
         return [{"role": "system", "content": self.instruction}] if self.instruction else []
+
+
+def assistant_says(text: str) -> list[Message]:
+    """A completion as chat messages."""
+    return [{"role": "assistant", "content": text}]
 
 
 def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:

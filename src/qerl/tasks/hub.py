@@ -18,6 +18,7 @@ Of a data set with several parts only the wanted part is downloaded, and its fil
 set's README lists, and would fail if another part was downloaded.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ from datasets.exceptions import DatasetsError
 from qerl.errors import QeRLError, first_line
 from qerl.models.hub import Unreachable, download
 from qerl.tasks.answers import after_hashes
-from qerl.tasks.base import Task, as_dataset, holdout_rank
+from qerl.tasks.base import Task, as_dataset, assistant_says, holdout_rank
 from qerl.tasks.formats import get_format
 
 HELD_OUT_SHARE = 1 / 32
@@ -49,6 +50,7 @@ class Source:
         answer_format: A name from :data:`qerl.tasks.formats.FORMATS`.
         configs: The parts of the data set to read, in this order; None for a data set without parts.
         read_answer: Gives the answer in the text of the answer column, or None if it holds none.
+        read_reasoning: Gives what leads to the answer in that text; None where it is the answer alone.
     """
 
     dataset: str
@@ -59,10 +61,19 @@ class Source:
     answer_format: str = "boxed"
     configs: tuple[str | None, ...] = (None,)
     read_answer: Callable[[str], str | None] = str.strip
+    read_reasoning: Callable[[str], str | None] | None = None
+
+
+def _before_hashes(solution: str) -> str:
+    """The reasoning of a solution of GSM8K, without the marks of its calculator (``<<48/2=24>>``)."""
+    return re.sub(r"<<[^>]*>>", "", solution.rpartition("####")[0]).strip()
 
 
 SOURCES = {
-    "gsm8k": Source("openai/gsm8k", "train", "test", "question", "answer", "hashes", ("main",), after_hashes),
+    "gsm8k": Source(
+        *("openai/gsm8k", "train", "test", "question", "answer", "hashes", ("main",)),
+        *(after_hashes, _before_hashes),
+    ),
     # Its parts are the levels; see bigmath().
     "bigmath": Source("open-r1/Big-Math-RL-Verified-Processed", "train", None, "prompt", "solution"),
     # "en" leaves out the 3,282 Chinese problems, as the paper's released code does.
@@ -107,13 +118,28 @@ class HubTask(Task):
         held_out = {q: a for q, a in self._problems(self.source.train) if holdout_rank(q) < HELD_OUT_SHARE}
         return self._rows(sorted(held_out.items(), key=lambda problem: holdout_rank(problem[0])), "held-out")
 
+    def demonstrations(self, held_out: bool = False) -> Dataset:
+        """The problems with the solutions of the data set, in the form that the prompt asks for; see
+        :meth:`Task.demonstrations`."""
+        split, read = self.source.test if held_out else self.source.train, self.source.read_reasoning
+        if read is None or split is None:
+            return super().demonstrations(held_out)
+        rows = self.test() if held_out else self.train()
+        reasoning = (text for _, text in self._problems(split, read))
+        solved = [self.format.write(text, a) for text, a in zip(reasoning, rows["answer"], strict=True)]
+        return rows.add_column("completion", list(map(assistant_says, solved)))
+
     def _rows(self, problems: Iterator[tuple[str, str]] | Sequence[tuple[str, str]], what: str) -> Dataset:
         rows = ({"prompt": self.prompt(question), "answer": answer} for question, answer in problems)
         return as_dataset(rows, f"Task {self.name}, {what} set,")
 
-    def _problems(self, split: str) -> Iterator[tuple[str, str]]:
-        """Yield the question and the answer of each problem of a split."""
+    def _problems(
+        self, split: str, read: Callable[[str], str | None] | None = None
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the question of each problem of a split, and what is read of its answer: by default the
+        answer."""
         source = self.source
+        read = read or source.read_answer
         for config in source.configs:
             where = f"{source.dataset}{f' ({config})' if config else ''}, split {split}"
             data = part_of(source.dataset, config, split, where)
@@ -125,7 +151,7 @@ class HubTask(Task):
                     )
             for number, row in enumerate(data.select_columns([source.question, source.answer])):
                 question, stated = row[source.question], row[source.answer]
-                answer = None if stated is None else source.read_answer(str(stated))
+                answer = None if stated is None else read(str(stated))
                 if not question or not answer:
                     raise QeRLError(
                         f"The data set {where}, states no {'answer' if question else 'question'} in row "

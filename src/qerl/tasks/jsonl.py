@@ -8,7 +8,8 @@ A line states the problem in exactly one of three columns, and the right answer 
 ``question`` and ``prompt`` are text, or chat messages as in ``messages``. The task's instruction is put in
 front, unless the messages begin with a system message, which then has to ask for that format itself. Other
 columns reach the reward functions by name, as None for lines that lack them. A column whose name TRL already
-uses for an argument of reward functions is refused.
+uses for an argument of reward functions is refused. ``completion``, a text or the assistant's messages, is
+the reference solution, which ``algorithm: sft`` learns from; rewards never see it, as in TRL.
 
 A bad line stops the run before it starts: dropping it would train on something other than the file.
 """
@@ -24,13 +25,13 @@ from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.rewards.text import Message
-from qerl.tasks.base import Task, as_dataset, holdout_rank
+from qerl.tasks.base import Task, as_dataset, assistant_says, holdout_rank
 from qerl.tasks.formats import get_format
 
 _PROBLEM_COLUMNS = ("prompt", "question", "messages")
 # Columns that TRL passes to reward functions itself, drops, or reads as images or as the template of a row.
 _TAKEN_COLUMNS = frozenset(
-    {"prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
     | {"environment", "environments", "image", "images", "chat_template_kwargs"}
 )
 _ROLES = ("system", "user", "assistant")
@@ -58,22 +59,28 @@ class Jsonl(Task):
 
     def train(self) -> Dataset:
         """The problems of the file without the held-out ones; see :meth:`Task.train`."""
-        rows = self._read(self.path)
-        held_out = self._held_out(rows)
-        return as_dataset([row for row in rows if _key(row) not in held_out], f"The data file {self.path}")
+        return self._rows(held_out=False)
 
     def test(self) -> Dataset:
         """The problems of the second file, or those that ``test_size`` holds out; see :meth:`Task.test`."""
-        if self.test_path is not None:
-            return as_dataset(self._read(self.test_path), f"The data file {self.test_path}")
-        if not self.test_size:
+        return self._rows(held_out=True)
+
+    def demonstrations(self, held_out: bool = False) -> Dataset:
+        """The problems with their completions; see :meth:`Task.demonstrations`."""
+        return self._rows(held_out, solved=True)
+
+    def _rows(self, held_out: bool, solved: bool = False) -> Dataset:
+        if held_out and self.test_path is not None:
+            return as_dataset(self._read(self.test_path, solved), f"The data file {self.test_path}")
+        if held_out and not self.test_size:
             raise QeRLError(
                 f"Task {self.name} has no held-out problems; set test_size in task_options, or name a "
                 "second file there with test_path."
             )
-        rows = self._read(self.path)
-        held_out = self._held_out(rows)
-        return as_dataset([row for row in rows if _key(row) in held_out], f"The data file {self.path}")
+        rows = self._read(self.path, solved)
+        others = self._held_out(rows)
+        chosen = [row for row in rows if (_key(row) in others) == held_out]
+        return as_dataset(chosen, f"The data file {self.path}")
 
     def _held_out(self, rows: list[dict[str, Any]]) -> set[str]:
         problems = {_key(row) for row in rows}
@@ -84,7 +91,7 @@ class Jsonl(Task):
             )
         return set(sorted(problems, key=holdout_rank)[: self.test_size])
 
-    def _read(self, path: Path) -> list[dict[str, Any]]:
+    def _read(self, path: Path, solved: bool) -> list[dict[str, Any]]:
         try:
             if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
                 raise QeRLError(
@@ -101,27 +108,17 @@ class Jsonl(Task):
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    rows.append(self._row(line))
+                    rows.append(self._row(_object(line), solved))
                 except ValueError as error:
                     raise QeRLError(f"{path}, line {number}: {error}.") from error
         return rows
 
-    def _row(self, line: bytes) -> dict[str, Any]:
-        """The row that a line of the file states.
+    def _row(self, row: dict[str, Any], solved: bool) -> dict[str, Any]:
+        """The row that a line of the file states, with its completion if ``solved``.
 
         Raises:
             ValueError: The line is wrong; the message says how.
         """
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"this is not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError("a line must be a JSON object with the columns question and answer")
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"a text holds half of a character ({error.object[error.start]!a})") from error
         taken = sorted(_TAKEN_COLUMNS & row.keys())
         if taken:
             raise ValueError(f"the column {taken[0]} has a name that TRL uses itself; rename it")
@@ -132,7 +129,9 @@ class Jsonl(Task):
                 f"{' and '.join(given) or ', '.join(row) or 'no columns'}"
             )
         solution = self._solution(row)
-        others = {k: v for k, v in row.items() if k not in (*_PROBLEM_COLUMNS, *solution)}
+        if solved:
+            solution["completion"] = completion_of(row)
+        others = {k: v for k, v in row.items() if k not in (*_PROBLEM_COLUMNS, *solution, "completion")}
         return {"prompt": self._messages(row[given[0]]), **solution, **others}
 
     def _solution(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -144,16 +143,63 @@ class Jsonl(Task):
             if not problem.strip():
                 raise ValueError("the problem is empty")
             return self.prompt(problem)
-        if not isinstance(problem, list) or not all(map(_is_message, problem)):
-            raise ValueError(
-                f"the problem must be text, or a list of messages with content and one of the roles "
-                f"{', '.join(_ROLES)}"
-            )
-        if not problem or problem[-1]["role"] != "user":
-            raise ValueError("the last message must be the user's")
-        chat = [{"role": message["role"], "content": message["content"]} for message in problem]
+        chat = messages_of(problem, "the problem", "user")
         own_instruction = chat[0]["role"] == "system"
         return chat if own_instruction else [*self.introduction(), *chat]
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """What a line of JSON holds.
+
+    Raises:
+        ValueError: It is no object, or no text that can be written again.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError("a line must be a JSON object with the columns question and answer")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text holds half of a character ({error.object[error.start]!a})") from error
+    return row
+
+
+def messages_of(value: Any, what: str, last: str) -> list[Message]:
+    """A list of chat messages, of whose keys role and content are kept.
+
+    Args:
+        value: What the file has.
+        what: Its name in an error.
+        last: The role of its last message.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(value, list) or not all(map(_is_message, value)):
+        raise ValueError(
+            f"{what} must be text, or a list of messages with content and one of the roles "
+            f"{', '.join(_ROLES)}"
+        )
+    if not value or value[-1]["role"] != last:
+        raise ValueError(f"the last message must be the {last}'s")
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def completion_of(row: dict[str, Any]) -> list[Message]:
+    """The column ``completion`` of a row as chat messages.
+
+    Raises:
+        ValueError: There is none, or it is something else.
+    """
+    completion = row.get("completion")
+    if completion is None:
+        raise ValueError("algorithm: sft learns from the column completion, which is missing; add it")
+    if isinstance(completion, str) and completion:
+        return assistant_says(completion)
+    return messages_of(completion, "the completion", "assistant")
 
 
 def _is_message(message: Any) -> bool:
@@ -176,5 +222,6 @@ def _answer(value: Any) -> str:
 
 def _key(row: dict[str, Any]) -> str:
     """The problem itself: another instruction must not move it into the other set."""
-    messages = row["prompt"]
-    return json.dumps(messages[1:] if messages[0]["role"] == "system" else messages)
+    messages = row.get("messages") or row["prompt"]
+    asked = isinstance(messages, list) and messages[0]["role"] == "system"
+    return json.dumps(messages[1:] if asked else messages)

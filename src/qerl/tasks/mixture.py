@@ -100,6 +100,13 @@ class Mixture(Task):
         weights = {name: part.weight for name, part in self.parts.items()}
         return as_dataset(_in_proportion(rows, weights), _WHAT)
 
+    def demonstrations(self, held_out: bool = False) -> Dataset:
+        """Those of all parts, in the order of :meth:`train` or :meth:`test`."""
+        rows = {name: _of_part(name, part.task.demonstrations(held_out)) for name, part in self.parts.items()}
+        weights = {name: part.weight for name, part in self.parts.items()}
+        every = _in_proportion(rows, weights) if held_out else [row for own in rows.values() for row in own]
+        return as_dataset(every, _WHAT)
+
     def epoch(self, rows: Dataset) -> Dataset:
         """The rows as often as their weights ask for; every row at least once.
 

@@ -18,6 +18,7 @@ from qerl.tasks.arithmetic import Arithmetic
 from qerl.tasks.base import Task
 from qerl.tasks.code import Code
 from qerl.tasks.custom import load_task
+from qerl.tasks.demonstrations import Demonstrations
 from qerl.tasks.guess_number import GuessNumber
 from qerl.tasks.hub import SOURCES, HubTask, bigmath
 from qerl.tasks.jsonl import Jsonl
@@ -38,6 +39,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 FAMILIES: dict[str, tuple[Callable[..., Task], str]] = {
     "jsonl": (Jsonl, "jsonl:PATH for a file of your own"),
     "code": (Code, "code:PATH for programming problems with tests"),
+    "demonstrations": (Demonstrations, "demonstrations:PATH for conversations to learn from"),
     "reasoning_gym": (ReasoningGym, "reasoning_gym:NAME for a generator of reasoning-gym"),
     "verifiers": (Verifiers, "verifiers:NAME for a task set of verifiers"),
 }

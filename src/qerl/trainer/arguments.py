@@ -46,6 +46,7 @@ from qerl.settings.config import QeRLConfig, as_ours, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.together import Together
 from qerl.trainer.data import check_metric, sound_data, streams_as_given
+from qerl.trainer.demonstrations import ReadyDemonstrations, check_prompts
 from qerl.trainer.model_in_hand import check_dtype, check_optimizer, check_whole, held, weights_of
 from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.prompts import ReadyPrompts
@@ -64,6 +65,8 @@ REFUSED = {
     "quantization_config": "the field `weights` of the settings says how a model is quantised",
 }
 """Arguments of TRL's constructor that must be left out, and why."""
+
+_NO_ROLLOUT = "algorithm: sft learns from demonstrations, and its evaluations sample one turn"
 
 _OF_A_RUN = {
     "task": "hand the data to the trainer as train_dataset",
@@ -134,7 +137,7 @@ class Completed:
     calls: Together
     others: Others
     stops: tuple[Stop, ...]
-    ready: ReadyPrompts
+    ready: ReadyPrompts | ReadyDemonstrations
 
 
 def complete(
@@ -167,6 +170,9 @@ def complete(
         QeRLError: An argument is missing, is refused, contradicts another one, or cannot be loaded.
     """
     others = _others(tools, environment_factory, rollout_func)
+    demonstrations = getattr(args, "algorithm", None) == "sft"
+    if demonstrations and (others or rollout_func is not None):
+        raise QeRLError(f"{_NO_ROLLOUT}; leave tools, environment_factory and rollout_func out.")
     _check_given(model, train_dataset, peft_config, engine, others, refused)
     named = isinstance(model, str | Path)
     settings = _settings(args, model, peft_config)
@@ -178,7 +184,10 @@ def complete(
     if settings.teacher_prompt is not None and columns is not None:
         check_teacher_prompt(settings.teacher_prompt, columns)
     given_rows = eval_dataset
-    train_dataset, eval_dataset = sound_data(settings, train_dataset, eval_dataset, bool(others.factories))
+    if not demonstrations:
+        train_dataset, eval_dataset = sound_data(
+            settings, train_dataset, eval_dataset, bool(others.factories)
+        )
     calls = calls_of(reward_funcs, settings)
     if calls.early and engine is not None:
         check_tells(engine)
@@ -190,7 +199,7 @@ def complete(
     _check_template(others, tokenizer)
     stops = stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
     in_turns = bool(others) or rollout_func is not None
-    ready = ReadyPrompts.of(model, settings, tokenizer, in_turns=in_turns)
+    ready = ready_of(model, settings, tokenizer, in_turns=in_turns)
     if "max_prompt_length" not in acted_on:  # the rows of a run have been made ready
         train_dataset = ready(train_dataset, "training prompts")
         eval_dataset = ready(eval_dataset, "evaluation prompts")
@@ -199,6 +208,8 @@ def complete(
     check_policy(policy, settings, engine)
     episode_rewards = episode_rewards_of(others.judges)
     rewards = _rewards(reward_funcs, settings, episode_rewards, calls)
+    if demonstrations and rewards:
+        check_prompts(eval_dataset)
     if others.factories:
         settings.make_room_for_environments()
     return Completed(
@@ -217,6 +228,14 @@ def complete(
         stops=stops,
         ready=ready,
     )
+
+
+def ready_of(
+    model: Any, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, in_turns: bool
+) -> ReadyPrompts | ReadyDemonstrations:
+    """What makes rows ready for the algorithm of the settings; arguments and errors as `ReadyPrompts.of`."""
+    prompts = ReadyPrompts.of(model, args, tokenizer, in_turns)
+    return ReadyDemonstrations(args, tokenizer, prompts.positions) if args.algorithm == "sft" else prompts
 
 
 def _others(tools: Any, environment_factory: Any, rollout_func: Any) -> Others:
@@ -280,7 +299,7 @@ def _rewards(
 def _check_rewards(reward_funcs: Any, settings: QeRLConfig, others: Others) -> None:
     """Refuse a training that nothing rewards and no teacher leads by itself."""
     taught = settings.teacher is not None and settings.distillation_weight == 1.0
-    if not (reward_funcs or others.judges or taught):
+    if not (reward_funcs or others.judges or taught or settings.algorithm == "sft"):
         raise QeRLError(
             "reward_funcs is missing; pass a reward function, a list of them, or an environment with "
             "get_reward()."

@@ -45,6 +45,12 @@ _SHOWN = (
     ("entropy", "entropy", "{:.2f}"),
     ("sigma", "noise/sigma", "{:.0e}"),
 )
+# Where nothing was sampled.
+_SHOWN_OF_SFT = (
+    ("loss", "loss", "{:.3f}"),
+    ("held-out loss", "eval_loss", "{:.3f}"),
+    ("accuracy", "eval_rewards/accuracy/mean", "{:.2f}"),
+)
 
 
 def check_callbacks(callbacks: Any) -> None:
@@ -133,7 +139,9 @@ class ProgressBar(TrainerCallback):
             console=self.console,
         )
         self.task = self.progress.add_task(
-            "first rollout", total=state.max_steps, completed=state.global_step
+            "first step" if args.algorithm == "sft" else "first rollout",
+            total=state.max_steps,
+            completed=state.global_step,
         )
         self.progress.start()
 
@@ -154,7 +162,9 @@ class ProgressBar(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         shown = [
-            f"{label} {form.format(logs[key])}" for label, key, form in _SHOWN if logs.get(key) is not None
+            f"{label} {form.format(logs[key])}"
+            for label, key, form in (_SHOWN_OF_SFT if args.algorithm == "sft" else _SHOWN)
+            if logs.get(key) is not None
         ]
         if not shown:
             return

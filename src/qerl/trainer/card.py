@@ -20,8 +20,7 @@ _TEXT = """---
 # {name}
 
 This model is a fine-tuned version of {base}.
-It was trained by reinforcement learning with QeRL, with the arguments of TRL's GRPO trainer, a method
-introduced in [DeepSeekMath](https://huggingface.co/papers/2402.03300).
+{how}
 
 ## Quick start
 
@@ -38,6 +37,12 @@ print(output[0]["generated_text"])
 
 {versions}
 """
+
+
+_BY_REWARDS = """\
+It was trained by reinforcement learning with QeRL, with the arguments of TRL's GRPO trainer, a method
+introduced in [DeepSeekMath](https://huggingface.co/papers/2402.03300)."""
+_BY_DEMONSTRATIONS = "It was trained by supervised fine-tuning with QeRL."
 
 
 def model_card(model: nn.Module, name: str, saved_as: str, tags: list[str], dataset: str | None) -> ModelCard:
@@ -65,6 +70,7 @@ def model_card(model: nn.Module, name: str, saved_as: str, tags: list[str], data
     text = _TEXT.format(
         data=data.to_yaml(),
         name=name,
+        how=_BY_DEMONSTRATIONS if "sft" in tags else _BY_REWARDS,
         base=f"[{given}](https://huggingface.co/{given})" if on_hub else own,
         saved_as=saved_as,
         versions="\n".join(f"- {library} {number}" for library, number in versions.items()),

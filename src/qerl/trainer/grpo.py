@@ -90,12 +90,11 @@ from qerl.trainer.rollout_step import RolloutStep
 from qerl.trainer.step_log import StepLog, print_table
 from qerl.trainer.teacher import ADAPTER, Teacher
 from qerl.trainer.update_step import Microbatch, UpdateStep, load_rollouts, save_rollouts
+from qerl.update.path import UpdatePath
 from qerl.update.recompute import accept_every_n_layers, no_offload_on_cpu, recompute_every_layer
 from qerl.update.routing import routing_of
 
 logger = logging.getLogger(__name__)
-
-TAGS = ["qerl", "trl", "grpo"]
 
 # Methods of other trainers that make the loss or the rollout there.
 _NOT_CALLED = (
@@ -147,6 +146,9 @@ class QeRLTrainer(Trainer):
             loaded or trained.
     """
 
+    tags: tuple[str, ...] = ("qerl", "trl", "grpo")
+    learns_from_demonstrations = False
+
     def __init__(
         self,
         model: str | Path | PreTrainedModel | PeftModel,
@@ -169,6 +171,7 @@ class QeRLTrainer(Trainer):
     ) -> None:
         check_callbacks(callbacks)
         _check_overrides(type(self))
+        _check_algorithm(self, args)
         self._is_of_a_run = bool(acted_on)
         given = complete(
             *(model, reward_funcs, args, train_dataset, eval_dataset),
@@ -201,7 +204,7 @@ class QeRLTrainer(Trainer):
             callbacks=[_Hooks(self), *callbacks],
             optimizers=optimizers,
         )
-        self.model.add_model_tags(TAGS)
+        self.model.add_model_tags([*self.tags])
         set_seed(settings.seed, device_specific=True)  # dropout differs between processes
         if settings.disable_dropout:
             for module in policy.modules():
@@ -220,19 +223,14 @@ class QeRLTrainer(Trainer):
         self._base = base_model(policy)
         accept_every_n_layers(self.model)
         no_offload_on_cpu(args, self.accelerator.device)
-        self.update_path = ready_for_rows(policy, args)
         self._reference = Reference(args, policy) if args.beta != 0.0 else None
         if self._reference is not None and (moves := self._reference.callback()) is not None:
             self.add_callback(moves)
         if self._reference is not None and (copied := self._reference.model) is not None:
             routing_of(copied, args.replay_routing)
-        self._teacher = None
-        if args.teacher is not None:
-            self._teacher = Teacher(args, policy, self.update_path.by_segment, tokenizer)
+        self._teacher: Teacher | None = None
         recompute = functools.partial(recompute_every_layer, self.model, args)
-        self.updates = UpdateStep(
-            args, self._base, self.update_path, self.accelerator, recompute, self._teacher
-        )
+        self.updates, self.update_path = self._make_updates(policy, recompute)
         self._rollout_every = args.steps_per_generation * args.num_iterations
         # An optimizer step that a rollout outlives trains on samples of an older policy than its own.
         older = args.gradient_accumulation_steps % self._rollout_every != 0
@@ -242,6 +240,14 @@ class QeRLTrainer(Trainer):
         self._due: list[Microbatch] = []  # of the optimizer step under way
         self._order: RepeatedRows | None = None  # none where the data are a stream
         self._writes_to: Path | None = None
+
+    def _make_updates(self, policy: Any, recompute: Callable[[], bool]) -> tuple[Any, UpdatePath]:
+        """The half of a step that makes gradients, and what it runs on."""
+        args, path = self.args, ready_for_rows(policy, self.args)
+        if args.teacher is not None:
+            self._teacher = Teacher(args, policy, path.by_segment, self.processing_class)
+        updates = UpdateStep(args, self._base, path, self.accelerator, recompute, self._teacher)
+        return updates, path
 
     def _start_rollouts(self, given: Any, rollout_func: Callable[..., Any] | None) -> None:
         args, tokenizer, others = self.args, given.tokenizer, given.others
@@ -266,7 +272,8 @@ class QeRLTrainer(Trainer):
             pool = ToolPool(args.tool_timeout, args.tool_output_limit, given.calls.beside)
             limits = Limits(args.max_tool_calling_iterations, args.tool_errors, bool(args.stop_strings))
             self._conversations = Conversations(tokenizer, args.chat_template_kwargs, others, pool, limits)
-        self._log = StepLog(self.accelerator.device, given.calls.early, args.generation_batch_size)
+        longest = args.generation_batch_size or args.per_device_eval_batch_size
+        self._log = StepLog(self.accelerator.device, given.calls.early, longest)
         self.rollouts = RolloutStep(
             args=args,
             engine=self.engine,
@@ -508,7 +515,7 @@ class QeRLTrainer(Trainer):
     def _loader(self, rows: Any, batch: int, order: RepeatedRows | None) -> DataLoader:
         args, streamed = self.args, order is None
         if args.remove_unused_columns and (names := getattr(rows, "column_names", None)):
-            rows = rows.remove_columns([name for name in names if name != "prompt"])
+            rows = rows.remove_columns([x for x in names if x not in ("prompt", "input_ids", "labels")])
         if streamed and args.dataloader_num_workers:
             logger.warning(
                 "A stream is read by one worker, which keeps groups whole: dataloader_num_workers is 0."
@@ -601,7 +608,7 @@ class QeRLTrainer(Trainer):
         self.rollouts.begin_evaluation()
         self._log.begin(metric_key_prefix)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        rewards = self._log.metrics["eval"]["reward"]
+        rewards = self._log.metrics["eval"].get("reward", [])
         valid = [value for value in rewards if value == value]
         if valid:
             output.metrics[f"{metric_key_prefix}_loss"] = -sum(valid) / len(valid)
@@ -668,7 +675,7 @@ class QeRLTrainer(Trainer):
             return
         folder = Path(str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        every = [*TAGS, *([tags] if isinstance(tags, str) else tags or ())]
+        every = [*self.tags, *([tags] if isinstance(tags, str) else tags or ())]
         saved_as = self.args.hub_model_id or folder.as_posix()
         policy = self.accelerator.unwrap_model(self.model)
         name = model_name or Path(saved_as).name
@@ -795,6 +802,17 @@ def _check_overrides(subclass: type) -> None:
                 f"{subclass.__name__} overrides {name}, which QeRLTrainer does not call; give rewards, "
                 "rollout_func or loss_type, or call a loss of your own through qerl.update.driver.LossDriver."
             )
+
+
+def _check_algorithm(trainer: QeRLTrainer, args: Any) -> None:
+    """Refuse settings that are for the other trainer."""
+    if (getattr(args, "algorithm", "grpo") == "sft") == trainer.learns_from_demonstrations:
+        return
+    if trainer.learns_from_demonstrations:
+        raise QeRLError(
+            f"{type(trainer).__name__} learns from demonstrations; pass args=QeRLConfig(algorithm='sft')."
+        )
+    raise QeRLError("algorithm: sft learns from demonstrations; use QeRLSFTTrainer in place of QeRLTrainer.")
 
 
 def _stop_tokens(policy: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

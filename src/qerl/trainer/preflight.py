@@ -63,7 +63,10 @@ def preflight(config: QeRLConfig) -> Parts:
     """
     assert config.task is not None
     task = get_task(config.task, **config.task_options)
-    if not task.on_hub:
+    if config.algorithm == "sft":
+        if not task.on_hub:
+            task.demonstrations()
+    elif not task.on_hub:
         rows = task.epoch(task.train())
         check_length(config, len(rows))
         if config.teacher_prompt is not None:

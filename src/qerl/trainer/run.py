@@ -26,8 +26,9 @@ from qerl.run_folder import CONFIG_FILE
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import dump
 from qerl.tasks.base import Task
-from qerl.trainer.arguments import RUN_FIELDS
+from qerl.trainer.arguments import RUN_FIELDS, ready_of
 from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
+from qerl.trainer.demonstrations import ReadyDemonstrations
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.preflight import check_length, preflight
@@ -35,6 +36,7 @@ from qerl.trainer.processes import ends_together
 from qerl.trainer.prompts import ReadyPrompts, sound_prompts
 from qerl.trainer.resume.changes import prepare_folder
 from qerl.trainer.resume.claim import claimed
+from qerl.trainer.sft import QeRLSFTTrainer
 from qerl.update.chunks import refuse_memory_error
 
 
@@ -46,11 +48,13 @@ class RunResult:
         folder: The run folder.
         interrupted: Whether Ctrl-C or SIGTERM ended it before its last step.
         step: Optimizer steps done.
+        judged: Whether completions have rewards, by which `qerl eval` can score.
     """
 
     folder: Path
     interrupted: bool
     step: int
+    judged: bool = True
 
 
 def train(config: QeRLConfig, console: Console) -> RunResult:
@@ -78,7 +82,7 @@ def train(config: QeRLConfig, console: Console) -> RunResult:
                 trainer.save_final(folder)
     if interrupted:
         console.print(f"Saved {folder}/checkpoint-{step}. Go on with: --resume_from_checkpoint true")
-    return RunResult(folder, interrupted, step)
+    return RunResult(folder, interrupted, step, bool(trainer.reward_funcs))
 
 
 def _write_settings(config: QeRLConfig, folder: Path) -> None:
@@ -131,11 +135,12 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     check_trainable(config, model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
     in_turns = bool(parts.tools) or parts.environment_factory is not None
-    ready = ReadyPrompts.of(model, config, tokenizer, in_turns=in_turns)
+    ready = ready_of(model, config, tokenizer, in_turns=in_turns)
     train_set, eval_set = _datasets(config, parts.task, ready)
     policy = make_policy(config, model, console)
     guard = InterruptGuard(console)
-    trainer = QeRLTrainer(
+    make = QeRLSFTTrainer if config.algorithm == "sft" else QeRLTrainer
+    trainer = make(
         model=policy,
         reward_funcs=parts.rewards,
         args=config,
@@ -164,10 +169,23 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     return trainer, guard
 
 
-def _datasets(config: QeRLConfig, task: Task, ready: ReadyPrompts) -> tuple[Dataset, Dataset | None]:
-    """Prompts to train on, and those to evaluate on if the run does; the task learns how a turn begins."""
+def _datasets(
+    config: QeRLConfig, task: Task, ready: ReadyPrompts | ReadyDemonstrations
+) -> tuple[Dataset, Dataset | None]:
+    """Rows to train on, and those to evaluate on if the run does; the task learns how a turn begins."""
     chat = Chat(ready.tokenizer, config.chat_template_kwargs)
     task.opening = chat.opening
+    if config.algorithm == "sft":
+
+        def demonstrations(held_out: bool, what: str) -> Dataset:
+            rows = task.demonstrations(held_out)
+            return ready(chat.dataset(rows) if task.rewards else rows, what)
+
+        train_set = task.epoch(demonstrations(False, "training demonstrations"))
+        if not config.evaluates:
+            return train_set, None
+        held_out = demonstrations(True, "held-out demonstrations")
+        return train_set, held_out.select(range(min(config.eval_samples, len(held_out))))
 
     def prompts(rows: Dataset, what: str) -> Dataset:
         found: Dataset = ready(chat.dataset(sound_prompts(rows, f"the {what}")), what)

@@ -98,6 +98,7 @@ class LossDriver:
 
     Attributes:
         update_path: Which parts of the model run on this project's kernels, and why others do not.
+        retry: Divides calls into chunks, and halves these where memory runs out.
 
     Raises:
         QeRLError: A packed row gives other log-probabilities than the sequences in it.
@@ -117,7 +118,7 @@ class LossDriver:
         self.update_path: UpdatePath = use_kernels(self._base)
         if tokens_per_forward is None and self._base.device.type == "cpu":
             tokens_per_forward = CPU_TOKENS
-        self._retry = MemoryRetry(
+        self.retry = MemoryRetry(
             tokens_per_forward, recompute_every_layer=recompute_every_layer, advice=advice
         )
         self._calls = 0
@@ -129,7 +130,7 @@ class LossDriver:
     @property
     def tokens_per_forward(self) -> int | None:
         """The limit that holds at present; lower once memory has run out."""
-        return self._retry.max_tokens
+        return self.retry.max_tokens
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None = None
@@ -188,7 +189,7 @@ class LossDriver:
 
     def _retried(self, one: _Pass, undo: Any) -> LossOutput:
         self._calls += 1
-        return self._retry.run(self._calls, lambda: self._run(one), undo)
+        return self.retry.run(self._calls, lambda: self._run(one), undo)
 
     def _run(self, one: _Pass) -> LossOutput:
         """All chunks of a call."""
@@ -199,14 +200,14 @@ class LossDriver:
             (pulling if one.loss.pulls(datum) else quiet).append(at)
         total = 0.0
         for rows, with_graph in ((pulling, torch.is_grad_enabled()), (quiet, False)):
-            for chunk in self._retry.split(rows, one.lengths) if rows else []:
+            for chunk in self.retry.split(rows, one.lengths) if rows else []:
                 with torch.set_grad_enabled(with_graph):
                     total += self._run_chunk(one, chunk, logprobs)
         return LossOutput(logprobs, {"loss:sum": total})
 
     def _run_chunk(self, one: _Pass, chunk: list[int], logprobs: list[torch.Tensor]) -> float:
         """Forward of some data and, where gradients are on, backward; their loss."""
-        self._retry.note_forward(chunk, one.lengths)
+        self.retry.note_forward(chunk, one.lengths)
         row, places = _join(one, chunk, self._base.device)
         hidden_LD = hidden_states(self._base.base_model, row, self.update_path.by_segment)
         head = Head.of(self._base)

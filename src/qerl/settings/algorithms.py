@@ -1,0 +1,55 @@
+"""Presets of papers: what an algorithm sets, and what is set without one."""
+
+from typing import Any
+
+UNSAID: dict[str, Any] = {
+    "loss_type": "dapo",
+    "epsilon": 0.2,
+    "importance_sampling_level": "token",
+    "use_rollout_logprobs": False,
+    "scale_rewards": "group",
+    "overlong_buffer": 0.0,
+    "dynamic_sampling_rounds": 0,
+    "signal": "reward",
+    "beta": 0.0,
+    "use_bias_correction_kl": True,
+}
+"""What fields hold that neither the user nor the algorithm sets; TRL's defaults where it has them."""
+
+_OF_DAPO = {"dynamic_sampling_rounds": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": UNSAID | {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False},
+    "dr_grpo": UNSAID | {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "dapo": UNSAID | _OF_DAPO | {"epsilon_high": 0.28},
+    "gspo": UNSAID
+    | {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "cispo": UNSAID | _OF_DAPO | {"loss_type": "cispo", "epsilon_high": 5.0},
+    "dppo": UNSAID
+    | {"loss_type": "dppo_tv", "delta": 20.0, "use_rollout_logprobs": True, "scale_rewards": "none"},
+    "distill": UNSAID,
+    "sft": UNSAID,
+}
+"""What an algorithm sets where nobody has set the field.
+
+- "grpo": arXiv 2402.03300, with its KL of weight 0.04 to the reference, not multiplied by the ratio.
+- "dr_grpo": arXiv 2503.20783: no division by lengths or by standard deviations, no KL.
+- "dapo": arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment, whose interval there
+  is a fifth of the longest response). Its authors punish truncated samples instead of masking them; both at
+  once would leave short wrong answers with an advantage and nothing against it.
+- "gspo": arXiv 2507.18071, with its clip distances.
+- "cispo": MiniMax-M1, arXiv 2506.13585, which takes dynamic sampling and the length penalty from DAPO. It
+  does not say its upper bound; 5 is one of those of ScaleRL (arXiv 2510.13786), and TRL's recommendation.
+- "dppo": arXiv 2602.04879. The mask by total variation, to the sampler, is the paper's; its threshold of 0.2
+  and plain centred advantages are those of prime-rl, the largest ratio of 20 is that of the authors' code in
+  verl.
+- "distill" and "sft": nothing but what stands anyway; the one has a `teacher`, the other no rewards.
+
+What papers say of the budget (samples of a prompt, batches, lengths) and learning rates, which they chose for
+training all weights and which are too small for adapters, is not set.
+"""

@@ -1,0 +1,174 @@
+"""Demonstrations as tokens and labels: which tokens `algorithm: sft` learns from, as in TRL's `SFTTrainer`.
+
+A row has `messages`, or a `prompt` and its `completion`, both chat messages or both text. Labels are the
+tokens themselves, and `IGNORE` where the loss does not look. By default it looks at what the assistant wrote
+in `messages` (`qerl.models.chat.Chat.turns`), and at the completion of a prompt. Text is followed by the
+end-of-sequence token.
+
+A prompt stands in its demonstration as the model will meet it, token by token. Where it does not, because the
+template writes it otherwise or tokens merge across its end, the row is refused; TRL warns and trains on
+another prompt.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from qerl.errors import QeRLError
+from qerl.models.chat import Chat
+from qerl.ranks import is_first_process
+from qerl.settings.config import QeRLConfig
+from qerl.trainer.prompts import short_prompts, sound_prompts
+from qerl.update.packed_row import IGNORE
+
+logger = logging.getLogger(__name__)
+
+ADDED = ("completion", "messages", "input_ids", "labels")
+"""Columns that a problem's row has beyond those of RL."""
+
+_LENGTH = "tokens before it was cut"
+
+
+def check_columns(rows: Any, what: str) -> None:
+    """Refuse what is no data set of demonstrations.
+
+    Raises:
+        QeRLError: It is a stream or something else, has no row, or lacks the columns.
+    """
+    if not isinstance(rows, Dataset):
+        raise QeRLError(
+            f"{what} is a {type(rows).__name__}; algorithm: sft learns from a Dataset, so pass one."
+        )
+    columns = rows.column_names
+    if "messages" not in columns and not {"prompt", "completion"} <= {*columns}:
+        raise QeRLError(
+            f"{what} has neither the column `messages` nor `prompt` and `completion`, only "
+            f"{', '.join(columns)}; rename or make them with `map`."
+        )
+    if not len(rows):
+        raise QeRLError(f"{what} has no row; check how it was filtered.")
+
+
+def check_prompts(rows: Any) -> None:
+    """Refuse held-out rows without a prompt to sample from.
+
+    Args:
+        rows: Made ready; several by name, or None.
+
+    Raises:
+        QeRLError: One has none.
+    """
+    for some in rows.values() if isinstance(rows, dict) else [rows]:
+        if some is not None and ("prompt" not in some.column_names or None in some["prompt"]):
+            raise QeRLError(
+                "Reward functions judge samples of held-out prompts, and held-out rows have `messages`; give "
+                "them as `prompt` and `completion`, or leave reward functions out."
+            )
+
+
+@dataclass(frozen=True)
+class ReadyDemonstrations:
+    """Gives the rows with the columns `input_ids` and `labels`, cut at `max_length`.
+
+    Attributes:
+        args: Settings of the run.
+        tokenizer: Of the model.
+        positions: Of the model; None where it sets no limit.
+    """
+
+    args: QeRLConfig
+    tokenizer: PreTrainedTokenizerBase
+    positions: int | None
+
+    def __call__(self, rows: Any, what: str) -> Any:
+        """Those of these rows; ``what`` they are called, such as ``training demonstrations``. None, and rows
+        that have been made ready, stay as they are; of several by name each is made ready.
+
+        Raises:
+            QeRLError: They are no demonstrations, one cannot be rendered or is longer than the model's
+                positions, or nothing is left to learn from.
+        """
+        if rows is None or "input_ids" in (getattr(rows, "column_names", None) or ()):
+            return rows
+        if isinstance(rows, dict):
+            return {name: self(some, f"{what} of {name!r}") for name, some in rows.items()}
+        check_columns(rows, f"The data set of {what}")
+        args, chat = self.args, None
+        if self.tokenizer.chat_template is not None:
+            chat = Chat(self.tokenizer, args.chat_template_kwargs)
+        rows = sound_prompts(rows, f"the {what}")
+        rows = short_prompts(rows, args.max_prompt_length, args.chat_template_kwargs, self.tokenizer, what)
+
+        def ready(row: dict[str, Any], number: int) -> dict[str, Any]:
+            try:
+                ids, labels = self._labelled(row, chat)
+                if self.positions is not None and len(ids[: args.max_length]) > self.positions:
+                    raise QeRLError(
+                        f"It has {len(ids)} tokens and the model {self.positions} positions; set max_length: "
+                        f"{self.positions}, which cuts it."
+                    )
+            except QeRLError as error:
+                raise QeRLError(f"Row {number} of the {what}: {error}") from error
+            cut = {"input_ids": ids[: args.max_length], "labels": labels[: args.max_length]}
+            return cut | {_LENGTH: len(ids)}
+
+        found = rows.map(ready, with_indices=True)
+        kept = found.filter(lambda labels: any(x != IGNORE for x in labels[1:]), input_columns="labels")
+        if not len(kept):
+            raise QeRLError(
+                f"Nothing is left to learn from in the {len(rows)} {what}: none has a token that counts "
+                f"within max_length ({args.max_length}); raise it."
+            )
+        cut = 0 if args.max_length is None else sum(n > args.max_length for n in found[_LENGTH])
+        if (cut or len(kept) < len(rows)) and is_first_process():
+            logger.warning(
+                "Of %d %s, %d have more than max_length (%s) tokens and are cut, and %d are left out, in "
+                "which no token counts.",
+                *(len(rows), what, cut, args.max_length, len(rows) - len(kept)),
+            )
+        return kept.remove_columns(_LENGTH)
+
+    def _labelled(self, row: dict[str, Any], chat: Chat | None) -> tuple[list[int], list[int]]:
+        args, only = self.args, self.args.assistant_only_loss
+        start, written = 0, None
+        if row.get("messages") is not None:
+            if args.completion_only_loss:
+                raise QeRLError("completion_only_loss needs prompt and completion, and this has messages.")
+            chat = self._needed(chat)
+            whole, written = (
+                (chat.whole(row["messages"]), None) if only is False else chat.turns(row["messages"])
+            )
+        elif isinstance(prompt := row.get("prompt"), str) and isinstance(text := row.get("completion"), str):
+            if only:
+                raise QeRLError("assistant_only_loss needs chat messages, and this is text.")
+            prompt_ids, end = self.tokenizer(prompt)["input_ids"], self.tokenizer.eos_token
+            whole = self.tokenizer(prompt + text + ("" if text.endswith(end) else end))["input_ids"]
+            if whole[: len(prompt_ids)] != prompt_ids:
+                raise QeRLError(
+                    "Tokens merge across the end of the prompt, which the model would meet otherwise; end it "
+                    "elsewhere, for example in front of a space."
+                )
+            start = len(prompt_ids)
+        elif isinstance(prompt, list) and isinstance(said := row.get("completion"), list):
+            chat = self._needed(chat)
+            whole, written = chat.turns([*prompt, *said]) if only else (chat.whole([*prompt, *said]), None)
+            start = chat.before(prompt, whole)
+        else:
+            raise QeRLError(
+                "it has neither messages nor a prompt with a completion of its kind, text or chat."
+            )
+        if args.completion_only_loss is False:
+            start = 0
+        labels = [
+            token if at >= start and (written is None or written[at]) else IGNORE
+            for at, token in enumerate(whole)
+        ]
+        return whole, labels
+
+    def _needed(self, chat: Chat | None) -> Chat:
+        if chat is None:
+            raise QeRLError("it is chat messages, and the tokenizer has no chat template; set one.")
+        return chat
