@@ -26,15 +26,18 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from bench.clock import Clock, medians, of_all
 from bench.lengths import KINDS, draw_lengths
@@ -49,6 +52,7 @@ from qerl.measure.gauge import gauge
 from qerl.measure.model_config import declared, model_config, shape_of, sizes_of
 from qerl.measure.random_model import adapted_linears, random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
+from qerl.plan.parts import Weights
 from qerl.plan.propose import beyond_host, fastest
 from qerl.plan.render import would_fit
 from qerl.plan.settings import published_bytes
@@ -60,7 +64,9 @@ from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.rollout.session import whole_completions
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.step_log import used_bytes
+from qerl.trainer.teacher import Teacher
 from qerl.weight_formats import FORMATS, WeightFormatName
 
 _TRL_STEP = "bench.peers.trl_step"  # runs in the peer's process, which alone imports it
@@ -140,6 +146,7 @@ def measure(
     lengths: list[int],
     steps: int,
     profile: bool = False,
+    teacher: PreTrainedModel | None = None,
 ) -> list[dict[str, float]]:
     """Runs GRPO steps and returns what `Clock` saw of each, of all processes together.
 
@@ -157,16 +164,18 @@ def measure(
         lengths: Tokens of each completion of this process.
         steps: Optimizer steps after the first.
         profile: Print the kernels of the last update.
+        teacher: Whose distributions the policy learns, beside nothing else; None for GRPO.
     """
+    distilled = {"algorithm": "distill", "teacher": "random"} if teacher is not None else {}
     watch = TimedEngine(engine, lengths, steps if profile else None)
     clock = Clock(watch)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, taught_by(teacher):
         trainer = make_trainer(
             policy, watch, clock, sizes, prompts, prompt_tokens, num_generations=samples,
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=samples * prompts // microbatch,
             tokens_per_forward=tokens_per_forward, gradient_checkpointing_kwargs=checkpointing,
-            max_completion_length=tokens, max_steps=steps + 1, output_dir=folder,
+            max_completion_length=tokens, max_steps=steps + 1, output_dir=folder, **distilled,
         )  # fmt: skip
         trainer.train()
     if watch.trace is not None:
@@ -176,6 +185,19 @@ def measure(
             )
         )
     return clock.rows if _processes()[1] == 1 else of_all(gather_object([clock.rows]))
+
+
+@contextmanager
+def taught_by(model: PreTrainedModel | None) -> Iterator[None]:
+    """A block in which a teacher that is a model of its own is this one, whatever its name."""
+
+    def take(self: Teacher, *_: Any) -> None:
+        assert model is not None
+        self._by_segment = ready_for_rows(model, self._args).by_segment
+        self.model = model
+
+    with mock.patch.object(Teacher, "_load", take):
+        yield
 
 
 def make_trainer(
@@ -217,6 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--peers", nargs="+", default=[], choices=["trl-vllm"], help="measure these as well")
     parser.add_argument("--rank", type=int, nargs="+", default=[32], help="LoRA rank")
+    parser.add_argument("--teacher", help="distil from a random teacher of this shape, in the same format")
     parser.add_argument("--lora_experts", choices=["shared", "each"], help="adapt experts, too")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
@@ -244,7 +267,9 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
         shape = shape_of(args.shape)
         policy = random_policy(shape, weights, rank, positions, lora_experts=args.lora_experts)
         engine = PagedEngine(policy, 0, min(args.samples * max(args.prompts), MAX_ROWS))
-        resident = (_requested() - before) / 1e9
+        resident, teacher = (_requested() - before) / 1e9, None
+        if args.teacher:
+            teacher = random_policy(shape_of(args.teacher), weights, 0, positions).requires_grad_(False)
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
             tokens_per_forward, checkpointing = _settings(args, sizes, weights, rank, prompts, tokens)
             own = prompts * args.samples
@@ -253,17 +278,17 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
                 policy, engine, sizes, samples=args.samples, prompts=prompts,
                 microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
                 tokens_per_forward=tokens_per_forward, checkpointing=checkpointing, lengths=lengths,
-                steps=args.steps, profile=args.profile,
+                steps=args.steps, profile=args.profile, teacher=teacher,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
                 "processes": processes, "completion_tokens": tokens, "resident_gb": resident,
                 "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen),
-                **({"lora_experts": args.lora_experts} if args.lora_experts else {}),
+                **{name: told for name in ("lora_experts", "teacher") if (told := getattr(args, name))},
                 "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
                 "steps": seen,
             }  # fmt: skip
-        del policy, engine
+        del policy, engine, teacher
         gc.collect()  # the trainer and its model refer to each other
         torch.cuda.empty_cache()
 
@@ -289,12 +314,21 @@ def _settings(
         sequences=min(samples, MAX_ROWS), microbatch=microbatch,
         microbatches=samples // microbatch, processes=_processes()[1],
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),
+        **of_teacher(args.teacher, weights),
     )  # fmt: skip
     choices = [tokens_per_forward] if tokens_per_forward else None, [every] if every else None
     found = fastest(sizes, work, total_bytes(_DEVICE), *choices)
     if found is None:
         raise does_not_fit(f"A step of {args.shape}", sizes, work, total_bytes(_DEVICE), *choices)
     return found.tokens_per_forward, found.checkpointing
+
+
+def of_teacher(name: str | None, weights: WeightFormatName) -> dict[str, Any]:
+    """The fields of `Work` that say what a random teacher of this shape takes."""
+    if name is None:
+        return {}
+    sizes = sizes_of(shape_of(name))
+    return {"teacher": sizes, "teacher_bytes": Weights(sizes, FORMATS[weights]).bytes}
 
 
 def does_not_fit(what: str, sizes: Sizes, work: Work, capacity: int, *choices: Any) -> QeRLError:

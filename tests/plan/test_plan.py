@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from bench.result import RESULTS, read_rows
+from bench.step import of_teacher
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.families.sizes import PUBLISHED as CONFIGS
@@ -220,6 +221,7 @@ def test_prediction_of_recorded_peaks(row):
             microbatches=samples // row["microbatch"],
             tokens_per_forward=row.get("tokens_per_forward"),
             every_n_layers=row.get("every_n_layers", 1),
+            **of_teacher(row.get("teacher"), row["weights"]),
         ),
         GB80,
     )
