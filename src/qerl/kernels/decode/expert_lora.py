@@ -89,6 +89,14 @@ def _add_items_times_b(
         tl.store(at, y + tl.dot(xa.to(b.dtype), b, out_dtype=tl.float32), mask=inside)
 
 
+def _block(rank: int, block_m: int) -> int:
+    """Inputs of A that a program multiplies at a time, and outputs of B that it computes: many where they fit
+    into the shared memory of any GPU, as each turn of a loop and each program waits for memory anew."""
+    if rank <= 32 and block_m == 16:
+        return 256
+    return 128 if rank <= 64 and block_m <= 32 else 64
+
+
 def add_expert_lora(
     x: torch.Tensor,
     lora: ExpertLoraMatrices,
@@ -115,14 +123,14 @@ def add_expert_lora(
     groups, linears, rank, width = lora.a_GLRK.shape
     outputs, places = lora.b_GLNR.shape[2], len(out_SN)
     parts, block_m = parts_of(places, width), max(16, items.size)
-    each = width if parts == 1 else LORA_PART
+    each, block = width if parts == 1 else LORA_PART, _block(rank, block_m)
     arguments = pointers(
         "items_times_a", x, x=x, a_GLRK=lora.a_GLRK, item_J2=items.item_J2, count_1=items.count_1, xa=xa
     )
     of_expert = 0 if groups == 1 else linears * rank * width
     _items_times_a[(len(items.item_J2), linears, parts)](
         *arguments, places, width, each, of_expert, L=linears, R=rank, M=items.size,
-        PADDED=items.size if in_order else 0, BLOCK_M=block_m, BLOCK_K=64,
+        PADDED=items.size if in_order else 0, BLOCK_M=block_m, BLOCK_K=block,
         num_warps=4 if rank <= 64 else 8, **dependent(x),
     )  # fmt: skip
     arguments = pointers(
@@ -130,8 +138,7 @@ def add_expert_lora(
         count_1=items.count_1, out_SN=out_SN,
     )  # fmt: skip
     of_expert = 0 if groups == 1 else linears * rank * outputs
-    block_n = 64
-    _add_items_times_b[(len(items.item_J2), linears, triton.cdiv(outputs, block_n))](
+    _add_items_times_b[(len(items.item_J2), linears, triton.cdiv(outputs, block))](
         *arguments, places, outputs, of_expert, L=linears, P=parts, R=rank, M=items.size,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, **dependent(x),
+        BLOCK_M=block_m, BLOCK_N=block, num_warps=4, **dependent(x),
     )  # fmt: skip
