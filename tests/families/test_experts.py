@@ -16,10 +16,11 @@ from qerl.families.experts import Experts, _why_not, experts_of, separated
 from qerl.fp4.format import MXFP4, NVFP4
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
-from qerl.lora.adapter import adapt, add_lora, load_adapter
+from qerl.lora.adapter import adapt, add_frozen_adapter, add_lora, load_adapter
 from qerl.lora.experts import share
 from qerl.models.load import load_model
 from qerl.settings.config import QeRLConfig
+from qerl.trainer import reference
 from qerl.trainer.ready import check_policy
 from tests.support.families import of_expert, tiny
 from tests.support.models import TINY, move_adapter
@@ -300,6 +301,24 @@ def test_experts_that_share_an_adapter_train_one_and_save_it_for_each(theirs, fo
     share(again)
     with torch.no_grad():
         equal(logits(again), logits(model), atol=0)
+
+
+def test_frozen_adapters_beside_a_shared_one_are_shared_and_the_same(theirs, folder, tmp_path):
+    model = add_lora(load(folder), 4, 8, 0.0, PROJECTIONS)
+    share(model)
+    move_adapter(model, 0.1).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    wanted, count = logits(model), len(list(model.parameters()))
+    reference._add_adapter(model)
+    add_frozen_adapter(model, "teacher", tmp_path / "adapter")
+    names = [name for name, _ in model.named_parameters() if ".experts." in name and ".lora_" in name]
+    assert all(".experts.0." in name for name in names)
+    assert sum(".teacher." in name for name in names) == sum(".ref." in name for name in names) > 0
+    for name in ("ref", "teacher"):
+        model.set_adapter(name)
+        with torch.no_grad():
+            equal(logits(model), wanted, atol=0)
+    assert len(list(model.parameters())) > count
 
 
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])

@@ -158,7 +158,7 @@ def test_a_mixture_between_two_norms(tokens, experts, chosen, hidden, inner, cla
     if lora:
         of_gate_up, of_down = adapters(weights, lora[0] or experts, lora[1])
         gate_up_ENK, down_ENK = gate_up_ENK + of_gate_up, down_ENK + of_down
-    mixtures = Mixtures(mlp, weights, tokens, EPS, weights.router_ED)
+    mixtures = Mixtures(mlp, [weights], tokens, EPS, weights.router_ED)
     for _ in range(2):
         y_TD, out_TD = torch.randn(tokens, hidden, device=DEVICE), half(tokens, hidden)
         residual_TD, w_D = y_TD.clone(), torch.rand(hidden, device=DEVICE) + 0.5
@@ -187,6 +187,18 @@ def test_a_mixture_between_two_norms(tokens, experts, chosen, hidden, inner, cla
         out_TCN = torch.einsum("tci,tcni->tcn", h, down_ENK[expert_TC]) + down_bias_EN[expert_TC]
         wanted = torch.einsum("tcn,tc->tn", out_TCN, weight_TC)
         assert error(added, wanted) < (2e-6 if EXACT else 4e-3)
+
+
+def test_the_room_for_adapters_is_that_of_the_layer_with_the_widest():
+    mlp = RoutedMLP(32, 4, 2, normalized=True)
+    plain, adapted = (
+        RoutedWeights(half(4, 64), dense(4, 64, 64, 2)[0], dense(4, 64, 32, 1)[0]) for _ in range(2)
+    )
+    adapters(adapted, 1, 32)
+    assert not len(Mixtures(mlp, [plain], 8, EPS, half(1))._xa)
+    for layers in ([plain, adapted], [adapted, plain]):
+        room = Mixtures(mlp, layers, 8, EPS, half(1))
+        assert len(room._xa) == 2 * 32 * len(room._items.token_S)
 
 
 def test_items_have_room_for_twice_an_experts_share():

@@ -61,7 +61,7 @@ def test_the_engines_buffers_are_those_that_it_makes(rank):
         weights.down_lora = ExpertLoraMatrices(down, down)
     made = 0
     for tokens in (*PREFILL_TOKENS, *(count for count in ROW_COUNTS if count <= 64)):
-        buffers = Mixtures(mlp, weights, tokens, 1e-6, like)
+        buffers = Mixtures(mlp, [weights], tokens, 1e-6, like)
         tensors = (buffers._x, buffers._h, buffers._y, buffers._xa, buffers._logits.parts_PTR)
         made += sum(tensor.nbytes for tensor in tensors)
     assert experts_bytes(sizes, 60, rank) == made

@@ -210,5 +210,5 @@ def test_adapters_that_are_not_grouped(monkeypatch):
 def test_adapters_of_several_ranks_are_not_grouped():
     experts = made("dense", None)[0]
     found = adapted(experts, ["up_proj"], 4, rank_pattern={"2.up_proj": 8})
-    reason = "the adapters of up_proj differ in rank or scaling from expert to expert"
+    reason = "the adapters of up_proj differ in kind, rank or scaling from expert to expert"
     assert why_not_grouped(found) == reason

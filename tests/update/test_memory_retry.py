@@ -34,10 +34,10 @@ class SmallMemory:
         trainer.updates._forward = self.forward
         trainer.model.get_input_embeddings().register_forward_hook(self.watch)
 
-    def forward(self, model, samples, lengths, rows):
+    def forward(self, model, samples, lengths, rows, **given):
         self.held = lengths.tokens(rows)
         self.sizes.append(self.held)
-        outputs = self._forward(model, samples, lengths, rows)
+        outputs = self._forward(model, samples, lengths, rows, **given)
         if self.phase == "forward":
             self.fill()
         return outputs

@@ -246,9 +246,13 @@ def separated(model_type: str, name: str, tensor: torch.Tensor) -> Iterator[tupl
             yield f"{place}.{number}.{each}.{_OF_EXPERT[kind]}", part
 
 
-def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
-    """Names and modules of a model's separate experts."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, Experts))
+def experts_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Experts]]:
+    """The `Experts` of a model, each with its name; what is in them, thousands of modules, is passed by."""
+    for name, child in model.named_children():
+        if isinstance(child, Experts):
+            yield f"{prefix}{name}", child
+        else:
+            yield from experts_of(child, f"{prefix}{name}.")
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ from qerl.errors import QeRLError, first_line
 from qerl.families.supported import lora_targets
 from qerl.families.towers import WRAPPED, of_wrapper
 from qerl.fp4.linear import PackedLinear
-from qerl.lora.experts import leave_separate_experts, warn_of_merging
+from qerl.lora.experts import leave_separate_experts, share, warn_of_merging
 from qerl.lora.product import DenseLoraLinear, PackedLoraLinear
 from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from qerl.seeding import derive_seed
@@ -250,6 +250,7 @@ def add_frozen_adapter(model: PeftModel, name: str, folder: Path) -> None:
             f"The adapter {folder} does not fit this model: {unmatched[0]} is in only one of the two; give "
             "the model that it was trained on."
         )
+    share(model, name, strict=False)
     for key, parameter in model.named_parameters():
         if f".{name}." in key:
             parameter.requires_grad_(False)

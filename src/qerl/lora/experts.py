@@ -16,7 +16,7 @@ Shapes: E experts, G experts or 1 where they share an adapter, R rank, K inputs,
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -103,14 +103,14 @@ class ExpertLora:
     def of(cls, experts: Experts, name: str) -> "ExpertLora | None":
         """That of the linears of this name, for which :func:`why_not_together` finds nothing; None where
         they have no active adapter."""
-        layers = [cast(LoraLinear, expert._modules[name]) for expert in experts]
+        layers = _layers(experts, name)
         if not isinstance(layers[0], BaseTunerLayer) or (active := active_adapter(layers[0])) is None:
             return None
         if _is_shared(layers, active):
             layers = layers[:1]
         return cls(
-            [layer.lora_A[active].weight for layer in layers],
-            [layer.lora_B[active].weight for layer in layers],
+            [_matrix(layer, "lora_A", active) for layer in layers],
+            [_matrix(layer, "lora_B", active) for layer in layers],
             layers[0].scaling[active],
         )
 
@@ -120,52 +120,117 @@ class ExpertLora:
         return len(self.all_a[0])
 
 
+def held_rank(experts: Experts, name: str) -> tuple[int, int]:
+    """G and the largest R of the adapters on the linears of this name, active or not; (0, 0) without."""
+    layers = _layers(experts, name)
+    if not isinstance(layers[0], BaseTunerLayer):
+        return 0, 0
+    held = [adapter for adapter in layers[0].lora_A if adapter in layers[0].r]
+    groups = 1 if all(_is_shared(layers, adapter) for adapter in held) else len(layers)
+    return groups, max((layers[0].r[adapter] for adapter in held), default=0)
+
+
 def why_not_together(experts: Experts) -> str | None:
     """Why the adapters of a layer's experts are not computed together, as the end of a sentence; None where
-    they are, and where there are none."""
+    they are, and where there are none. Asked before every use, it compares experts cheaply and asks
+    `qerl.lora.kinds.why_not` of one of them."""
     for name in LINEARS:
-        found = set()
-        for layer in (expert._modules[name] for expert in experts):
-            active = None
-            if isinstance(layer, BaseTunerLayer):
-                if reason := why_not(layer):
-                    return f"an expert's {name} {reason}"
-                active = active_adapter(layer)
-            lora = cast(LoraLinear, layer)
-            found.add((active, lora.r[active], lora.scaling[active]) if active else None)
-        if len(found) > 1:
-            return f"the adapters of {name} differ in rank or scaling from expert to expert"
+        layers = _layers(experts, name)
+        if len({_state(layer) for layer in layers}) > 1:
+            return f"the adapters of {name} differ in kind, rank or scaling from expert to expert"
+        if isinstance(layers[0], BaseTunerLayer) and (reason := why_not(layers[0])):
+            return f"an expert's {name} {reason}"
     return None
 
 
+def _layers(experts: Experts, name: str) -> list[LoraLinear]:
+    return [cast(LoraLinear, expert._modules[name]) for expert in experts]
+
+
+def _matrix(layer: nn.Module, of: str, adapter: str) -> torch.Tensor:
+    """A or B of an adapter, past the attributes of modules, which take a microsecond each."""
+    matrices = cast(nn.Module, layer._modules[of])
+    return cast(torch.Tensor, cast(nn.Module, matrices._modules[adapter])._parameters["weight"])
+
+
+def _state(layer: nn.Module) -> tuple[Any, ...]:
+    """All that decides what a layer with an adapter computes, but for its matrices."""
+    own = layer.__dict__
+    if not isinstance(layer, BaseTunerLayer) or "lora_variant" not in own:
+        return (type(layer),)
+    active = own["_active_adapter"]
+    names = (active,) if isinstance(active, str) else tuple(active)
+    matrices = cast(nn.Module, layer._modules["lora_A"])._modules
+    dropout = cast(nn.Module, layer._modules["lora_dropout"])._modules
+    of_each = (
+        (
+            *(name, name in matrices, own["r"].get(name), own["scaling"].get(name)),
+            *(own["lora_bias"].get(name), name in own["lora_variant"]),
+            getattr(dropout.get(name), "p", 0.0),
+        )
+        for name in names
+    )
+    return type(layer), own["_disable_adapters"], tuple(own["merged_adapters"]), own["training"], *of_each
+
+
 def _is_shared(layers: Sequence[LoraLinear], name: str) -> bool:
-    first, last = layers[0].lora_A[name].weight, layers[-1].lora_A[name].weight
-    return first is last
+    return _matrix(layers[0], "lora_A", name) is _matrix(layers[-1], "lora_A", name)
+
+
+def is_shared(model: nn.Module, name: str) -> bool:
+    """Whether the experts of a layer share their adapter of this name."""
+    return any(_is_shared(layers, name) for layers in _adapted(model, name))
 
 
 @torch.no_grad()
-def share(model: nn.Module, name: str = "default") -> None:
+def share(model: nn.Module, name: str = "default", strict: bool = True) -> None:
     """Give all experts of a layer the adapter of its first one, as the same parameters.
 
     Args:
         model: With an adapter of that name; a model without adapted experts is left as it is.
         name: Of the adapter.
+        strict: False to leave experts as they are whose adapters are not the same.
 
     Raises:
-        QeRLError: The experts of a layer have learned different adapters.
+        QeRLError: The experts of a layer have different adapters.
     """
-    for place, experts in experts_of(model):
+    for layers in _adapted(model, name):
+        if _differ(layers, name):
+            if strict:
+                raise QeRLError(
+                    "Experts of a layer have adapters of their own here, so they cannot share one; set "
+                    "lora_experts: each."
+                )
+            continue
+        for matrices in ("lora_A", "lora_B"):
+            first = _matrix(layers[0], matrices, name)
+            for layer in layers[1:]:
+                cast(Any, layer._modules[matrices])[name].weight = first
+
+
+def _adapted(model: nn.Module, name: str) -> Iterator[list[LoraLinear]]:
+    """The linears of one name of all experts of each layer, of which one has an adapter of that name."""
+    for _, experts in experts_of(model):
         for linear in LINEARS:
-            layers = [cast(Any, expert._modules[linear]) for expert in experts]
-            if not isinstance(layers[0], BaseTunerLayer) or name not in cast(Any, layers[0]).lora_A:
-                continue
-            for matrices in ("lora_A", "lora_B"):
-                first = getattr(layers[0], matrices)[name]
-                for layer in layers[1:]:
-                    own = getattr(layer, matrices)[name]
-                    if matrices == "lora_B" and not torch.equal(own.weight, first.weight):
-                        raise QeRLError(
-                            f"The experts of {place} have adapters of their own in this checkpoint, so they "
-                            "cannot share one; set lora_experts: each."
-                        )
-                    own.weight = first.weight
+            layers = _layers(experts, linear)
+            if any(_holds(layer, name) for layer in layers):
+                yield layers
+
+
+def _holds(layer: nn.Module, name: str) -> bool:
+    return isinstance(layer, BaseTunerLayer) and name in cast(Any, layer).lora_A
+
+
+def _differ(layers: Sequence[LoraLinear], name: str) -> bool:
+    """Whether adapters are not the same: any A is where B is zero."""
+    if not all(_holds(layer, name) for layer in layers):
+        return True
+    if len({(layer.r[name], layer.scaling[name]) for layer in layers}) > 1:
+        return True
+    first_a, first_b = (_matrix(layers[0], each, name) for each in ("lora_A", "lora_B"))
+    others = layers[1:]
+    if not all(torch.equal(_matrix(layer, "lora_B", name), first_b) for layer in others):
+        return True
+    return bool(first_b.any()) and not all(
+        torch.equal(_matrix(layer, "lora_A", name), first_a) for layer in others
+    )

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl import SyncRefModelCallback
 
 from qerl.errors import QeRLError
+from qerl.lora.experts import is_shared, share
 from qerl.settings.config import QeRLConfig
 
 ADAPTER = "ref"
@@ -141,7 +142,14 @@ def load_adapters(model: PeftModel, checkpoint: Path, reference: bool) -> bool:
     if reference and (checkpoint / ADAPTER / SAFETENSORS_WEIGHTS_NAME).is_file():
         model.add_adapter(ADAPTER, model.peft_config[active])
         model.load_adapter(str(checkpoint / ADAPTER), ADAPTER)
+        _share_as(model, active)
     return True
+
+
+def _share_as(model: PeftModel, active: str) -> None:
+    """Let experts share the reference's adapter where they share the one that trains."""
+    if is_shared(model, active):
+        share(model, ADAPTER)
 
 
 def _add_adapter(model: PeftModel) -> None:
@@ -152,9 +160,10 @@ def _add_adapter(model: PeftModel) -> None:
         return
     model.add_adapter(ADAPTER, config)
     own, copied = f".{model.active_adapter}.", f".{ADAPTER}."
-    for name, parameter in list(model.named_parameters()):
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if own in name:
             model.get_parameter(name.replace(own, copied)).data.copy_(parameter.data)
+    _share_as(model, model.active_adapter)
 
 
 def check_biases(model: PeftModel, field: str, others_have: str) -> None:

@@ -96,8 +96,10 @@ class UpdatePath:
 
     @property
     def is_slow(self) -> bool:
-        """Whether attention or adapted layers lack their kernels on a GPU, which costs time and memory."""
-        return self.unfit != NO_GPU and bool(self.unfit or self.attention.why_not or self.products.why_not)
+        """Whether attention, adapted layers or experts lack their kernels on a GPU, which costs time and
+        memory."""
+        missing = self.unfit or self.attention.why_not or self.products.why_not or self.mixtures.why_not
+        return self.unfit != NO_GPU and bool(missing)
 
     def record(self) -> dict[str, str]:
         """The path as metrics.jsonl keeps it."""
@@ -311,19 +313,22 @@ def why_not_swiglu(mlp: nn.Module) -> str | None:
 
 def why_not_grouped(experts: Experts) -> str | None:
     """Why the experts of a layer are computed one by one; None where they are multiplied in groups."""
-    for expert in experts:
-        for name in LINEARS:
+    if reason := why_not_together(experts):
+        return reason
+    for name in LINEARS:
+        first = cast(nn.Module, experts[0]._modules[name])
+        reason = why_not_fused(first, first.training) if isinstance(first, BaseTunerLayer) else None
+        if reason not in (None, NO_ADAPTER):
+            return reason
+        for expert in experts:
             linear = cast(nn.Module, expert._modules[name])
             if isinstance(linear, BaseTunerLayer):
-                reason = why_not_fused(linear, linear.training)
-                if reason not in (None, NO_ADAPTER):
-                    return reason
-                linear = linear.get_base_layer()
+                linear = cast(nn.Module, linear._modules["base_layer"])
             if type(linear) not in (PackedLinear, nn.Linear):
                 return f"an expert has a {type(linear).__name__}"
             if any(each is not None and each.requires_grad for each in linear._parameters.values()):
                 return "an expert's own weights or biases train"
-    return why_not_together(experts)
+    return None
 
 
 def _drawn(*columns: int) -> list[torch.Tensor]:

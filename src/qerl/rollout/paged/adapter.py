@@ -24,7 +24,7 @@ from qerl.families.layer import DeltaNet, LayerSpec, Product, RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.kernels.decode.expert_lora import ExpertLoraMatrices
 from qerl.kernels.limits import MAX_RANK, pad_rank
-from qerl.lora.experts import ExpertLora, why_not_together
+from qerl.lora.experts import LINEARS, ExpertLora, held_rank, why_not_together
 from qerl.lora.kinds import active_adapter, why_not
 from qerl.rollout.paged.weights import Decoder, Lora, RoutedWeights
 
@@ -36,20 +36,19 @@ def why_not_with_adapters(base: PreTrainedModel) -> str | None:
     """Why the engine would compute something else than this model with its adapters as they are now."""
     sizes = Sizes.of(base.config.get_text_config(decoder=True))
     linears = tuple(f".{target}" for target in sizes.targets)
-    experts = tuple(f"{name}." for name, _ in experts_of(base))
-    for name, module in base.named_modules():
+    mixtures = dict(experts_of(base))  # with thousands of layers, which are asked together
+    for name, module in base.named_modules(memo=set(mixtures.values())):
         last = name.split(".")[-1]
         if isinstance(module, BaseTunerLayer):
             if reason := why_not(module):
                 return f"{name} {reason}"
-            known = name.endswith(linears) or name.startswith(experts)
-            if not known and active_adapter(module) is not None:
+            if not name.endswith(linears) and active_adapter(module) is not None:
                 return f"{name} carries an adapter, and only the linears of decoder layers may"
         elif isinstance(module, AuxiliaryTrainingWrapper):
             whole = isinstance(module, ModulesToSaveWrapper) and (last in _WHOLE or last.endswith("norm"))
             if not whole:
                 return f"{name} is trained beside the adapter ({type(module).__name__})"
-    for name, mixture in experts_of(base):
+    for name, mixture in mixtures.items():
         if reason := why_not_together(mixture):
             return f"of {name}, {reason}"
     if (rank := highest_rank(base)) > MAX_RANK:
@@ -59,7 +58,10 @@ def why_not_with_adapters(base: PreTrainedModel) -> str | None:
 
 def highest_rank(base: nn.Module) -> int:
     """The largest rank of any LoRA that the model holds, active or not; 0 without."""
-    return max((_rank(module) for module in base.modules()), default=0)
+    mixtures = dict(experts_of(base))
+    of_experts = (held_rank(each, name)[1] for each in mixtures.values() for name in LINEARS)
+    others = (_rank(module) for _, module in base.named_modules(memo=set(mixtures.values())))
+    return max((*of_experts, *others), default=0)
 
 
 def inner(module: nn.Module) -> nn.Module:
@@ -102,19 +104,16 @@ class _Stacks:
 
     def __init__(self, experts: Any, weights: RoutedWeights, spec: LayerSpec) -> None:
         self._experts, self._weights, self._products = experts, weights, spec.expert_products
-        loras = [self._of(product) for product in self._products]
-        self.shapes = [self._shape(*each) for each in zip(self._products, loras, strict=True)]
+        self.shapes = [self._shape(product) for product in self._products]
 
-    def _of(self, product: Product) -> list[ExpertLora | None]:
-        return [ExpertLora.of(self._experts, linear.place) for linear in product.linears]
-
-    def _shape(self, product: Product, loras: list[ExpertLora | None]) -> tuple[int, ...] | None:
-        """G, L, R, K and N of the buffers of a product; None without an adapter."""
-        there = [lora for lora in loras if lora is not None]
-        if not there:
+    def _shape(self, product: Product) -> tuple[int, ...] | None:
+        """G, L, R, K and N of the buffers of a product, which an adapter keeps while it is not active; None
+        without one."""
+        held = [held_rank(self._experts, linear.place) for linear in product.linears]
+        groups, rank = max(groups for groups, _ in held), max(rank for _, rank in held)
+        if not groups:
             return None
-        groups, rank = max(len(lora.all_a) for lora in there), max(lora.rank for lora in there)
-        return groups, len(loras), pad_rank(rank), product.inputs, product.outputs // len(loras)
+        return groups, len(held), pad_rank(rank), product.inputs, product.outputs // len(held)
 
     def make(self, dtype: torch.dtype) -> None:
         """Makes the buffers, and hands them to the mixture."""
@@ -138,8 +137,8 @@ class _Stacks:
                 continue
             lora.a_GLRK.zero_()
             lora.b_GLNR.zero_()
-            for number, each in enumerate(self._of(product)):
-                if each is not None:
+            for number, linear in enumerate(product.linears):
+                if (each := ExpertLora.of(self._experts, linear.place)) is not None:
                     lora.a_GLRK[:, number, : each.rank].copy_(torch.stack(each.all_a))
                     scaled_GNR = torch.stack(each.all_b) * each.scaling
                     lora.b_GLNR[:, number, :, : each.rank].copy_(scaled_GNR)

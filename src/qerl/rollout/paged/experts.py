@@ -8,6 +8,8 @@ experts it will take.
 Shapes: T tokens, E experts, C chosen per token, S places of all items, D hidden, I intermediate.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
@@ -28,15 +30,16 @@ class Mixtures:
 
     Args:
         mlp: Their description.
-        weights: Of one of them.
+        layers: The weights of all of them.
         tokens: T.
         eps: What RMSNorm adds to the mean square.
         like: A tensor of the activations' dtype and device.
     """
 
     def __init__(
-        self, mlp: RoutedMLP, weights: RoutedWeights, tokens: int, eps: float, like: torch.Tensor
+        self, mlp: RoutedMLP, layers: Sequence[RoutedWeights], tokens: int, eps: float, like: torch.Tensor
     ) -> None:
+        weights = layers[0]
         hidden, device = weights.gate_up.shape[1], like.device
         self._mlp, self._eps, self._hidden = mlp, eps, hidden
         size = item_size(tokens, mlp.experts, mlp.chosen, weights.gate_up.sizes)
@@ -49,7 +52,7 @@ class Mixtures:
         self._h = torch.zeros(places * mlp.intermediate, dtype=like.dtype, device=device)
         self._y = torch.empty(places * max(hidden, 2 * mlp.intermediate), device=device)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
-        self._xa = torch.empty(_room(weights, places), device=device)
+        self._xa = torch.empty(_room(layers, places), device=device)
         self._shared_T = torch.zeros(tokens, device=device) if mlp.shared else None
         self._logits = LoraSum(torch.empty(columns, tokens, mlp.experts, device=device))
 
@@ -116,8 +119,8 @@ class Mixtures:
         return self._y[: places * width].view(places, width)
 
 
-def _room(weights: RoutedWeights, places: int) -> int:
-    """Numbers of x A^T of the experts' adapters, of whichever product has more."""
-    loras = [lora for lora in (weights.gate_up_lora, weights.down_lora) if lora is not None]
+def _room(layers: Sequence[RoutedWeights], places: int) -> int:
+    """Numbers of x A^T of the experts' adapters, of whichever product of whichever layer has most."""
+    loras = [lora for weights in layers for lora in (weights.gate_up_lora, weights.down_lora) if lora]
     shapes = [lora.a_GLRK.shape for lora in loras]
     return max((parts_of(places, k) * linears * places * r for _, linears, r, k in shapes), default=0)

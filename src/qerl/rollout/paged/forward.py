@@ -451,8 +451,8 @@ def _mixtures(decoder: Decoder, tokens: int) -> Mixtures | None:
     mlp = decoder.sizes.mixture
     if mlp is None:
         return None
-    weights = next(layer.mlp for layer in decoder.layers if isinstance(layer.mlp, RoutedWeights))
-    return Mixtures(mlp, weights, tokens, decoder.eps, decoder.embedding_VD)
+    layers = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, RoutedWeights)]
+    return Mixtures(mlp, layers, tokens, decoder.eps, decoder.embedding_VD)
 
 
 def _a(projection: Projection, xa: LoraSum) -> LoraA:

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 # What the weights of a checkpoint, or the state of its optimizer, were made for.
 _FIXED = (
     "model", "weights", "rounding", "tuning", "adapter", "lora_r", "lora_alpha", "lora_target_modules",
-    "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "lora_experts", "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon",
 )  # fmt: skip
 # What a rollout that later steps still use was cut by.
 _LAYOUT = (
