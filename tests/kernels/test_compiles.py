@@ -327,7 +327,7 @@ def walk(recorder: Recorder, target: int) -> None:
             num_key_value_heads=4, head_dim=128, max_position_embeddings=256, norm_topk_prob=True,
         )  # fmt: skip
         DenseExperts.in_order, DenseExperts.sizes = True, NVFP4Experts.sizes
-        decode(128, 32, 0, fp8=False, prefill=True, shape=mixture, expert_rank=256)
+        decode(128, 32, 0, fp8=False, prefill=True, shape=mixture, expert_rank=64)
         DenseExperts.sizes = (16, 64)
         decode(8, 32, 0, fp8=False, shape=mixture, expert_rank=16)
         recorder.walk = "experts with biases and clamps"
