@@ -218,6 +218,27 @@ def test_resume_is_bit_exact(make, teachers, tmp_path, name, changes):
     assert all(p.equal(own[name]) for name, p in whole.model.named_parameters())
 
 
+def test_a_folder_of_the_teachers_name_is_left_alone(make, teachers, tmp_path):
+    folder = tmp_path / "saved"
+    mine = folder / "teacher" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    for named in ("adapter", "model"):
+        trainer = make(teacher=teachers[named][0], name=named)
+        trainer.save_model(str(folder))
+        assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
+        assert (folder / "adapter_model.safetensors").is_file()
+
+
+def test_a_step_without_a_token_to_learn_from_has_gradients_of_zero(make, teachers):
+    trainer = make(teacher=teachers["adapter"][0])
+    parts = rollout_of(trainer, [row for row in ROWS for _ in range(GROUP)])
+    for sample in samples_of(parts):
+        sample.masked = True
+    assert update_of(trainer, parts).item() == 0
+    assert all(not grad.any() for grad in gradients(trainer.model).values())
+
+
 def test_the_base_of_full_tuning_is_the_model_as_it_was(make, tiny_model):
     trainer = make(tiny_model(), teacher="base", teacher_prompt=HINT, max_steps=2, **FULL)
     trainer.train()
