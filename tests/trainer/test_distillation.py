@@ -285,8 +285,11 @@ def test_trained_policies_are_refused_teachers_that_do_not_fit(
         ({"distillation_weight": 0.5}, "distillation_weight acts with algorithm: distill"),
         ({"algorithm": "distill", "teacher": "base", "teacher_weights": "bf16"}, "and teacher is base"),
         ({"algorithm": "distill", "teacher": "adapter:x", **FULL}, "needs a policy with one"),
-        ({"algorithm": "distill", "teacher": "x", "dynamic_sampling_rounds": 1}, "have no weight"),
-        ({"algorithm": "distill", "teacher": "x", "top_entropy_quantile": 0.2}, "have no weight"),
+        (
+            {"algorithm": "distill", "teacher": "x", "dynamic_sampling_rounds": 1},
+            "decides what rewards teach",
+        ),
+        ({"algorithm": "distill", "teacher": "x", "top_entropy_quantile": 0.2}, "decides what rewards teach"),
         ({"algorithm": "distill", "teacher": "x", "distillation_alpha": 1.5}, "distillation_alpha"),
         ({"algorithm": "distill", "teacher": "x", "distillation_weight": 0.0}, "distillation_weight"),
     ],
