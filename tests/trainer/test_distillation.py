@@ -289,7 +289,7 @@ def test_trained_policies_are_refused_teachers_that_do_not_fit(
             {"algorithm": "distill", "teacher": "x", "dynamic_sampling_rounds": 1},
             "decides what rewards teach",
         ),
-        ({"algorithm": "distill", "teacher": "x", "top_entropy_quantile": 0.2}, "decides what rewards teach"),
+        ({"algorithm": "distill", "teacher": "x", "top_entropy_quantile": 0.2}, "what rewards teach"),
         ({"algorithm": "distill", "teacher": "x", "distillation_alpha": 1.5}, "distillation_alpha"),
         ({"algorithm": "distill", "teacher": "x", "distillation_weight": 0.0}, "distillation_weight"),
     ],

@@ -172,9 +172,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
         by_divergence = loss_type in ("dppo_tv", "dppo_kl")
         level = self.importance_sampling_level or unsaid["importance_sampling_level"]
         if (loss_type, level) != (unsaid["loss_type"], unsaid["importance_sampling_level"]):
-            others = (
-                ("epsilon_high",) if by_divergence else ("epsilon_high", "delta")
-            )  # bounds of another ratio
+            # Its bounds are those of another ratio; delta is one of either divergence.
+            others = ("epsilon_high",) if by_divergence else ("epsilon_high", "delta")
             unsaid = {name: value for name, value in unsaid.items() if name not in others}
             unsaid["epsilon"] = UNSAID["epsilon"]
         if by_divergence:

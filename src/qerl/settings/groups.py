@@ -353,8 +353,8 @@ def _a_ratio_to_the_sampler_is_not_truncated(loss: Any) -> None:
     for name in ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
         if getattr(loss, name) != _default(loss, name):
             raise QeRLError(
-                f"{name} bounds a factor of the loss, which use_rollout_logprobs has in the loss's own ratio; "
-                "set vllm_importance_sampling_mode: token_mask, which drops what is beyond the bound, or "
+                f"{name} bounds a factor of the loss, which use_rollout_logprobs has in the loss's own "
+                "ratio; set vllm_importance_sampling_mode: token_mask, which drops what is beyond the bound, or "
                 f"remove {name}."
             )
 
@@ -477,8 +477,9 @@ class Loss(Group):
     )
 
     algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "distill", "sft"] | None = None
-    """Preset of a paper's algorithm, which sets fields that nobody has set (grpo without the paper's KL, which
-    is beta: 0.04); unset, each has its default; sft learns from the task's demonstrations instead of rewards."""
+    """Preset of a paper's algorithm, which sets fields that nobody has set (grpo without the paper's KL,
+    which is beta: 0.04); unset, each has its default; sft learns from the task's demonstrations instead of
+    rewards."""
     loss_type: LossType | None = None
     """Loss, by TRL's and verl's names: dapo is the mean over all tokens of the batch; grpo, that of GRPO's
     paper, the mean of each sample's own mean, in which a token of a long sample counts less, so that wrong
@@ -537,9 +538,9 @@ class Loss(Group):
     vllm_importance_sampling_clip_min: NonNegative | None = None
     """Lower bound of that ratio; unset, none."""
     rollout_rs: Literal["seq_mean_k1", "seq_mean_k3"] | None = None
-    """Leave whole samples out of the policy's term of the loss (not out of beta's, kl_tau's, the entropy's and
-    a teacher's) in which trainer and sampler are too far apart, beside the correction: by the geometric mean of their ratios (seq_mean_k1) or by the mean of the KL estimator k3
-    (seq_mean_k3); unset, none."""
+    """Leave whole samples out of the policy's term of the loss (not out of beta's, kl_tau's, the entropy's
+    and a teacher's) in which trainer and sampler are too far apart, beside the correction: by the geometric
+    mean of their ratios (seq_mean_k1) or by the mean of the KL estimator k3 (seq_mean_k3); unset, none."""
     rollout_rs_threshold: Positive | None = None
     """Largest geometric mean, whose reciprocal is the smallest, or largest mean of k3 in nats per token."""
     kl_tau: NonNegative = 0.0
