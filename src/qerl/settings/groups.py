@@ -354,7 +354,7 @@ def _a_ratio_to_the_sampler_is_not_truncated(loss: Any) -> None:
         if getattr(loss, name) != _default(loss, name):
             raise QeRLError(
                 f"{name} bounds a factor of the loss, which use_rollout_logprobs has in the loss's own "
-                "ratio; set vllm_importance_sampling_mode: token_mask, which drops what is beyond the bound, or "
+                "ratio; set vllm_importance_sampling_mode: token_mask, which drops what is beyond it, or "
                 f"remove {name}."
             )
 

@@ -51,7 +51,7 @@ from qerl.settings.groups import TEACHER_ADAPTER
 from qerl.trainer.policy import compute_dtype
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.reference import Frozen, check_biases, frozen_copy, is_fresh
-from qerl.update.divergence import Target
+from qerl.update.distillation import Target
 from qerl.update.head import Head, run_row
 from qerl.update.packed_row import Sample, pack_row
 

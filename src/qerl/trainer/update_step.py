@@ -37,7 +37,7 @@ from qerl.seeding import generator
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.teacher import Teacher
 from qerl.update.chunks import MemoryRetry
-from qerl.update.divergence import divergence
+from qerl.update.distillation import divergence
 from qerl.update.head import score
 from qerl.update.packed_row import Lengths, Sample, pack_row
 from qerl.update.path import UpdatePath
