@@ -272,9 +272,13 @@ def test_trained_policies_are_refused_teachers_that_do_not_fit(
         make(narrow, teacher=teachers["adapter"][0])
     with pytest.raises(QeRLError, match=r"names {right}, which is no column"):
         make(teacher="base", teacher_prompt="{prompt} {right}")
-    with pytest.raises(QeRLError, match=r"has \d+ tokens and the teacher 512 positions"):
-        trainer = make(teacher="base", teacher_prompt="{prompt}" + "x" * 600)
-        update_of(trainer, rollout_of(trainer, [row for row in ROWS for _ in range(GROUP)]))
+    rows = [row for row in ROWS for _ in range(GROUP)]
+    with pytest.raises(QeRLError, match=r"may have \d+ tokens, and the teacher has 512 positions"):
+        rollout_of(make(teacher="base", teacher_prompt="{prompt}" + "x" * 600), rows)
+    longest = max(map(len, tiny_tokenizer(list(ROWS["prompt"]))["input_ids"])) + 6 - 1
+    rollout_of(make(teacher=saved("fits", max_position_embeddings=longest)), rows)
+    with pytest.raises(QeRLError, match=f"the teacher has {longest - 1} positions"):
+        rollout_of(make(teacher=saved("short", max_position_embeddings=longest - 1)), rows)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +328,14 @@ def test_a_teacher_prompt_stands_in_place_of_the_last_users_message():
     found = teacher_prompt('{prompt} {answer} {"a": 1}', messages, row)
     assert found == [*messages[:3], {"role": "user", "content": 'three 4 {"a": 1}'}]
     assert messages[3]["content"] == "three"
+    assert teacher_prompt(r"{prompt} \boxed{{number}} {{answer}}", "a {{b}}", row) == (
+        r"a {{b}} \boxed{number} {answer}"
+    )
+    parts = [{"role": "user", "content": [{"type": "text", "text": "one"}]}]
+    with pytest.raises(QeRLError, match="a prompt has one of type list"):
+        teacher_prompt("{prompt} hint", parts, row)
+    with pytest.raises(QeRLError, match=r"names {answer}, and a row has nothing in that column"):
+        teacher_prompt("{prompt} {answer}", "one", {"answer": None})
     with pytest.raises(QeRLError, match="a prompt has none"):
         teacher_prompt("{prompt}", messages[:1], row)
     with pytest.raises(QeRLError, match=r"put {prompt} where it goes"):

@@ -294,6 +294,7 @@ class QeRLTrainer(Trainer):
             log=self._log,
             accelerator=self.accelerator,
             state=lambda: self.state,
+            teacher_positions=None if self._teacher is None else self._teacher.positions,
         )
         if args.log_completions and args.log_completions_hub_repo and self.accelerator.is_main_process:
             repo, folder = args.log_completions_hub_repo, Path(str(args.output_dir)) / "completions"
