@@ -492,7 +492,7 @@ def test_a_teacher_takes_its_weights_and_a_divergence(tmp_path):
         assert lines["teacher"].rollout == lines["teacher"].update == held
         extra = lines["divergence from the teacher"].update
         assert taught.update == alone.update + held + extra
-    tile = 4 * 152064 * (6 * 256 - 1024)
+    tile = 4 * 152064 * (8 * 256 - 1024)
     assert extra == 2048 * (2 * 5120 + 4 * 3584) + tile
     _, lines = planned(algorithm="distill", teacher="base", teacher_prompt="{prompt} {answer}")
     assert "teacher" not in lines

@@ -99,7 +99,7 @@ def test_algorithm_fills_only_what_is_unset():
 
 
 PAPERS = {
-    "grpo": {"loss_type": "grpo", "beta": 0.04, "epsilon_high": 0.2, "use_bias_correction_kl": False},
+    "grpo": {"loss_type": "grpo", "beta": 0.0, "epsilon_high": 0.2, "use_bias_correction_kl": True},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0},
     "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "dynamic_sampling_rounds": 2},
     "gspo": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.0},
@@ -128,6 +128,43 @@ def test_without_an_algorithm_fields_hold_trls_defaults():
     for name in (*names, "use_bias_correction_kl", "delta"):
         assert getattr(config, name) == getattr(theirs, name)
     assert (config.use_rollout_logprobs, config.loss_agg_mode, config.kl_tau) == (False, None, 0.0)
+
+
+# What earlier versions wrote of these fields into a config.yaml without any of them in the recipe.
+EARLIER = {
+    "0.2": {"algorithm": "grpo", "epsilon_high": 0.2, "overlong_buffer": 0.0, "dynamic_sampling_rounds": 0},
+    "0.3 before presets of papers": {"algorithm": "grpo", "loss_type": "dapo", "epsilon_high": 0.2}
+    | {"overlong_buffer": 0.0, "dynamic_sampling_rounds": 0, "signal": "reward"},
+}
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_a_config_of_an_earlier_version_means_what_it_meant(version):
+    """Both left out what was the default there and in TRL; the loss of 0.2 was that of its algorithm."""
+    config = load_config([], MINIMAL | EARLIER[version])
+    defaults = {"beta": 0.0, "use_bias_correction_kl": True, "epsilon": 0.2, "scale_rewards": "group"}
+    meant = {"loss_type": "grpo"} | defaults | EARLIER[version]
+    assert {name: getattr(config, name) for name in meant} == meant
+
+
+@pytest.mark.parametrize(
+    ("fields", "bounds"),
+    [
+        ({"algorithm": "cispo", "loss_type": "dapo"}, (0.2, 0.2, None)),
+        ({"algorithm": "dapo", "loss_type": "dppo_kl"}, (0.05, 0.05, None)),
+        ({"algorithm": "gspo", "importance_sampling_level": "token"}, (0.2, 0.2, None)),
+        ({"algorithm": "dppo", "loss_type": "dppo_kl"}, (0.05, 0.05, 20.0)),
+        ({"algorithm": "dppo", "loss_type": "vespo"}, (0.2, 0.2, None)),
+        ({"algorithm": "cispo", "loss_type": "dapo", "epsilon": 0.1}, (0.1, 0.1, None)),
+        ({"algorithm": "dapo", "loss_type": "dapo"}, (0.2, 0.28, None)),
+        ({"loss_type": "clip_cov"}, (1.0, 1.0, None)),
+    ],
+)
+def test_bounds_of_an_algorithm_stay_with_its_ratio(fields, bounds, tmp_path):
+    config = load_config([], MINIMAL | fields)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    for each in (config, load_config([tmp_path / "config.yaml"], {})):
+        assert (each.epsilon, each.epsilon_high, each.delta) == bounds
 
 
 def test_a_divergence_has_a_threshold_of_its_own_kind():

@@ -218,6 +218,27 @@ def test_resume_is_bit_exact(make, teachers, tmp_path, name, changes):
     assert all(p.equal(own[name]) for name, p in whole.model.named_parameters())
 
 
+def test_a_folder_of_the_teachers_name_is_left_alone(make, teachers, tmp_path):
+    folder = tmp_path / "saved"
+    mine = folder / "teacher" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    for named in ("adapter", "model"):
+        trainer = make(teacher=teachers[named][0], name=named)
+        trainer.save_model(str(folder))
+        assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
+        assert (folder / "adapter_model.safetensors").is_file()
+
+
+def test_a_step_without_a_token_to_learn_from_has_gradients_of_zero(make, teachers):
+    trainer = make(teacher=teachers["adapter"][0])
+    parts = rollout_of(trainer, [row for row in ROWS for _ in range(GROUP)])
+    for sample in samples_of(parts):
+        sample.masked = True
+    assert update_of(trainer, parts).item() == 0
+    assert all(not grad.any() for grad in gradients(trainer.model).values())
+
+
 def test_the_base_of_full_tuning_is_the_model_as_it_was(make, tiny_model):
     trainer = make(tiny_model(), teacher="base", teacher_prompt=HINT, max_steps=2, **FULL)
     trainer.train()
@@ -251,9 +272,13 @@ def test_trained_policies_are_refused_teachers_that_do_not_fit(
         make(narrow, teacher=teachers["adapter"][0])
     with pytest.raises(QeRLError, match=r"names {right}, which is no column"):
         make(teacher="base", teacher_prompt="{prompt} {right}")
-    with pytest.raises(QeRLError, match=r"has \d+ tokens and the teacher 512 positions"):
-        trainer = make(teacher="base", teacher_prompt="{prompt}" + "x" * 600)
-        update_of(trainer, rollout_of(trainer, [row for row in ROWS for _ in range(GROUP)]))
+    rows = [row for row in ROWS for _ in range(GROUP)]
+    with pytest.raises(QeRLError, match=r"may have \d+ tokens, and the teacher has 512 positions"):
+        rollout_of(make(teacher="base", teacher_prompt="{prompt}" + "x" * 600), rows)
+    longest = max(map(len, tiny_tokenizer(list(ROWS["prompt"]))["input_ids"])) + 6 - 1
+    rollout_of(make(teacher=saved("fits", max_position_embeddings=longest)), rows)
+    with pytest.raises(QeRLError, match=f"the teacher has {longest - 1} positions"):
+        rollout_of(make(teacher=saved("short", max_position_embeddings=longest - 1)), rows)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +289,11 @@ def test_trained_policies_are_refused_teachers_that_do_not_fit(
         ({"distillation_weight": 0.5}, "distillation_weight acts with algorithm: distill"),
         ({"algorithm": "distill", "teacher": "base", "teacher_weights": "bf16"}, "and teacher is base"),
         ({"algorithm": "distill", "teacher": "adapter:x", **FULL}, "needs a policy with one"),
-        ({"algorithm": "distill", "teacher": "x", "dynamic_sampling_rounds": 1}, "have no weight"),
-        ({"algorithm": "distill", "teacher": "x", "top_entropy_quantile": 0.2}, "have no weight"),
+        (
+            {"algorithm": "distill", "teacher": "x", "dynamic_sampling_rounds": 1},
+            "decides what rewards teach",
+        ),
+        ({"algorithm": "distill", "teacher": "x", "top_entropy_quantile": 0.2}, "what rewards teach"),
         ({"algorithm": "distill", "teacher": "x", "distillation_alpha": 1.5}, "distillation_alpha"),
         ({"algorithm": "distill", "teacher": "x", "distillation_weight": 0.0}, "distillation_weight"),
     ],
@@ -300,6 +328,14 @@ def test_a_teacher_prompt_stands_in_place_of_the_last_users_message():
     found = teacher_prompt('{prompt} {answer} {"a": 1}', messages, row)
     assert found == [*messages[:3], {"role": "user", "content": 'three 4 {"a": 1}'}]
     assert messages[3]["content"] == "three"
+    assert teacher_prompt(r"{prompt} \boxed{{number}} {{answer}}", "a {{b}}", row) == (
+        r"a {{b}} \boxed{number} {answer}"
+    )
+    parts = [{"role": "user", "content": [{"type": "text", "text": "one"}]}]
+    with pytest.raises(QeRLError, match="a prompt has one of type list"):
+        teacher_prompt("{prompt} hint", parts, row)
+    with pytest.raises(QeRLError, match=r"names {answer}, and a row has nothing in that column"):
+        teacher_prompt("{prompt} {answer}", "one", {"answer": None})
     with pytest.raises(QeRLError, match="a prompt has none"):
         teacher_prompt("{prompt}", messages[:1], row)
     with pytest.raises(QeRLError, match=r"put {prompt} where it goes"):

@@ -11,8 +11,16 @@ from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
+from tests.support.families import tiny
 from tests.support.models import move_adapter
-from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
+from tests.support.trainer import (
+    DATA,
+    ScriptedEngine,
+    rollout_of,
+    samples_of,
+    settings,
+    sum_reward,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -126,6 +134,18 @@ def test_a_reference_model_is_the_start_and_stands_still(make):
         assert tensor.equal(start[name]), name
     assert not trainer.ref_model.training
     assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+
+
+def test_a_copy_with_delta_nets_computes_packed_rows_as_the_policy_does(tiny_tokenizer, tmp_path):
+    """A state that runs on from one sample of a row into the next would differ by a nat."""
+    model = tiny("qwen3_5_text")
+    engine = ScriptedEngine(model.config.vocab_size, tiny_tokenizer.eos_token_id)
+    args = QeRLConfig(**settings(tmp_path, beta=0.1, **FULL))
+    trainer = QeRLTrainer(model, sum_reward, args, DATA, engine=engine, processing_class=tiny_tokenizer)
+    samples = samples_of(rollout_of(trainer))
+    policy = trainer.updates.logprobs(trainer.model, samples)
+    for sample, own in zip(samples, policy, strict=True):
+        assert sample.reference_logprobs == pytest.approx(own, abs=1e-6)
 
 
 def test_trained_biases_are_refused(make):

@@ -37,8 +37,10 @@ def head_positions(positions: int, vocabulary: int) -> int:
     return min(positions, max(HEAD_TILE // vocabulary // 128, 1) * 128)
 
 
-DIVERGENCE_ROWS = 6
-"""Matrices of logits' size that a tile of a divergence between two heads has at a time."""
+DIVERGENCE_ROWS = 8
+"""Largest number of matrices of logits' size that a tile of a divergence between two heads has at a time,
+which is that of a Jensen-Shannon divergence from logits with a cap; without a cap a forward KL has 6, a
+reverse KL 4."""
 
 
 def divergence_positions(positions: int, vocabulary: int) -> int:

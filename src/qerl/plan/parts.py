@@ -253,7 +253,7 @@ class Activations:
         """What a teacher takes more than the largest of the above, 0 without one: the larger of two moments.
 
         Beside the head stand ``2 S E`` of the teacher's hidden states, ``4 S D`` of the divergence's gradient
-        and a tile of its own in the place of the head's (`qerl.update.divergence`). Before anything of the
+        and a tile of its own in the place of the head's (`qerl.update.distillation`). Before anything of the
         policy's pass is there, the teacher's is: the input of a layer and what it computes."""
         teacher = self.work.teacher
         if teacher is None:

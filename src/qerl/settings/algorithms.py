@@ -16,10 +16,15 @@ UNSAID: dict[str, Any] = {
 }
 """What fields hold that neither the user nor the algorithm sets; TRL's defaults where it has them."""
 
+EPSILON = {"dppo_kl": 0.05, "clip_cov": 1.0}
+"""Clip distances that belong to a loss: of "dppo_kl" in nats, that of SkyRL's runs, where 0.2 is a change of
+probability; of "clip_cov", which holds tokens back by their covariance instead, that of its authors' recipe
+(arXiv 2505.22617)."""
+
 _OF_DAPO = {"dynamic_sampling_rounds": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "grpo": UNSAID | {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False},
+    "grpo": UNSAID | {"loss_type": "grpo"},
     "dr_grpo": UNSAID | {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "dapo": UNSAID | _OF_DAPO | {"epsilon_high": 0.28},
     "gspo": UNSAID
@@ -37,7 +42,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 """What an algorithm sets where nobody has set the field.
 
-- "grpo": arXiv 2402.03300, with its KL of weight 0.04 to the reference, not multiplied by the ratio.
+- "grpo": arXiv 2402.03300, without its KL to the reference: most leave that out since DAPO, and TRL's weight
+  of it is 0. The paper's is ``beta: 0.04`` with ``use_bias_correction_kl: false``.
 - "dr_grpo": arXiv 2503.20783: no division by lengths or by standard deviations, no KL.
 - "dapo": arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment, whose interval there
   is a fifth of the longest response). Its authors punish truncated samples instead of masking them; both at

@@ -23,7 +23,7 @@ from trl import GRPOConfig
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
 from qerl.settings.adapter import take_kwargs, take_saved_adapter
-from qerl.settings.algorithms import ALGORITHMS, UNSAID
+from qerl.settings.algorithms import ALGORITHMS, EPSILON, UNSAID
 from qerl.settings.checks import checked
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.groups import DECLARED, OWN_NAMES, Noise, Settings, evaluates, sentence_of
@@ -168,10 +168,17 @@ class QeRLConfig(OwnFields, GRPOConfig):
         """Decide what nobody said and other fields decide."""
         demonstrations = self.algorithm == "sft"
         unsaid = dict(UNSAID if self.algorithm is None else ALGORITHMS[self.algorithm])
-        if (self.loss_type or unsaid["loss_type"]) in ("dppo_tv", "dppo_kl"):
+        loss_type = self.loss_type or unsaid["loss_type"]
+        by_divergence = loss_type in ("dppo_tv", "dppo_kl")
+        level = self.importance_sampling_level or unsaid["importance_sampling_level"]
+        if (loss_type, level) != (unsaid["loss_type"], unsaid["importance_sampling_level"]):
+            # Its bounds are those of another ratio; delta is one of either divergence.
+            others = ("epsilon_high",) if by_divergence else ("epsilon_high", "delta")
+            unsaid = {name: value for name, value in unsaid.items() if name not in others}
+            unsaid["epsilon"] = UNSAID["epsilon"]
+        if by_divergence:
             unsaid["use_rollout_logprobs"] = True
-        if self.loss_type == "dppo_kl":
-            unsaid["epsilon"] = 0.05  # nats, of SkyRL's runs; 0.2 is a change of probability
+        unsaid["epsilon"] = EPSILON.get(loss_type, unsaid["epsilon"])
         epsilon = unsaid["epsilon"] if self.epsilon is None else self.epsilon
         if not demonstrations:
             unsaid = {"epsilon_high": epsilon} | unsaid

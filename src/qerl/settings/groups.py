@@ -307,12 +307,56 @@ def _bnpo_counts_tokens_of_microbatches(loss: Any) -> None:
         )
 
 
+def _only_rewards_are_filtered(loss: Any) -> None:
+    if loss.filter_zero_advantages and (loss.beta or loss.teacher is not None):
+        other = "beta" if loss.beta else "a teacher"
+        raise QeRLError(
+            f"filter_zero_advantages takes groups out of the count of a step, and {other} gives their tokens "
+            "a loss; remove one of the two."
+        )
+
+
 def _mean_scale_is_of_totals(loss: Any) -> None:
+    if loss.scale_rewards == "mean" and loss.overlong_buffer:
+        raise QeRLError(
+            "scale_rewards: mean is for rewards that are not negative, and overlong_buffer punishes long "
+            "samples with less than 0; set overlong_buffer: 0, or another scale_rewards."
+        )
     if loss.scale_rewards == "mean" and loss.multi_objective_aggregation != "sum_then_normalize":
         raise QeRLError(
             "scale_rewards: mean divides by the mean of summed rewards; set multi_objective_aggregation: "
             "sum_then_normalize."
         )
+
+
+_WITHOUT_DELTA = ("cispo", "sapo", "vespo", "kl_cov")
+
+_OF_LOSS = {
+    "clip_cov_ratio": "clip_cov", "clip_cov_lb": "clip_cov", "clip_cov_ub": "clip_cov",
+    "kl_cov_ratio": "kl_cov", "ppo_kl_coef": "kl_cov",
+}  # fmt: skip
+
+
+def _fields_of_a_loss_have_it(loss: Any) -> None:
+    if loss.loss_type is None:
+        return
+    if loss.delta is not None and loss.loss_type in _WITHOUT_DELTA:
+        raise QeRLError(f"loss_type {loss.loss_type} has no clip that delta bounds; remove delta.")
+    for name, owner in _OF_LOSS.items():
+        if loss.loss_type != owner and getattr(loss, name) != _default(loss, name):
+            raise QeRLError(f"{name} acts with loss_type: {owner}; set that, or remove {name}.")
+
+
+def _a_ratio_to_the_sampler_is_not_truncated(loss: Any) -> None:
+    if not loss.use_rollout_logprobs or loss.vllm_importance_sampling_mode.endswith("mask"):
+        return
+    for name in ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
+        if getattr(loss, name) != _default(loss, name):
+            raise QeRLError(
+                f"{name} bounds a factor of the loss, which use_rollout_logprobs has in the loss's own "
+                "ratio; set vllm_importance_sampling_mode: token_mask, which drops what is beyond it, or "
+                f"remove {name}."
+            )
 
 
 def _covariance_bounds_are_in_order(loss: Any) -> None:
@@ -380,6 +424,10 @@ def _only_models_have_formats(loss: Any) -> None:
         )
 
 
+_OF_REWARDS_ALONE = ("cispo", "sapo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+"""Losses whose name decides nothing of a teacher's part, unlike those that differ in what divides it."""
+
+
 def _a_lone_teacher_needs_no_signal(loss: Any) -> None:
     if loss.teacher is None or loss.distillation_weight < 1.0:
         return
@@ -387,10 +435,13 @@ def _a_lone_teacher_needs_no_signal(loss: Any) -> None:
         "dynamic_sampling_rounds": loss.dynamic_sampling_rounds,
         "off_policy_mask_threshold": loss.off_policy_mask_threshold is not None,
         "top_entropy_quantile": loss.top_entropy_quantile < 1.0,
+        "rollout_rs": loss.rollout_rs is not None,
+        "pass_at_k": loss.pass_at_k is not None,
+        f"loss_type {loss.loss_type}": loss.loss_type in _OF_REWARDS_ALONE,
     }
     for name in (name for name, is_set in idle.items() if is_set):
         raise QeRLError(
-            f"{name} chooses among what rewards teach, which have no weight in the loss; set "
+            f"{name} decides what rewards teach, which have no weight in the loss; set "
             f"distillation_weight below 1, or remove {name}."
         )
 
@@ -411,7 +462,10 @@ class Loss(Group):
         _divergence_is_of_tokens,
         _rejection_has_a_threshold,
         _bnpo_counts_tokens_of_microbatches,
+        _only_rewards_are_filtered,
         _mean_scale_is_of_totals,
+        _fields_of_a_loss_have_it,
+        _a_ratio_to_the_sampler_is_not_truncated,
         _covariance_bounds_are_in_order,
         _pass_at_k_keeps_its_scale,
         _truncated_are_masked_or_punished,
@@ -423,8 +477,9 @@ class Loss(Group):
     )
 
     algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "distill", "sft"] | None = None
-    """Preset of a paper's algorithm, which sets fields that nobody has set; unset, each has its default; sft
-    learns from the task's demonstrations instead of rewards."""
+    """Preset of a paper's algorithm, which sets fields that nobody has set (grpo without the paper's KL,
+    which is beta: 0.04); unset, each has its default; sft learns from the task's demonstrations instead of
+    rewards."""
     loss_type: LossType | None = None
     """Loss, by TRL's and verl's names: dapo is the mean over all tokens of the batch; grpo, that of GRPO's
     paper, the mean of each sample's own mean, in which a token of a long sample counts less, so that wrong
@@ -434,21 +489,21 @@ class Loss(Group):
     which prompts count alike; unset, what belongs to loss_type."""
     filter_zero_advantages: bool = False
     """Leave groups without signal out of the number of tokens or samples that the loss is divided by, in
-    which TRL counts them."""
+    which TRL counts them; refused with beta or a teacher, which give them a loss."""
     epsilon: NonNegative | None = None
     """Clip distance of the ratio below 1, and above where epsilon_high says nothing; of loss_type dppo_tv and
-    dppo_kl the largest divergence. It is 0.05 for dppo_kl."""
+    dppo_kl the largest divergence. It is 0.05 for dppo_kl and 1 for clip_cov."""
     epsilon_high: NonNegative | None = None
     """The same above; unset, `epsilon`."""
     delta: Positive | None = None
     """Largest ratio of samples with a negative advantage (two-sided clip), and of all with dppo_tv and
-    dppo_kl; unset, none."""
+    dppo_kl; refused with cispo, sapo, vespo and kl_cov, which have no such clip. Unset, none."""
     importance_sampling_level: Literal["token", "sequence"] | None = None
     """Whether a ratio is that of a token or of a sequence (GSPO)."""
     use_rollout_logprobs: bool | None = None
     """Take the loss's ratio to the sampler's log-probabilities in place of those of the policy before its
     first update, so that no pass computes these; the importance correction is then in the ratio, and is no
-    factor once more. Unset, true for dppo_tv and dppo_kl alone."""
+    factor once more: its bounds act in the modes that mask. Unset, true for dppo_tv and dppo_kl alone."""
     num_iterations: PositiveInt = 1
     """Number of times that a rollout is trained on."""
     reward_weights: Annotated[list[float], Field(min_length=1)] | None = None
@@ -457,7 +512,8 @@ class Loss(Group):
     """Whether rewards are summed before they are compared in their group or after."""
     scale_rewards: Literal["group", "batch", "mean", "none"] | bool | None = None
     """What divides the advantages: the standard deviation of their group (group, or true), that of the batch,
-    the mean reward of their group (MaxRL, for rewards that are not negative), or nothing (none, or false)."""
+    the mean reward of their group (MaxRL, for rewards that are not negative, so without overlong_buffer), or
+    nothing (none, or false)."""
     mask_truncated_completions: bool = False
     """Leave truncated samples out of the loss, and out of the mean and standard deviation of their group, in
     which TRL leaves them, so that the advantages that the loss sees add up to 0 (docs/numerics.md)."""
@@ -482,9 +538,9 @@ class Loss(Group):
     vllm_importance_sampling_clip_min: NonNegative | None = None
     """Lower bound of that ratio; unset, none."""
     rollout_rs: Literal["seq_mean_k1", "seq_mean_k3"] | None = None
-    """Leave whole samples out of the loss in which trainer and sampler are too far apart, beside the
-    correction: by the geometric mean of their ratios (seq_mean_k1) or by the mean of the KL estimator k3
-    (seq_mean_k3); unset, none."""
+    """Leave whole samples out of the policy's term of the loss (not out of beta's, kl_tau's, the entropy's
+    and a teacher's) in which trainer and sampler are too far apart, beside the correction: by the geometric
+    mean of their ratios (seq_mean_k1) or by the mean of the KL estimator k3 (seq_mean_k3); unset, none."""
     rollout_rs_threshold: Positive | None = None
     """Largest geometric mean, whose reciprocal is the smallest, or largest mean of k3 in nats per token."""
     kl_tau: NonNegative = 0.0
@@ -516,7 +572,7 @@ class Loss(Group):
     decides, as for `weights`."""
     teacher_prompt: Passage | None = None
     """What the teacher reads in place of the user's last message: {prompt} in it is that message, {NAME} a
-    column of the data, for example {answer}; unset, the policy's prompt."""
+    column of the data, for example {answer}, {{ and }} are braces; unset, the policy's prompt."""
     distillation_alpha: Share = 1.0
     """Divergence from the teacher: 1 is the reverse KL, 0 the forward KL, between them the generalised
     Jensen-Shannon divergence; `beta` of TRL's DistillationTrainer."""

@@ -223,11 +223,7 @@ class QeRLTrainer(Trainer):
         self._base = base_model(policy)
         accept_every_n_layers(self.model)
         no_offload_on_cpu(args, self.accelerator.device)
-        self._reference = Reference(args, policy) if args.beta != 0.0 else None
-        if self._reference is not None and (moves := self._reference.callback()) is not None:
-            self.add_callback(moves)
-        if self._reference is not None and (copied := self._reference.model) is not None:
-            routing_of(copied, args.replay_routing)
+        self._reference: Reference | None = None
         self._teacher: Teacher | None = None
         recompute = functools.partial(recompute_every_layer, self.model, args)
         self.updates, self.update_path = self._make_updates(policy, recompute)
@@ -243,7 +239,14 @@ class QeRLTrainer(Trainer):
 
     def _make_updates(self, policy: Any, recompute: Callable[[], bool]) -> tuple[Any, UpdatePath]:
         """The half of a step that makes gradients, and what it runs on."""
-        args, path = self.args, ready_for_rows(policy, self.args)
+        args = self.args
+        path = ready_for_rows(policy, args)  # ahead of copies of the policy, which then run as it does
+        if args.beta != 0.0:
+            self._reference = Reference(args, policy)
+            if (moves := self._reference.callback()) is not None:
+                self.add_callback(moves)
+            if self._reference.model is not None:
+                routing_of(self._reference.model, args.replay_routing)
         if args.teacher is not None:
             self._teacher = Teacher(args, policy, path.by_segment, self.processing_class)
         updates = UpdateStep(args, self._base, path, self.accelerator, recompute, self._teacher)
@@ -291,6 +294,7 @@ class QeRLTrainer(Trainer):
             log=self._log,
             accelerator=self.accelerator,
             state=lambda: self.state,
+            teacher_positions=None if self._teacher is None else self._teacher.positions,
         )
         if args.log_completions and args.log_completions_hub_repo and self.accelerator.is_main_process:
             repo, folder = args.log_completions_hub_repo, Path(str(args.output_dir)) / "completions"
@@ -741,16 +745,16 @@ class QeRLTrainer(Trainer):
         return checkpoint / f"rollouts_{self.accelerator.process_index}.json"
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        taught = self._teacher is not None and self._teacher.adapter is not None
         try:
-            super()._save(output_dir, state_dict)
+            with _saved_without(self.model, ADAPTER) if taught else contextlib.nullcontext():
+                super()._save(output_dir, state_dict)
         except Exception as error:
             if type(error) is not Exception:
                 raise
             raise OSError(str(error)) from error  # the tokenizers' writer raises Exception itself
         if self.args.should_save:  # transformers may call this in every process
-            folder = Path(output_dir or str(self.args.output_dir))
-            shutil.rmtree(folder / ADAPTER, ignore_errors=True)  # PEFT saves the teacher's, which has a path
-            write_provenance(self.args, self.model, folder)
+            write_provenance(self.args, self.model, Path(output_dir or str(self.args.output_dir)))
 
     # Resuming
 
@@ -838,6 +842,17 @@ def _table_reporters(names: Collection[str]) -> Iterator[Any]:
         import trackio
 
         yield trackio
+
+
+@contextlib.contextmanager
+def _saved_without(model: PeftModel, adapter: str) -> Iterator[None]:
+    """Inside the block a model saves its other adapters alone: this one has a folder of its own."""
+    others = [name for name in model.peft_config if name != adapter]
+    vars(model)["save_pretrained"] = functools.partial(model.save_pretrained, selected_adapters=others)
+    try:
+        yield
+    finally:
+        del vars(model)["save_pretrained"]
 
 
 @contextlib.contextmanager

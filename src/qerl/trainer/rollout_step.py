@@ -46,7 +46,7 @@ from qerl.trainer.curriculum import settled_groups
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.rewards import WRITTEN_COLUMN, Scorer, stop_if_all_failed
 from qerl.trainer.step_log import HIDDEN, Record, StepLog
-from qerl.trainer.teacher import teacher_prompt
+from qerl.trainer.teacher import check_teacher_room, teacher_prompt
 from qerl.update.packed_row import Sample
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ class RolloutStep:
         log: Takes what is logged.
         accelerator: Of the run.
         state: Gives transformers' state of the trainer.
+        teacher_positions: Of a teacher; None where there is none, or nothing limits it.
 
     Attributes:
         had_signal: Whether any sample of any rollout had an advantage.
@@ -139,7 +140,9 @@ class RolloutStep:
         log: StepLog,
         accelerator: Accelerator,
         state: Callable[[], TrainerState],
+        teacher_positions: int | None = None,
     ) -> None:
+        self._teacher_positions = teacher_positions
         self._args, self._engine, self._tokenizer, self._renderer = args, engine, tokenizer, renderer
         self._eos, self._embeddings = eos_token_ids, embeddings
         self._scorer, self._signal, self._prompts = scorer, signal, prompts
@@ -231,6 +234,8 @@ class RolloutStep:
             self._log_lengths(drawn, mode)
             if mode == "train" and self._args.teacher_prompt is not None:
                 self._give_teacher_prompts(drawn, self._args.teacher_prompt)
+            if mode == "train" and self._teacher_positions is not None:
+                self._check_teacher_room(drawn, self._teacher_positions)
             if self._args.mask_truncated_completions:
                 for sample in drawn.samples:
                     sample.masked = sample.truncated
@@ -406,6 +411,16 @@ class RolloutStep:
         found = self._rendered([teacher_prompt(template, prompt, row) for prompt, row in pairs])
         for sample, ids in zip(drawn.samples, found, strict=True):
             sample.teacher_prompt = ids
+
+    def _check_teacher_room(self, drawn: Drawn, positions: int) -> None:
+        """Refuse prompts that leave a teacher no room, whether or not these completions need it: a later one
+        would. What is sampled in turns, or by others, has a length of its own.
+        """
+        by_turns = self._talks or drawn.result is None
+        most = self._args.max_completion_length
+        for sample in drawn.samples:
+            read = len(sample.teacher_prompt or sample.prompt)
+            check_teacher_room(read + (len(sample.tokens) if by_turns else most), positions)
 
     def _said(self, prompts: Sequence[Any], samples: Sequence[Sample]) -> list[Any]:
         """Completions as reward functions get them: texts, or messages where prompts are messages."""

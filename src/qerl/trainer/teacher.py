@@ -16,7 +16,8 @@ head makes them, are needed for one chunk at a time. So a checkpoint holds nothi
 that is done again in smaller chunks asks it again.
 
 **What it reads.** `teacher_prompt` is the text that a teacher reads in place of the user's last message, or
-of a prompt that is a text: `{prompt}` in it is that message or text, `{NAME}` the column NAME of the row.
+of a prompt that is a text: `{prompt}` in it is that message or text, `{NAME}` the column NAME of the row;
+`{{` and `}}` are braces.
 The messages in front, the system's among them, and the generation prompt behind are the policy's. The
 completion's tokens are the same, each behind its own prompt, so position by position both say how the same
 text goes on. The policy's rows do not know of it.
@@ -51,14 +52,14 @@ from qerl.settings.groups import TEACHER_ADAPTER
 from qerl.trainer.policy import compute_dtype
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.reference import Frozen, check_biases, frozen_copy, is_fresh
-from qerl.update.divergence import Target
+from qerl.update.distillation import Target
 from qerl.update.head import Head, run_row
 from qerl.update.packed_row import Sample, pack_row
 
 ADAPTER = "teacher"
 """Name of the teacher's adapter on the policy's base."""
 
-_PLACE = re.compile(r"\{(\w+)\}")
+_PLACE = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
 class Teacher(Frozen):
@@ -69,6 +70,9 @@ class Teacher(Frozen):
         policy: As it begins, where it trains; PEFT-wrapped or not.
         by_segment: Whether the policy's attention reads segments of a packed row.
         tokenizer: The policy's.
+
+    Attributes:
+        positions: As many tokens of a sample as it can read; None sets no limit.
 
     Raises:
         QeRLError: There is no such teacher, it is another vocabulary's or base's, or it knows nothing that
@@ -88,7 +92,7 @@ class Teacher(Frozen):
             self._take_adapter(Path(name.removeprefix(TEACHER_ADAPTER)).expanduser())
         else:
             self._load(name, tokenizer)
-        self._positions = positions_of((self.model or self._base).config.get_text_config(decoder=True))
+        self.positions = positions_of((self.model or self._base).config.get_text_config(decoder=True))
 
     def _take_base(self) -> None:
         is_lora = isinstance(self._policy, PeftModel)
@@ -148,13 +152,6 @@ class Teacher(Frozen):
             replace(sample, prompt=sample.teacher_prompt or sample.prompt, choices=None) for sample in samples
         ]
         row = pack_row(seen, rows, device)
-        longest = max(len(seen[at].prompt) + len(seen[at].tokens) - 1 for at in rows)
-        limit = self._positions
-        if limit is not None and longest > limit:
-            raise QeRLError(
-                f"A sample behind its teacher_prompt has {longest} tokens and the teacher {limit} positions; "
-                "shorten teacher_prompt, or lower max_completion_length."
-            )
         with torch.no_grad(), self.active(self._policy, model) as (teacher, base), eval_mode(teacher):
             base = base or self._base
             hidden_SE = run_row(teacher, base, row, self._by_segment, lambda hidden_SE: hidden_SE)
@@ -171,7 +168,7 @@ def teacher_prompt(template: str, prompt: Any, row: Mapping[str, Any]) -> Any:
         row: Of the data.
 
     Raises:
-        QeRLError: The row has no such column, or no user's message.
+        QeRLError: The row has no such column or nothing in it, or no user's message that is a text.
     """
     if isinstance(prompt, str):
         return _filled(template, prompt, row)
@@ -182,11 +179,33 @@ def teacher_prompt(template: str, prompt: Any, row: Mapping[str, Any]) -> Any:
             "prompt one."
         )
     asked = prompt[users[-1]]
+    if not isinstance(asked["content"], str):
+        raise QeRLError(
+            "teacher_prompt repeats the user's last message as a text, and a prompt has one of type "
+            f"{type(asked['content']).__name__}; give messages whose content is a text."
+        )
     return [
         *prompt[: users[-1]],
         asked | {"content": _filled(template, asked["content"], row)},
         *prompt[users[-1] + 1 :],
     ]
+
+
+def check_teacher_room(longest: int, positions: int) -> None:
+    """Refuse samples that are longer, behind what a teacher reads in front of them, than its positions.
+
+    Args:
+        longest: The largest number of tokens that such a sample may have.
+        positions: Of the teacher.
+
+    Raises:
+        QeRLError: They are.
+    """
+    if longest - 1 > positions:  # a last token is never an input
+        raise QeRLError(
+            f"A sample behind what the teacher reads may have {longest} tokens, and the teacher has "
+            f"{positions} positions; shorten teacher_prompt, or lower max_completion_length."
+        )
 
 
 def check_teacher_prompt(template: str, columns: Collection[str]) -> None:
@@ -195,7 +214,7 @@ def check_teacher_prompt(template: str, columns: Collection[str]) -> None:
     Raises:
         QeRLError: It does.
     """
-    names = set(_PLACE.findall(template))
+    names = set(_PLACE.findall(template)) - {""}  # which braces give
     if "prompt" not in names:
         raise QeRLError(
             "teacher_prompt stands in place of the user's message and does not repeat it; put {prompt} where "
@@ -211,7 +230,18 @@ def check_teacher_prompt(template: str, columns: Collection[str]) -> None:
 def _filled(template: str, asked: str, row: Mapping[str, Any]) -> str:
     values = {**row, "prompt": asked}
     check_teacher_prompt(template, values)
-    return _PLACE.sub(lambda place: str(values[place[1]]), template)
+
+    def said(place: re.Match[str]) -> str:
+        if place[1] is None:
+            return place[0][0]
+        if values[place[1]] is None:
+            raise QeRLError(
+                f"teacher_prompt names {{{place[1]}}}, and a row has nothing in that column; fill it, or "
+                "leave such rows out."
+            )
+        return str(values[place[1]])
+
+    return _PLACE.sub(said, template)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

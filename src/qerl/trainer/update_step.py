@@ -37,7 +37,7 @@ from qerl.seeding import generator
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.teacher import Teacher
 from qerl.update.chunks import MemoryRetry
-from qerl.update.divergence import divergence
+from qerl.update.distillation import divergence
 from qerl.update.head import score
 from qerl.update.packed_row import Lengths, Sample, pack_row
 from qerl.update.path import UpdatePath
@@ -368,7 +368,8 @@ class UpdateStep:
         if not rows:
             zeros_BC = torch.zeros(shape, device=device)
             anchor = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
-            return zeros_BC + anchor.to(zeros_BC), *[zeros_BC] * (1 if teacher is None else 2)
+            zero_BC = zeros_BC + anchor.to(zeros_BC)
+            return (zero_BC, zeros_BC) if teacher is None else (zero_BC, zeros_BC, zero_BC)
         row = pack_row(samples, rows, device)
         compare = None
         if teacher is not None:

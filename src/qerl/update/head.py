@@ -429,7 +429,7 @@ def score(
         entropy_has_gradient: Whether entropies are differentiated, too.
         logps_have_gradient: False where the divergence alone is differentiated, which saves a product with
             the head.
-        divergence: Computes it from hidden states and the head (`qerl.update.divergence`).
+        divergence: Computes it from hidden states and the head (`qerl.update.distillation`).
     """
 
     def of_hidden(hidden_SD: torch.Tensor) -> tuple[torch.Tensor, ...]:

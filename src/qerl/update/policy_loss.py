@@ -10,7 +10,7 @@ that an option leaves out, w is the importance correction, and r_mu the ratio to
 divided by, before all are added, is again of the name (`_divisor`). The entropy bonus, if any, is subtracted.
 Names and options are TRL's where it has them, else verl's or prime-rl's. Where a teacher has a share d, the
 first term is multiplied by 1 - d and d times the divergence D of the policy from the teacher is added
-(`qerl.update.divergence`), over all tokens that the loss sees.
+(`qerl.update.distillation`), over all tokens that the loss sees.
 
 Losses are pure functions of tensors. A loss leaves what it reports on the device, and meets no other process:
 each number that is read there waits for the device, and each meeting for the slowest process. So a loss

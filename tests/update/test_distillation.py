@@ -1,10 +1,13 @@
 """Divergences from a teacher and their gradients, against dense formulas in FP64 and finite differences."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl.kernels import tensors
-from qerl.update.divergence import Target, divergence
+from qerl.update.distillation import Target, divergence
 from qerl.update.head import Head, Transform
 
 POSITIONS, WIDTH, TEACHER_WIDTH, VOCABULARY = 300, 16, 24, 1100
@@ -48,6 +51,38 @@ def drawn(biased):
     hidden, weight, theirs, their_weight = (torch.randn(s, dtype=torch.float64) for s in shapes)
     bias = torch.randn(VOCABULARY, dtype=torch.float64) if biased else None
     return hidden * 0.4, weight, bias, theirs * 0.3, their_weight
+
+
+class Alive(TorchDispatchMode):
+    """Counts the storages of at least so many bytes that operations make and that are there at a time."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.alive, self.most = least, set(), 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= self.least:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.alive:
+                    self.alive.add(storage._cdata)
+                    weakref.finalize(storage, self.alive.discard, storage._cdata)
+        self.most = max(self.most, len(self.alive))
+        return made
+
+
+def test_the_plan_counts_the_matrices_of_a_tile():
+    """The largest number over all divergences and transforms, neither fewer nor more."""
+    hidden_SD, weight_VD = torch.randn(64, 4, requires_grad=True), torch.randn(512, 4)
+    most = {}
+    for alpha in ALPHAS:
+        for cap in (None, 2.0):
+            head = Head(weight_VD, None, Transform(cap=cap, temperature=0.7))
+            with Alive(64 * 512 * 4) as counted:
+                divergence(hidden_SD, head, Target(torch.randn(64, 4), head, alpha))
+            most[alpha, cap] = counted.most
+    assert max(most.values()) == tensors.DIVERGENCE_ROWS, most
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
