@@ -109,6 +109,54 @@ def test_what_cannot_be_learned_from_is_refused(labels_of, fields, row, said):
         labels_of(row, **fields)
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"messages": [CHAT[0], CHAT[1] | {"content": "", "tool_calls": [{"name": "f"}]}]},
+            r"Row 0 of the training demonstrations has a message with tool_calls \(role assistant\)",
+        ),
+        (
+            {"prompt": CHAT[:1], "completion": [CHAT[1] | {"reasoning_content": "Hm."}]},
+            "has a message with reasoning_content",
+        ),
+        ({"messages": [CHAT[0], CHAT[1] | {"content": None}]}, r"without content \(role assistant\)"),
+        ({"messages": [m | {"content": [{"type": "image"}]} for m in CHAT]}, r"is no text \(image\)"),
+        ({"messages": CHAT, "tools": ["f"]}, "has the column tools, which demonstrations are not rendered"),
+        ({"messages": CHAT, "images": [1]}, "has the column images"),
+        ({"messages": CHAT, "chat_template_kwargs": {"a": 1}}, "has the column chat_template_kwargs"),
+    ],
+)
+def test_what_would_be_lost_is_refused(labels_of, row, said):
+    with pytest.raises(QeRLError, match=said):
+        labels_of(row)
+
+
+def test_parts_of_text_are_joined_wherever_they_stand(labels_of):
+    def parts(message):
+        return message | {"content": [{"type": "text", "text": x} for x in message["content"]]}
+
+    chat = [parts(message) for message in CHAT]
+    for row in ({"messages": chat}, {"prompt": chat[:1], "completion": chat[1:]}):
+        assert labels_of(row) == "two<|im_end|>\n"
+        assert labels_of(row, assistant_only_loss=False, completion_only_loss=None) in (
+            WHOLE,
+            "two<|im_end|>\n",
+        )
+
+
+def test_rows_of_both_kinds_stand_in_one_data_set(tiny_tokenizer, tmp_path):
+    rows = Dataset.from_list(
+        [
+            {"messages": CHAT, "prompt": None, "completion": None},
+            {"messages": None, "prompt": CHAT[:1], "completion": CHAT[1:]},
+        ]
+    )
+    ready = ReadyDemonstrations(settings(tmp_path, max_prompt_length=50), tiny_tokenizer, None)
+    first, second = ready(rows, "training demonstrations")
+    assert first["input_ids"] == second["input_ids"] and first["labels"] == second["labels"]
+
+
 def test_tokens_that_merge_across_a_prompts_end_are_refused(labels_of):
     with pytest.raises(QeRLError, match="Tokens merge across the end of the prompt"):
         labels_of({"prompt": "one<|im_", "completion": "end|> two"})

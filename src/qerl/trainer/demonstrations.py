@@ -18,10 +18,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
-from qerl.models.chat import Chat
+from qerl.models.chat import Chat, plain_message
 from qerl.ranks import is_first_process
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.prompts import short_prompts, sound_prompts
+from qerl.tasks.demonstrations import COLUMNS, UNREAD
+from qerl.trainer.prompts import short_prompts, sound_messages
 from qerl.update.packed_row import IGNORE
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def check_columns(rows: Any, what: str) -> None:
     """Refuse what is no data set of demonstrations.
 
     Raises:
-        QeRLError: It is a stream or something else, has no row, or lacks the columns.
+        QeRLError: It is a stream or something else, has no row, lacks the columns, or has one of those that
+            TRL renders with and this does not.
     """
     if not isinstance(rows, Dataset):
         raise QeRLError(
@@ -47,6 +49,11 @@ def check_columns(rows: Any, what: str) -> None:
         raise QeRLError(
             f"{what} has neither the column `messages` nor `prompt` and `completion`, only "
             f"{', '.join(columns)}; rename or make them with `map`."
+        )
+    if unread := [name for name in UNREAD if name in columns]:
+        raise QeRLError(
+            f"{what} has the column {unread[0]}, which demonstrations are not rendered with; leave rows out "
+            "that need it, and it with `remove_columns`."
         )
     if not len(rows):
         raise QeRLError(f"{what} has no row; check how it was filtered.")
@@ -67,6 +74,20 @@ def check_prompts(rows: Any) -> None:
                 "Reward functions judge samples of held-out prompts, and held-out rows have `messages`; give "
                 "them as `prompt` and `completion`, or leave reward functions out."
             )
+
+
+def _plain(rows: Dataset, what: str) -> Dataset:
+    """The rows with messages of role and content alone, parts of text joined, of which nothing is lost."""
+    columns = [name for name in COLUMNS if name in rows.column_names]
+
+    def plain(row: dict[str, Any], number: int) -> dict[str, Any]:
+        where, given = f"Row {number} of {what}", {name: row[name] for name in columns}
+        return {
+            name: None if value is None else sound_messages(value, where, name, plain_message)
+            for name, value in given.items()
+        }
+
+    return rows.map(plain, with_indices=True)
 
 
 @dataclass(frozen=True)
@@ -99,7 +120,7 @@ class ReadyDemonstrations:
         args, chat = self.args, None
         if self.tokenizer.chat_template is not None:
             chat = Chat(self.tokenizer, args.chat_template_kwargs)
-        rows = sound_prompts(rows, f"the {what}")
+        rows = _plain(rows, f"the {what}")
         rows = short_prompts(rows, args.max_prompt_length, args.chat_template_kwargs, self.tokenizer, what)
 
         def ready(row: dict[str, Any], number: int) -> dict[str, Any]:
