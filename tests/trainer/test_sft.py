@@ -1,5 +1,6 @@
 """Supervised fine-tuning as a run: what it evaluates, saves and resumes, RL after it, and what is refused."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.run_folder import read_metrics
 from qerl.settings.recipe import load_config
-from qerl.trainer.demonstrations import ReadyDemonstrations
+from qerl.trainer.demonstrations import ReadyDemonstrations, warn_of_endless_turns
 from qerl.trainer.run import train
 from qerl.update.packed_row import IGNORE
 from tests.support.arguments import ones
@@ -169,6 +170,34 @@ def test_longer_demonstrations_are_cut_and_counted(tiny_tokenizer, tmp_path, cap
     assert len(found) == 1 and len(found[0]["input_ids"]) == 24
     assert "Of 2 training demonstrations, 2 have more than max_length (24) tokens" in caplog.text
     assert "1 are left out" in caplog.text
+
+
+def test_turns_without_their_end_are_said_once(tiny_model, tiny_tokenizer, tmp_path, caplog):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}END{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    for end, said in (("{% endgeneration %}<|im_end|>", 1), ("<|im_end|>\n{% endgeneration %}", 0)):
+        caplog.clear()
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.chat_template = template.replace("END", end)
+        chats = Dataset.from_dict({"messages": [CHAT * 2, CHAT]})
+        trainer = QeRLSFTTrainer(
+            policy(tiny_model), args=settings(tmp_path), train_dataset=chats, processing_class=tokenizer
+        )
+        trainer.train()
+        assert caplog.text.count("In 2 of the first 2 demonstrations the loss looks at a turn") == said
+
+
+def test_a_turn_that_was_cut_may_lack_its_end(caplog):
+    stop, other = 2, 5
+    cut = Dataset.from_dict({"labels": [[IGNORE, other, stop, IGNORE, other, other]]})
+    warn_of_endless_turns(cut, {stop}, 6)
+    assert not caplog.text
+    for rows in (cut, Dataset.from_dict({"labels": [[IGNORE, other, IGNORE, stop, IGNORE, other]]})):
+        caplog.clear()
+        warn_of_endless_turns(rows, {stop}, 7)
+        assert "In 1 of the first 1 demonstrations" in caplog.text
 
 
 # Refusals

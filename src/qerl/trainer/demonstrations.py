@@ -10,7 +10,9 @@ template writes it otherwise or tokens merge across its end, the row is refused;
 another prompt.
 """
 
+import itertools
 import logging
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,12 @@ logger = logging.getLogger(__name__)
 
 ADDED = ("completion", "messages", "input_ids", "labels")
 """Columns that a problem's row has beyond those of RL."""
+
+_LOOKED_AT = 1000
+"""Rows in which ends of turns are looked for: a template that leaves them out does so in every one."""
+
+_BEHIND_END = 4
+"""Tokens at the end of a turn among which its stop token stands: templates write line breaks behind it."""
 
 _LENGTH = "tokens before it was cut"
 
@@ -74,6 +82,32 @@ def check_prompts(rows: Any) -> None:
                 "Reward functions judge samples of held-out prompts, and held-out rows have `messages`; give "
                 "them as `prompt` and `completion`, or leave reward functions out."
             )
+
+
+def warn_of_endless_turns(rows: Dataset, stop_tokens: Set[int], max_length: int | None) -> None:
+    """Say that turns are learned without their end, as where ``{% generation %}`` marks the content alone.
+
+    Args:
+        rows: Made ready.
+        stop_tokens: Those that end a completion.
+        max_length: Where rows were cut, whose last turn is not looked at.
+    """
+    looked = rows.select(range(min(len(rows), _LOOKED_AT)))["labels"]
+    endless = 0
+    for labels in looked:
+        found = itertools.groupby(labels, IGNORE.__ne__)
+        turns = [list(turn) for counts, turn in found if counts]
+        if len(labels) == max_length and labels[-1] != IGNORE:
+            turns.pop()
+        endless += any(stop_tokens.isdisjoint(turn[-_BEHIND_END:]) for turn in turns)
+    if endless and is_first_process():
+        logger.warning(
+            "In %d of the first %d demonstrations the loss looks at a turn without a stop token at its end "
+            "(%s), so the model may not learn to stop; put the end of turn inside {%% generation %%} of the "
+            "chat template, or name the token that the template writes as eos_token_id in "
+            "generation_config.json.",
+            *(endless, len(looked), ", ".join(map(str, sorted(stop_tokens)))),
+        )
 
 
 def _plain(rows: Dataset, what: str) -> Dataset:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.demonstrations import ADDED, check_prompts
+from qerl.trainer.demonstrations import ADDED, check_prompts, warn_of_endless_turns
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.order import RepeatedRows
 from qerl.update.driver import LossDriver
@@ -124,6 +124,11 @@ class QeRLSFTTrainer(QeRLTrainer):
     tags = ("qerl", "trl", "sft")
     learns_from_demonstrations = True
     _held_out = 0.0, 0  # summed loss and tokens of the evaluation under way
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Wraps that of RL: says so where the demonstrations do not show how a turn ends."""
+        warn_of_endless_turns(self.train_dataset, {*self.eos_token_ids}, self.args.max_length)
+        return super().train(*args, **kwargs)
 
     def _make_updates(self, policy: Any, recompute: Callable[[], bool]) -> tuple[Any, Any]:
         updates = CrossEntropyUpdate(self.args, policy, self.accelerator, recompute)
