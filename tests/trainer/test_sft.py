@@ -279,6 +279,11 @@ def test_held_out_loss_is_the_mean_over_all_tokens(tiny_model, tiny_tokenizer, t
     metrics = trainer.evaluate()
     assert metrics["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert not any("reward" in name for name in metrics)
+    rows, lengths = [*trainer.eval_dataset] * 3, []
+    hook = model.get_input_embeddings().register_forward_hook(lambda m, given, out: lengths.append(out.shape))
+    trainer.updates.held_out(rows)
+    hook.remove()
+    assert len(lengths) == 5  # nine rows, two at a time as in training
     longer = PAIRS.select([0, 0, 1])
     assert trainer.evaluate(longer)["eval_loss"] != metrics["eval_loss"]
 

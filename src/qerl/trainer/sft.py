@@ -56,6 +56,7 @@ class CrossEntropyUpdate:
         recompute_every_layer: Callable[[], bool],
     ) -> None:
         self._policy, self._accelerator = policy, accelerator
+        self._together = args.per_device_train_batch_size
         self.driver = LossDriver(
             policy,
             tokens_per_forward=args.tokens_per_forward,
@@ -79,8 +80,15 @@ class CrossEntropyUpdate:
         return self._summed(torch.tensor(loss, device=device))
 
     def held_out(self, rows: Sequence[Row]) -> tuple[float, int]:
-        """The summed loss of this process's rows, and the number of their tokens that count."""
-        loss = self.driver.forward([datum(row, 1.0) for row in rows], "cross_entropy").metrics["loss:sum"]
+        """The summed loss of this process's rows, and the number of their tokens that count.
+
+        Rows of an evaluation are as many as are sampled at a time; here they are taken as many at a time as
+        training's microbatches have.
+        """
+        loss = 0.0
+        for at in range(0, len(rows), self._together):
+            data = [datum(row, 1.0) for row in rows[at : at + self._together]]
+            loss += self.driver.forward(data, "cross_entropy").metrics["loss:sum"]
         return loss, sum(map(counted, rows))
 
     def metrics(self) -> dict[str, list[float]]:
