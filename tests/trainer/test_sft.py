@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 
 from qerl import QeRLConfig, QeRLSFTTrainer, QeRLTrainer
 from qerl.cli import main
@@ -19,6 +20,7 @@ from qerl.run_folder import read_metrics
 from qerl.settings.recipe import load_config
 from qerl.trainer.demonstrations import ReadyDemonstrations, warn_of_endless_turns
 from qerl.trainer.run import train
+from qerl.trainer.sft import CrossEntropyUpdate, _buckets
 from qerl.update.packed_row import IGNORE
 from tests.support.arguments import ones
 
@@ -131,6 +133,29 @@ def test_what_cannot_be_learned_from_is_refused(labels_of, fields, row, said):
 def test_what_would_be_lost_is_refused(labels_of, row, said):
     with pytest.raises(QeRLError, match=said):
         labels_of(row)
+
+
+def test_tokens_of_others_are_refused(tiny_tokenizer, tmp_path):
+    ready = ReadyDemonstrations(settings(tmp_path), tiny_tokenizer, None)
+    for row in ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [1, 2], "messages": CHAT}):
+        with pytest.raises(QeRLError, match="has the column input_ids, and tokens and labels are made here"):
+            ready(Dataset.from_list([row]), "training demonstrations")
+    rows = ready(Dataset.from_list([{"messages": CHAT}]), "training demonstrations")
+    assert ready(rows, "training demonstrations") is rows
+    assert rows["loss_tokens"] == [sum(label != IGNORE for label in rows[0]["labels"])]
+
+
+def test_text_needs_an_end_that_prompts_lack(tiny_tokenizer, tmp_path):
+    without, appending = copy.deepcopy(tiny_tokenizer), copy.deepcopy(tiny_tokenizer)
+    without.eos_token = None
+    eos = (tiny_tokenizer.eos_token, tiny_tokenizer.eos_token_id)
+    appending.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {eos[0]}", special_tokens=[eos]
+    )
+    rows = Dataset.from_list([{"prompt": "one", "completion": " two"}])
+    for tokenizer, said in ((without, "has no EOS token"), (appending, "set add_eos_token: false")):
+        with pytest.raises(QeRLError, match=f"Row 0 of the training demonstrations: it is text, .*{said}"):
+            ReadyDemonstrations(settings(tmp_path), tokenizer, None)(rows, "training demonstrations")
 
 
 def test_parts_of_text_are_joined_wherever_they_stand(labels_of):
@@ -332,6 +357,31 @@ def test_accuracy_is_that_of_rl_and_stands_beside_the_loss(tiny_model, tiny_toke
 
 
 # Runs
+
+
+def test_gradients_of_processes_are_summed_in_buckets(tiny_model, tmp_path):
+    """Two processes with the same gradients: each becomes its double, whatever its dtype and shape."""
+
+    class Doubling:
+        num_processes, device, calls = 2, torch.device("cpu"), 0
+
+        def reduce(self, value, how):
+            self.calls += 1
+            return value * 2
+
+    model = policy(tiny_model)
+    update = CrossEntropyUpdate(settings(tmp_path), model, (accelerator := Doubling()), lambda: False)
+    trained = [x for x in model.parameters() if x.requires_grad]
+    assert len(trained) > 3 and len({x.shape for x in trained}) > 1
+    trained[1].data = trained[1].data.bfloat16()
+    for number, parameter in enumerate(trained[:-1]):
+        parameter.grad = torch.randn_like(parameter) + number
+    wanted = [2 * x.grad for x in trained[:-1]]
+    update._sum_gradients()
+    assert all(map(torch.equal, [x.grad for x in trained[:-1]], wanted)) and trained[-1].grad is None
+    assert accelerator.calls == 2
+    sizes = [[x.nbytes for x in bucket] for bucket in _buckets([torch.zeros(n) for n in (1, 2, 9, 3)], 16)]
+    assert sizes == [[4, 8], [36], [12]]
 
 
 @pytest.mark.slow

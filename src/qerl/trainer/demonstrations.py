@@ -29,7 +29,10 @@ from qerl.update.packed_row import IGNORE
 
 logger = logging.getLogger(__name__)
 
-ADDED = ("completion", "messages", "input_ids", "labels")
+READY = ("input_ids", "labels", "loss_tokens")
+"""Columns of rows that have been made ready: token ids [T], labels [T], and how many of these count."""
+
+ADDED = ("completion", "messages", *READY)
 """Columns that a problem's row has beyond those of RL."""
 
 _LOOKED_AT = 1000
@@ -45,14 +48,19 @@ def check_columns(rows: Any, what: str) -> None:
     """Refuse what is no data set of demonstrations.
 
     Raises:
-        QeRLError: It is a stream or something else, has no row, lacks the columns, or has one of those that
-            TRL renders with and this does not.
+        QeRLError: It is a stream or something else, has no row, has tokens already, lacks the columns, or has
+            one of those that TRL renders with and this does not.
     """
     if not isinstance(rows, Dataset):
         raise QeRLError(
             f"{what} is a {type(rows).__name__}; algorithm: sft learns from a Dataset, so pass one."
         )
     columns = rows.column_names
+    if "input_ids" in columns:
+        raise QeRLError(
+            f"{what} has the column input_ids, and tokens and labels are made here; give what they were made "
+            "of, messages or prompt and completion, and leave the column out."
+        )
     if "messages" not in columns and not {"prompt", "completion"} <= {*columns}:
         raise QeRLError(
             f"{what} has neither the column `messages` nor `prompt` and `completion`, only "
@@ -126,7 +134,7 @@ def _plain(rows: Dataset, what: str) -> Dataset:
 
 @dataclass(frozen=True)
 class ReadyDemonstrations:
-    """Gives the rows with the columns `input_ids` and `labels`, cut at `max_length`.
+    """Gives the rows with the columns `READY`, cut at `max_length`.
 
     Attributes:
         args: Settings of the run.
@@ -146,7 +154,8 @@ class ReadyDemonstrations:
             QeRLError: They are no demonstrations, one cannot be rendered or is longer than the model's
                 positions, or nothing is left to learn from.
         """
-        if rows is None or "input_ids" in (getattr(rows, "column_names", None) or ()):
+        columns = getattr(rows, "column_names", None) or ()
+        if rows is None or {*READY} <= {*columns}:
             return rows
         if isinstance(rows, dict):
             return {name: self(some, f"{what} of {name!r}") for name, some in rows.items()}
@@ -167,11 +176,12 @@ class ReadyDemonstrations:
                     )
             except QeRLError as error:
                 raise QeRLError(f"Row {number} of the {what}: {error}") from error
-            cut = {"input_ids": ids[: args.max_length], "labels": labels[: args.max_length]}
-            return cut | {_LENGTH: len(ids)}
+            ids_T, labels_T = ids[: args.max_length], labels[: args.max_length]
+            counted = sum(label != IGNORE for label in labels_T[1:])  # the first token is predicted by none
+            return dict(zip(READY, (ids_T, labels_T, counted), strict=True)) | {_LENGTH: len(ids)}
 
         found = rows.map(ready, with_indices=True)
-        kept = found.filter(lambda labels: any(x != IGNORE for x in labels[1:]), input_columns="labels")
+        kept = found.filter(lambda counted: counted > 0, input_columns="loss_tokens")
         if not len(kept):
             raise QeRLError(
                 f"Nothing is left to learn from in the {len(rows)} {what}: none has a token that counts "
@@ -199,7 +209,8 @@ class ReadyDemonstrations:
         elif isinstance(prompt := row.get("prompt"), str) and isinstance(text := row.get("completion"), str):
             if only:
                 raise QeRLError("assistant_only_loss needs chat messages, and this is text.")
-            prompt_ids, end = self.tokenizer(prompt)["input_ids"], self.tokenizer.eos_token
+            end = self._end()
+            prompt_ids = self.tokenizer(prompt)["input_ids"]
             whole = self.tokenizer(prompt + text + ("" if text.endswith(end) else end))["input_ids"]
             if whole[: len(prompt_ids)] != prompt_ids:
                 raise QeRLError(
@@ -222,6 +233,25 @@ class ReadyDemonstrations:
             for at, token in enumerate(whole)
         ]
         return whole, labels
+
+    def _end(self) -> str:
+        """The token behind a text.
+
+        Raises:
+            QeRLError: The tokenizer has none, or writes it behind prompts, too.
+        """
+        end = self.tokenizer.eos_token
+        if end is None:
+            raise QeRLError(
+                "it is text, and the tokenizer has no EOS token that would end it; add it to "
+                "tokenizer_config.json."
+            )
+        if self.tokenizer("a")["input_ids"][-1] == self.tokenizer.eos_token_id:
+            raise QeRLError(
+                f"it is text, and the tokenizer ends every text with {end}, a prompt as well, behind which "
+                "nothing is written; set add_eos_token: false in tokenizer_config.json."
+            )
+        return end
 
     def _needed(self, chat: Chat | None) -> Chat:
         if chat is None:
