@@ -65,9 +65,10 @@ def test_a_mixture_has_those_of_its_tasks():
 def test_conversations_of_a_file(tmp_path):
     pair = {"prompt": [CHAT["messages"][0]], "completion": "Hello.", "extra": 1}
     text = {"prompt": "The sky is", "completion": " blue."}
-    task = get_task(f"demonstrations:{lines(tmp_path / 'a.jsonl', CHAT, pair)}", test_size=1)
+    other = {"messages": [CHAT["messages"][0] | {"content": "Ho"}, SAID]}
+    task = get_task(f"demonstrations:{lines(tmp_path / 'held.jsonl', CHAT, other)}", test_size=1)
     assert len(task.demonstrations()) == len(task.demonstrations(held_out=True)) == 1
-    every = get_task(f"demonstrations:{tmp_path / 'a.jsonl'}").demonstrations().to_list()
+    every = get_task(f"demonstrations:{lines(tmp_path / 'a.jsonl', CHAT, pair)}").demonstrations().to_list()
     assert every[0]["messages"] == CHAT["messages"] == [*every[1]["prompt"], *every[1]["completion"]]
     (row,) = get_task(f"demonstrations:{lines(tmp_path / 'b.jsonl', text)}").demonstrations()
     assert row == text
@@ -78,6 +79,19 @@ def test_conversations_of_a_file(tmp_path):
     assert task.rewards == []
     with pytest.raises(QeRLError, match=r"no answers that could be rewarded.*algorithm: sft"):
         task.train()
+
+
+def test_several_answers_to_a_conversation_are_held_out_together(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"Hi {n}"}, {"role": "assistant", "content": answer}]}
+        for n in range(8)
+        for answer in ("Hello.", "Yes?", "Hey.")
+    ]
+    task = get_task(f"demonstrations:{lines(tmp_path / 'a.jsonl', *rows)}", test_size=3)
+    asked = [
+        {row["messages"][0]["content"] for row in task.demonstrations(held_out)} for held_out in (True, False)
+    ]
+    assert list(map(len, asked)) == [3, 5] and asked[0].isdisjoint(asked[1])
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,10 @@ def _answer(value: Any) -> str:
 
 
 def _key(row: dict[str, Any]) -> str:
-    """The problem itself: another instruction must not move it into the other set."""
+    """The problem itself: neither another instruction nor another answer may move it into the other set."""
     messages = row.get("messages") or row["prompt"]
-    asked = isinstance(messages, list) and messages[0]["role"] == "system"
-    return json.dumps(messages[1:] if asked else messages)
+    if isinstance(messages, str):
+        return json.dumps(messages)
+    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    begin = 1 if messages[0]["role"] == "system" else 0
+    return json.dumps(messages[begin : users[-1] + 1 if users else None])
