@@ -256,7 +256,7 @@ def test_settings_of_a_run_can_be_read_again(tmp_path):
         | {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 5, "save_steps": 5},
     )
     assert (config.learning_rate, config.metric_for_best_model, config.greater_is_better) == (
-        2e-5,
+        2e-4,
         "eval_loss",
         False,
     )
