@@ -18,8 +18,9 @@ from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.run_folder import read_metrics
 from qerl.settings.recipe import load_config
+from qerl.tasks import get_task
 from qerl.trainer.demonstrations import ReadyDemonstrations, warn_of_endless_turns
-from qerl.trainer.run import train
+from qerl.trainer.run import _datasets, train
 from qerl.trainer.sft import CrossEntropyUpdate, _buckets
 from qerl.update.packed_row import IGNORE
 from tests.support.arguments import ones
@@ -288,6 +289,20 @@ def test_a_task_without_solutions_is_refused_before_anything_is_loaded(tmp_path)
 
 
 # Evaluation
+
+
+def test_held_out_rows_beyond_those_evaluated_are_never_rendered(tiny_tokenizer, tmp_path):
+    class Ready(ReadyDemonstrations):
+        def __call__(self, rows, what):
+            made[what] = len(rows)
+            return super().__call__(rows, what)
+
+    made: dict[str, int] = {}
+    config = settings(tmp_path, eval_strategy="steps", eval_steps=1, eval_samples=3, max_length=None)
+    task = get_task("arithmetic", train_size=5, test_size=8, examples=0)
+    _, held_out = _datasets(config, task, Ready(config, tiny_tokenizer, None))
+    assert made == {"training demonstrations": 5, "held-out demonstrations": 3} and len(held_out) == 3
+    assert list(held_out["answer"]) == list(task.test()["answer"])[:3]
 
 
 def test_held_out_loss_is_the_mean_over_all_tokens(tiny_model, tiny_tokenizer, tmp_path):
