@@ -366,6 +366,9 @@ def test_environments_handed_to_a_trainer_leave_fewer_completions_to_an_evaluati
         ({"tuning": "full", "weights": "bf16"}, 1e-6),
         ({"learning_rate": 1e-6}, 1e-6),
         ({"learning_rate": 0.0}, 0.0),
+        ({"algorithm": "sft"}, 2e-4),
+        ({"algorithm": "sft", "tuning": "full", "weights": "bf16"}, 2e-5),
+        ({"algorithm": "sft", "learning_rate": 1e-6}, 1e-6),
     ],
 )
 def test_the_learning_rate_follows_the_tuning_where_nobody_says_it(given, expected):

@@ -9,6 +9,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError
 from qerl.tasks import demonstrations, get_task, hub
 
+SAID = {"role": "assistant", "content": "Hello."}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 
 
@@ -64,15 +65,33 @@ def test_a_mixture_has_those_of_its_tasks():
 def test_conversations_of_a_file(tmp_path):
     pair = {"prompt": [CHAT["messages"][0]], "completion": "Hello.", "extra": 1}
     text = {"prompt": "The sky is", "completion": " blue."}
-    task = get_task(f"demonstrations:{lines(tmp_path / 'a.jsonl', CHAT, pair)}", test_size=1)
+    other = {"messages": [CHAT["messages"][0] | {"content": "Ho"}, SAID]}
+    task = get_task(f"demonstrations:{lines(tmp_path / 'held.jsonl', CHAT, other)}", test_size=1)
     assert len(task.demonstrations()) == len(task.demonstrations(held_out=True)) == 1
-    every = get_task(f"demonstrations:{tmp_path / 'a.jsonl'}").demonstrations().to_list()
+    every = get_task(f"demonstrations:{lines(tmp_path / 'a.jsonl', CHAT, pair)}").demonstrations().to_list()
     assert every[0]["messages"] == CHAT["messages"] == [*every[1]["prompt"], *every[1]["completion"]]
     (row,) = get_task(f"demonstrations:{lines(tmp_path / 'b.jsonl', text)}").demonstrations()
     assert row == text
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo."}]
+    joined = {"messages": [CHAT["messages"][0], SAID | {"content": parts, "tool_calls": None}]}
+    (row,) = get_task(f"demonstrations:{lines(tmp_path / 'c.jsonl', joined)}").demonstrations()
+    assert row == CHAT
     assert task.rewards == []
     with pytest.raises(QeRLError, match=r"no answers that could be rewarded.*algorithm: sft"):
         task.train()
+
+
+def test_several_answers_to_a_conversation_are_held_out_together(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"Hi {n}"}, {"role": "assistant", "content": answer}]}
+        for n in range(8)
+        for answer in ("Hello.", "Yes?", "Hey.")
+    ]
+    task = get_task(f"demonstrations:{lines(tmp_path / 'a.jsonl', *rows)}", test_size=3)
+    asked = [
+        {row["messages"][0]["content"] for row in task.demonstrations(held_out)} for held_out in (True, False)
+    ]
+    assert list(map(len, asked)) == [3, 5] and asked[0].isdisjoint(asked[1])
 
 
 @pytest.mark.parametrize(
@@ -83,6 +102,17 @@ def test_conversations_of_a_file(tmp_path):
         ({"text": "The sky is blue."}, "needs the column messages, or prompt and completion.*this has text"),
         ({"prompt": [CHAT["messages"][0]]}, "the column completion, which is missing"),
         ({"prompt": "The sky", "completion": []}, "needs the column messages, or prompt and completion"),
+        (
+            {"messages": [CHAT["messages"][0], SAID | {"content": "", "tool_calls": [{"name": "f"}]}]},
+            r"messages has a message with tool_calls \(role assistant\), and role and content alone are read",
+        ),
+        (
+            {"prompt": [CHAT["messages"][0]], "completion": [SAID | {"reasoning_content": "Hm."}]},
+            r"the completion has a message with reasoning_content",
+        ),
+        ({"messages": [CHAT["messages"][0], {"role": "assistant"}]}, r"without content \(role assistant\)"),
+        (CHAT | {"tools": [{"name": "f"}]}, "not rendered with the column tools"),
+        (CHAT | {"chat_template_kwargs": {"a": 1}}, "not rendered with the column chat_template_kwargs"),
     ],
 )
 def test_what_is_no_demonstration_is_refused_by_its_line(tmp_path, row, said):

@@ -78,7 +78,11 @@ GOOD = {"question": "fine?", "answer": "yes"}
         ({"question": " ", "answer": "1"}, "the problem is empty"),
         ({"question": 7, "answer": "1"}, "must be text, or a list of messages"),
         ({"messages": [{"role": "human", "content": "x"}], "answer": "1"}, "one of the roles system, user"),
-        ({"messages": [{"role": "user"}], "answer": "1"}, "must be text, or a list of messages"),
+        ({"messages": [{"role": "user"}], "answer": "1"}, r"a message without content \(role user\)"),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "Ann"}], "answer": "1"},
+            r"the problem has a message with name \(role user\), and role and content alone",
+        ),
         ({"messages": messages([("assistant", "x")]), "answer": "1"}, "the last message must be the user's"),
         ({"messages": [], "answer": "1"}, "the last message must be the user's"),
         ({"question": "x"}, "answer must be text or a number; it is null"),

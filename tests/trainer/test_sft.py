@@ -1,5 +1,6 @@
 """Supervised fine-tuning as a run: what it evaluates, saves and resumes, RL after it, and what is refused."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 
 from qerl import QeRLConfig, QeRLSFTTrainer, QeRLTrainer
 from qerl.cli import main
@@ -16,8 +18,10 @@ from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.run_folder import read_metrics
 from qerl.settings.recipe import load_config
-from qerl.trainer.demonstrations import ReadyDemonstrations
-from qerl.trainer.run import train
+from qerl.tasks import get_task
+from qerl.trainer.demonstrations import ReadyDemonstrations, warn_of_endless_turns
+from qerl.trainer.run import _datasets, train
+from qerl.trainer.sft import CrossEntropyUpdate, _buckets
 from qerl.update.packed_row import IGNORE
 from tests.support.arguments import ones
 
@@ -109,6 +113,77 @@ def test_what_cannot_be_learned_from_is_refused(labels_of, fields, row, said):
         labels_of(row, **fields)
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"messages": [CHAT[0], CHAT[1] | {"content": "", "tool_calls": [{"name": "f"}]}]},
+            r"Row 0 of the training demonstrations has a message with tool_calls \(role assistant\)",
+        ),
+        (
+            {"prompt": CHAT[:1], "completion": [CHAT[1] | {"reasoning_content": "Hm."}]},
+            "has a message with reasoning_content",
+        ),
+        ({"messages": [CHAT[0], CHAT[1] | {"content": None}]}, r"without content \(role assistant\)"),
+        ({"messages": [m | {"content": [{"type": "image"}]} for m in CHAT]}, r"is no text \(image\)"),
+        ({"messages": CHAT, "tools": ["f"]}, "has the column tools, which demonstrations are not rendered"),
+        ({"messages": CHAT, "images": [1]}, "has the column images"),
+        ({"messages": CHAT, "chat_template_kwargs": {"a": 1}}, "has the column chat_template_kwargs"),
+    ],
+)
+def test_what_would_be_lost_is_refused(labels_of, row, said):
+    with pytest.raises(QeRLError, match=said):
+        labels_of(row)
+
+
+def test_tokens_of_others_are_refused(tiny_tokenizer, tmp_path):
+    ready = ReadyDemonstrations(settings(tmp_path), tiny_tokenizer, None)
+    for row in ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [1, 2], "messages": CHAT}):
+        with pytest.raises(QeRLError, match="has the column input_ids, and tokens and labels are made here"):
+            ready(Dataset.from_list([row]), "training demonstrations")
+    rows = ready(Dataset.from_list([{"messages": CHAT}]), "training demonstrations")
+    assert ready(rows, "training demonstrations") is rows
+    assert rows["loss_tokens"] == [sum(label != IGNORE for label in rows[0]["labels"])]
+
+
+def test_text_needs_an_end_that_prompts_lack(tiny_tokenizer, tmp_path):
+    without, appending = copy.deepcopy(tiny_tokenizer), copy.deepcopy(tiny_tokenizer)
+    without.eos_token = None
+    eos = (tiny_tokenizer.eos_token, tiny_tokenizer.eos_token_id)
+    appending.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {eos[0]}", special_tokens=[eos]
+    )
+    rows = Dataset.from_list([{"prompt": "one", "completion": " two"}])
+    for tokenizer, said in ((without, "has no EOS token"), (appending, "set add_eos_token: false")):
+        with pytest.raises(QeRLError, match=f"Row 0 of the training demonstrations: it is text, .*{said}"):
+            ReadyDemonstrations(settings(tmp_path), tokenizer, None)(rows, "training demonstrations")
+
+
+def test_parts_of_text_are_joined_wherever_they_stand(labels_of):
+    def parts(message):
+        return message | {"content": [{"type": "text", "text": x} for x in message["content"]]}
+
+    chat = [parts(message) for message in CHAT]
+    for row in ({"messages": chat}, {"prompt": chat[:1], "completion": chat[1:]}):
+        assert labels_of(row) == "two<|im_end|>\n"
+        assert labels_of(row, assistant_only_loss=False, completion_only_loss=None) in (
+            WHOLE,
+            "two<|im_end|>\n",
+        )
+
+
+def test_rows_of_both_kinds_stand_in_one_data_set(tiny_tokenizer, tmp_path):
+    rows = Dataset.from_list(
+        [
+            {"messages": CHAT, "prompt": None, "completion": None},
+            {"messages": None, "prompt": CHAT[:1], "completion": CHAT[1:]},
+        ]
+    )
+    ready = ReadyDemonstrations(settings(tmp_path, max_prompt_length=50), tiny_tokenizer, None)
+    first, second = ready(rows, "training demonstrations")
+    assert first["input_ids"] == second["input_ids"] and first["labels"] == second["labels"]
+
+
 def test_tokens_that_merge_across_a_prompts_end_are_refused(labels_of):
     with pytest.raises(QeRLError, match="Tokens merge across the end of the prompt"):
         labels_of({"prompt": "one<|im_", "completion": "end|> two"})
@@ -121,6 +196,34 @@ def test_longer_demonstrations_are_cut_and_counted(tiny_tokenizer, tmp_path, cap
     assert len(found) == 1 and len(found[0]["input_ids"]) == 24
     assert "Of 2 training demonstrations, 2 have more than max_length (24) tokens" in caplog.text
     assert "1 are left out" in caplog.text
+
+
+def test_turns_without_their_end_are_said_once(tiny_model, tiny_tokenizer, tmp_path, caplog):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}END{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    for end, said in (("{% endgeneration %}<|im_end|>", 1), ("<|im_end|>\n{% endgeneration %}", 0)):
+        caplog.clear()
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.chat_template = template.replace("END", end)
+        chats = Dataset.from_dict({"messages": [CHAT * 2, CHAT]})
+        trainer = QeRLSFTTrainer(
+            policy(tiny_model), args=settings(tmp_path), train_dataset=chats, processing_class=tokenizer
+        )
+        trainer.train()
+        assert caplog.text.count("In 2 of the first 2 demonstrations the loss looks at a turn") == said
+
+
+def test_a_turn_that_was_cut_may_lack_its_end(caplog):
+    stop, other = 2, 5
+    cut = Dataset.from_dict({"labels": [[IGNORE, other, stop, IGNORE, other, other]]})
+    warn_of_endless_turns(cut, {stop}, 6)
+    assert not caplog.text
+    for rows in (cut, Dataset.from_dict({"labels": [[IGNORE, other, IGNORE, stop, IGNORE, other]]})):
+        caplog.clear()
+        warn_of_endless_turns(rows, {stop}, 7)
+        assert "In 1 of the first 1 demonstrations" in caplog.text
 
 
 # Refusals
@@ -154,7 +257,7 @@ def test_settings_of_a_run_can_be_read_again(tmp_path):
         | {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 5, "save_steps": 5},
     )
     assert (config.learning_rate, config.metric_for_best_model, config.greater_is_better) == (
-        2e-5,
+        2e-4,
         "eval_loss",
         False,
     )
@@ -188,6 +291,20 @@ def test_a_task_without_solutions_is_refused_before_anything_is_loaded(tmp_path)
 # Evaluation
 
 
+def test_held_out_rows_beyond_those_evaluated_are_never_rendered(tiny_tokenizer, tmp_path):
+    class Ready(ReadyDemonstrations):
+        def __call__(self, rows, what):
+            made[what] = len(rows)
+            return super().__call__(rows, what)
+
+    made: dict[str, int] = {}
+    config = settings(tmp_path, eval_strategy="steps", eval_steps=1, eval_samples=3, max_length=None)
+    task = get_task("arithmetic", train_size=5, test_size=8, examples=0)
+    _, held_out = _datasets(config, task, Ready(config, tiny_tokenizer, None))
+    assert made == {"training demonstrations": 5, "held-out demonstrations": 3} and len(held_out) == 3
+    assert list(held_out["answer"]) == list(task.test()["answer"])[:3]
+
+
 def test_held_out_loss_is_the_mean_over_all_tokens(tiny_model, tiny_tokenizer, tmp_path):
     """Whatever the batch: the reference is transformers' own loss of each demonstration, in float64."""
     model = policy(tiny_model)
@@ -202,6 +319,11 @@ def test_held_out_loss_is_the_mean_over_all_tokens(tiny_model, tiny_tokenizer, t
     metrics = trainer.evaluate()
     assert metrics["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert not any("reward" in name for name in metrics)
+    rows, lengths = [*trainer.eval_dataset] * 3, []
+    hook = model.get_input_embeddings().register_forward_hook(lambda m, given, out: lengths.append(out.shape))
+    trainer.updates.held_out(rows)
+    hook.remove()
+    assert len(lengths) == 5  # nine rows, two at a time as in training
     longer = PAIRS.select([0, 0, 1])
     assert trainer.evaluate(longer)["eval_loss"] != metrics["eval_loss"]
 
@@ -250,6 +372,31 @@ def test_accuracy_is_that_of_rl_and_stands_beside_the_loss(tiny_model, tiny_toke
 
 
 # Runs
+
+
+def test_gradients_of_processes_are_summed_in_buckets(tiny_model, tmp_path):
+    """Two processes with the same gradients: each becomes its double, whatever its dtype and shape."""
+
+    class Doubling:
+        num_processes, device, calls = 2, torch.device("cpu"), 0
+
+        def reduce(self, value, how):
+            self.calls += 1
+            return value * 2
+
+    model = policy(tiny_model)
+    update = CrossEntropyUpdate(settings(tmp_path), model, (accelerator := Doubling()), lambda: False)
+    trained = [x for x in model.parameters() if x.requires_grad]
+    assert len(trained) > 3 and len({x.shape for x in trained}) > 1
+    trained[1].data = trained[1].data.bfloat16()
+    for number, parameter in enumerate(trained[:-1]):
+        parameter.grad = torch.randn_like(parameter) + number
+    wanted = [2 * x.grad for x in trained[:-1]]
+    update._sum_gradients()
+    assert all(map(torch.equal, [x.grad for x in trained[:-1]], wanted)) and trained[-1].grad is None
+    assert accelerator.calls == 2
+    sizes = [[x.nbytes for x in bucket] for bucket in _buckets([torch.zeros(n) for n in (1, 2, 9, 3)], 16)]
+    assert sizes == [[4, 8], [36], [12]]
 
 
 @pytest.mark.slow

@@ -326,6 +326,35 @@ def test_a_call_without_memory_is_done_again_in_smaller_chunks(model, driver, ph
     assert lengths[0] > 18 >= driver.tokens_per_forward and max(lengths[-2:]) <= 18
 
 
+def test_a_forward_pass_without_memory_changes_nothing_of_training(model):
+    data, lengths, recomputed = samples("cross_entropy"), [], []
+
+    def fill(_module, inputs, _output):
+        lengths.append(inputs[0].size(1))
+        if lengths[-1] > 18:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    driver = LossDriver(model, recompute_every_layer=lambda: not recomputed and not recomputed.append(1))
+    limit = driver.tokens_per_forward
+    wanted = driver.forward(data, "cross_entropy").metrics["loss:sum"]
+    handle = model.get_input_embeddings().register_forward_hook(fill)
+    found = driver.forward(data, "cross_entropy").metrics["loss:sum"]
+    handle.remove()
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert lengths[0] > 18 >= max(lengths[-2:])
+    assert driver.tokens_per_forward == limit and not recomputed
+
+    def watch(_module, inputs, _output):
+        lengths.append(inputs[0].size(1))
+
+    driver.retry.max_tokens = 10
+    handle, before = model.get_input_embeddings().register_forward_hook(watch), len(lengths)
+    driver.forward(data, "cross_entropy")
+    handle.remove()
+    longest = max(len(datum.tokens) for datum in data)
+    assert max(lengths[before:]) <= max(10, longest)
+
+
 def test_where_one_sequence_does_not_fit_gradients_are_as_before(model, driver):
     data = samples("cross_entropy")
     driver.forward_backward(data, "cross_entropy")

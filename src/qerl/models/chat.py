@@ -87,6 +87,40 @@ def text_of(content: Any, where: str) -> str:
     return "".join(texts)
 
 
+def content_of(message: Mapping[str, Any], where: str) -> str:
+    """The content of a message as text; arguments and errors as `text_of`, and none is refused, too."""
+    content = message.get("content")
+    if content is None:
+        raise QeRLError(
+            f"{where} has a message without content (role {message['role']}); give it a text, or leave it "
+            "out."
+        )
+    return text_of(content if isinstance(content, str | list) else [content], where)
+
+
+def plain_message(message: Mapping[str, Any], where: str) -> Message:
+    """Role and content of a message that says nothing else, the content as text.
+
+    Args:
+        message: Its keys may be more where they hold nothing, as in a data set of which other rows have them.
+        where: What has the message.
+
+    Raises:
+        QeRLError: Another key holds something, as `tool_calls` or `reasoning_content` do, or as `content_of`.
+    """
+    others = [
+        name
+        for name, value in message.items()
+        if name not in ("role", "content") and value not in (None, "", [], {})
+    ]
+    if others:
+        raise QeRLError(
+            f"{where} has a message with {', '.join(others)} (role {message['role']}), and role and content "
+            "alone are read here; write it into the content, or leave the row out."
+        )
+    return {"role": message["role"], "content": content_of(message, where)}
+
+
 class Chat:
     """The chat template of a tokenizer, with the arguments that every prompt of a run gets.
 

@@ -39,8 +39,9 @@ from qerl.settings.parents import (
 LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
 """By `tuning`, where nobody says it."""
 
-SFT_LEARNING_RATE = 2e-5
-"""With ``algorithm: sft``, that of TRL's `SFTConfig`."""
+SFT_LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
+"""With ``algorithm: sft``: that of TRL's `SFTConfig` for all weights, which is too small for adapters, and
+ten times that for these, as in RL."""
 
 _EVALUATED_TOGETHER = 1024
 """Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
@@ -208,8 +209,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
     def follow_tuning(self) -> None:
         """`learning_rate` becomes the default for `tuning` where nobody gave one."""
         if self._default_rate:
-            rate = SFT_LEARNING_RATE if self.algorithm == "sft" else LEARNING_RATES[self.tuning]
-            self.learning_rate: float | None = rate
+            rates = SFT_LEARNING_RATES if self.algorithm == "sft" else LEARNING_RATES
+            self.learning_rate: float | None = rates[self.tuning]
 
     def make_room_for_environments(self) -> None:
         """The default of `per_device_eval_batch_size` becomes what it is with the field `environment`, for a

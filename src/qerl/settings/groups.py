@@ -702,8 +702,8 @@ class Run(TrainerFields):
     rules = (_workers_are_there, _stopping_goes_by_evaluations)
 
     learning_rate: NonNegative | None = None
-    """Initial learning rate of the optimizer; unset, 1e-5 for adapters and 1e-6 where `tuning` is full, and
-    2e-5 with algorithm: sft."""
+    """Initial learning rate of the optimizer; unset, 1e-5 for adapters and 1e-6 where `tuning` is full; with
+    algorithm: sft, 2e-4 and 2e-5."""
     tokens_per_forward: PositiveInt | None = None
     """Largest number of tokens in one forward pass of the update; a microbatch with more is computed in
     chunks, with the same gradients. Unset, it is what `qerl plan` finds to fit on a GPU, and there is no

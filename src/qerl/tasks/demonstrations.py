@@ -10,7 +10,8 @@ A prompt of messages has a completion of messages, or a text that the assistant 
 chat and gets no template. Nothing is put in front: a system message stands in the rows. Held-out rows give a
 loss and no accuracy; a task whose answers are judged has both (`Task.demonstrations`).
 
-Given up: calls of tools, and columns of other names, for which `Dataset.map` makes a file.
+Given up: calls of tools, and columns of other names, for which `Dataset.map` makes a file. What TRL would
+render a row with, and messages with more than role and content, are refused; other columns are left out.
 """
 
 from functools import cached_property
@@ -23,6 +24,11 @@ from qerl.errors import QeRLError
 from qerl.tasks.guard import RewardFunction
 from qerl.tasks.hub import part_of
 from qerl.tasks.jsonl import Jsonl, completion_of, messages_of
+
+COLUMNS = ("messages", "prompt", "completion")
+
+UNREAD = ("tools", "image", "images", "chat_template_kwargs")
+"""Columns with which TRL renders a row, and which nothing here reads."""
 
 
 class Demonstrations(Jsonl):
@@ -76,6 +82,10 @@ class Demonstrations(Jsonl):
         return rows
 
     def _row(self, row: dict[str, Any], solved: bool) -> dict[str, Any]:
+        if unread := [name for name in UNREAD if row.get(name)]:
+            raise ValueError(
+                f"demonstrations are not rendered with the column {unread[0]}; leave such rows out"
+            )
         if row.get("messages") is not None:
             return {"messages": messages_of(row["messages"], "messages", "assistant")}
         prompt, completion = row.get("prompt"), row.get("completion")

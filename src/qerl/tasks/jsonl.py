@@ -24,6 +24,7 @@ from typing import Any
 from datasets import Dataset
 
 from qerl.errors import QeRLError
+from qerl.models.chat import plain_message
 from qerl.rewards.text import Message
 from qerl.tasks.base import Task, as_dataset, assistant_says, holdout_rank
 from qerl.tasks.formats import get_format
@@ -168,7 +169,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def messages_of(value: Any, what: str, last: str) -> list[Message]:
-    """A list of chat messages, of whose keys role and content are kept.
+    """A list of chat messages of role and content alone, parts of text joined.
 
     Args:
         value: What the file has.
@@ -180,12 +181,14 @@ def messages_of(value: Any, what: str, last: str) -> list[Message]:
     """
     if not isinstance(value, list) or not all(map(_is_message, value)):
         raise ValueError(
-            f"{what} must be text, or a list of messages with content and one of the roles "
-            f"{', '.join(_ROLES)}"
+            f"{what} must be text, or a list of messages with one of the roles {', '.join(_ROLES)}"
         )
     if not value or value[-1]["role"] != last:
         raise ValueError(f"the last message must be the {last}'s")
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    try:
+        return [plain_message(message, what) for message in value]
+    except QeRLError as error:
+        raise ValueError(str(error).removesuffix(".")) from error
 
 
 def completion_of(row: dict[str, Any]) -> list[Message]:
@@ -203,11 +206,7 @@ def completion_of(row: dict[str, Any]) -> list[Message]:
 
 
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and message.get("role") in _ROLES
-        and isinstance(message.get("content"), str)
-    )
+    return isinstance(message, dict) and message.get("role") in _ROLES
 
 
 def _answer(value: Any) -> str:
@@ -221,7 +220,10 @@ def _answer(value: Any) -> str:
 
 
 def _key(row: dict[str, Any]) -> str:
-    """The problem itself: another instruction must not move it into the other set."""
+    """The problem itself: neither another instruction nor another answer may move it into the other set."""
     messages = row.get("messages") or row["prompt"]
-    asked = isinstance(messages, list) and messages[0]["role"] == "system"
-    return json.dumps(messages[1:] if asked else messages)
+    if isinstance(messages, str):
+        return json.dumps(messages)
+    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    begin = 1 if messages[0]["role"] == "system" else 0
+    return json.dumps(messages[begin : users[-1] + 1 if users else None])

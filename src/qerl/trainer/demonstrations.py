@@ -10,7 +10,9 @@ template writes it otherwise or tokens merge across its end, the row is refused;
 another prompt.
 """
 
+import itertools
 import logging
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +20,26 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
-from qerl.models.chat import Chat
+from qerl.models.chat import Chat, plain_message
 from qerl.ranks import is_first_process
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.prompts import short_prompts, sound_prompts
+from qerl.tasks.demonstrations import COLUMNS, UNREAD
+from qerl.trainer.prompts import short_prompts, sound_messages
 from qerl.update.packed_row import IGNORE
 
 logger = logging.getLogger(__name__)
 
-ADDED = ("completion", "messages", "input_ids", "labels")
+READY = ("input_ids", "labels", "loss_tokens")
+"""Columns of rows that have been made ready: token ids [T], labels [T], and how many of these count."""
+
+ADDED = ("completion", "messages", *READY)
 """Columns that a problem's row has beyond those of RL."""
+
+_LOOKED_AT = 1000
+"""Rows in which ends of turns are looked for: a template that leaves them out does so in every one."""
+
+_BEHIND_END = 4
+"""Tokens at the end of a turn among which its stop token stands: templates write line breaks behind it."""
 
 _LENGTH = "tokens before it was cut"
 
@@ -36,17 +48,28 @@ def check_columns(rows: Any, what: str) -> None:
     """Refuse what is no data set of demonstrations.
 
     Raises:
-        QeRLError: It is a stream or something else, has no row, or lacks the columns.
+        QeRLError: It is a stream or something else, has no row, has tokens already, lacks the columns, or has
+            one of those that TRL renders with and this does not.
     """
     if not isinstance(rows, Dataset):
         raise QeRLError(
             f"{what} is a {type(rows).__name__}; algorithm: sft learns from a Dataset, so pass one."
         )
     columns = rows.column_names
+    if "input_ids" in columns:
+        raise QeRLError(
+            f"{what} has the column input_ids, and tokens and labels are made here; give what they were made "
+            "of, messages or prompt and completion, and leave the column out."
+        )
     if "messages" not in columns and not {"prompt", "completion"} <= {*columns}:
         raise QeRLError(
             f"{what} has neither the column `messages` nor `prompt` and `completion`, only "
             f"{', '.join(columns)}; rename or make them with `map`."
+        )
+    if unread := [name for name in UNREAD if name in columns]:
+        raise QeRLError(
+            f"{what} has the column {unread[0]}, which demonstrations are not rendered with; leave rows out "
+            "that need it, and it with `remove_columns`."
         )
     if not len(rows):
         raise QeRLError(f"{what} has no row; check how it was filtered.")
@@ -69,9 +92,49 @@ def check_prompts(rows: Any) -> None:
             )
 
 
+def warn_of_endless_turns(rows: Dataset, stop_tokens: Set[int], max_length: int | None) -> None:
+    """Say that turns are learned without their end, as where ``{% generation %}`` marks the content alone.
+
+    Args:
+        rows: Made ready.
+        stop_tokens: Those that end a completion.
+        max_length: Where rows were cut, whose last turn is not looked at.
+    """
+    looked = rows.select(range(min(len(rows), _LOOKED_AT)))["labels"]
+    endless = 0
+    for labels in looked:
+        found = itertools.groupby(labels, IGNORE.__ne__)
+        turns = [list(turn) for counts, turn in found if counts]
+        if len(labels) == max_length and labels[-1] != IGNORE:
+            turns.pop()
+        endless += any(stop_tokens.isdisjoint(turn[-_BEHIND_END:]) for turn in turns)
+    if endless and is_first_process():
+        logger.warning(
+            "In %d of the first %d demonstrations the loss looks at a turn without a stop token at its end "
+            "(%s), so the model may not learn to stop; put the end of turn inside {%% generation %%} of the "
+            "chat template, or name the token that the template writes as eos_token_id in "
+            "generation_config.json.",
+            *(endless, len(looked), ", ".join(map(str, sorted(stop_tokens)))),
+        )
+
+
+def _plain(rows: Dataset, what: str) -> Dataset:
+    """The rows with messages of role and content alone, parts of text joined, of which nothing is lost."""
+    columns = [name for name in COLUMNS if name in rows.column_names]
+
+    def plain(row: dict[str, Any], number: int) -> dict[str, Any]:
+        where, given = f"Row {number} of {what}", {name: row[name] for name in columns}
+        return {
+            name: None if value is None else sound_messages(value, where, name, plain_message)
+            for name, value in given.items()
+        }
+
+    return rows.map(plain, with_indices=True)
+
+
 @dataclass(frozen=True)
 class ReadyDemonstrations:
-    """Gives the rows with the columns `input_ids` and `labels`, cut at `max_length`.
+    """Gives the rows with the columns `READY`, cut at `max_length`.
 
     Attributes:
         args: Settings of the run.
@@ -91,7 +154,8 @@ class ReadyDemonstrations:
             QeRLError: They are no demonstrations, one cannot be rendered or is longer than the model's
                 positions, or nothing is left to learn from.
         """
-        if rows is None or "input_ids" in (getattr(rows, "column_names", None) or ()):
+        columns = getattr(rows, "column_names", None) or ()
+        if rows is None or {*READY} <= {*columns}:
             return rows
         if isinstance(rows, dict):
             return {name: self(some, f"{what} of {name!r}") for name, some in rows.items()}
@@ -99,7 +163,7 @@ class ReadyDemonstrations:
         args, chat = self.args, None
         if self.tokenizer.chat_template is not None:
             chat = Chat(self.tokenizer, args.chat_template_kwargs)
-        rows = sound_prompts(rows, f"the {what}")
+        rows = _plain(rows, f"the {what}")
         rows = short_prompts(rows, args.max_prompt_length, args.chat_template_kwargs, self.tokenizer, what)
 
         def ready(row: dict[str, Any], number: int) -> dict[str, Any]:
@@ -112,11 +176,12 @@ class ReadyDemonstrations:
                     )
             except QeRLError as error:
                 raise QeRLError(f"Row {number} of the {what}: {error}") from error
-            cut = {"input_ids": ids[: args.max_length], "labels": labels[: args.max_length]}
-            return cut | {_LENGTH: len(ids)}
+            ids_T, labels_T = ids[: args.max_length], labels[: args.max_length]
+            counted = sum(label != IGNORE for label in labels_T[1:])  # the first token is predicted by none
+            return dict(zip(READY, (ids_T, labels_T, counted), strict=True)) | {_LENGTH: len(ids)}
 
         found = rows.map(ready, with_indices=True)
-        kept = found.filter(lambda labels: any(x != IGNORE for x in labels[1:]), input_columns="labels")
+        kept = found.filter(lambda counted: counted > 0, input_columns="loss_tokens")
         if not len(kept):
             raise QeRLError(
                 f"Nothing is left to learn from in the {len(rows)} {what}: none has a token that counts "
@@ -144,7 +209,8 @@ class ReadyDemonstrations:
         elif isinstance(prompt := row.get("prompt"), str) and isinstance(text := row.get("completion"), str):
             if only:
                 raise QeRLError("assistant_only_loss needs chat messages, and this is text.")
-            prompt_ids, end = self.tokenizer(prompt)["input_ids"], self.tokenizer.eos_token
+            end = self._end()
+            prompt_ids = self.tokenizer(prompt)["input_ids"]
             whole = self.tokenizer(prompt + text + ("" if text.endswith(end) else end))["input_ids"]
             if whole[: len(prompt_ids)] != prompt_ids:
                 raise QeRLError(
@@ -167,6 +233,25 @@ class ReadyDemonstrations:
             for at, token in enumerate(whole)
         ]
         return whole, labels
+
+    def _end(self) -> str:
+        """The token behind a text.
+
+        Raises:
+            QeRLError: The tokenizer has none, or writes it behind prompts, too.
+        """
+        end = self.tokenizer.eos_token
+        if end is None:
+            raise QeRLError(
+                "it is text, and the tokenizer has no EOS token that would end it; add it to "
+                "tokenizer_config.json."
+            )
+        if self.tokenizer("a")["input_ids"][-1] == self.tokenizer.eos_token_id:
+            raise QeRLError(
+                f"it is text, and the tokenizer ends every text with {end}, a prompt as well, behind which "
+                "nothing is written; set add_eos_token: false in tokenizer_config.json."
+            )
+        return end
 
     def _needed(self, chat: Chat | None) -> Chat:
         if chat is None:

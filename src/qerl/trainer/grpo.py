@@ -78,6 +78,7 @@ from qerl.trainer.balance import dealt
 from qerl.trainer.callbacks import EarlyStop, MetricsFile, check_callbacks
 from qerl.trainer.card import CARD_FILE, model_card
 from qerl.trainer.data import check_enough, sound_rows
+from qerl.trainer.demonstrations import READY
 from qerl.trainer.order import RepeatedRows, repeated_stream
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.ready import ready_for_rows
@@ -519,7 +520,7 @@ class QeRLTrainer(Trainer):
     def _loader(self, rows: Any, batch: int, order: RepeatedRows | None) -> DataLoader:
         args, streamed = self.args, order is None
         if args.remove_unused_columns and (names := getattr(rows, "column_names", None)):
-            rows = rows.remove_columns([x for x in names if x not in ("prompt", "input_ids", "labels")])
+            rows = rows.remove_columns([x for x in names if x not in ("prompt", *READY)])
         if streamed and args.dataloader_num_workers:
             logger.warning(
                 "A stream is read by one worker, which keeps groups whole: dataloader_num_workers is 0."

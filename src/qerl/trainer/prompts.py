@@ -8,7 +8,7 @@ templates of text models add the content to a text, which fails on a list, and s
 import logging
 import operator
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.families.sizes import positions_of
-from qerl.models.chat import Chat, text_of
+from qerl.models.chat import Chat, content_of
 from qerl.models.hub import LocalModel
 from qerl.models.load import model_positions
 from qerl.ranks import is_first_process
@@ -50,7 +50,7 @@ def sound_prompts(rows: Any, what: str) -> Any:
     joined = [
         sound is not prompt
         for number, prompt in enumerate(_prompts(rows))
-        for sound in [_sound(prompt, f"Row {number} of {what}")]
+        for sound in [sound_messages(prompt, f"Row {number} of {what}")]
     ]
     if not any(joined):
         return rows
@@ -63,26 +63,7 @@ def _prompts(rows: Dataset) -> Iterator[Any]:
 
 
 def _sound_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    return {"prompt": _sound(row["prompt"], where)} if "prompt" in row else {}
-
-
-def _sound(prompt: Any, where: str) -> Any:
-    """The prompt itself, or one with joined parts in its place."""
-    if isinstance(prompt, str):
-        return prompt
-    if prompt is None:
-        raise QeRLError(f"{where} has no prompt (it is None); give it one, or leave the row out.")
-    if not isinstance(prompt, list) or not prompt or not all(map(_has_a_role, prompt)):
-        raise QeRLError(
-            f"{where} has a prompt that is neither text nor chat messages but {reprlib.repr(prompt)}; make "
-            'it a text, or a list such as [{"role": "user", "content": ...}].'
-        )
-    sound = [_of_text(message, where) for message in prompt]
-    return prompt if all(map(operator.is_, sound, prompt)) else sound
-
-
-def _has_a_role(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str)
+    return {"prompt": sound_messages(row["prompt"], where)} if "prompt" in row else {}
 
 
 def _of_text(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -90,12 +71,38 @@ def _of_text(message: dict[str, Any], where: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
-    if content is None:
+    return message | {"content": content_of(message, where)}
+
+
+def sound_messages(
+    value: Any, where: str, column: str = "prompt", sound: Callable[[Any, str], Any] = _of_text
+) -> Any:
+    """A column's value itself where it is text or sound messages, else with sound ones in their place.
+
+    Args:
+        value: What the row has.
+        where: The row, such as ``Row 3 of train_dataset``.
+        column: Name of the column.
+        sound: Gives a sound message for one with a role, or itself; its second argument is ``where``.
+
+    Raises:
+        QeRLError: It is neither text nor messages with a role, or `sound` refuses a message.
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise QeRLError(f"{where} has no {column} (it is None); give it one, or leave the row out.")
+    if not isinstance(value, list) or not value or not all(map(_has_a_role, value)):
         raise QeRLError(
-            f"{where} has a message without content (role {message['role']}); give it a text, or leave it "
-            "out."
+            f"{where} has a {column} that is neither text nor chat messages but {reprlib.repr(value)}; make "
+            'it a text, or a list such as [{"role": "user", "content": ...}].'
         )
-    return message | {"content": text_of(content if isinstance(content, list) else [content], where)}
+    found = [sound(message, where) for message in value]
+    return value if all(map(operator.is_, found, value)) else found
+
+
+def _has_a_role(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
 def check_template(
@@ -209,7 +216,7 @@ def short_prompts(
     chat = Chat(tokenizer, template_kwargs) if tokenizer.chat_template else None
 
     def short(row: dict[str, Any]) -> bool:
-        return _tokens(row.get("prompt", ""), tokenizer, chat) <= limit  # an environment may give it
+        return _tokens(row.get("prompt") or "", tokenizer, chat) <= limit  # an environment may give it
 
     kept = rows.filter(short)
     if isinstance(rows, IterableDataset):

@@ -179,13 +179,14 @@ def _datasets(
 
         def demonstrations(held_out: bool, what: str) -> Dataset:
             rows = task.demonstrations(held_out)
+            if held_out:  # ahead of what renders each row
+                rows = rows.select(range(min(config.eval_samples, len(rows))))
             return ready(chat.dataset(rows) if task.rewards else rows, what)
 
         train_set = task.epoch(demonstrations(False, "training demonstrations"))
         if not config.evaluates:
             return train_set, None
-        held_out = demonstrations(True, "held-out demonstrations")
-        return train_set, held_out.select(range(min(config.eval_samples, len(held_out))))
+        return train_set, demonstrations(True, "held-out demonstrations")
 
     def prompts(rows: Dataset, what: str) -> Dataset:
         found: Dataset = ready(chat.dataset(sound_prompts(rows, f"the {what}")), what)

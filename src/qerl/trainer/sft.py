@@ -15,7 +15,7 @@ Given up: streams, images, tools, packing of several demonstrations as one (rows
 the loss of Dynamic Fine-Tuning.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.demonstrations import ADDED, check_prompts
+from qerl.trainer.demonstrations import ADDED, check_prompts, warn_of_endless_turns
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.order import RepeatedRows
 from qerl.update.driver import LossDriver
@@ -33,6 +33,9 @@ from qerl.update.losses import TARGETS, Datum
 from qerl.update.packed_row import IGNORE
 
 Row = dict[str, Any]
+
+_BUCKET_BYTES = 64 * 2**20
+"""Of gradients that are summed over processes at once: a copy of so many stands beside them meanwhile."""
 
 
 class CrossEntropyUpdate:
@@ -56,6 +59,7 @@ class CrossEntropyUpdate:
         recompute_every_layer: Callable[[], bool],
     ) -> None:
         self._policy, self._accelerator = policy, accelerator
+        self._together = args.per_device_train_batch_size
         self.driver = LossDriver(
             policy,
             tokens_per_forward=args.tokens_per_forward,
@@ -66,22 +70,30 @@ class CrossEntropyUpdate:
     def run(self, model: nn.Module, microbatches: Sequence[list[Row]], step: int) -> torch.Tensor:
         """The loss of an optimizer step, a scalar on the device; adds its gradients to those that are there.
 
-        Arguments and errors are those of `UpdateStep.run`; microbatches are rows with `input_ids` and
-        `labels`. Gradients are summed over processes here, since no pass goes through the wrapped model.
+        Arguments and errors are those of `UpdateStep.run`; microbatches are rows with the columns `READY`.
+        Gradients are summed over processes here, since no pass goes through the wrapped model.
         """
         rows, device = [row for part in microbatches for row in part], self._accelerator.device
-        tokens = self._summed(torch.tensor(sum(map(counted, rows)), device=device))
-        data = [datum(row, 1 / max(int(tokens), 1)) for row in rows]
+        tokens, alone = sum(row["loss_tokens"] for row in rows), self._accelerator.num_processes == 1
+        if not alone:
+            tokens = int(self._summed(torch.tensor(tokens, device=device)))
+        data = [datum(row, 1 / tokens) for row in rows]
         loss = self.driver.forward_backward(data, "cross_entropy").metrics["loss:sum"]
-        for parameter in self._policy.parameters() if self._accelerator.num_processes > 1 else ():
-            if parameter.grad is not None:
-                parameter.grad = self._summed(parameter.grad)
+        if not alone:
+            self._sum_gradients()
         return self._summed(torch.tensor(loss, device=device))
 
     def held_out(self, rows: Sequence[Row]) -> tuple[float, int]:
-        """The summed loss of this process's rows, and the number of their tokens that count."""
-        loss = self.driver.forward([datum(row, 1.0) for row in rows], "cross_entropy").metrics["loss:sum"]
-        return loss, sum(map(counted, rows))
+        """The summed loss of this process's rows, and the number of their tokens that count.
+
+        Rows of an evaluation are as many as are sampled at a time; here they are taken as many at a time as
+        training's microbatches have.
+        """
+        loss = 0.0
+        for at in range(0, len(rows), self._together):
+            data = [datum(row, 1.0) for row in rows[at : at + self._together]]
+            loss += self.driver.forward(data, "cross_entropy").metrics["loss:sum"]
+        return loss, sum(row["loss_tokens"] for row in rows)
 
     def metrics(self) -> dict[str, list[float]]:
         """Nothing beside the loss."""
@@ -95,13 +107,28 @@ class CrossEntropyUpdate:
         """Go on with what `save` has written."""
         self.driver.retry.load(folder)
 
+    def _sum_gradients(self) -> None:
+        """Each gradient becomes the sum of all processes', many of one dtype in one all-reduce."""
+        found = [x.grad for x in self._policy.parameters() if x.grad is not None]
+        for gradients in _buckets(found, _BUCKET_BYTES):
+            summed = self._summed(torch.cat([gradient.flatten() for gradient in gradients]))
+            for gradient, part in zip(gradients, summed.split([x.numel() for x in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
     def _summed(self, value: torch.Tensor) -> torch.Tensor:
         return self._accelerator.reduce(value, "sum")
 
 
-def counted(row: Row) -> int:
-    """Number of a demonstration's tokens that the loss looks at; the first token is predicted by none."""
-    return sum(label != IGNORE for label in row["labels"][1:])
+def _buckets(tensors: list[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one dtype together, in order, as many as have `most` bytes; a larger one is by itself."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[torch.Tensor] = []
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
+            if bucket and sum(x.nbytes for x in bucket) + tensor.nbytes > most:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket
 
 
 def datum(row: Row, weight: float) -> Datum:
@@ -124,6 +151,11 @@ class QeRLSFTTrainer(QeRLTrainer):
     tags = ("qerl", "trl", "sft")
     learns_from_demonstrations = True
     _held_out = 0.0, 0  # summed loss and tokens of the evaluation under way
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Wraps that of RL: says so where the demonstrations do not show how a turn ends."""
+        warn_of_endless_turns(self.train_dataset, {*self.eos_token_ids}, self.args.max_length)
+        return super().train(*args, **kwargs)
 
     def _make_updates(self, policy: Any, recompute: Callable[[], bool]) -> tuple[Any, Any]:
         updates = CrossEntropyUpdate(self.args, policy, self.accelerator, recompute)

@@ -148,6 +148,11 @@ class MemoryRetry:
         self._lowered = self._recomputes = False
         self._newest = (0, 0)  # tokens and samples of the newest forward pass
 
+    def lower_to(self, max_tokens: int | None) -> None:
+        """The limit becomes at most this; None changes nothing."""
+        if max_tokens is not None:
+            self.max_tokens = min(max_tokens, self.max_tokens or max_tokens)
+
     def split(self, rows: list[int], lengths: Lengths) -> list[list[int]]:
         """Samples as chunks of which each fits one forward pass."""
         return split_rows(rows, lengths, self.max_tokens)
@@ -203,7 +208,8 @@ class MemoryRetry:
             self._recompute()
         found = limits["tokens_per_forward"]
         if found is not None:
-            self.max_tokens, self._lowered = min(found, self.max_tokens or found), True
+            self.lower_to(found)
+            self._lowered = True
 
     def _lower_limits(self, step: int, error: torch.OutOfMemoryError) -> None:
         """Choose how the next attempt takes less memory.

@@ -98,7 +98,9 @@ class LossDriver:
 
     Attributes:
         update_path: Which parts of the model run on this project's kernels, and why others do not.
-        retry: Divides calls into chunks, and halves these where memory runs out.
+        retry: Divides calls into chunks, and halves these where memory runs out. Forward passes without
+            gradients take chunks of their own size, at most that: they keep nothing for backward, so where
+            memory runs out in one, that says nothing of training.
 
     Raises:
         QeRLError: A packed row gives other log-probabilities than the sequences in it.
@@ -121,6 +123,7 @@ class LossDriver:
         self.retry = MemoryRetry(
             tokens_per_forward, recompute_every_layer=recompute_every_layer, advice=advice
         )
+        self._forward_retry = MemoryRetry(tokens_per_forward, advice=advice)
         self._calls = 0
         with self._dense_weights_kept():
             check_packed_row(model, lambda row: score(model, self._base, row, self.update_path.by_segment)[0])
@@ -159,15 +162,16 @@ class LossDriver:
             torch.enable_grad(),
             _new_gradients(trained) as undo,
         ):
-            return self._retried(one, undo)
+            return self._retried(self.retry, one, undo)
 
     def forward(
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None = None
     ) -> LossOutput:
         """What `forward_backward` returns, without gradients; arguments and errors are the same."""
         one = self._checked(data, loss, config)
+        self._forward_retry.lower_to(self.retry.max_tokens)
         with self._dense_weights_kept(), eval_mode(self._model), torch.no_grad():
-            return self._retried(one, lambda: None)
+            return self._retried(self._forward_retry, one, lambda: None)
 
     def _checked(self, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None) -> _Pass:
         """The data with their shared beginnings, once nothing is wrong with them."""
@@ -187,11 +191,11 @@ class LossDriver:
         own_B = [len(datum.tokens) - n for datum, n in zip(here, grouping.shared_B, strict=True)]
         return _Pass(here, Lengths(own_B, grouping.shared_B, grouping.group_B), found, config)
 
-    def _retried(self, one: _Pass, undo: Any) -> LossOutput:
+    def _retried(self, retry: MemoryRetry, one: _Pass, undo: Any) -> LossOutput:
         self._calls += 1
-        return self.retry.run(self._calls, lambda: self._run(one), undo)
+        return retry.run(self._calls, lambda: self._run(retry, one), undo)
 
-    def _run(self, one: _Pass) -> LossOutput:
+    def _run(self, retry: MemoryRetry, one: _Pass) -> LossOutput:
         """All chunks of a call."""
         logprobs = [torch.empty(0)] * len(one.data)
         pulling: list[int] = []
@@ -200,14 +204,14 @@ class LossDriver:
             (pulling if one.loss.pulls(datum) else quiet).append(at)
         total = 0.0
         for rows, with_graph in ((pulling, torch.is_grad_enabled()), (quiet, False)):
-            for chunk in self.retry.split(rows, one.lengths) if rows else []:
+            for chunk in retry.split(rows, one.lengths) if rows else []:
+                retry.note_forward(chunk, one.lengths)
                 with torch.set_grad_enabled(with_graph):
                     total += self._run_chunk(one, chunk, logprobs)
         return LossOutput(logprobs, {"loss:sum": total})
 
     def _run_chunk(self, one: _Pass, chunk: list[int], logprobs: list[torch.Tensor]) -> float:
         """Forward of some data and, where gradients are on, backward; their loss."""
-        self.retry.note_forward(chunk, one.lengths)
         row, places = _join(one, chunk, self._base.device)
         hidden_LD = hidden_states(self._base.base_model, row, self.update_path.by_segment)
         head = Head.of(self._base)
