@@ -17,7 +17,7 @@ from qerl.fp4.format import MXFP4, NVFP4
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
 from qerl.lora.adapter import adapt, add_frozen_adapter, add_lora, load_adapter
-from qerl.lora.experts import share
+from qerl.lora.experts import share, state_of
 from qerl.models.load import load_model
 from qerl.settings.config import QeRLConfig
 from qerl.trainer import reference
@@ -285,15 +285,16 @@ def test_experts_that_share_an_adapter_train_one_and_save_it_for_each(theirs, fo
     model = adapted(load(folder), PROJECTIONS)
     with pytest.raises(QeRLError, match="cannot share one; set lora_experts: each"):
         share(model)
-    model = add_lora(load(folder), 4, 8, 0.0, PROJECTIONS)
-    share(model)
+    model = add_lora(load(folder), 4, 8, 0.0, PROJECTIONS, share_experts=True)
     own = [name for name, p in model.named_parameters() if p.requires_grad and ".experts." in name]
     assert own and all(".experts.0." in name for name in own)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for _ in range(2):
         logits(model).square().mean().backward()
         optimizer.step()
-    model.save_pretrained(tmp_path / "adapter")
+    state = state_of(model)
+    assert state_of(add_lora(load(folder), 4, 8, 0.0)) is None
+    model.save_pretrained(tmp_path / "adapter", state_dict=state)
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     name = "base_model.model.model.layers.0.mlp.experts.{}.gate_proj.lora_B.weight"
     assert saved[name.format(0)].any() and torch.equal(saved[name.format(0)], saved[name.format(5)])

@@ -9,7 +9,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from qerl.lora.adapter import add_lora
-from qerl.lora.experts import share
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from tests.gpu.test_family_rows import OF_FAMILIES, SIZES
@@ -43,9 +42,9 @@ def test_every_family(name, packed):
 def test_adapters_of_experts(name, shared, rank):
     """Of experts in four bits, with items of several sizes."""
     model = pack(tiny(name, **SIZES | OF_FAMILIES.get(name, {})).to("cuda", torch.bfloat16))
-    model = add_lora(model, rank, 2 * rank, 0.0, ["q_proj", "gate_proj", "up_proj", "down_proj"])
-    if shared:
-        share(model)
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    model = add_lora(model, rank, 2 * rank, 0.0, targets, share_experts=shared)
+    assert all(parameter.is_cuda for parameter in model.parameters())
     model = move_adapter(model, 0.02).eval()
     prompts = [torch.randint(2, 500, (count,)).tolist() for count in (200, 9)]
     params = SamplingParams(max_tokens=12, seed=3)

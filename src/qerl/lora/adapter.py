@@ -18,9 +18,10 @@ import json
 import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import (
@@ -41,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError, first_line
+from qerl.families.experts import experts_of
 from qerl.families.supported import lora_targets
 from qerl.families.towers import WRAPPED, of_wrapper
 from qerl.fp4.linear import PackedLinear
@@ -68,6 +70,7 @@ def add_lora(
     dropout: float,
     target_modules: Sequence[str] | None = None,
     seed: int = 0,
+    share_experts: bool = False,
 ) -> PeftModel:
     """The model, frozen, with fresh adapters on its linear layers; ``B = 0``, so it computes what it did.
 
@@ -79,6 +82,7 @@ def add_lora(
         target_modules: Last parts of the names of the layers to adapt; None adapts every linear layer of the
             decoder.
         seed: Decides A; the same for every process of a run.
+        share_experts: As for `adapt`.
 
     Raises:
         QeRLError: The rank or dropout is out of range, or the model lacks one of these layers.
@@ -90,10 +94,12 @@ def add_lora(
         target_modules=lora_targets(model, target_modules),
         task_type="CAUSAL_LM",
     )
-    return adapt(model, config, seed)
+    return adapt(model, config, seed, share_experts)
 
 
-def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftModel:
+def adapt(
+    model: PreTrainedModel, config: LoraConfig, seed: int = 0, share_experts: bool = False
+) -> PeftModel:
     """The model, frozen, with the fresh adapter that a `LoraConfig` of PEFT describes.
 
     Args:
@@ -102,6 +108,8 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
             value projections for most) and takes "all-linear" as every linear layer of the decoder. The
             object is not changed.
         seed: Decides A; the same for every process of a run.
+        share_experts: True if the experts of a layer get one adapter (`qerl.lora.experts.share`). Those that
+            PEFT makes for each of them wait in the CPU's memory until then.
 
     Raises:
         QeRLError: The config is no causal LM's, asks for what packed weights cannot do, names a layer that
@@ -117,11 +125,30 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
         config.target_modules = set(lora_targets(model, None))
     elif isinstance(config.target_modules, set):
         lora_targets(model, sorted(config.target_modules))
-    with _making(model, seed):
+    shares = share_experts and any(experts_of(model))
+    with _making(model, seed), _on_host() if shares else nullcontext():
         adapted = get_peft_model(model, _with_own_layers(config, model))
+    if shares:
+        share(adapted)
+        _to_device(adapted)
     _check_head(adapted)
     warn_of_merging(adapted)
     return _finished(adapted)
+
+
+@contextmanager
+def _on_host() -> Iterator[None]:
+    """A block in which the matrices that PEFT makes stay in the CPU's memory."""
+    place = "_move_adapter_to_device_of_base_layer"
+    with mock.patch.object(BaseTunerLayer, place, lambda *_, **__: None):
+        yield
+
+
+def _to_device(model: PeftModel) -> None:
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.lora_A.to(model.device)
+            module.lora_B.to(model.device)
 
 
 def add_adapter(model: PeftModel, name: str, config: LoraConfig, seed: int = 0, empty: bool = False) -> None:

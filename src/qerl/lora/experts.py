@@ -208,6 +208,20 @@ def share(model: nn.Module, name: str = "default", strict: bool = True) -> None:
                 cast(Any, layer._modules[matrices])[name].weight = first
 
 
+def state_of(model: PeftModel) -> dict[str, Any] | None:
+    """The state of a model to be saved, with adapters in the CPU's memory, where PEFT copies a shared one for
+    each expert; None where none is shared, which leaves it to PEFT."""
+    if not any(is_shared(model, name) for name in model.peft_config):
+        return None
+    state, host = dict(model.state_dict()), dict[int, torch.Tensor]()
+    for name, value in state.items():
+        if ".lora_" in name:
+            if value.data_ptr() not in host:
+                host[value.data_ptr()] = value.cpu()
+            state[name] = host[value.data_ptr()]
+    return state
+
+
 def _adapted(model: nn.Module, name: str) -> Iterator[list[LoraLinear]]:
     """The linears of one name of all experts of each layer, of which one has an adapter of that name."""
     for _, experts in experts_of(model):

@@ -20,7 +20,7 @@ from qerl.fp4.format import block_format
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.published import declared_format
 from qerl.lora.adapter import add_lora
-from qerl.lora.experts import LINEARS, share
+from qerl.lora.experts import LINEARS
 from qerl.measure.model_config import model_config
 from qerl.rollout.paged.binding import Binding
 from qerl.rollout.paged.weights import Decoder
@@ -86,10 +86,8 @@ def random_policy(
     if not rank:
         return model
     targets = adapted_linears(Sizes.of(config), lora_experts)
-    adapted = add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0, target_modules=targets)
-    if lora_experts == "shared":
-        share(adapted)
-    return adapted
+    shares = lora_experts == "shared"
+    return add_lora(model, rank, 2 * rank, 0.0, targets, share_experts=shares)
 
 
 def adapted_linears(sizes: Sizes, lora_experts: str | None) -> tuple[str, ...]:

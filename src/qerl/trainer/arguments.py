@@ -35,7 +35,6 @@ from qerl.agents.thinking import ThinkingBudget
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.lora.adapter import adapt, check_lora
-from qerl.lora.experts import share
 from qerl.models.hub import LocalModel, find_model
 from qerl.models.load import load_tokenizer
 from qerl.rollout.engine import RolloutEngine
@@ -463,9 +462,7 @@ def _policy_in_hand(
             )
     elif peft_config is not None:
         take_adapter(args, vars(peft_config), "peft_config")
-        model = adapt(model, peft_config, args.seed)
-        if args.lora_experts == "shared":
-            share(model)
+        model = adapt(model, peft_config, args.seed, args.lora_experts == "shared")
     elif weights_of(model) != "bf16":
         raise QeRLError(
             f"The model has {weights_of(model)} weights, which cannot be trained themselves; pass "

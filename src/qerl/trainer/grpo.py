@@ -64,6 +64,7 @@ from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
 from qerl.kernels.device import device_words
 from qerl.lora.adapter import check_adapter
+from qerl.lora.experts import state_of
 from qerl.models.fingerprint import fingerprint
 from qerl.noise.draw import AdaptiveNoise
 from qerl.ranks import is_first_process
@@ -747,6 +748,8 @@ class QeRLTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         taught = self._teacher is not None and self._teacher.adapter is not None
+        if state_dict is None and isinstance(self.model, PeftModel):
+            state_dict = state_of(self.model)
         try:
             with _saved_without(self.model, ADAPTER) if taught else contextlib.nullcontext():
                 super()._save(output_dir, state_dict)

@@ -125,22 +125,23 @@ def load_policy(
     )
     if config.tuning == "full":
         return model
+    shares = config.lora_experts == "shared"
     if config.adapter is not None:
         adapted = load_adapter(model, Path(config.adapter).expanduser(), trainable=True)
-    elif peft_config is not None:
-        adapted = adapt(model, peft_config, config.seed)
-    else:
-        adapted = add_lora(
-            model,
-            rank=config.lora_r,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            target_modules=config.lora_target_modules,
-            seed=config.seed,
-        )
-    if config.lora_experts == "shared":
-        share(adapted)
-    return adapted
+        if shares:
+            share(adapted)
+        return adapted
+    if peft_config is not None:
+        return adapt(model, peft_config, config.seed, shares)
+    return add_lora(
+        model,
+        rank=config.lora_r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        seed=config.seed,
+        share_experts=shares,
+    )
 
 
 def compute_dtype(config: QeRLConfig, device: torch.device) -> torch.dtype:

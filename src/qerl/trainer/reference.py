@@ -138,10 +138,10 @@ def load_adapters(model: PeftModel, checkpoint: Path, reference: bool) -> bool:
     active = model.active_adapter
     if ADAPTER in model.peft_config:
         model.delete_adapter(ADAPTER)
-    model.load_adapter(str(checkpoint), active, is_trainable=True)
+    model.load_adapter(str(checkpoint), active, is_trainable=True, torch_device="cpu")
     if reference and (checkpoint / ADAPTER / SAFETENSORS_WEIGHTS_NAME).is_file():
         model.add_adapter(ADAPTER, model.peft_config[active])
-        model.load_adapter(str(checkpoint / ADAPTER), ADAPTER)
+        model.load_adapter(str(checkpoint / ADAPTER), ADAPTER, torch_device="cpu")
         _share_as(model, active)
     return True
 
