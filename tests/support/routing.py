@@ -8,8 +8,8 @@ from qerl.update.packed_row import Sample
 
 
 def samples_of_engine(engine, prompts, samples=2):
-    """Completions of nine tokens."""
-    found = engine.generate(prompts, samples, SamplingParams(max_tokens=9, seed=1)).completions
+    """Completions of five tokens: one round of steps."""
+    found = engine.generate(prompts, samples, SamplingParams(max_tokens=5, seed=1)).completions
     return [
         Sample(prompts[i // samples], c.token_ids, c.logprobs, c.entropies, i // samples, choices=c.choices)
         for i, c in enumerate(found)
