@@ -65,11 +65,10 @@ from qerl.fp4.linear import dense_weights_kept
 from qerl.kernels.device import device_words
 from qerl.lora.adapter import check_adapter
 from qerl.lora.experts import state_of
-from qerl.models.fingerprint import fingerprint
 from qerl.noise.draw import AdaptiveNoise
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine, RolloutResult
-from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint, read_policy
+from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint
 from qerl.settings.groups import check_eval_batch
 from qerl.settings.parents import replacements
 from qerl.settings.recipe import dump
@@ -86,7 +85,7 @@ from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.reference import Reference, load_adapters
 from qerl.trainer.resume.changes import checkpoint_of_a_trainer
 from qerl.trainer.resume.claim import claimed
-from qerl.trainer.resume.provenance import write_provenance
+from qerl.trainer.resume.provenance import check_base, write_provenance
 from qerl.trainer.rewards import Scorer
 from qerl.trainer.rollout_step import RolloutStep
 from qerl.trainer.step_log import StepLog, print_table
@@ -766,12 +765,7 @@ class QeRLTrainer(Trainer):
         folder, policy = Path(checkpoint), self.accelerator.unwrap_model(self.model)
         if (folder / ADAPTER_FILE).is_file():
             check_adapter(folder)
-            expected = read_policy(folder).get("fingerprint")
-            if expected is not None and expected != fingerprint(self._base.named_parameters()):
-                raise QeRLError(
-                    f"{checkpoint} was trained on another model than {self._base.name_or_path}, whose norms "
-                    "or embeddings are not the same; give the model that it was made with."
-                )
+            check_base(folder, self._base, "the model that it was made with")
         with _fits(checkpoint):
             if isinstance(policy, PeftModel) and load_adapters(policy, folder, self._reference is not None):
                 return

@@ -43,15 +43,14 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.families.sizes import positions_of
 from qerl.lora.adapter import add_frozen_adapter, check_adapter
-from qerl.models.fingerprint import fingerprint
 from qerl.models.hub import find_model
 from qerl.models.load import load_model, load_tokenizer
-from qerl.run_folder import read_policy
 from qerl.settings.config import QeRLConfig
 from qerl.settings.groups import TEACHER_ADAPTER
 from qerl.trainer.policy import compute_dtype
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.reference import Frozen, check_biases, frozen_copy, is_fresh
+from qerl.trainer.resume.provenance import check_base
 from qerl.update.distillation import Target
 from qerl.update.head import Head, run_row
 from qerl.update.packed_row import Sample, pack_row
@@ -110,12 +109,7 @@ class Teacher(Frozen):
         assert isinstance(self._policy, PeftModel), "the settings have refused it"
         check_biases(self._policy, "teacher: adapter", "the teacher has")
         check_adapter(folder)
-        expected = read_policy(folder).get("fingerprint")
-        if expected is not None and expected != fingerprint(self._base.named_parameters()):
-            raise QeRLError(
-                f"The teacher {folder} was trained on another model than {self._base.name_or_path}, whose "
-                "norms or embeddings are not the same; give an adapter of this model."
-            )
+        check_base(folder, self._base, "a teacher of this model")
         add_frozen_adapter(self._policy, ADAPTER, folder)
         self.adapter = ADAPTER
 

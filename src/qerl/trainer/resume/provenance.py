@@ -13,11 +13,12 @@ from typing import Any
 
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.models.fingerprint import fingerprint, folder_here, linears_fingerprint
-from qerl.run_folder import CONFIG_FILE, POLICY_FILE
+from qerl.run_folder import CONFIG_FILE, POLICY_FILE, read_policy
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import dump
 
@@ -39,6 +40,25 @@ def write_provenance(config: QeRLConfig, model: nn.Module, folder: Path) -> None
         facts["linears"] = _linears_of(base.name_or_path)
     (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
     (folder / POLICY_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def check_base(folder: Path, base: PreTrainedModel, instead: str) -> None:
+    """Refuse an adapter whose base had other norms or embeddings than this model.
+
+    Args:
+        folder: Where it is saved; one without a policy.json passes.
+        base: The model.
+        instead: What the user shall give, the end of the sentence.
+
+    Raises:
+        QeRLError: It is of another model.
+    """
+    expected = read_policy(folder).get("fingerprint")
+    if expected is not None and expected != fingerprint(base.named_parameters()):
+        raise QeRLError(
+            f"{folder} was trained on another model than {base.name_or_path}, whose norms or embeddings are "
+            f"not the same; give {instead}."
+        )
 
 
 @functools.cache
