@@ -18,6 +18,7 @@ from lab.writers import (
     noise_numbers,
     noise_tables,
     serve_tables,
+    trust_tables,
     turn_tables,
 )
 from lab.writers.captions import RECOMPUTES, card, commits_of, files, recomputed, row, rows, source, table
@@ -326,6 +327,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve-rivals": lambda: serve_tables.rivals("serve-rival-4b-h200"),
     "study-speed": study_speed,
     **noise_tables.TABLES,
+    **trust_tables.TABLES,
 }
 
 NUMBERS: dict[str, Callable[[], str]] = {
@@ -344,4 +346,5 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "logits-kl-rounded": lambda: _logits_kl(0),
     "logits-kl": lambda: _logits_kl(1),
     **noise_numbers.NUMBERS,
+    **trust_tables.NUMBERS,
 }
