@@ -1,4 +1,4 @@
-"""The runs of `plan.yaml`, those of a seed one after the other and seeds side by side in processes.
+"""The runs of lab/distilled/plan.yaml: a seed's one after the other, seeds side by side in processes.
 
     python -m lab distilled --model PATH --output_dir DIR --processes 8 --out bench/results/NAME.json
 
