@@ -9,7 +9,6 @@ import pytest
 from lab.__main__ import main
 from lab.distilled import runs
 from lab.distilled.plan import Tuning, read_plan
-from lab.study.statistics import bca, bca_ratio
 from lab.writers import distilled_tables
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
@@ -130,14 +129,6 @@ def test_the_highest_mean_decides_a_rate_and_the_lowest_rate_a_tie(folder):
 def test_the_command_knows_its_arms(capsys):
     assert main(["distilled", "--output_dir", "x", "--arms", "wp13"]) == 2
     assert "The plan has no arm 'wp13'; it has wp1-rl, " in capsys.readouterr().err
-
-
-def test_a_ratio_of_means_has_the_interval_of_its_numerator_where_the_denominator_is_fixed():
-    rng = np.random.default_rng(3)
-    part = rng.normal(0.3, 0.1, 8)
-    assert bca_ratio(part, np.full(8, 0.5)) == pytest.approx([bound / 0.5 for bound in bca(part)])
-    low, high = bca_ratio(part, part * 2)
-    assert low == high == pytest.approx(0.5)
 
 
 def row(arm, seed, accuracy, steps, **fields):  # as a result file has it
