@@ -11,6 +11,7 @@ from bench.result import Row
 from lab.writers import (
     card_tables,
     decode_tables,
+    distilled_tables,
     draft_tables,
     family_tables,
     headline_tables,
@@ -326,6 +327,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "serve-rivals": lambda: serve_tables.rivals("serve-rival-4b-h200"),
     "study-speed": study_speed,
+    **distilled_tables.TABLES,
     **noise_tables.TABLES,
     **trust_tables.TABLES,
 }
@@ -345,6 +347,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "decode-128-faster-7b": lambda: decode_tables.faster_128("7b"),
     "logits-kl-rounded": lambda: _logits_kl(0),
     "logits-kl": lambda: _logits_kl(1),
+    **distilled_tables.NUMBERS,
     **noise_numbers.NUMBERS,
     **trust_tables.NUMBERS,
 }
