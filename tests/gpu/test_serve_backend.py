@@ -66,7 +66,7 @@ def drawn(results):
 def test_adapters_of_different_rank_take_turns_in_the_same_buffers(backend):
     keys = {name: backend.save_for_sampler(name, None) for name in RANKS} | {"base": backend.sampler("tiny")}
     first = {name: drawn(ask(backend, key)) for name, key in keys.items()}
-    decoder = backend._engine.decoder
+    decoder = backend._base.engine.decoder
     held = [
         lora.a_RK.data_ptr()
         for layer in decoder.layers

@@ -44,6 +44,12 @@ def add_serve(commands: Any) -> None:
         "--served_name", metavar="NAME",
         help="by which clients ask for the model; default: MODEL, and the folder where it lies",
     )  # fmt: skip
+    sub.add_argument(
+        "--teacher", action="append", default=[], metavar="MODEL",
+        help="another model, which samples and scores for recipes of distillation and is not trained; may be "
+        "given again for more of them",
+    )  # fmt: skip
+    sub.add_argument("--teacher_weights", choices=FORMATS, help="of teachers; default: as for --weights")
     sub.add_argument("--status", action="store_true", help="say how the server at --host and --port is doing")
     sub.add_argument(
         "--port", type=number_from(0, int, 65535), default=8000, help="default: 8000; 0 takes a free one"
@@ -120,6 +126,8 @@ def _serve(args: argparse.Namespace) -> None:
         return
     if args.model is None:
         raise QeRLError("MODEL is missing; name the model to serve, or ask for --status.")
+    if args.teacher_weights is not None and not args.teacher:
+        raise QeRLError("--teacher_weights has no effect without a teacher; give --teacher too.")
     noise = _noise(args)
     with listen(args.host, args.port) as listening:
         api_key = _own_key(args)
@@ -134,6 +142,8 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
         BackendOptions(
             model=args.model,
             served_name=args.served_name,
+            teachers=tuple(args.teacher),
+            teacher_weights=args.teacher_weights,
             folder=args.output_dir,
             weights=args.weights,
             rounding=args.rounding,
