@@ -6,6 +6,10 @@ Their log-probabilities are compared with transformers in double precision on to
 import secrets
 
 import pytest
+
+pytest.importorskip("google.protobuf", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="needs the extra serve")
+
 import torch
 
 from qerl.errors import QeRLError
@@ -18,12 +22,13 @@ from qerl_serve.backend import ModelBackend
 from qerl_serve.checkpoints import Store
 from qerl_serve.open import BackendOptions, open_backend
 from qerl_serve.types import AdamParams
+from tests.support.http import connected
 from tests.support.models import make_tiny_model, make_tiny_tokenizer, replace_projections
 from tests.support.serve import DATA, lora, request, sampled, small_model, tiny_backend, tiny_base
 
 VOCABULARY, POSITIONS = 160, 96
 BOUND = 5e-5
-"""Of fp32 log-probabilities against those in double; the largest difference that was seen is a fifth of it."""
+"""Of fp32 log-probabilities against those in double; the largest difference that was seen is a fifth."""
 
 
 def other_model(seed=1):
@@ -167,7 +172,7 @@ def test_an_adapter_of_the_teacher_runs_on_the_teacher(tmp_path):
         lambda: backend.sampler(path, "tiny"),
         lambda: backend.load_state("s:train:1", path, False),
     ):
-        with pytest.raises(QeRLError, match="was trained on teacher, whose norms .* not those of tiny;"):
+        with pytest.raises(QeRLError, match=r"was trained on teacher, whose norms .* not those of tiny;"):
             refused()
     own = backend.sampler("tiny")
     assert sampled(backend, [request(own)])[0].sequences  # and goes on
@@ -231,5 +236,43 @@ def test_a_packed_teacher_beside_a_packed_student(tmp_path):
         found = sampled(backend, [scores(prompt, backend.sampler(folder)) for prompt in prompts])
         check_scores([found[0], found[1]], prompts, dense_double(folder, weights))
     backend.close()
-    with pytest.raises(QeRLError, match="--teacher .* is served already by that name"):
+    with pytest.raises(QeRLError, match=r"--teacher .* is served already by that name"):
         open_backend(BackendOptions(student, tmp_path / "out", teachers=(student,)))
+
+
+def test_clients_ask_for_a_teacher_by_its_name_and_do_not_train_it(tmp_path):
+    with connected(tmp_path, taught(tmp_path / "saved"), context=512) as client:
+        supported = client.http.get("/api/v1/get_server_capabilities").json()["supported_models"]
+        names = [(each["model_name"], each["max_context_length"], each["trainable"]) for each in supported]
+        assert names == [("tiny", 512, True), ("teacher", POSITIONS, False)]
+        assert all(each["sampleable"] for each in supported)
+        model, said = client.model(), "is a teacher on this server"
+        new = {"session_id": client.session, "model_seq_id": 1, "base_model": "teacher"}
+        assert said in client.ask("create_model", **new, lora_config={"rank": 4})["error"]
+        path = client.ask("save_weights_for_sampler", model_id=model, seq_id=1, path="x")["path"]
+        assert said in client.ask("load_weights", **new | {"path": path, "model_seq_id": 2})["error"]
+
+        def sampler(number, **of):
+            asked = {"session_id": client.session, "sampling_session_seq_id": number, **of}
+            return client.raw("create_sampling_session", **asked)
+
+        ids = []
+        for number, of in enumerate(
+            ({"base_model": "teacher"}, {"base_model": "tiny"}, {"model_path": path})
+        ):
+            ids.append(sampler(number, **of).json()["sampling_session_id"])
+            base = client.http.get(f"/api/v1/samplers/{ids[-1]}").json()["base_model"]
+            assert base == of.get("base_model", "tiny")
+        refused = sampler(7, base_model="teacher", model_path=path)
+        assert refused.status_code == 400 and "are not those of teacher;" in refused.json()["detail"]
+        refused = sampler(8, base_model="unknown", model_path=path)
+        assert refused.status_code == 400 and "it serves tiny, teacher" in refused.json()["detail"]
+
+        def sample(sampler_id, tokens):
+            body = {"prompt": {"chunks": [{"tokens": [5] * tokens}]}, "sampling_params": {"max_tokens": 1}}
+            return client.ask("asample", sampling_session_id=sampler_id, **body, prompt_logprobs=True)
+
+        assert f"exceed the {POSITIONS} tokens of the context" in sample(ids[0], POSITIONS)["error"]
+        assert all(
+            isinstance(sample(*asked), bytes) for asked in [(ids[0], POSITIONS - 1), (ids[1], POSITIONS)]
+        )

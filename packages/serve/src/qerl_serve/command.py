@@ -11,6 +11,7 @@ import secrets
 import shlex
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,13 +196,15 @@ def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: 
     # A stream that is no terminal is often a log, which others can read.
     shown = api_key if args.console.file.isatty() else _where_key_is(args)
     args.console.print(
-        greeting(base.name, args.host, listening.getsockname()[1], shown, args.output_dir),
+        greeting(base.name, args.host, listening.getsockname()[1], shown, args.output_dir, args.teacher),
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     Server(backend, limits, api_key).run(listening)
 
 
-def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> str:
+def greeting(
+    model: str, host: str, port: int, api_key: str, folder: Path, teachers: Sequence[str] = ()
+) -> str:
     """The message of a server that has begun: variables to export, and a line to try.
 
     Args:
@@ -209,10 +212,12 @@ def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> st
         host, port: Of its socket.
         api_key: Its key, or the text that a shell replaces by it.
         folder: Of saved weights.
+        teachers: Names of the models beside the base.
     """
     url = f"http://{_address(host)}:{port}"
+    served = f"{model}, and to teach it {', '.join(teachers)}," if teachers else model
     lines = [
-        f"Serving {model} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
+        f"Serving {served} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
         "",
         f"  export TINKER_BASE_URL={url} TINKER_API_KEY={api_key}",
         f'  python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client'

@@ -108,6 +108,7 @@ def open_backend(options: BackendOptions) -> ModelBackend:
     teachers = [_loading(options, name, options.teacher_weights) for name in options.teachers]
     _check_names(student, teachers, options.served_name)
     base = _open_base(options, student, options.served_name)
+    beside = [_open_teacher(options, each) for each in teachers]
     facts = {
         "dtype": str(student.dtype).removeprefix("torch."),
         "base": options.model,
@@ -116,8 +117,7 @@ def open_backend(options: BackendOptions) -> ModelBackend:
     settings = {"model": options.model, "weights": student.weights, "tuning": "lora"}
     if student.rounding is not None:
         facts["rounding"] = settings["rounding"] = student.rounding
-    store = Store(options.folder, facts, settings)
-    return make_backend(options, base, store, [_open_teacher(options, each) for each in teachers])
+    return make_backend(options, base, Store(options.folder, facts, settings), beside)
 
 
 def make_base(
