@@ -14,6 +14,7 @@ import torch
 
 from qerl.errors import QeRLError
 from qerl.fp4.linear import PackedLinear
+from qerl.models.decide import Loading
 from qerl.models.hub import find_model
 from qerl.models.load import load_model
 from qerl.noise.schedule import NoiseSchedule
@@ -222,7 +223,7 @@ def dense_double(folder, weights):
     return replace_projections(model, layer).double()
 
 
-def test_a_packed_teacher_beside_a_packed_student(tmp_path):
+def test_a_packed_teacher_beside_a_packed_student(tmp_path, monkeypatch):
     for name, model in (("student", make_tiny_model()), ("teacher", make_tiny_model(hidden_size=96, seed=3))):
         model.save_pretrained(tmp_path / name)
         make_tiny_tokenizer().save_pretrained(tmp_path / name)
@@ -238,6 +239,16 @@ def test_a_packed_teacher_beside_a_packed_student(tmp_path):
     backend.close()
     with pytest.raises(QeRLError, match=r"--teacher .* is served already by that name"):
         open_backend(BackendOptions(student, tmp_path / "out", teachers=(student,)))
+    load = Loading.load
+
+    def loaded(loading):
+        if loading.model.name == large:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return load(loading)
+
+    monkeypatch.setattr(Loading, "load", loaded)
+    with pytest.raises(QeRLError, match=r"The teacher .* finds no room on this GPU beside .*`qerl plan "):
+        open_backend(BackendOptions(student, tmp_path / "out", teachers=(large,)))
 
 
 def test_clients_ask_for_a_teacher_by_its_name_and_do_not_train_it(tmp_path):
