@@ -25,7 +25,8 @@ def base_model(hidden=192, seed=0):
     config_class, model_class = FAMILIES["llama"]
     config = config_class(
         vocab_size=1000, hidden_size=hidden, intermediate_size=448, num_hidden_layers=3,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024,
+        tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(seed)
     model = model_class(config).to(torch.bfloat16).cuda().eval()

@@ -87,12 +87,12 @@ def test_a_key_is_shown_to_a_terminal_alone(monkeypatch, capsys, tmp_path, word,
     assert shown in capsys.readouterr().out
 
 
-def test_a_mixture_is_not_served(tmp_path, capsys):
+def test_a_mixture_is_not_trained(tmp_path, capsys):
     model = tmp_path / "mixture"
     tiny(MIXTURE).save_pretrained(model)
     make_tiny_tokenizer().save_pretrained(model)
     told = said(capsys, str(model), "--port", "0", "--output_dir", str(tmp_path / "out"))
-    assert "is a mixture of experts, which are not served; use a dense model" in told
+    assert "is a mixture of experts, which clients cannot train; use a dense model" in told
 
 
 def test_the_words_reach_the_server(monkeypatch, tmp_path):

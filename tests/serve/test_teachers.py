@@ -23,6 +23,7 @@ from qerl_serve.backend import ModelBackend
 from qerl_serve.checkpoints import Store
 from qerl_serve.open import BackendOptions, open_backend
 from qerl_serve.types import AdamParams
+from tests.support.families import MIXTURE, tiny
 from tests.support.http import connected
 from tests.support.models import make_tiny_model, make_tiny_tokenizer, replace_projections
 from tests.support.serve import DATA, lora, request, sampled, small_model, tiny_backend, tiny_base
@@ -249,6 +250,24 @@ def test_a_packed_teacher_beside_a_packed_student(tmp_path, monkeypatch):
     monkeypatch.setattr(Loading, "load", loaded)
     with pytest.raises(QeRLError, match=r"The teacher .* finds no room on this GPU beside .*`qerl plan "):
         open_backend(BackendOptions(student, tmp_path / "out", teachers=(large,)))
+
+
+@torch.no_grad()
+def test_a_mixture_of_experts_teaches(tmp_path):
+    (prompt,) = drawn(40, vocabulary=100)
+    base = tiny_base("teacher", tiny(MIXTURE), fingerprint="t", trainable=False)
+    backend = tiny_backend(tmp_path / "a", teachers=[base])
+    check_scores([sampled(backend, [scores(prompt, backend.sampler("teacher"))])[0]], [prompt], tiny(MIXTURE))
+    for name, model in (("student", make_tiny_model()), ("mixture", tiny(MIXTURE))):
+        model.save_pretrained(tmp_path / name)
+        make_tiny_tokenizer().save_pretrained(tmp_path / name)
+    mixture = str(tmp_path / "mixture")
+    backend = open_backend(BackendOptions(str(tmp_path / "student"), tmp_path / "out", teachers=(mixture,)))
+    found = sampled(backend, [scores(prompt, backend.sampler(mixture))])[0]
+    packed = load_model(find_model(mixture), "nvfp4", dtype=torch.float32, device="cpu")
+    rows_TV = packed(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(dim=-1)
+    own_T = rows_TV.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert found.prompt_logprobs[1:] == pytest.approx(own_T.tolist(), abs=BOUND)
 
 
 def test_clients_ask_for_a_teacher_by_its_name_and_do_not_train_it(tmp_path):

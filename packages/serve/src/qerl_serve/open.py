@@ -221,9 +221,10 @@ def _open_base(
     """Load a model."""
     tokenizer = load_tokenizer(loading.model, chat=False, trust_remote_code=options.trust_remote_code)
     model = loading.load()
-    if any(experts_of(model)):
+    if trainable and any(experts_of(model)):
         raise QeRLError(
-            f"{loading.model.name} is a mixture of experts, which are not served; use a dense model."
+            f"{loading.model.name} is a mixture of experts, which clients cannot train; use a dense model, "
+            "beside which it can be a --teacher."
         )
     positions = positions_of(base_model(model).config.get_text_config(decoder=True))
     return make_base(
