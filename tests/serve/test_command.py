@@ -95,7 +95,7 @@ def test_a_mixture_is_not_trained(tmp_path, capsys):
     assert "is a mixture of experts, which clients cannot train; use a dense model" in told
 
 
-def test_the_words_reach_the_server(monkeypatch, tmp_path):
+def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
     opened, served = [], []
 
     def open_backend(options):
@@ -110,6 +110,7 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path):
     words += ["--served_name", "Qwen/Qwen3-8B"]
     words += ["--teacher", "some/teacher", "--teacher", "another", "--teacher_weights", "mxfp4"]
     assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path), *words]) == 0
+    assert f"Serving {BASE}, and to teach it some/teacher, another, at http" in capsys.readouterr().out
     (options,), (limits,) = opened, served
     assert (options.resident, options.max_models, options.max_rank) == (5, 6, 7)
     assert options.served_name == "Qwen/Qwen3-8B"

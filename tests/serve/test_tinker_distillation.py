@@ -17,17 +17,13 @@ import pytest
 
 pytest.importorskip("tinker", reason="needs the package tinker, which `make tinker` has")
 
-from tests.support.wire import KEY, RunningServer
-
-os.environ["TINKER_API_KEY"] = KEY
-os.environ["TINKER_TELEMETRY"] = "0"
-
 import tinker
 import torch
 from tinker import types
 
 from qerl_serve.open import BackendOptions, open_backend
 from tests.support.models import make_tiny_model, make_tiny_tokenizer
+from tests.support.wire import KEY, RunningServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what later versions will call otherwise
 STUDENT, TEACHER = {"seed": 0}, {"seed": 1, "hidden_size": 96, "max_position_embeddings": 300}
@@ -77,7 +73,9 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Served:
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     return Served(tmp_path)
 
 
