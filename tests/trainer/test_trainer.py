@@ -225,7 +225,8 @@ OPTIONS = {
     "KL": {"loss_type": "dr_grpo", "beta": 0.1},
     "two updates a rollout": {"loss_type": "dapo", "num_iterations": 2},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 3.0},
-    "entropy quantile": {"top_entropy_quantile": 0.3},
+    # A threshold may be the entropy of a token itself, which the last bit of another chunk moves across it.
+    "entropy quantile": {"loss_type": "dapo", "top_entropy_quantile": 0.3},
     "off-policy mask": {"off_policy_mask_threshold": 0.5},
 }
 
