@@ -152,7 +152,7 @@ def test_training_samples_settled_problems_less(tiny_model, tiny_tokenizer, tmp_
         return float(problem < 3) if problem < 6 else float(sample % 2)
 
     trainer, sampled = trained(
-        tiny_model, tiny_tokenizer, tmp_path, reward, dynamic_sampling_rounds=rounds, curriculum_floor=0.05
+        tiny_model, tiny_tokenizer, tmp_path, reward, dynamic_sampling_batches=rounds, curriculum_floor=0.05
     )
     settled, others = sum(sampled[str(i)] for i in range(6)) / 6, (sampled["6"] + sampled["7"]) / 2
     assert others > 2 * settled and min(sampled.values()) > 0

@@ -133,7 +133,7 @@ def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path):
 
     trainer = make_trainer(
         tmp_path, rewards=(dead_at_first,), script=guessing, tools=(), environment_factory=Guessing,
-        max_completion_length=600, dynamic_sampling_rounds=2, signal="reward",
+        max_completion_length=600, dynamic_sampling_batches=2, signal="reward",
     )  # fmt: skip
     signal = trainer.rollouts._signal
     trainer.rollouts._signal = replace(signal, weights_F=torch.tensor([1.0, 0.0]))

@@ -9,7 +9,7 @@ UNSAID: dict[str, Any] = {
     "use_rollout_logprobs": False,
     "scale_rewards": "group",
     "overlong_buffer": 0.0,
-    "dynamic_sampling_rounds": 0,
+    "dynamic_sampling_batches": 0,
     "signal": "reward",
     "beta": 0.0,
     "use_bias_correction_kl": True,
@@ -21,7 +21,7 @@ EPSILON = {"dppo_kl": 0.05, "clip_cov": 1.0}
 probability; of "clip_cov", which holds tokens back by their covariance instead, that of its authors' recipe
 (arXiv 2505.22617)."""
 
-_OF_DAPO = {"dynamic_sampling_rounds": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
+_OF_DAPO = {"dynamic_sampling_batches": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": UNSAID | {"loss_type": "grpo"},

@@ -1,8 +1,29 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): no group without a gradient.
 
-A group without signal (`qerl.trainer.advantages`) teaches nothing. It is replaced by a group of a fresh
-prompt, for a bounded number of extra rollouts; what still has no signal then has advantages of 0. Which
-prompts are fresh depends on (seed, step, draws of the step before) alone, so a resumed run draws the same.
+A group without signal (`qerl.trainer.advantages`) teaches nothing, and a group of a fresh prompt takes its
+place. All groups of a step are numbered before any is sampled: first those that the order of the data
+proposes, then the fresh ones, of which there are a bounded number. They are started in this order, in one
+call of the engine that stays open (`qerl.trainer.rollout_step`): a further rollout for what is missing would
+wait for the longest of its samples once more.
+
+**Taken in order of start.** A step trains on the first groups, by number, that have a signal. A group that is
+over is taken only once all before it are over as well: whoever took the first to end would prefer short
+answers. So what a step trains on is the same whichever group ends first, and the same as if each had been
+sampled after the one before; how many groups were started behind the last one that is taken does not matter,
+and these are dropped. Where too few have a signal, groups without one keep their places, with advantages of
+0.
+
+**When one is started.** Groups run at the same time, so a further one is started before it is known to be
+needed. Of j groups that are judged a have a signal, and as many further ones start as are missing if those
+that run have one with probability (a + 1) / (j + 1). Before any is judged this is 1, so a task on which every
+group has a signal samples none in vain. In simulation (7B on an H200, 16 groups of 8 wanted, half of them
+without signal, lengths lognormal with mean 400) decoding takes 6.8 s, with 37 groups started of which 31 are
+needed; 10.7 s where a group starts only once another has failed, 7.5 s where rows are always full, and 9.5 s
+in the rounds that this replaced. No more samples run at a time than the step trains on, for which memory is
+planned.
+
+Which prompts are fresh depends on (seed, step, draws of the step before) alone, so a resumed run draws the
+same.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,6 +33,76 @@ import torch
 from datasets import Dataset
 
 from qerl.seeding import generator
+
+
+class Intake:
+    """Which groups of an open call start, and which are taken. Plain arithmetic: it samples nothing.
+
+    Args:
+        wanted: Groups that the step trains on, the first of which are those that its data propose.
+        most: Groups that may be started.
+
+    Attributes:
+        wanted: As given.
+        started: Groups that were started.
+    """
+
+    def __init__(self, wanted: int, most: int) -> None:
+        self.wanted, self._most = wanted, most
+        self.started = 0
+        self._alive: dict[int, bool] = {}  # of the groups that were judged
+
+    def start(self, room: int) -> range:
+        """The numbers of the groups to start now.
+
+        Args:
+            room: Groups that may run beside those that do.
+        """
+        judged, alive, begin = len(self._alive), sum(self._alive.values()), self.started
+        while self.started - begin < room and self.started < self._most:
+            running = self.started - judged
+            if alive * (judged + 1) + running * (alive + 1) >= self.wanted * (judged + 1):
+                break
+            self.started += 1
+        return range(begin, self.started)
+
+    def judge(self, group: int, alive: bool) -> None:
+        """Note whether a group that is over has a signal."""
+        self._alive[group] = alive
+
+    def stop(self) -> None:
+        """Take none but the proposed groups, whatever came of others."""
+        self._most = self.wanted
+
+    @property
+    def has_judged_proposed(self) -> bool:
+        """Whether all proposed groups are judged."""
+        return all(group in self._alive for group in range(self.wanted))
+
+    @property
+    def last(self) -> int | None:
+        """Number of groups up to the last one that is needed; None as long as that is not known."""
+        alive = 0
+        for group in range(self._most):
+            if group not in self._alive:
+                return None
+            alive += self._alive[group]
+            if alive == self.wanted:
+                return group + 1
+        return self._most
+
+    def alive(self, group: int) -> bool:
+        """Whether a group that was judged has a signal."""
+        return self._alive[group]
+
+    def places(self) -> list[int]:
+        """The group that each place of the step's batch gets, once `last` is known.
+
+        Proposed groups with a signal keep theirs, and the places of others are filled in order of start.
+        """
+        assert self.last is not None
+        others = (group for group in range(self.wanted, self.last) if self._alive[group])
+        return [group if self._alive[group] else next(others, group) for group in range(self.wanted)]
 
 
 class FreshPrompts:
@@ -63,19 +154,19 @@ def fresh_rows(
     Args:
         dataset: Rows with a column `prompt`.
         used_prompts: Prompts that are not wanted again.
-        count: How many to draw; a small data set may repeat rows.
+        count: How many to draw; where there are no more, rows in use follow, and then all again.
         coordinates: (seed, step, draw), the key of the draw.
         chances: Of each row, above 0; rows are drawn one after another in proportion to them.
     """
     order = _order(len(dataset), chances, generator("fresh", *coordinates))
     rows: list[dict[str, Any]] = []
+    used: list[dict[str, Any]] = []
     for index in order:
         row = dataset[index]
-        if prompt_of(row) not in used_prompts:
-            rows.append(row)
+        (used if prompt_of(row) in used_prompts else rows).append(row)
         if len(rows) == count:
             return rows
-    pool = rows or [dataset[index] for index in order]
+    pool = rows + used
     return [pool[i % len(pool)] for i in range(count)]
 
 

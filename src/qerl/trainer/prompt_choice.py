@@ -63,7 +63,8 @@ class PromptChoice:
         return self._of_this_process(chosen, len(own)), logged
 
     def others(self, groups: int) -> list[Row]:
-        """Rows of that many further groups of this process in the step of the last rollout."""
+        """Rows of that many further groups of this process, each as often as it is sampled, in the step of
+        the last rollout."""
         drawn = self._fresh.draw(groups * self._accelerator.num_processes)
         return self._of_this_process(drawn, groups)
 
@@ -71,12 +72,13 @@ class PromptChoice:
         """Tell the curriculum of a run that `learns` what came of a rollout.
 
         Args:
-            inputs: The rows that this process sampled, as `chosen` gives them.
-            settled: Of the groups of all processes: whether its samples were all right or all wrong.
+            inputs: The rows that this process sampled, as `chosen` gives them; processes may differ in how
+                many.
+            settled: Of its groups: whether their samples were all right or all wrong.
         """
         assert self._curriculum is not None
-        keys = gather_object([key_of(row) for row in inputs[:: self._size]])
-        self._curriculum.observe(keys, settled)
+        own = zip((key_of(row) for row in inputs[:: self._size]), settled, strict=True)
+        self._curriculum.observe(*zip(*gather_object(list(own)), strict=True))
 
     def save(self, folder: Path) -> None:
         """Write what the curriculum has learned into a checkpoint."""
