@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 _AT_ONCE = 16
 """Samples of one function that wait at the same time, where they are called one by one within its limit."""
 PATIENCE = 1.0
-"""Seconds that `Together.ready` waits for the first batch that is late, and for all before it."""
+"""Seconds that `Together.ended` waits for batches, until one has been late."""
 _HELD = 1.1  # a coroutine is cancelled at its limit; a step of the loop is interrupted later
 
 _OF_A_SAMPLE = ("prompts", "completions", "completion_ids")
@@ -115,20 +115,28 @@ class Together:
             future = self.beside.start(_all(each.judge_soon(batch) for each in self._members))
             self._started[id(batch.known_by)] = batch, future
 
-    def ready(self, known_by: Sequence[Any]) -> bool:
-        """Whether the functions have ended for the batch of this list of completions, which was started."""
-        if id(known_by) not in self._started:
-            return True
-        _, future = self._started[id(known_by)]
-        self.beside.watch(self._held_s)
-        if not self._late:
-            futures.wait([future], PATIENCE)
-            self._late = not future.done()
-        return future.done()
+    def ended(self, known_by: Sequence[Sequence[Any]], wait: bool) -> list[int]:
+        """Places, among batches of these lists of completions, of those for which all functions have ended.
 
-    @property
-    def _held_s(self) -> float:
-        return max(each.held_s for each in self._members)
+        Args:
+            known_by: Of batches that were started; where no function waits, all have ended.
+            wait: Return only when there is one.
+        """
+        started = [self._started[id(each)][1] for each in known_by if id(each) in self._started]
+        if started and not self._late:
+            _, late = futures.wait(started, PATIENCE)
+            self._late = bool(late)
+        while True:
+            if self._members:
+                self.beside.watch(max(each.held_s for each in self._members))
+            found = [
+                place
+                for place, each in enumerate(known_by)
+                if id(each) not in self._started or self._started[id(each)][1].done()
+            ]
+            if found or not wait:
+                return found
+            futures.wait(started, 0.1, futures.FIRST_COMPLETED)
 
     def abandon(self) -> None:
         """Give up calls whose rewards have not been asked for."""

@@ -339,9 +339,14 @@ class Scorer:
         """
         self._calls.start(batch.arguments, place)
 
-    def ready(self, batch: ScoredBatch) -> bool:
-        """Whether `score` would wait for nobody in a batch that was started."""
-        return self._calls.ready(batch.completions)
+    def ended(self, batches: Sequence[ScoredBatch], wait: bool) -> list[int]:
+        """Places of those of some batches, which were started, for which `score` would wait for nobody.
+
+        Args:
+            batches: At least one, if ``wait``.
+            wait: Return only when there is one.
+        """
+        return self._calls.ended([batch.completions for batch in batches], wait)
 
     def score(self, batch: ScoredBatch) -> torch.Tensor:
         """The rewards [B, F] of a batch, fp32; NaN where a function gives none."""

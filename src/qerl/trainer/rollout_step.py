@@ -231,8 +231,10 @@ class RolloutStep:
                     parts[group] = drawn, self._to_score(drawn)
                     self._scorer.start(parts[group][1], group * size)
                     scoring.append(group)
-                start = time.perf_counter()
-                for group in self._judgeable(scoring, parts, wait=not call.busy):
+                start, wait = time.perf_counter(), bool(scoring) and not call.busy
+                with self._log.part("reward"):
+                    ended = self._scorer.ended([parts[group][1] for group in scoring], wait)
+                for group in [scoring[place] for place in ended]:
                     drawn = parts[group][0]
                     self._score(*parts[group])
                     self.sampler.close(drawn)
@@ -244,11 +246,6 @@ class RolloutStep:
         seconds = time.perf_counter() - begin - judged_s
         self._log.add_seconds("rollout", seconds)
         return [parts[group] for group in range(last)], seconds
-
-    def _judgeable(self, scoring: list[int], parts: dict[int, Part], wait: bool) -> list[int]:
-        """Groups whose functions have ended; the first, if there is nothing to do but to wait for it."""
-        ended = [group for group in scoring if self._scorer.ready(parts[group][1])]
-        return ended or (scoring[:1] if wait else [])
 
     def _all_failed(self, parts: dict[int, Part], intake: Intake) -> bool:
         """Whether a function has failed on all samples of the proposed groups of this process, and would on
