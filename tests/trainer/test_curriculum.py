@@ -107,8 +107,8 @@ def test_processes_choose_for_all_and_take_their_own_part(monkeypatch, tmp_path)
         gathered = proposed
         choice = PromptChoice(args, DATA, SimpleNamespace(process_index=rank, num_processes=processes))
         own = proposed[rank * 2 : rank * 2 + 4 // processes]
-        gathered = [key_of(row) for row in proposed]
-        choice.observe(own, [True, True, True, False])
+        gathered = list(zip(map(key_of, proposed), [True, True, True, False], strict=True))
+        choice.observe([row for row in own for _ in range(2)], [True] * len(own))
         gathered = proposed
         rows, logged = choice.chosen([row for row in own for _ in range(2)], step=5)
         return [row["prompt"] for row in rows], logged, [row["prompt"] for row in choice.others(1)]

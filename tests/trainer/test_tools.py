@@ -127,9 +127,12 @@ def test_a_trajectory_has_one_noise(tmp_path):
 
 
 def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path):
+    seen = []
+
     def dead_at_first(completion_ids, environments, **_):
         assert all(each.tries for each in environments), "these are the ones that were played in"
-        return [float(i % 2) if (i // GROUP) % 2 == 0 else 0.0 for i in range(len(completion_ids))]
+        seen.append(environments)
+        return [float(i % 2) * (len(seen) % 2) for i in range(len(completion_ids))]
 
     trainer = make_trainer(
         tmp_path, rewards=(dead_at_first,), script=guessing, tools=(), environment_factory=Guessing,
@@ -139,7 +142,9 @@ def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path):
     trainer.rollouts._signal = replace(signal, weights_F=torch.tensor([1.0, 0.0]))
     parts = sampled(trainer)
     samples = samples_of(parts)
-    assert len(trainer.engine.calls) == 2
+    assert len(trainer.engine.calls) == 1 and len(seen) > 2
+    different = {id(each) for environments in seen for each in environments}
+    assert len(different) <= 3 * GROUP, "those of a group that was scored are used again"
     assert (torch.tensor([s.advantage for s in samples]).view(-1, GROUP) != 0).any(dim=1).all()
     assert parts[0].rollout_tokens == sum(sum(sample.written) for sample in samples)
     prompts, shared = [sample.prompt for sample in samples], [sample.group for sample in samples]
