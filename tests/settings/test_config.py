@@ -167,6 +167,13 @@ def test_bounds_of_an_algorithm_stay_with_its_ratio(fields, bounds, tmp_path):
         assert (each.epsilon, each.epsilon_high, each.delta) == bounds
 
 
+def test_a_file_of_an_earlier_version_may_say_rounds_of_dynamic_sampling(tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL | {"dynamic_sampling_rounds": 3}))
+    assert load_config([tmp_path / "config.yaml"], {}).dynamic_sampling_batches == 3
+    with pytest.raises(QeRLError, match="it is dynamic_sampling_batches now"):
+        load_config([], MINIMAL | {"dynamic_sampling_rounds": 3})
+
+
 def test_a_divergence_has_a_threshold_of_its_own_kind():
     for fields in ({"loss_type": "dppo_kl"}, {"loss_type": "dppo_kl", "algorithm": "dppo"}):
         config = load_config([], MINIMAL | fields)
