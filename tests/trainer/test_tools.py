@@ -1,5 +1,6 @@
 """Tools and environments in the trainer by TRL's interface, with noise, dynamic sampling and resuming."""
 
+import asyncio
 import math
 import random
 from dataclasses import replace
@@ -126,7 +127,9 @@ def test_a_trajectory_has_one_noise(tmp_path):
     assert trainer._log.metrics["train"]["noise/norms"] == [2.0], "logged once, not once for each turn"
 
 
-def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path):
+@pytest.mark.parametrize("waits", [False, True])
+def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path, monkeypatch, waits):
+    monkeypatch.setattr("qerl.tasks.together.PATIENCE", 0.0)
     seen = []
 
     def dead_at_first(completion_ids, environments, **_):
@@ -134,9 +137,14 @@ def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path):
         seen.append(environments)
         return [float(i % 2) * (len(seen) % 2) for i in range(len(completion_ids))]
 
+    async def later(**columns):
+        rewards = dead_at_first(**columns)
+        await asyncio.sleep(0.05)
+        return rewards
+
     trainer = make_trainer(
-        tmp_path, rewards=(dead_at_first,), script=guessing, tools=(), environment_factory=Guessing,
-        max_completion_length=600, dynamic_sampling_batches=2, signal="reward",
+        tmp_path, rewards=(later if waits else dead_at_first,), script=guessing, tools=(),
+        environment_factory=Guessing, max_completion_length=600, dynamic_sampling_batches=2, signal="reward",
     )  # fmt: skip
     signal = trainer.rollouts._signal
     trainer.rollouts._signal = replace(signal, weights_F=torch.tensor([1.0, 0.0]))

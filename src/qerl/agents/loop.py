@@ -8,6 +8,7 @@ Nothing here raises for what a policy writes or a tool does: a trajectory that h
 or whose call failed (with ``tool_errors: end``), ends with its reason.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,8 @@ from qerl.agents.world import World
 from qerl.rollout.engine import Ended, Session
 
 ToolErrors = Literal["text", "end"]
+
+_PAUSE = 0.01  # seconds
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ class Trajectories:
             for index, answers in self._pool.collect(wait):
                 self._answered(index, answers)
             if self._ended or one_round:
+                if not (self._ended or self._session.busy):
+                    time.sleep(_PAUSE)  # whoever asks for one round asks again at once
                 break
         ended_now, self._ended = self._ended, {}
         return ended_now

@@ -236,7 +236,8 @@ class RolloutStep:
                     ended = self._scorer.ended([parts[group][1] for group in scoring], wait)
                 for group in [scoring[place] for place in ended]:
                     drawn = parts[group][0]
-                    self._score(*parts[group])
+                    with torch.enable_grad():  # which the session turns off
+                        self._score(*parts[group])
                     self.sampler.close(drawn)
                     intake.judge(group, not self._groups_without_signal(drawn.samples))
                     scoring.remove(group)

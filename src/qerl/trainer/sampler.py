@@ -563,8 +563,9 @@ class Sequences:
         ordered = [found[place] for place in range(self._size)]
         drawn.trajectories = [trajectory for _, trajectory in ordered if trajectory is not None]
         completions = [completion for completion, _ in ordered]
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        self._sampler.take(drawn, RolloutResult(completions, len(drawn.ids[0]), tokens, 0.0))
+        written = [t.written for t in drawn.trajectories] or [[1] * len(c.token_ids) for c in completions]
+        read, tokens = sum(map(len, drawn.ids)), sum(map(sum, written))
+        self._sampler.take(drawn, RolloutResult(completions, read, tokens, 0.0))
         return drawn
 
 
