@@ -140,6 +140,13 @@ def simulate(
     return found
 
 
+class FirstStep(Intake):
+    """Nothing is known of other groups."""
+
+    def __init__(self, wanted: int, most: int, share: float) -> None:
+        super().__init__(wanted, most)
+
+
 class AfterFailures(Intake):
     """A group starts only once another has failed."""
 
@@ -171,6 +178,7 @@ class Rounds(AfterFailures):
 
 INTAKES: dict[str, type[Intake]] = {
     "open call": Intake,
+    "open call of a first step": FirstStep,
     "one for each failure": AfterFailures,
     "rows always full": FullRows,
     "further rollouts": Rounds,
@@ -178,7 +186,12 @@ INTAKES: dict[str, type[Intake]] = {
 
 
 def filled(
-    kind: type[Intake], lengths: Sequence[int], alive: Sequence[bool], group: int, wanted: int
+    kind: type[Intake],
+    lengths: Sequence[int],
+    alive: Sequence[bool],
+    group: int,
+    wanted: int,
+    share: float,
 ) -> tuple[list[int], Intake]:
     """Rows of the step of each round of a rollout with dynamic sampling, and what entered.
 
@@ -188,8 +201,9 @@ def filled(
         alive: Whether each group has a signal.
         group: Completions of a prompt.
         wanted: Groups that the step trains on.
+        share: Of groups that have a signal, as far as is known before.
     """
-    intake, pace, taken = kind(wanted, len(alive)), Pace(), list[int]()
+    intake, pace, taken = kind(wanted, len(alive), share), Pace(), list[int]()
     left: dict[int, list[int]] = {}
     while intake.last is None:
         running = sum(map(len, left.values()))
@@ -232,7 +246,7 @@ def simulate_dapo(
             draw = random.Random(seed)
             lengths = draw_lengths(spec, every * group, most, seed)
             alive = [draw.random() >= dead for _ in range(every)]
-            taken, intake = filled(kind, lengths, alive, group, wanted)
+            taken, intake = filled(kind, lengths, alive, group, wanted, 1 - dead)
             seconds.append(sum(Pace().round_steps * milliseconds(rows, measured) for rows in taken) / 1e3)
             started.append(intake.started)
             needed.append(intake.last or 0)

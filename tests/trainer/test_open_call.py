@@ -78,10 +78,23 @@ def test_as_many_start_as_are_missing_if_the_share_with_a_signal_stays():
     intake.judge(3, True)
     assert intake.start(1) == range(8, 8), "1 and 7 that run make 8"
     intake.judge(0, False)
-    # 1 of 2 has a signal, so the share is 2 / 3: 1 + 6 x 2 / 3 = 5, and 1 + 11 x 2 / 3 is the first above 8.
+    # 1 of 2 has a signal, so the chance is 5 / 6: 1 + 6 x 5 / 6 = 6, and 1 + 9 x 5 / 6 is the first above 8.
     assert intake.start(2) == range(8, 10), "no more than have room"
-    assert intake.start(9) == range(10, 13)
+    assert intake.start(9) == range(10, 11)
     assert intake.last is None
+
+
+def test_the_share_of_the_step_before_counts_as_four_groups():
+    intake = Intake(8, 40, share=0.25)
+    assert intake.start(20) == range(20), "32 would be needed"
+    for group in range(4):
+        intake.judge(group, True)
+    # (4 + 1) / (4 + 4) of 16 that run are 10, and 4 are there.
+    assert intake.start(20) == range(20, 20)
+    for group in range(4, 16):
+        intake.judge(group, False)
+    # (4 + 1) / (16 + 4) of 4 is 1: of 16 it would be the 4 that are missing.
+    assert intake.start(20) == range(20, 32)
 
 
 def test_a_call_that_is_stopped_takes_proposed_groups_alone():
@@ -208,9 +221,23 @@ def test_the_order_in_which_samples_end_changes_nothing_that_trains(make, tiny_t
         assert len(engine.started) == len(set(engine.started)) <= 3 * WANTED
         assert engine.longest_prompt == max(map(len, engine.started))
         timeless = {name: v for name, v in metrics.items() if "per_second" not in name}
-        found[-1].append((timeless, trainer.state.num_input_tokens_seen))
+        share = trainer.rollouts._prompts.share
+        found[-1].append((timeless, trainer.state.num_input_tokens_seen, share))
     assert all(each == found[0] for each in found)
     assert len(started) > 1, "it is the number of those that were started in vain that varies"
+
+
+def test_the_share_of_a_step_is_in_the_checkpoint_for_the_next(make, tiny_tokenizer, tmp_path):
+    trainer = make([every_third], Unordered(len(tiny_tokenizer), 0))
+    taken(trainer)
+    share = trainer.rollouts._prompts.share
+    last = next(n for n in range(WANTED, 12) if share == WANTED / n)
+    assert last >= 6, "two of the first four have a signal"
+    trainer.rollouts.save(tmp_path / "checkpoint")
+    other = make([every_third], Unordered(len(tiny_tokenizer), 0))
+    assert other.rollouts._prompts.share == 1.0
+    other.rollouts.load(tmp_path / "checkpoint")
+    assert other.rollouts._prompts.share == share
 
 
 def test_groups_start_in_the_same_order_whoever_ends_first(make, tiny_tokenizer):

@@ -196,7 +196,7 @@ class RolloutStep:
         assert self._prompts is not None, "it draws the fresh prompts"
         size, wanted = self._group, len(rows) // self._group
         rows = [*rows, *self._prompts.others(wanted * (self._args.dynamic_sampling_batches or 0))]
-        intake = Intake(wanted, len(rows) // size)
+        intake = Intake(wanted, len(rows) // size, self._prompts.share)
         with self._expected(rows):
             parts, seconds = self._open_call(rows, intake)
         generated = sum(drawn.result.generated_tokens for drawn, _ in parts if drawn.result is not None)
@@ -206,6 +206,7 @@ class RolloutStep:
         places = intake.places()
         moved = [(place, group) for place, group in enumerate(places) if place != group]
         self._log_intake(intake, len(moved))
+        self._prompts.share = float(self._accelerator.gather(self._on_device(intake.share)).mean())
         first = self._rank * wanted * size
         own = [
             (first + place * size + i, record)
@@ -486,9 +487,11 @@ class RolloutStep:
     def _rank(self) -> int:
         return self._accelerator.process_index
 
+    def _on_device(self, number: float) -> torch.Tensor:
+        return torch.tensor([number], device=self._accelerator.device)
+
     def _of_ranks(self, number: int) -> list[int]:
-        own = torch.tensor([number], device=self._accelerator.device)
-        return self._accelerator.gather(own).tolist()
+        return self._accelerator.gather(self._on_device(number)).tolist()
 
 
 def _drawn_tokens(sample: Sample) -> int:
