@@ -86,7 +86,7 @@ def test_a_tuned_schedule_may_stand_beside_noise_that_is_off(tmp_path):
 
 
 def test_algorithm_fills_only_what_is_unset():
-    assert load_config([], MINIMAL).loss_type == "dapo", "as TRL's default"
+    assert load_config([], MINIMAL).loss_type == "dppo_kl"
     config = load_config([], MINIMAL | {"algorithm": "dapo"})
     assert (config.loss_type, config.epsilon_high, config.mask_truncated_completions) == ("dapo", 0.28, False)
     assert (config.dynamic_sampling_batches, config.overlong_buffer, config.signal) == (2, 0.2, "accuracy")
@@ -122,12 +122,34 @@ def test_an_algorithm_sets_what_its_paper_sets(name, tmp_path):
     assert changed(config, {"beta": 0.3}).beta == 0.3
 
 
-def test_without_an_algorithm_fields_hold_trls_defaults():
-    config, theirs = load_config([], MINIMAL), GRPOConfig(output_dir="x", bf16=False)
-    names = ("loss_type", "epsilon", "importance_sampling_level", "scale_rewards", "beta")
-    for name in (*names, "use_bias_correction_kl", "delta"):
+TRLS = ("loss_type", "epsilon", "delta", "importance_sampling_level", "scale_rewards", "beta")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"loss_type": "dapo"},
+        {"noise": True},
+        {"epsilon_high": 0.28},
+        {"importance_sampling_level": "token"},
+        {"vllm_importance_sampling_correction": False},
+        {"vllm_importance_sampling_clip_max": 2.0},
+    ],
+)
+def test_beside_what_bounds_a_ratio_the_loss_is_trls(said):
+    config, theirs = load_config([], MINIMAL | said), GRPOConfig(output_dir="x", bf16=False)
+    for name in (*TRLS, "use_bias_correction_kl"):
         assert getattr(config, name) == getattr(theirs, name)
     assert (config.use_rollout_logprobs, config.loss_agg_mode, config.kl_tau) == (False, None, 0.0)
+    assert config.epsilon_high == said.get("epsilon_high", 0.2)
+
+
+def test_without_either_the_loss_is_the_one_that_learned_best():
+    loss = {"loss_type": "dppo_kl", "epsilon": 0.05, "epsilon_high": 0.05, "delta": 20.0}
+    loss |= {"use_rollout_logprobs": True, "scale_rewards": "group", "importance_sampling_level": "token"}
+    for said in ({}, {"loss_type": "dppo_kl"}):
+        config = load_config([], MINIMAL | said)
+        assert {name: getattr(config, name) for name in loss} == loss
 
 
 # What earlier versions wrote of these fields into a config.yaml without any of them in the recipe.
@@ -135,6 +157,8 @@ EARLIER = {
     "0.2": {"algorithm": "grpo", "epsilon_high": 0.2, "overlong_buffer": 0.0, "dynamic_sampling_batches": 0},
     "0.3 before presets of papers": {"algorithm": "grpo", "loss_type": "dapo", "epsilon_high": 0.2}
     | {"overlong_buffer": 0.0, "dynamic_sampling_batches": 0, "signal": "reward"},
+    "0.3 before dppo_kl was the default": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.2}
+    | {"importance_sampling_level": "token", "use_rollout_logprobs": False},
 }
 
 
