@@ -290,7 +290,7 @@ def test_trained_policies_are_refused_teachers_that_do_not_fit(
         ({"algorithm": "distill", "teacher": "base", "teacher_weights": "bf16"}, "and teacher is base"),
         ({"algorithm": "distill", "teacher": "adapter:x", **FULL}, "needs a policy with one"),
         (
-            {"algorithm": "distill", "teacher": "x", "dynamic_sampling_rounds": 1},
+            {"algorithm": "distill", "teacher": "x", "dynamic_sampling_batches": 1},
             "decides what rewards teach",
         ),
         ({"algorithm": "distill", "teacher": "x", "top_entropy_quantile": 0.2}, "what rewards teach"),

@@ -10,7 +10,7 @@ CLIPPED: dict[str, Any] = {
     "use_rollout_logprobs": False,
     "scale_rewards": "group",
     "overlong_buffer": 0.0,
-    "dynamic_sampling_rounds": 0,
+    "dynamic_sampling_batches": 0,
     "signal": "reward",
     "beta": 0.0,
     "use_bias_correction_kl": True,
@@ -46,7 +46,7 @@ OF_RATIO = (
 """Fields that say how a ratio is bounded or corrects. Who sets one without a loss means that of TRL, where
 they have their usual meaning; and so does who turns on noise, with which nothing else was studied."""
 
-_OF_DAPO = {"dynamic_sampling_rounds": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
+_OF_DAPO = {"dynamic_sampling_batches": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": CLIPPED | {"loss_type": "grpo"},

@@ -432,7 +432,7 @@ def _a_lone_teacher_needs_no_signal(loss: Any) -> None:
     if loss.teacher is None or loss.distillation_weight < 1.0:
         return
     idle = {
-        "dynamic_sampling_rounds": loss.dynamic_sampling_rounds,
+        "dynamic_sampling_batches": loss.dynamic_sampling_batches,
         "off_policy_mask_threshold": loss.off_policy_mask_threshold is not None,
         "top_entropy_quantile": loss.top_entropy_quantile < 1.0,
         "rollout_rs": loss.rollout_rs is not None,
@@ -522,8 +522,9 @@ class Loss(Group):
     which TRL leaves them, so that the advantages that the loss sees add up to 0 (docs/numerics.md)."""
     overlong_buffer: ShareBelow1 | None = None
     """Share of max_completion_length over which the length penalty grows from 0 to -1; 0 turns it off."""
-    dynamic_sampling_rounds: Count | None = None
-    """Largest number of extra rollouts per step, each of which replaces groups without signal."""
+    dynamic_sampling_batches: Count | None = None
+    """Largest number of groups that a step may sample in the place of groups without signal, in batches of as
+    many as it trains on; they enter the same rollout as soon as they are missing."""
     signal: Literal["accuracy", "reward"] | None = None
     """Which groups have a signal: those with right and wrong samples by the reward function `accuracy` or the
     only one (accuracy; right is above 0), or those whose rewards differ (reward). Unset, the algorithm
