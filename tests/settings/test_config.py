@@ -129,7 +129,6 @@ TRLS = ("loss_type", "epsilon", "delta", "importance_sampling_level", "scale_rew
     "said",
     [
         {"loss_type": "dapo"},
-        {"noise": True},
         {"epsilon_high": 0.28},
         {"importance_sampling_level": "token"},
         {"vllm_importance_sampling_correction": False},
@@ -147,7 +146,7 @@ def test_beside_what_bounds_a_ratio_the_loss_is_trls(said):
 def test_without_either_the_loss_is_the_one_that_learned_best():
     loss = {"loss_type": "dppo_kl", "epsilon": 0.05, "epsilon_high": 0.05, "delta": 20.0}
     loss |= {"use_rollout_logprobs": True, "scale_rewards": "group", "importance_sampling_level": "token"}
-    for said in ({}, {"loss_type": "dppo_kl"}):
+    for said in ({}, {"loss_type": "dppo_kl"}, {"noise": True}):
         config = load_config([], MINIMAL | said)
         assert {name: getattr(config, name) for name in loss} == loss
 

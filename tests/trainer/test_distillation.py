@@ -179,7 +179,7 @@ def test_a_teacher_is_mixed_with_rewards_by_its_weight(make, teachers):
         parts = rollout_of(trainer)
         update_of(trainer, parts)
         found[weight] = gradients(trainer.model)
-    trainer = make(rewards=[sum_reward], algorithm=None)
+    trainer = make(rewards=[sum_reward], algorithm=None, loss_type="dapo")
     update_of(trainer, rollout_of(trainer))
     rewarded = gradients(trainer.model)
     for name, mixed in found[0.25].items():

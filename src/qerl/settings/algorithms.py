@@ -44,7 +44,7 @@ OF_RATIO = (
     "vllm_importance_sampling_clip_max",
 )
 """Fields that say how a ratio is bounded or corrects. Who sets one without a loss means that of TRL, where
-they have their usual meaning; and so does who turns on noise, with which nothing else was studied."""
+they have their usual meaning."""
 
 _OF_DAPO = {"dynamic_sampling_batches": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
 
@@ -63,7 +63,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dppo": CLIPPED
     | {"loss_type": "dppo_tv", "delta": 20.0, "use_rollout_logprobs": True, "scale_rewards": "none"},
     "distill": CLIPPED,
-    "sft": CLIPPED,
+    "sft": UNSAID,
 }
 """What an algorithm sets where nobody has set the field.
 
@@ -79,7 +79,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 - "dppo": arXiv 2602.04879. The mask by total variation, to the sampler, is the paper's; its threshold of 0.2
   and plain centred advantages are those of prime-rl, the largest ratio of 20 is that of the authors' code in
   verl.
-- "distill" and "sft": nothing but what stands anyway; the one has a `teacher`, the other no rewards.
+- "distill": TRL's loss of rewards, where there are any beside the `teacher`, which teaches alone with it.
+- "sft": nothing but what stands anyway; it has no rewards.
 
 What papers say of the budget (samples of a prompt, batches, lengths) and learning rates, which they chose for
 training all weights and which are too small for adapters, is not set.

@@ -168,7 +168,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
     def _fill_in(self) -> None:
         """Decide what nobody said and other fields decide."""
         demonstrations = self.algorithm == "sft"
-        unsaid = dict(self._unsaid_loss() if self.algorithm is None else ALGORITHMS[self.algorithm])
+        preset = UNSAID if self.algorithm is None else ALGORITHMS[self.algorithm]
+        unsaid = dict(self._unsaid_loss() if preset is UNSAID and not demonstrations else preset)
         loss_type = self.loss_type or unsaid["loss_type"]
         by_divergence = loss_type in ("dppo_tv", "dppo_kl")
         level = self.importance_sampling_level or unsaid["importance_sampling_level"]
@@ -197,8 +198,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
             self.dataloader_pin_memory = False  # there is nothing to pin for
 
     def _unsaid_loss(self) -> dict[str, Any]:
-        """What no algorithm sets: see `UNSAID` and `OF_RATIO`."""
-        said = self.noise or any(getattr(self, name) != default_of(FIELDS[name]) for name in OF_RATIO)
+        """What stands where no algorithm has a loss: see `UNSAID` and `OF_RATIO`."""
+        said = any(getattr(self, name) != default_of(FIELDS[name]) for name in OF_RATIO)
         ours = not said if self.loss_type is None else self.loss_type == UNSAID["loss_type"]
         return UNSAID if ours else CLIPPED
 

@@ -482,10 +482,10 @@ class Loss(Group):
     rewards."""
     loss_type: LossType | None = None
     """Loss, by TRL's and verl's names: dppo_kl drops the tokens whose probability has already moved too far
-    from the sampler's; dapo clips the ratio, and stands unset with noise or beside a field that bounds a
-    ratio or its correction; both are means over all tokens of the batch. grpo, that of GRPO's paper, is the
-    mean of each sample's own mean, in which a token of a long sample counts less, so that wrong answers grow
-    long; docs/training.md has the others."""
+    from the sampler's; dapo clips the ratio, and is what stands unset beside a field that bounds a ratio or
+    its correction; both are means over all tokens of the batch. grpo, that of GRPO's paper, is the mean of
+    each sample's own mean, in which a token of a long sample counts less, so that wrong answers grow long;
+    docs/training.md has the others."""
     loss_agg_mode: Aggregation | None = None
     """What the losses of tokens are divided by before they are added, by verl's names, and prompt-mean, in
     which prompts count alike; unset, what belongs to loss_type."""
