@@ -84,8 +84,8 @@ def ends() -> str:
     ]
     lines.append(("KL(sampler, policy) under truncation, nats per token", *apart))
     caption = (
-        "Mean accuracy at the end, runs that ended below the start of all (collapsed), and the share of "
-        f"tokens (of samples for `gspo`) beyond a bound of the loss's ratio. {source(NAME)}"
+        f"Mean accuracy at the end, runs that ended below {results.study.collapse_below:g} (collapsed), and "
+        f"the share of tokens (of samples for `gspo`) beyond a bound of the loss's ratio. {source(NAME)}"
     )
     return table(("loss", *(words for words, _ in SETTINGS)), lines, caption)
 

@@ -1,6 +1,8 @@
 """Comparing expressions ends in time, whatever they are, and the next pair is compared as if nothing was."""
 
 import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,7 +19,7 @@ def test_what_takes_for_ever_equals_nothing(caplog, monkeypatch):
     monkeypatch.setattr(symbolic, "_warned", [])
     assert equal_expressions(r"\frac{1}{2}", "0.5")
     assert not equal(endless, "12")
-    assert f"The answer {endless!r} cannot be compared within 3 s" in caplog.text
+    assert f"The answer {endless!r} cannot be compared within 3 s and 4 GiB" in caplog.text
     assert equal_expressions(r"\frac{1}{2}", "0.5") and not equal_expressions(r"\frac{1}{2}", "0.4")
     assert not equal(endless + "+1", "12") and len(caplog.records) == 1
 
@@ -38,6 +40,20 @@ def test_a_forked_process_has_replies_of_its_own():
         os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert equal_expressions("x+1", "1+x") and symbolic._held == [parent] and not parent.ended
+
+
+def test_threads_and_whoever_ends_the_process_change_no_reply():
+    def right(_):
+        return equal_expressions(r"\frac{1}{2}", "0.5")
+
+    with ThreadPoolExecutor(4) as pool:
+        endless = [pool.submit(equal_expressions, f"12!!+{i}", "12") for i in range(2)]
+        found = list(pool.map(right, range(40)))
+        os.kill(symbolic._held[0]._process.pid, signal.SIGTERM)
+        found += list(pool.map(right, range(20)))
+        os.kill(symbolic._held[0]._process.pid, signal.SIGKILL)
+        found += list(pool.map(right, range(20)))
+    assert all(found) and not any(each.result() for each in endless)
 
 
 def test_what_cannot_be_started_says_so(monkeypatch):

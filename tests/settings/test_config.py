@@ -158,7 +158,19 @@ EARLIER = {
     | {"overlong_buffer": 0.0, "dynamic_sampling_batches": 0, "signal": "reward"},
     "0.3 before dppo_kl was the default": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.2}
     | {"importance_sampling_level": "token", "use_rollout_logprobs": False},
+    "0.3 of demonstrations": {"algorithm": "sft", "loss_type": "dapo", "epsilon": 0.2}
+    | {"use_rollout_logprobs": False, "importance_sampling_level": "token"},
 }
+
+
+def test_a_saved_config_takes_another_loss(tmp_path):
+    """With that loss's own bounds, though the file names the default's."""
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(dump(load_config([], MINIMAL)))
+    for said in ({"loss_type": "dapo"}, {"algorithm": "gspo"}, {"loss_type": "cispo", "epsilon_high": 5.0}):
+        expected = resolved(load_config([], MINIMAL | said))
+        assert resolved(load_config([saved], said)) == expected
+        assert resolved(changed(load_config([], MINIMAL), said)) == expected
 
 
 @pytest.mark.parametrize("version", EARLIER)

@@ -11,7 +11,7 @@ from tests.support.trainer import DATA, settings
 
 @pytest.fixture
 def train(tiny_model, tiny_tokenizer, tmp_path):
-    def run(change):
+    def run(change, **more):
         def rollout(prompts, trainer):
             draw = torch.Generator().manual_seed(3)
             ids = [torch.randint(5, 90, (4 + at % 2,), generator=draw).tolist() for at in range(len(prompts))]
@@ -28,7 +28,9 @@ def train(tiny_model, tiny_tokenizer, tmp_path):
         def rewards(completion_ids, **_):
             return [float(ids[0] % 3) for ids in completion_ids]
 
-        args = QeRLConfig(**settings(tmp_path, max_steps=1, weights="bf16", tuning="full"))
+        args = QeRLConfig(
+            **settings(tmp_path, **({"max_steps": 1, "weights": "bf16", "tuning": "full"} | more))
+        )
         trainer = QeRLTrainer(
             tiny_model("llama"), rewards, args, DATA, processing_class=tiny_tokenizer, rollout_func=rollout
         )
@@ -54,6 +56,14 @@ def test_tensors_train_as_lists(train):
 def test_entropy_is_that_of_computed_tokens_where_the_sampler_gives_none(train):
     logged = train(lambda output: None).state.log_history[0]
     assert logged["entropy"] == logged["entropy/computed"] > 0
+
+
+def test_without_log_probabilities_later_updates_are_bounded_by_those_before_the_first(train):
+    """The default loss takes its ratio to the sampler's, of which there are none."""
+    options = {"max_steps": 4, "num_iterations": 4, "learning_rate": 0.05}
+    rows = train(lambda output: output.update(logprobs=None), **options).state.log_history[:4]
+    bounded = [row["clip_ratio/region_mean"] for row in rows]
+    assert bounded[0] == 0 < max(bounded[1:])
 
 
 @pytest.mark.parametrize(

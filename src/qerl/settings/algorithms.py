@@ -29,8 +29,8 @@ UNSAID = CLIPPED | {
     "delta": 20.0,
     "use_rollout_logprobs": True,
 }
-"""What fields hold that neither the user nor an algorithm sets: the loss that learned best in a study here
-where the sampler was behind (docs/method.md), and equally well where it was not."""
+"""What fields hold that neither the user nor an algorithm sets: a loss that in a study here (docs/method.md)
+learned better than truncation where the sampler was four steps behind, and as well where it was not."""
 
 OF_RATIO = (
     "epsilon",
@@ -43,8 +43,8 @@ OF_RATIO = (
     "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
 )
-"""Fields that say how a ratio is bounded or corrects. Who sets one without a loss means that of TRL, where
-they have their usual meaning."""
+"""Fields that say how a ratio is bounded or corrects. Who sets one to something else than its default, and no
+loss, means that of TRL, where they have their usual meaning."""
 
 _OF_DAPO = {"dynamic_sampling_batches": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
 

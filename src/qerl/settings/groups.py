@@ -20,7 +20,7 @@ from qerl.errors import QeRLError
 from qerl.noise.draw import NoiseScale
 from qerl.noise.schedule import NoiseKind, NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
-from qerl.settings.algorithms import ALGORITHMS
+from qerl.settings.algorithms import CLIPPED, UNSAID
 from qerl.settings.checks import (
     MOST,
     Count,
@@ -499,8 +499,8 @@ class Loss(Group):
     """The same above; unset, `epsilon`."""
     delta: Positive | None = None
     """Largest ratio of samples with a negative advantage (two-sided clip), and of all with dppo_tv and
-    dppo_kl; refused with cispo, sapo, vespo and kl_cov, which have no such clip. Unset, 20 for dppo_kl, and
-    none for others."""
+    dppo_kl; refused with cispo, sapo, vespo and kl_cov, which have no such clip. Unset, 20 for dppo_kl
+    without an algorithm, and none for others."""
     importance_sampling_level: Literal["token", "sequence"] | None = None
     """Whether a ratio is that of a token or of a sequence (GSPO)."""
     use_rollout_logprobs: bool | None = None
@@ -827,7 +827,8 @@ def _demonstrations_are_not_sampled(settings: Any) -> None:
             acts = name in _ACT_IN_SFT if group is not settings.data else name not in _NOT_IN_SFT
             if group is settings.noise:
                 acts = name != "noise"  # a schedule may stand beside noise: false
-            at_default = value in (info.get_default(call_default_factory=True), ALGORITHMS["sft"].get(name))
+            unset = UNSAID.get(name), CLIPPED.get(name)  # as this version and earlier ones fill it in
+            at_default = value in (info.get_default(call_default_factory=True), *unset)
             if sft and not acts and not at_default and (name, value) != ("steps_per_generation", 1):
                 raise QeRLError(
                     f"{name} has no meaning with algorithm: sft, which learns from demonstrations and "

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 
 from qerl import yaml12
 from qerl.errors import QeRLError
+from qerl.settings.algorithms import UNSAID
 from qerl.settings.checks import Group
 from qerl.settings.config import FIELDS, QeRLConfig
 from qerl.settings.foreign import refuse_unknown, without_gone
@@ -140,7 +141,7 @@ def load_config(
         values |= read_recipe(file)
     for key in overrides:
         check_key(key, "The command line")
-    values |= overrides
+    values = _without_default_loss(values, overrides) | overrides
     if files and values.get("output_dir") is None:
         values["output_dir"] = str(Path("runs", "-".join(file.stem for file in files)))
     for name in required:
@@ -163,11 +164,15 @@ def _check_noise_is_said(values: dict[str, Any]) -> None:
 
 
 def resolved(config: QeRLConfig) -> dict[str, Any]:
-    """Settings as plain YAML values, without those that are the defaults both here and of TRL."""
+    """Settings as plain YAML values, without those that are the defaults both here and of TRL, and those that
+    the default loss has by its name, so that another loss may be named beside them."""
     theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
     unsaid = {name: default for name, default in theirs.items() if default == default_of(FIELDS[name])}
     if config.pad_to_multiple_of is None:  # what TRL makes of its default, auto
         unsaid["pad_to_multiple_of"] = None
+    if config.algorithm is None and config.loss_type == UNSAID["loss_type"]:
+        unsaid |= {name: value for name, value in UNSAID.items() if name != "loss_type"}
+        unsaid["epsilon_high"] = config.epsilon
     return {
         name: value
         for name, value in config.groups.fields()
@@ -182,4 +187,12 @@ def dump(config: QeRLConfig) -> str:
 
 def changed(config: QeRLConfig, fields: dict[str, Any]) -> QeRLConfig:
     """The same settings with other values of some fields, checked anew."""
-    return QeRLConfig(**(resolved(config) | fields))
+    return QeRLConfig(**(_without_default_loss(resolved(config), fields) | fields))
+
+
+def _without_default_loss(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Values without the default loss where a later algorithm has one, which the name would keep away."""
+    ours = values.get("algorithm") is None and values.get("loss_type") == UNSAID["loss_type"]
+    if later.get("algorithm") is None or not ours:
+        return values
+    return {name: value for name, value in values.items() if name != "loss_type"}

@@ -214,13 +214,13 @@ class QeRLTrainer(Trainer):
                     module.p = 0.0
         self.engine, self.tools = given.engine, given.others.tools
         self._ready, self._has_environments = given.ready, bool(given.others.factories)
-        self._start_update(policy, given.tokenizer)
+        self._start_update(policy, given.tokenizer, samples_itself=rollout_func is None)
         self._start_rollouts(given, rollout_func)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MetricsFile):
                 callback.facts["update_path"] = self.update_path.record()
 
-    def _start_update(self, policy: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _start_update(self, policy: Any, tokenizer: PreTrainedTokenizerBase, samples_itself: bool) -> None:
         args = self.args
         self._base = base_model(policy)
         accept_every_n_layers(self.model)
@@ -232,7 +232,8 @@ class QeRLTrainer(Trainer):
         self._rollout_every = args.steps_per_generation * args.num_iterations
         # An optimizer step that a rollout outlives trains on samples of an older policy than its own.
         older = args.gradient_accumulation_steps % self._rollout_every != 0
-        self._keeps_old = older and not args.use_rollout_logprobs
+        # A `rollout_func` may know no log-probabilities that could stand in for the old ones.
+        self._keeps_old = older and not (args.use_rollout_logprobs and samples_itself)
         self._microbatch = 0  # of the epoch
         self._buffer: list[Microbatch] = []  # of the rollout in use
         self._due: list[Microbatch] = []  # of the optimizer step under way
