@@ -5,7 +5,9 @@
 2. **Samples.** The engine draws completions under this step's noise; with tools, environments or a budget of
    thinking, it draws conversations (`qerl.agents`). `rollout_func` samples in its place. Seeds are keyed by
    step, so a resumed run draws what it would have; an evaluation's by its problems, so that it draws the same
-   whenever it comes.
+   whenever it comes. Agents that lead conversations themselves may divide theirs into several: each
+   trajectory is one sample with forks up to here, compared by its one reward, and several samples of one
+   advantage in the update.
 3. **Rewards** (`qerl.trainer.rewards`), and with dynamic sampling further rollouts in the place of groups
    that teach nothing.
 4. **Advantages** (`qerl.trainer.advantages`), and log-probabilities under the old and the reference policy
@@ -157,6 +159,7 @@ class RolloutStep:
         self._warned = False
         self.had_signal, self.without_signal = False, 0
         self._calls: dict[str, tuple[int, int]] = {}  # by mode: step and number of its next call
+        self._apart = 0  # the last group of a sample that shares its prompt with no other
 
     # A rollout
 
@@ -187,7 +190,11 @@ class RolloutStep:
             new = at % size == 0 or read != (samples[at - 1].prompt, samples[at - 1].teacher_prompt)
             sample.group = first_group + at if new else samples[at - 1].group
         self._log.metrics["train"]["num_tokens"] = [self._state().num_input_tokens_seen]
-        return Rollout(samples, *self._counted(samples), entropy)
+        tokens, counted = self._counted(samples)
+        if any(sample.forks for sample in samples):
+            samples, share = self._with_forks(samples)
+            counted *= share
+        return Rollout(samples, tokens, counted, entropy)
 
     def evaluate(self, rows: list[Row]) -> None:
         """Sample and score rows of an evaluation, of which nothing but what is logged is kept."""
@@ -237,8 +244,8 @@ class RolloutStep:
             if mode == "train" and self._teacher_positions is not None:
                 self._check_teacher_room(drawn, self._teacher_positions)
             if self._args.mask_truncated_completions:
-                for sample in drawn.samples:
-                    sample.masked = sample.truncated
+                for sample in (each for one in drawn.samples for each in (one, *one.forks)):
+                    sample.masked |= sample.truncated
             records, rewards_BF = self._score(drawn, size, mode)
         finally:
             if self._scorer.early:
@@ -259,6 +266,8 @@ class RolloutStep:
             prompts, environments = [row["prompt"] for row in rows], None
         if self._rollout_func is not None:
             return self._drawn_by_others(rows, prompts)
+        if self._conversations is not None and self._conversations.endpoints:
+            return self._drawn_by_agents(rows, prompts, mode, seeds)
         if environments is not None or self._talks:
             ids = self._rendered(prompts)
         else:
@@ -305,6 +314,22 @@ class RolloutStep:
             drawn: Gets the trajectories, and is scored meanwhile; None for samples that nobody scores.
         """
         check_vocabulary(prompt_ids, self._embeddings)
+        params, offsets = self._sampling(mode)
+        if self._talks and self._conversations is not None:
+            result, trajectories = self._conversed(params, offsets, prompt_ids, samples, seeds)
+            if drawn is not None:
+                drawn.trajectories = trajectories
+        elif not self._scorer.early or drawn is None:
+            result = self._engine.generate(prompt_ids, samples, params, offsets, seeds)
+        else:
+            result = self._engine.generate(
+                prompt_ids, samples, params, offsets, seeds, self._begin_rewards(drawn, prompt_ids, samples)
+            )
+        self._sampling_ended(result)
+        return result
+
+    def _sampling(self, mode: str) -> tuple[SamplingParams, NormOffsets]:
+        """Parameters and noise of the next call of the engine."""
         step = self._state().global_step
         before, call = self._calls.get(mode, (step, 0))
         call = call if before == step else 0
@@ -326,20 +351,12 @@ class RolloutStep:
             seed=derive_seed("rollout", args.seed, mode, step, call, self._rank),
             stops=self._stops,
         )
-        if self._talks and self._conversations is not None:
-            result, trajectories = self._conversed(params, offsets, prompt_ids, samples, seeds)
-            if drawn is not None:
-                drawn.trajectories = trajectories
-        elif not self._scorer.early or drawn is None:
-            result = self._engine.generate(prompt_ids, samples, params, offsets, seeds)
-        else:
-            result = self._engine.generate(
-                prompt_ids, samples, params, offsets, seeds, self._begin_rewards(drawn, prompt_ids, samples)
-            )
+        return params, offsets
+
+    def _sampling_ended(self, result: RolloutResult) -> None:
         self._log.read_memory()
         self._engine.release()
         self._log.add_seconds("rollout", result.seconds)
-        return result
 
     def _begin_rewards(
         self, drawn: Drawn, prompt_ids: list[list[int]], samples: int
@@ -368,13 +385,38 @@ class RolloutStep:
         for trajectory in found:
             if not trajectory.token_ids:  # its prompt has left no room; a token that nobody counts stands in
                 trajectory.hear([self._tokenizer.pad_token_id], [{"role": "assistant", "content": ""}])
-        completions = [
-            Completion(t.token_ids, t.logprobs, t.entropies, t.finish_reason, t.choices) for t in found
-        ]
-        tokens = sum(sum(t.written) for t in found)
-        return RolloutResult(
-            completions, sum(map(len, prompt_ids)), tokens, time.perf_counter() - start
-        ), found
+        return _result_of(found, sum(map(len, prompt_ids)), time.perf_counter() - start), found
+
+    def _drawn_by_agents(
+        self, rows: list[Row], prompts: list[Any], mode: str, seeds: Sequence[int] | None
+    ) -> Drawn:
+        """What agents of their own make of some rows; nothing is learned from one that failed."""
+        assert self._conversations is not None
+        params, offsets = self._sampling(mode)
+        if seeds is None:
+            seeds = [derive_seed("trajectory", params.seed, place) for place in range(len(rows))]
+        start = time.perf_counter()
+        found = self._conversations.play(self._engine, params, offsets, seeds, fixed=mode == "train")
+        prompts_read = sum(len(t.prompt_ids) for t in found)
+        result = _result_of(found, prompts_read, time.perf_counter() - start)
+        self._sampling_ended(result)
+        samples = []
+        environments = self._conversations.environments or []
+        for trajectory, environment in zip(found, environments, strict=True):
+            sample, *forks = (
+                Sample(
+                    *(list(t.prompt_ids), t.token_ids, t.logprobs, t.entropies),
+                    written=t.written,
+                    truncated=t.end == "length",
+                    masked=environment.error is not None,
+                    choices=t.choices,
+                )
+                for t in (trajectory, *trajectory.forks)
+            )
+            sample.forks = forks
+            samples.append(sample)
+        said = [trajectory.messages for trajectory in found]
+        return Drawn(rows, prompts, samples, said, found, environments, result)
 
     def _drawn_by_others(self, rows: list[Row], prompts: list[Any]) -> Drawn:
         """What `rollout_func` gives, with its further columns among those of the rows.
@@ -447,7 +489,7 @@ class RolloutStep:
         """
         rows = drawn.rows
         if any(sample.written is not None for sample in drawn.samples):
-            counts = [len(s.tokens) if s.written is None else sum(s.written) for s in drawn.samples]
+            counts = [sample.drawn_tokens for sample in drawn.samples]
             rows = [row | {WRITTEN_COLUMN: count} for row, count in zip(rows, counts, strict=True)]
         if self._scorer.early:
             self._log.add_seconds(HIDDEN, self._scorer.hidden_seconds())
@@ -472,7 +514,7 @@ class RolloutStep:
 
     def _learned_from(self, samples: Sequence[Sample]) -> torch.Tensor:
         """The rewards [B, F] by which samples are compared: none of those of which the loss sees nothing."""
-        unseen = [not any(sample.loss_mask) for sample in samples]
+        unseen = [not any(map(_seen, (sample, *sample.forks))) for sample in samples]
         rewards_BF = torch.tensor([sample.rewards for sample in samples])
         return rewards_BF.masked_fill(torch.tensor(unseen)[:, None], torch.nan)
 
@@ -532,15 +574,38 @@ class RolloutStep:
         size, tokens = self._group, 0
         dead = set(self._groups_without_signal(samples)) if self._args.filter_zero_advantages else set[int]()
         for group, start in enumerate(range(0, len(samples), size)):
-            seen = sum(sum(sample.loss_mask) for sample in samples[start : start + size])
+            every = [each for s in samples[start : start + size] for each in (s, *s.forks)]
+            seen = sum(map(_seen, every))
             tokens += 0 if group in dead else seen
-            for sample in samples[start : start + size]:
-                sample.group_tokens = seen / size
-        every = sum(self._of_ranks(tokens))
+            for sample in every:
+                sample.group_tokens = seen / len(every)
+        total = sum(self._of_ranks(tokens))
         if not self._args.filter_zero_advantages:
-            return every, 1.0
+            return total, 1.0
         alive = self._of_ranks(len(samples) - len(dead) * size)
-        return every, sum(alive) / len(samples) / len(alive) or 1.0  # where none is alive, every loss is 0
+        return total, sum(alive) / len(samples) / len(alive) or 1.0  # where none is alive, every loss is 0
+
+    def _with_forks(self, samples: list[Sample]) -> tuple[list[Sample], float]:
+        """Samples with their forks beside them, filled up to as many as microbatches can share evenly, and
+        the share of them that are samples and no filling."""
+        found = []
+        for sample in samples:
+            forks, sample.forks = sample.forks, []
+            for fork in forks:
+                fork.rewards, fork.advantage, fork.group = sample.rewards, sample.advantage, sample.group
+                if fork.prompt != sample.prompt:
+                    fork.group = self._group_apart()
+            found += [sample, *forks]
+        count, parts = len(found), self._args.steps_per_generation or 1
+        pad = self._tokenizer.pad_token_id
+        for _ in range(-count % parts):
+            found.append(Sample([pad], [pad], [0.0], [0.0], self._group_apart(), masked=True))
+        return found, count / len(found)
+
+    def _group_apart(self) -> int:
+        """The number of a group of one sample; no row has a negative one."""
+        self._apart -= 1
+        return self._apart
 
     def _settled(self, rewards_BF: torch.Tensor) -> list[bool | None]:
         """Of the groups of all processes, whether samples were all right or all wrong; without a judge,
@@ -575,10 +640,7 @@ class RolloutStep:
 
     def _log_lengths(self, drawn: Drawn, mode: str) -> None:
         """Log lengths of completions, those of all processes, and count tokens."""
-        own = [
-            [len(s.tokens) if s.written is None else sum(s.written), s.truncated, len(s.prompt)]
-            for s in drawn.samples
-        ]
+        own = [[s.drawn_tokens, s.truncated, len(s.prompt)] for s in drawn.samples]
         device = self._accelerator.device
         lengths_B, cut_B, prompts_B = (
             self._accelerator.gather(torch.tensor(own, dtype=torch.double, device=device)).cpu().unbind(1)
@@ -607,21 +669,24 @@ class RolloutStep:
             QeRLError: No sample of any process got through to its end, because logits were not finite.
         """
         result, found = drawn.result, drawn.trajectories
+        forks = [fork for trajectory in found for fork in trajectory.forks]
         completions = result.completions if result is not None else []
+        entropies = [c.entropies for c in completions] + [fork.entropies for fork in forks]
         own = (
-            sum(sum(c.entropies) for c in completions),
-            sum(len(c.entropies) for c in completions) - sum(t.written.count(0) for t in found),
+            sum(map(sum, entropies)),
+            sum(map(len, entropies)) - sum(t.written.count(0) for t in (*found, *forks)),
             sum(c.finish_reason == "error" for c in completions),
             result.generated_tokens if result is not None else 0,
             len(completions),
-            sum(t.turns for t in found),
+            sum(t.turns for t in (*found, *forks)),
+            len(forks),
             *(sum(t.thoughts == by for t in found) for by in ("model", "budget")),
             result.seconds if result is not None else 0.0,
         )
         ranks = self._accelerator.gather(
             torch.tensor([own], dtype=torch.double, device=self._accelerator.device)
         )
-        entropy, tokens, errors, generated, samples, turns, *closed, _ = ranks.sum(dim=0).tolist()
+        entropy, tokens, errors, generated, samples, turns, forked, *closed, _ = ranks.sum(dim=0).tolist()
         if 0 < samples == errors:
             raise QeRLError(
                 f"The logits of all {samples:.0f} samples of a rollout were not finite: the weights hold NaN "
@@ -631,6 +696,8 @@ class RolloutStep:
         more: dict[str, float] = {}
         if self._conversations is not None and self._conversations.take_turns:
             more["rollout/turns"] = turns / samples
+        if self._conversations is not None and self._conversations.endpoints:
+            more["rollout/forks"] = forked / samples
         if self._args.thinking_budget is not None:
             by_model, by_budget = (count / samples for count in closed)
             more |= {"thinking/closed_by_model": by_model, "thinking/closed_by_budget": by_budget}
@@ -667,6 +734,20 @@ def check_vocabulary(prompts: Sequence[Sequence[int]], embeddings: int) -> None:
             f"A prompt has the token id {largest} and the model embeds {embeddings} tokens; give the "
             "tokenizer that belongs to the model, or resize the model's embeddings to the tokenizer's length."
         )
+
+
+def _result_of(found: Sequence[Trajectory], prompt_tokens: int, seconds: float) -> RolloutResult:
+    """What an engine would count of trajectories."""
+    completions = [
+        Completion(t.token_ids, t.logprobs, t.entropies, t.finish_reason, t.choices) for t in found
+    ]
+    tokens = sum(sum(each.written) for t in found for each in (t, *t.forks))
+    return RolloutResult(completions, prompt_tokens, tokens, seconds)
+
+
+def _seen(sample: Sample) -> int:
+    """Tokens that the loss sees."""
+    return sum(sample.loss_mask)
 
 
 def _samples_of(output: dict[str, Any], count: int) -> list[Sample]:
