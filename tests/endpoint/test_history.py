@@ -123,7 +123,7 @@ def test_a_turn_that_was_cut_off_is_closed_before_another_follows():
 
 
 def test_texts_and_token_ids_go_on_too():
-    def encode(text):
+    def encode(text, first=False):
         return TOKENIZER.encode(text, add_special_tokens=False)
 
     history = History()

@@ -5,6 +5,12 @@ import time
 
 import pytest
 
+from qerl.agents.conversations import Conversations, check_others
+from qerl.agents.loop import Limits
+from qerl.agents.outside import Endpoint
+from qerl.agents.pool import ToolPool
+from qerl.eval.sampling import in_conversations
+from qerl.rollout.engine import SamplingParams
 from tests.support.endpoint import (
     TOKENIZER,
     Refused,
@@ -296,3 +302,19 @@ def test_what_is_drawn_when_a_trajectory_ends_is_left_out():
     rows[0]["thread"].join()
     assert trajectory.turns == 1 and not trajectory.forks
     assert refused[0].error["code"] == "trajectory_ended"
+
+
+def test_an_evaluation_keeps_what_was_said():
+    def agent(endpoint, row):
+        answer = chat(endpoint, [user(row["word"])], max_tokens=4)
+        chat(endpoint, [user(row["word"]), message_of(answer), user("b")], max_tokens=4)
+        return 1.0
+
+    others = check_others(None, lambda: Endpoint(agent))
+    params = SamplingParams(60, stop_token_ids=(TOKENIZER.eos_token_id,))
+    with Conversations(TOKENIZER, None, others, ToolPool(1.0, 100), Limits()) as conversations:
+        rows = [{"prompt": [user("a")], "word": word} for word in ("x", "y")]
+        said = in_conversations(conversations, tiny_engine(), rows, 2, params, range(4))
+    assert [len(each.text) for each in said] == [3] * 4
+    assert all(4 <= each.tokens <= 8 for each in said)
+    assert said[0].text != said[1].text

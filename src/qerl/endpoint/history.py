@@ -155,19 +155,19 @@ class History:
                 return Place(turn, given, keys[-1], rest)
         return Place(None, template.prompt_ids(list(messages), tools), keys[-1])
 
-    def place_of_text(self, prompt: str | Sequence[int], encode: Callable[[str], list[int]]) -> Place:
+    def place_of_text(self, prompt: str | Sequence[int], encode: Callable[[str, bool], list[int]]) -> Place:
         """Where a text or token ids go on.
 
         Args:
             prompt: Text, or ids.
-            encode: Token ids of a text that something stands before.
+            encode: Token ids of a text, given whether nothing stands before it.
         """
         if isinstance(prompt, str):
             begun = [turn for turn in self._turns if turn.before and _goes_on(turn, prompt)]
             if begun:
                 turn = max(begun, key=lambda each: len(_text(each)))
-                return Place(turn, encode(prompt[len(_text(turn)) :]), prompt)
-            return Place(None, encode(prompt), prompt)
+                return Place(turn, encode(prompt[len(_text(turn)) :], False), prompt)
+            return Place(None, encode(prompt, True), prompt)
         ids, best = list(prompt), None
         for turn in self._turns:
             own = turn.token_ids

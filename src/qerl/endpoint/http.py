@@ -29,12 +29,12 @@ _LOOK_S = 1.0
 
 
 class Desk(Protocol):
-    """Takes requests, in any thread, and has them answered."""
+    """Takes requests and has them answered; asked on the routes' event loop, which must not be held up."""
 
-    def models(self, key: str) -> Sequence[str]:
+    async def models(self, key: str) -> Sequence[str]:
         """Names of the policies that a key may ask for; raises `ApiError` for an unknown key."""
 
-    def ask(self, key: str, asked: Asked) -> Reply:
+    async def ask(self, key: str, asked: Asked) -> Reply:
         """The reply to a request; raises `ApiError` for one that it does not take."""
 
     def reward(self, key: str, reward: float) -> None:
@@ -77,11 +77,13 @@ class Routes:
         return await self._answer(request, read_completion(await _body(request)))
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(n) for n in self._desk.models(_key(request))]})
+        return JSONResponse(
+            {"object": "list", "data": [_model(each) for each in await self._desk.models(_key(request))]}
+        )
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        _check_model(name, self._desk.models(_key(request)))
+        check_model(name, await self._desk.models(_key(request)))
         return JSONResponse(_model(name))
 
     async def _reward(self, request: Request) -> Response:
@@ -90,8 +92,7 @@ class Routes:
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
         key = _key(request)
-        _check_model(asked.model, self._desk.models(key))
-        reply = self._desk.ask(key, asked)
+        reply = await self._desk.ask(key, asked)
         answers = Answers(asked, reply.name, self._desk.decode)
         if asked.stream:
             return StreamingResponse(self._pieces(request, reply, answers), media_type="text/event-stream")
@@ -137,7 +138,12 @@ class Routes:
                 self._desk.left(reply)
 
 
-def _check_model(name: str, known: Sequence[str]) -> None:
+def check_model(name: str, known: Sequence[str]) -> None:
+    """Refuse a model that is not there.
+
+    Raises:
+        ApiError: It is not.
+    """
     if name not in known:
         raise ApiError(
             f"The model {name[:200]!r} is not here; ask for one of: {', '.join(known)}.",
