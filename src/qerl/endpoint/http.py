@@ -21,6 +21,9 @@ from qerl.errors import QeRLError
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "/v1/"
+"""What the routes' paths begin with."""
+
 LARGEST = 64 << 20
 """Bytes of a body."""
 

@@ -11,6 +11,7 @@ the correction of clean over noisy. Left without noise are the base, greedy samp
 prompts, and of course losses.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -40,6 +41,7 @@ from qerl_serve.types import (
     LoraParams,
     ModelInfo,
     Notes,
+    Reader,
     SampleRequest,
     SampleResult,
     WeightsInfo,
@@ -81,6 +83,7 @@ class ModelBackend:
         noise_scale: NoiseScale = "absolute",
     ) -> None:
         self.models = models
+        self.reader: Reader | None = Reader(copy.deepcopy(tokenizer), end_token_ids)
         self._seats, self._driver, self._adapters, self._store = seats, driver, adapters, store
         self._tokenizer = tokenizer
         self._noise = None if noise is None else AdaptiveNoise(seats.model, noise, 0, noise_scale)

@@ -205,6 +205,7 @@ def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> st
         f"Serving {model} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
         "",
         f"  export TINKER_BASE_URL={url} TINKER_API_KEY={api_key}",
+        f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={api_key}",
         f'  python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client'
         f"(base_model='{model}', rank=8).get_info())\"",
         "",
