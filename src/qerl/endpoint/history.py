@@ -50,6 +50,7 @@ class Turn:
         given: Tokens between the parent's and its own: for a first one the prompt.
         before: What stands before it, as a key: messages, or a text.
         messages: Those between the parent's and its own.
+        number: By which it was begun, from 0.
         drawn: What the policy drew; None while it draws.
         message: What the client was sent of it.
         handle: The owner's, such as a sequence of the engine.
@@ -59,6 +60,7 @@ class Turn:
     given: list[int]
     before: str
     messages: Sequence[Message] = ()
+    number: int = 0
     drawn: Completion | None = None
     message: Message = field(default_factory=dict)
     handle: Any = None
@@ -128,7 +130,7 @@ class History:
     """
 
     def __init__(self, most_tokens: int | None = None) -> None:
-        self._most, self._tokens = most_tokens, 0
+        self._most, self._tokens, self._begun = most_tokens, 0, 0
         self._turns: dict[Turn, None] = {}  # those that have ended, in that order
         self._by_key: dict[str, list[Turn]] = {}
 
@@ -177,7 +179,8 @@ class History:
 
     def begin(self, place: Place) -> Turn:
         """A new turn, which is found once it has ended."""
-        return Turn(place.parent, place.given, place.before, place.messages)
+        self._begun += 1
+        return Turn(place.parent, place.given, place.before, place.messages, self._begun - 1)
 
     def end(self, turn: Turn, drawn: Completion, message: Message) -> None:
         """Keep what the policy drew in a turn.
@@ -197,11 +200,11 @@ class History:
             self._forget(next(iter(self._turns)))
 
     def branches(self) -> list[Branch]:
-        """The leaves' conversations, in the order in which they ended."""
+        """The leaves' conversations, in the order in which their last turns were begun."""
         inner = {turn.parent for turn in self._turns}
         seen: set[Turn] = set()
         found = []
-        for leaf in self._turns:
+        for leaf in sorted(self._turns, key=lambda turn: turn.number):
             if leaf in inner:
                 continue
             path = leaf.path
