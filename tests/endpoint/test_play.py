@@ -318,3 +318,16 @@ def test_an_evaluation_keeps_what_was_said():
     assert [len(each.text) for each in said] == [3] * 4
     assert all(4 <= each.tokens <= 8 for each in said)
     assert said[0].text != said[1].text
+
+
+def test_the_samples_of_a_group_share_their_prompt():
+    def agent(endpoint, row):
+        chat(endpoint, [user("the same " * 10)], max_tokens=4)
+        return 1.0
+
+    engine = tiny_engine()
+    _, found = play(agent, [{}] * 8, engine=engine)
+    assert engine.last._started == 8
+    assert engine.last._started_prompts < 8
+    assert engine.last.prefilled_tokens < 4 * len(found[0].prompt_ids)
+    assert len({tuple(each.token_ids) for each in found}) == 8

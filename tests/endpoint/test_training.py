@@ -128,6 +128,14 @@ def test_what_forks_add_is_what_single_samples_would_add(tmp_path):
     assert max(own.abs().max() for own in found) > 1e-4
 
 
+def test_it_learns_over_the_endpoint(tmp_path):
+    """In two turns, with forks, the policy learns to write the letters that its agent counts."""
+    trainer = make_trainer(tmp_path, max_steps=20, learning_rate=2e-2, lr_scheduler_type="constant")
+    trainer.train()
+    rewards = [row["rewards/Endpoint/mean"] for row in logged(trainer)]
+    assert sum(rewards[-4:]) / 4 > 2 * sum(rewards[:4]) / 4, rewards
+
+
 def test_nothing_is_learned_from_an_agent_that_failed(tmp_path):
     def fails(endpoint, row):
         text = message_of(chat(endpoint, row["prompt"], max_tokens=10))["content"]

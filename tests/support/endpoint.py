@@ -87,7 +87,7 @@ def play(
     **params: Any,
 ):
     """The environments and trajectories of an agent's runs, one for each row."""
-    environments = [Endpoint(agent, **({"timeout": 30.0} | (options or {}))) for _ in rows]
+    environments = [Endpoint(agent, **({"timeout": 200.0} | (options or {}))) for _ in rows]
     for environment, row in zip(environments, rows, strict=True):
         environment.reset(**row)
     own = SamplingParams(**({"max_tokens": 200, "stop_token_ids": (EOS_ID,)} | params))

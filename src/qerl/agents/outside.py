@@ -32,6 +32,7 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,10 @@ MODEL = "policy"
 
 _LOOK_S = 0.2
 """Seconds between two looks at the agents' time while nothing is asked."""
+
+_GAP_S, _BURST_S = 0.005, 0.1
+"""Where nothing is drawn, requests that follow each other within the first are begun together, so that the
+samples of a group share their prompt; the second bounds the wait."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,24 @@ class _Episode:
     is_open: bool = True
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A request for which sequences are to be started.
+
+    Attributes:
+        episode, request: It.
+        place: Where its turns begin.
+        params: Of its sampling.
+        room: Tokens that each sequence may have.
+    """
+
+    episode: _Episode
+    request: _Request
+    place: Place
+    params: SamplingParams
+    room: int
+
+
 class EndpointDesk:
     """Takes the requests of a rollout's agents (`qerl.endpoint.http.Desk`); thread-safe.
 
@@ -223,13 +246,19 @@ class EndpointDesk:
         for reply in replies:
             reply.settle(_over())
 
-    def wait(self, seconds: float) -> None:
-        """Wait until something was asked, or a reward has come, at most so long."""
-        self._changed.wait(seconds)
+    def wait_for_burst(self) -> None:
+        """Wait until something was asked, or an agent has ended, and no more follows close behind; for want
+        of either a moment."""
+        if self._changed.wait(_LOOK_S):
+            until = time.monotonic() + _BURST_S
+            while time.monotonic() < until:
+                self._changed.clear()
+                if not self._changed.wait(_GAP_S):
+                    break
         self._changed.clear()
 
     def wake(self) -> None:
-        """End `wait`."""
+        """End a wait."""
         self._changed.set()
 
     async def models(self, key: str) -> Sequence[str]:
@@ -343,6 +372,7 @@ class Endpoints:
         if self._listening is None:
             routes = Routes(self._desk, rewarded=True).routes()
             self._listening = Listening(routes, first.host, first.port)
+            weakref.finalize(self, self._listening.close)  # a trainer has no end of its own
         episodes = [
             _Episode(environment, seed, f"sk-qerl-{secrets.token_urlsafe(24)}")
             for environment, seed in zip(environments, seeds, strict=True)
@@ -434,7 +464,7 @@ class _Play:
                 for ended in self._session.next(one_round=True):
                     self._ended(ended)
             else:
-                self._desk.wait(_LOOK_S)
+                self._desk.wait_for_burst()
             self._look()
 
     def abandon(self) -> None:
@@ -500,31 +530,33 @@ class _Play:
     # Requests
 
     def _take(self) -> None:
-        """Begin what was asked since."""
+        """Begin what was asked since, those with one prompt behind one prefill."""
         waiting, self._refused = self._refused, []
         with contextlib.suppress(queue.Empty):
             while True:
                 waiting.append(self._desk.asked.get_nowait())
+        by_prompt: dict[tuple[int, ...], list[_Start]] = {}
         for episode, request in waiting:
-            if not episode.is_open:
-                request.reply.settle(_over())
-                continue
             try:
-                self._begin(episode, request)
+                if not episode.is_open:
+                    raise _over()
+                start = self._begin(episode, request)
             except ApiError as error:
                 request.reply.settle(error)
-            except QeRLError as error:
-                if self._session.busy:  # memory, which others hold for now
-                    self._refused.append((episode, request))
-                else:
-                    request.reply.settle(ApiError(str(error), 400, code="context_length_exceeded"))
+                continue
+            if start is not None:
+                by_prompt.setdefault(tuple(request.prompt_ids), []).append(start)
+        by_count: dict[int, list[_Start]] = {}
+        for starts in by_prompt.values():
+            by_count.setdefault(sum(each.request.asked.n for each in starts), []).extend(starts)
+        for starts in by_count.values():
+            self._start(starts)
 
-    def _begin(self, episode: _Episode, request: _Request) -> None:
-        """Begin the turns of a request, in its sequence or in new ones.
+    def _begin(self, episode: _Episode, request: _Request) -> "_Start | None":
+        """Go on with the sequence of a request, or say what is to be started for it.
 
         Raises:
             ApiError: It asks for what it cannot have.
-            QeRLError: The engine has no memory for it.
         """
         asked = request.asked
         params = self._params_of(asked)
@@ -545,25 +577,50 @@ class _Play:
             self._limit(sequence.limits, request, episode, 0)
             self._session.go_on(sequence.index, place.given)
             self._drawing[sequence.index] = episode, request, 0, sequence
-            return
+            return None
         used = len(request.prompt_ids) - len(place.parent.path[0].given) if place.parent is not None else 0
-        room = params.max_tokens - used
-        if room < 1:
+        if params.max_tokens - used < 1:
             raise _too_long(len(place.given), params.max_tokens - used + len(place.given))
-        limits = [TurnLimits() for _ in range(asked.n)]
-        for at, each in enumerate(limits):
-            self._limit(each, request, episode, at)
-        own = [replace(params, max_tokens=room, stops=(*params.stops, *each.stops())) for each in limits]
-        mark: tuple[int | str, ...] = (asked.fingerprint,)
-        if asked.seed is not None:  # which draws alike, whatever ends the turn
-            mark = (asked.seed, place.before)
-        seeds = [derive_seed("asked", episode.seed, *mark, at) for at in range(asked.n)]
-        indices = self._session.start([request.prompt_ids], asked.n, own, seeds)
-        for at, index in enumerate(indices):
-            turn = episode.history.begin(place)
-            sequence = _Sequence(index, limits[at], turn, params, asked.seed)
-            turn.handle = episode.sequences[index] = sequence
-            self._drawing[index] = episode, request, at, sequence
+        return _Start(episode, request, place, params, params.max_tokens - used)
+
+    def _start(self, starts: Sequence["_Start"]) -> None:
+        """Start sequences, those of a prompt next to each other and every prompt with as many.
+
+        What the engine has no memory for waits until others have ended, or is refused if there are none.
+        """
+        began: list[tuple[_Start, int, TurnLimits, SamplingParams, int]] = []
+        for each in starts:
+            asked, params = each.request.asked, each.params
+            mark: tuple[int | str, ...] = (asked.fingerprint,)
+            if asked.seed is not None:  # which draws alike, whatever ends the turn
+                mark = (asked.seed, each.place.before)
+            for at in range(asked.n):
+                limits = TurnLimits()
+                self._limit(limits, each.request, each.episode, at)
+                own = replace(params, max_tokens=each.room, stops=(*params.stops, *limits.stops()))
+                began.append((each, at, limits, own, derive_seed("asked", each.episode.seed, *mark, at)))
+        prompts = [*dict.fromkeys(tuple(each.request.prompt_ids) for each in starts)]
+        try:
+            indices = self._session.start(
+                prompts,
+                len(began) // len(prompts),
+                [params for *_, params, _ in began],
+                [seed for *_, seed in began],
+            )
+        except QeRLError as error:
+            for each in starts:
+                if len(starts) > 1:
+                    self._start([each])
+                elif self._session.busy:
+                    self._refused.append((each.episode, each.request))
+                else:
+                    each.request.reply.settle(ApiError(str(error), code="context_length_exceeded"))
+            return
+        for index, (each, at, limits, _, _) in zip(indices, began, strict=True):
+            turn = each.episode.history.begin(each.place)
+            sequence = _Sequence(index, limits, turn, each.params, each.request.asked.seed)
+            turn.handle = each.episode.sequences[index] = sequence
+            self._drawing[index] = each.episode, each.request, at, sequence
 
     def _goes_on(
         self, episode: _Episode, sequence: _Sequence, place: Place, asked: Asked, params: SamplingParams
