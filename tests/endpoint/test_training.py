@@ -9,6 +9,7 @@ from datasets import Dataset
 from qerl.agents.outside import Endpoint
 from qerl.environments.registry import get_environment
 from qerl.errors import QeRLError
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.agents import multiply
 from tests.support.endpoint import chat, message_of, user
@@ -169,6 +170,12 @@ def test_a_run_whose_agents_all_fail_ends_with_their_error(tmp_path):
 def test_what_agents_cannot_be_given_is_refused(tmp_path, changes, says):
     with pytest.raises(QeRLError, match=says):
         make_trainer(tmp_path, **changes)
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(QeRLConfig, "world_size", 2)
+    with pytest.raises(QeRLError, match="there are 2"):
+        make_trainer(tmp_path)
 
 
 def test_an_agent_has_no_tools_beside_it(tmp_path):
