@@ -90,6 +90,10 @@ def test_openais_client_talks_and_streams(openai):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model=endpoint.model, messages=messages, temperature=0.3)
         assert refused.value.param == "temperature"
+        with pytest.raises(openai.BadRequestError, match="temperature"):  # ahead of the stream
+            client.chat.completions.create(
+                model=endpoint.model, messages=messages, temperature=0.3, stream=True
+            )
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="gpt-9", messages=messages)
         with pytest.raises(openai.AuthenticationError):

@@ -7,7 +7,7 @@ that is, and what it may ask for, the `Desk` decides.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Protocol
 
 from starlette.requests import ClientDisconnect, Request
@@ -97,30 +97,46 @@ class Routes:
         key = _key(request)
         reply = await self._desk.ask(key, asked)
         answers = Answers(asked, reply.name, self._desk.decode)
-        if asked.stream:
-            return StreamingResponse(self._pieces(request, reply, answers), media_type="text/event-stream")
-        async for _ in self._news(request, reply):
-            pass
-        if reply.outcome is None:
-            raise ClientDisconnect
-        if isinstance(reply.outcome, ApiError):
-            raise reply.outcome
-        return JSONResponse(answers.whole(reply.outcome))
+        with contextlib.ExitStack() as block:
+            told = block.enter_context(self._heard(reply))
+            async for _ in self._news(request, reply, told):
+                if asked.stream and any(reply.drawn):  # until then it may still be refused
+                    break
+            if isinstance(reply.outcome, ApiError):
+                raise reply.outcome
+            if asked.stream:
+                pieces = self._pieces(request, reply, answers, told, block.pop_all())
+                return StreamingResponse(pieces, media_type="text/event-stream")
+            if reply.outcome is None:
+                raise ClientDisconnect
+            return JSONResponse(answers.whole(reply.outcome))
 
-    async def _pieces(self, request: Request, reply: Reply, answers: Answers) -> AsyncIterator[bytes]:
-        for event in answers.first():
-            yield event
-        async for _ in self._news(request, reply):
+    async def _pieces(
+        self,
+        request: Request,
+        reply: Reply,
+        answers: Answers,
+        told: asyncio.Event,
+        block: contextlib.ExitStack,
+    ) -> AsyncIterator[bytes]:
+        """The events of a stream; the block is left behind the last one."""
+        with block:
+            for event in answers.first():
+                yield event
             for event in answers.more(reply.drawn):
                 yield event
-        if isinstance(reply.outcome, ApiError):
-            yield event_of(reply.outcome.body())
-        elif reply.outcome is not None:
-            for event in answers.last(reply.outcome):
-                yield event
+            async for _ in self._news(request, reply, told):
+                for event in answers.more(reply.drawn):
+                    yield event
+            if isinstance(reply.outcome, ApiError):
+                yield event_of(reply.outcome.body())
+            elif reply.outcome is not None:
+                for event in answers.last(reply.outcome):
+                    yield event
 
-    async def _news(self, request: Request, reply: Reply) -> AsyncIterator[None]:
-        """Goes on whenever something was told of a reply, until it is there or its client is gone."""
+    @contextlib.contextmanager
+    def _heard(self, reply: Reply) -> Iterator[asyncio.Event]:
+        """An event that is set whenever something is told of a reply; behind the block its client is gone."""
         loop, told = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -129,16 +145,20 @@ class Routes:
 
         reply.listen(wake)
         try:
-            while reply.outcome is None:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(told.wait(), _LOOK_S)
-                    told.clear()
-                    yield
-                if reply.outcome is None and await request.is_disconnected():
-                    return
+            yield told
         finally:
             if reply.leave(wake) and reply.outcome is None:
                 self._desk.left(reply)
+
+    async def _news(self, request: Request, reply: Reply, told: asyncio.Event) -> AsyncIterator[None]:
+        """Goes on whenever something was told of a reply, until it is there or its client is gone."""
+        while reply.outcome is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(told.wait(), _LOOK_S)
+                told.clear()
+                yield
+            if reply.outcome is None and await request.is_disconnected():
+                return
 
 
 def check_model(name: str, known: Sequence[str]) -> None:
