@@ -58,7 +58,7 @@ tinker: setup
 		{ $(BIN)/python $(SITE); echo $(CURDIR)/src; echo $(CURDIR)/packages/serve/src; } > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
 		.venv-tinker-$$version/bin/pip install --quiet --upgrade $$(test $$version = newest && echo tinker || echo tinker==$$version); \
 		.venv-tinker-$$version/bin/python -m pytest tests/serve/test_tinker_sdk.py tests/serve/test_tinker_model.py \
-			tests/serve/test_tinker_bench.py; \
+			tests/serve/test_tinker_bench.py tests/serve/test_tinker_distillation.py; \
 	done
 
 wheel: setup

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from qerl.trainer.step_log import used_bytes
 
-_LOGGED = ("loss", "grad_norm", "time/logprob", "sampling/kl")
+_LOGGED = ("loss", "grad_norm", "time/logprob", "sampling/kl", "dynamic_sampling/started_groups")
 
 
 class Rollout(Protocol):

@@ -18,7 +18,7 @@ SIGMA = 0.7
 KINDS = "equal, uniform, lognormal:MEAN or file:LENGTHS.json"
 
 
-def draw_lengths(spec: str, count: int, most: int) -> list[int]:
+def draw_lengths(spec: str, count: int, most: int, seed: int = 0) -> list[int]:
     """Tokens of so many completions, the same ones for the same arguments.
 
     Args:
@@ -27,12 +27,13 @@ def draw_lengths(spec: str, count: int, most: int) -> list[int]:
             again from the first where there are too few, cut to ``most``.
         count: Completions.
         most: Tokens of the longest.
+        seed: Of what is drawn.
 
     Raises:
         QeRLError: The lengths are none of these, or the file has none.
     """
     kind, _, value = spec.partition(":")
-    draw = random.Random(0)
+    draw = random.Random(seed)
     if spec == "equal":
         lengths = [most] * count
     elif spec == "uniform":

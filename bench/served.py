@@ -22,7 +22,7 @@ from qerl.weight_formats import WeightFormatName
 from qerl_serve.checkpoints import Store
 from qerl_serve.command import listen
 from qerl_serve.limits import Limits
-from qerl_serve.open import BackendOptions, make_backend
+from qerl_serve.open import BackendOptions, make_backend, make_base
 from qerl_serve.server import Server
 from qerl_serve.types import ModelInfo
 from qerl_serve.worker import Worker
@@ -121,11 +121,11 @@ def serving(served: Served) -> Iterator[Serving]:
             BASE, Path(folder), max_rank=served.rank, max_models=served.adapters, resident=served.adapters,
             tokens_per_forward=served.tokens_per_forward, every_n_layers=served.every_n_layers,
         )  # fmt: skip
-        backend = make_backend(
+        base = make_base(
             options, model, word_tokenizer(served.sizes.vocabulary),
-            models=[ModelInfo(BASE, served.positions, BASE)], end_token_ids=(0,),
-            store=Store(options.folder, {"base": BASE}, {"model": BASE}),
+            names=[ModelInfo(BASE, served.positions, BASE)], end_token_ids=(0,),
         )  # fmt: skip
+        backend = make_backend(options, base, Store(options.folder, {"base": BASE}, {"model": BASE}))
         limits = Limits(served.positions, max_rank=served.rank, max_models=served.adapters)
         server = Server(backend, limits, KEY)
         thread = threading.Thread(target=server.run, args=(listening,), daemon=True)

@@ -13,6 +13,11 @@ same work in the same run (`bench.peers`).
 With `--lengths` completions end at drawn places (`bench.lengths`), the same ones in every step and for every
 trainer. Then the first step's rollout is a whole one, because its tail captures one step after another.
 
+    python -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400 --dead 0.5
+
+With `--dead` groups have no signal with this probability, and the step is DAPO's: groups enter one open
+rollout until enough have one, up to three times as many as it trains on.
+
     torchrun --nproc_per_node 2 -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400
 
 Under torchrun every process has a GPU and so many prompts, with lengths of its own, and all train one policy.
@@ -20,6 +25,7 @@ A row is then of all of them (`bench.clock.of_all`).
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import os
@@ -58,7 +64,15 @@ from qerl.plan.render import would_fit
 from qerl.plan.settings import published_bytes
 from qerl.plan.work import Work
 from qerl.ranks import is_first_process
-from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams, WhenEnded
+from qerl.rollout.engine import (
+    Ended,
+    NormOffsets,
+    RolloutEngine,
+    RolloutResult,
+    SamplingParams,
+    Session,
+    WhenEnded,
+)
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.rollout.session import whole_completions
@@ -73,6 +87,11 @@ _TRL_STEP = "bench.peers.trl_step"  # runs in the peer's process, which alone im
 
 _DEVICE = torch.device("cuda")
 
+_BATCHES = 3
+"""Groups that may enter with `--dead`, in batches of those of a step."""
+_TOLD = ("lora_experts", "teacher", "dead")
+"""Options that a row says if they are given."""
+
 
 def _processes() -> tuple[int, int]:
     """Number of this process, and how many train together; torchrun says so."""
@@ -84,7 +103,7 @@ class TimedEngine(RolloutEngine):
 
     Args:
         engine: The engine; one with sessions of which all know their sequences, as both of ours have.
-        lengths: Tokens of each completion of a call.
+        lengths: Tokens of each completion of a call, or of those that may be started in an open one.
         profile_call: Number of the call after which kernels are recorded, until `trace` is stopped.
     """
 
@@ -120,6 +139,35 @@ class TimedEngine(RolloutEngine):
         self.rollout_gb = used_bytes(_DEVICE) / 1e9
         return result
 
+    @contextmanager
+    def session(
+        self,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+        growing: bool = False,
+        longest_prompt: int | None = None,
+    ) -> Iterator[Session]:
+        begin, tokens = time.perf_counter(), 0
+        own = iter([replace(params, max_tokens=length) for length in self._lengths])
+        with self.engine.session(params, norm_offsets, growing, longest_prompt) as session:
+            start, decode = session.start, session.next
+
+            def started(prompts: Any, samples: int, _: Any = None, seeds: Any = None) -> list[int]:
+                return start(prompts, samples, list(itertools.islice(own, len(prompts) * samples)), seeds)
+
+            def counted(one_round: bool = False) -> list[Ended]:
+                nonlocal tokens
+                ended = decode(one_round)
+                tokens += sum(len(turn.completion.token_ids) for turn in ended)
+                return ended
+
+            with mock.patch.multiple(session, start=started, next=counted):
+                yield session
+        self.calls += 1
+        torch.cuda.synchronize()
+        self.seconds, self.tokens = time.perf_counter() - begin, tokens
+        self.rollout_gb = used_bytes(_DEVICE) / 1e9
+
     def release(self) -> None:
         start = time.perf_counter()
         self.engine.release()
@@ -147,6 +195,7 @@ def measure(
     steps: int,
     profile: bool = False,
     teacher: PreTrainedModel | None = None,
+    dead: float = 0.0,
 ) -> list[dict[str, float]]:
     """Runs GRPO steps and returns what `Clock` saw of each, of all processes together.
 
@@ -165,17 +214,20 @@ def measure(
         steps: Optimizer steps after the first.
         profile: Print the kernels of the last update.
         teacher: Whose distributions the policy learns, beside nothing else; None for GRPO.
+        dead: Probability that a group has no signal; above 0 others take their places.
     """
-    distilled = {"algorithm": "distill", "teacher": "random"} if teacher is not None else {}
+    more: dict[str, Any] = {"algorithm": "distill", "teacher": "random"} if teacher is not None else {}
+    if dead:
+        more |= {"dynamic_sampling_batches": _BATCHES, "signal": "reward"}
     watch = TimedEngine(engine, lengths, steps if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder, taught_by(teacher):
         trainer = make_trainer(
-            policy, watch, clock, sizes, prompts, prompt_tokens, num_generations=samples,
+            policy, watch, clock, sizes, prompts, prompt_tokens, dead, num_generations=samples,
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=samples * prompts // microbatch,
             tokens_per_forward=tokens_per_forward, gradient_checkpointing_kwargs=checkpointing,
-            max_completion_length=tokens, max_steps=steps + 1, output_dir=folder, **distilled,
+            max_completion_length=tokens, max_steps=steps + 1, output_dir=folder, **more,
         )  # fmt: skip
         trainer.train()
     if watch.trace is not None:
@@ -207,6 +259,7 @@ def make_trainer(
     sizes: Sizes,
     prompts: int,
     prompt_tokens: int,
+    dead: float = 0.0,
     **settings: Any,
 ) -> QeRLTrainer:
     """A trainer that keeps nothing, with random rewards and new prompts for each step.
@@ -218,15 +271,18 @@ def make_trainer(
         sizes: The policy's shape.
         prompts: Prompts a step, of each process.
         prompt_tokens: Of each prompt.
+        dead: Probability that a group has no signal.
         settings: Of `QeRLConfig`, `output_dir` and `max_steps` among them.
     """
     args = QeRLConfig(
         learning_rate=1e-5, loss_type="grpo", noise=False, gradient_checkpointing=True, report_to="none",
         save_strategy="no", optim="adamw_torch_fused", **settings,
     )  # fmt: skip
-    texts = random_prompts(_processes()[1] * prompts * args.max_steps, prompt_tokens)
+    groups = _processes()[1] * prompts * (args.max_steps + (_BATCHES if dead else 0))
+    texts = random_prompts(groups, prompt_tokens)
+    reward = functools.partial(random_reward, dead=dead)
     return QeRLTrainer(
-        policy, [random_reward], args, Dataset.from_dict({"prompt": texts}), engine=engine,
+        policy, [reward], args, Dataset.from_dict({"prompt": texts}), engine=engine,
         processing_class=word_tokenizer(sizes.vocabulary), callbacks=[clock],
     )  # fmt: skip
 
@@ -250,6 +306,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of the longest completion")
     parser.add_argument("--lengths", default="equal", help=f"of completions: {KINDS}")
     parser.add_argument(
+        "--dead", type=float, default=0.0, help="share of groups without signal, which others replace"
+    )
+    parser.add_argument(
         "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="time that a peer has for a row"
     )
     parser.add_argument("--steps", type=int, default=3, help="steps counted, of which the median is shown")
@@ -272,19 +331,19 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
             teacher = random_policy(shape_of(args.teacher), weights, 0, positions).requires_grad_(False)
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
             tokens_per_forward, checkpointing = _settings(args, sizes, weights, rank, prompts, tokens)
-            own = prompts * args.samples
+            own = prompts * args.samples * (1 + _BATCHES if args.dead else 1)
             lengths = draw_lengths(args.lengths, processes * own, tokens)[number * own : (number + 1) * own]
             seen = measure(
                 policy, engine, sizes, samples=args.samples, prompts=prompts,
                 microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
                 tokens_per_forward=tokens_per_forward, checkpointing=checkpointing, lengths=lengths,
-                steps=args.steps, profile=args.profile, teacher=teacher,
+                steps=args.steps, profile=args.profile, teacher=teacher, dead=args.dead,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
                 "processes": processes, "completion_tokens": tokens, "resident_gb": resident,
                 "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen),
-                **{name: told for name in ("lora_experts", "teacher") if (told := getattr(args, name))},
+                **{name: told for name in _TOLD if (told := getattr(args, name))},
                 "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
                 "steps": seen,
             }  # fmt: skip

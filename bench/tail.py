@@ -6,9 +6,18 @@ Needs no GPU: the engine's own scheduler runs through completions of drawn lengt
 round, and each round counts the rows of the step that it would be decoded with. A row that is computed and
 gives no token of a completion is wasted. Seconds are the rows of each step read off a line through measured
 steps (a committed result of `bench rollout`), which says nothing of how products are padded between them.
+
+    python -m bench tail --dead 0.5 --steps rollout-7b-h200 --samples 128
+
+With `--dead` groups have no signal with this probability, and the rollout is DAPO's: groups enter an open
+call as the engine's trainer lets them (`qerl.trainer.dynamic_sampling`); beside it, one starts only once
+another has failed, rows are always full, or what is missing is sampled in further rollouts. Means over so
+many draws.
 """
 
 import argparse
+import random
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +29,7 @@ from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.limits import MAX_ROWS, ROW_COUNTS, rows_of_step
 from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.session import new_sequences
+from qerl.trainer.dynamic_sampling import Intake
 
 POWERS = tuple(count for count in ROW_COUNTS if count & (count - 1) == 0)
 
@@ -130,6 +140,126 @@ def simulate(
     return found
 
 
+class FirstStep(Intake):
+    """Nothing is known of other groups."""
+
+    def __init__(self, wanted: int, most: int, share: float) -> None:
+        super().__init__(wanted, most)
+
+
+class AfterFailures(Intake):
+    """A group starts only once another has failed."""
+
+    def start(self, room: int) -> range:
+        """See `Intake.start`."""
+        missing = self.wanted - sum(self._alive.values()) - (self.started - len(self._alive))
+        begin = self.started
+        self.started = min(begin + max(0, min(room, missing)), self._most)
+        return range(begin, self.started)
+
+
+class FullRows(Intake):
+    """A group starts wherever there is room."""
+
+    def start(self, room: int) -> range:
+        """See `Intake.start`."""
+        begin = self.started
+        self.started = min(begin + max(0, room), self._most)
+        return range(begin, self.started)
+
+
+class Rounds(AfterFailures):
+    """What is missing starts once all that runs has ended."""
+
+    def start(self, room: int) -> range:
+        """See `Intake.start`."""
+        return super().start(room) if self.started == len(self._alive) else range(0)
+
+
+INTAKES: dict[str, type[Intake]] = {
+    "open call": Intake,
+    "open call of a first step": FirstStep,
+    "one for each failure": AfterFailures,
+    "rows always full": FullRows,
+    "further rollouts": Rounds,
+}
+
+
+def filled(
+    kind: type[Intake],
+    lengths: Sequence[int],
+    alive: Sequence[bool],
+    group: int,
+    wanted: int,
+    share: float,
+) -> tuple[list[int], Intake]:
+    """Rows of the step of each round of a rollout with dynamic sampling, and what entered.
+
+    Args:
+        kind: When groups start.
+        lengths: Tokens of each completion of all groups that may start.
+        alive: Whether each group has a signal.
+        group: Completions of a prompt.
+        wanted: Groups that the step trains on.
+        share: Of groups that have a signal, as far as is known before.
+    """
+    intake, pace, taken = kind(wanted, len(alive), share), Pace(), list[int]()
+    left: dict[int, list[int]] = {}
+    while intake.last is None:
+        running = sum(map(len, left.values()))
+        for number in intake.start(wanted - -(-running // group)):
+            left[number] = list(lengths[number * group : (number + 1) * group])
+        running = sum(map(len, left.values()))
+        taken.append(as_the_engine(running, taken[-1] if taken else None))
+        for number, tokens in list(left.items()):
+            left[number] = [count - pace.round_steps for count in tokens if count > pace.round_steps]
+            if not left[number]:
+                del left[number]
+                intake.judge(number, alive[number])
+    return taken, intake
+
+
+def simulate_dapo(
+    spec: str,
+    samples: int,
+    most: int,
+    group: int,
+    measured: dict[int, float],
+    dead: float,
+    batches: int = 3,
+    draws: int = 30,
+) -> list[dict[str, Any]]:
+    """A row for each way of filling a step: seconds of decoding, groups that started and that were needed.
+
+    Args:
+        spec, samples, most, group, measured: As of `simulate`.
+        dead: Probability that a group has no signal.
+        batches: As many further groups may start as this times those of the step.
+        draws: Over which means are taken.
+    """
+    wanted = samples // group
+    every = wanted * (1 + batches)
+    found = []
+    for name, kind in INTAKES.items():
+        seconds, started, needed = list[float](), list[int](), list[int]()
+        for seed in range(draws):
+            draw = random.Random(seed)
+            lengths = draw_lengths(spec, every * group, most, seed)
+            alive = [draw.random() >= dead for _ in range(every)]
+            taken, intake = filled(kind, lengths, alive, group, wanted, 1 - dead)
+            seconds.append(sum(Pace().round_steps * milliseconds(rows, measured) for rows in taken) / 1e3)
+            started.append(intake.started)
+            needed.append(intake.last or 0)
+        found.append(
+            {
+                "lengths": spec, "samples": samples, "most": most, "dead": dead, "rule": name,
+                "decode_s": statistics.fmean(seconds), "started_groups": statistics.fmean(started),
+                "needed_groups": statistics.fmean(needed),
+            }
+        )  # fmt: skip
+    return found
+
+
 def main(arguments: list[str]) -> None:
     """Runs `python -m bench tail` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench tail", description=__doc__.split("\n")[0])
@@ -140,12 +270,21 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--steps", default="rollout-7b-h100", help="result whose nvfp4 rows say what steps take"
     )
+    parser.add_argument("--dead", type=float, help="share of groups without signal, with dynamic sampling")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
     measured = nvfp4_steps(args.steps)
     rows: list[dict[str, Any]] = []
     for spec in args.lengths:
         for samples in args.samples:
+            if args.dead is not None:
+                for row in simulate_dapo(spec, samples, args.most, args.group, measured, args.dead):
+                    rows.append(row)
+                    print(
+                        f"{spec} x {samples}, {row['rule']}: {row['decode_s']:.2f} s of decoding, "
+                        f"{row['started_groups']:.1f} groups started, {row['needed_groups']:.1f} needed"
+                    )
+                continue
             for row in simulate(spec, samples, args.most, args.group, measured):
                 rows.append(row)
                 print(

@@ -13,6 +13,7 @@ COMMANDS = {
     "verdicts": "writers.verdicts",
     "needle": "needle.folder",
     "sums": "sums.runs",
+    "distilled": "distilled.runs",
     "tables": "writers.tables",
     "draw": "writers.draw",
     "numbers": "writers.numbers",

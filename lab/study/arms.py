@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from qerl.noise.schedule import NoiseKind
-from qerl.settings.checks import NonNegative, Positive, PositiveInt, PositiveShare, Text
+from qerl.settings.checks import Count, NonNegative, Positive, PositiveInt, PositiveShare, Text
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
 
@@ -50,6 +50,11 @@ class Arm:
         entropy_bonus: Coefficient of the policy's entropy in the objective.
         pass_at_k: k of pass@k advantages, which are in units of the reward (`scale_rewards: none`); None
             means advantages of GRPO.
+        loss_type, importance_sampling_level, epsilon, epsilon_high, delta, use_rollout_logprobs: As in
+            `QeRLConfig`. A rollout has one update, so a ratio that is not taken to the sampler
+            (`use_rollout_logprobs`) is 1.
+        staleness: Steps by which the adapter that samples is behind the one that is trained, from that step
+            on; before it the fresh adapter samples.
     """
 
     name: Text
@@ -79,11 +84,25 @@ class Arm:
     logits_noise: NonNegative = 0.0
     entropy_bonus: NonNegative = 0.0
     pass_at_k: PositiveInt | None = None
+    loss_type: Literal["grpo", "dapo", "cispo", "dppo_tv", "dppo_kl"] = "grpo"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    epsilon: Positive = 0.2
+    epsilon_high: Positive | None = None
+    delta: Positive | None = None
+    use_rollout_logprobs: bool = False
+    staleness: Count = 0
 
     @property
     def scheduled(self) -> bool:
         """Whether the arm has noise with a schedule, which begins after steps without."""
         return self.noise or self.noise_target_kl is not None
+
+
+_AT_RATIO_1 = ("grpo", "dapo")
+"""Losses that are others where the ratio is 1: they differ in what they are divided by."""
+
+_OF_RATIO = ("importance_sampling_level", "epsilon", "epsilon_high", "delta")
+"""Fields that bound a ratio."""
 
 
 def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
@@ -106,6 +125,14 @@ def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
         return "has match_entropy, which controls the temperature, and temperature_stages; choose one"
     if arm.pass_at_k is not None and arm.pass_at_k > samples_per_prompt:
         return f"has pass_at_k {arm.pass_at_k}, more than the {samples_per_prompt} samples_per_prompt"
+    if arm.use_rollout_logprobs and arm.correction != "none":
+        return "has use_rollout_logprobs, whose ratio corrects for the sampler; set `correction: none`"
+    if not arm.use_rollout_logprobs:
+        if arm.loss_type not in _AT_RATIO_1:
+            return f"has loss_type {arm.loss_type}, which bounds nothing without `use_rollout_logprobs: true`"
+        for name in _OF_RATIO:
+            if getattr(arm, name) != getattr(Arm, name):
+                return f"has {name}, which does nothing without `use_rollout_logprobs: true`"
     return None
 
 

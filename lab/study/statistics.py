@@ -192,6 +192,27 @@ def bca(d: np.ndarray) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
+def bca_ratio(part: np.ndarray, whole: np.ndarray) -> tuple[float, float]:
+    """BCa interval of the mean of part [seeds] divided by that of whole [seeds], 95 %; seeds are drawn in
+    pairs. Where the ratio is that of every seed, that number twice."""
+    from scipy.stats import bootstrap
+
+    if np.allclose(part * whole[0], part[0] * whole, rtol=1e-12, atol=0):
+        return (float(part[0] / whole[0]),) * 2
+
+    def of_means(part: np.ndarray, whole: np.ndarray, axis: int) -> np.ndarray:
+        found: np.ndarray = part.mean(axis=axis) / whole.mean(axis=axis)
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as of `bca`
+        found = bootstrap(
+            (part, whole), of_means, n_resamples=RESAMPLES, method="BCa", paired=True,
+            rng=np.random.default_rng(0),
+        ).confidence_interval  # fmt: skip
+    return float(found.low), float(found.high)
+
+
 def wilcoxon(d: np.ndarray) -> float:
     """Exact two-sided p value of the signed-rank test on d [seeds]; 1 where all are zero.
 

@@ -11,6 +11,7 @@ from bench.result import Row
 from lab.writers import (
     card_tables,
     decode_tables,
+    distilled_tables,
     draft_tables,
     family_tables,
     headline_tables,
@@ -18,6 +19,7 @@ from lab.writers import (
     noise_numbers,
     noise_tables,
     serve_tables,
+    trust_tables,
     turn_tables,
 )
 from lab.writers.captions import RECOMPUTES, card, commits_of, files, recomputed, row, rows, source, table
@@ -325,7 +327,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "serve-rivals": lambda: serve_tables.rivals("serve-rival-4b-h200"),
     "study-speed": study_speed,
+    **distilled_tables.TABLES,
     **noise_tables.TABLES,
+    **trust_tables.TABLES,
 }
 
 NUMBERS: dict[str, Callable[[], str]] = {
@@ -343,5 +347,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "decode-128-faster-7b": lambda: decode_tables.faster_128("7b"),
     "logits-kl-rounded": lambda: _logits_kl(0),
     "logits-kl": lambda: _logits_kl(1),
+    **distilled_tables.NUMBERS,
     **noise_numbers.NUMBERS,
+    **trust_tables.NUMBERS,
 }

@@ -185,7 +185,7 @@ def test_training_masks_the_closing(tiny_model, tmp_path):
     model = tiny_model("llama", vocab_size=len(TOKENIZER))
     trainer = QeRLTrainer(model, reward, config, data, processing_class=TOKENIZER)
     batch = as_batch(rollout_of(trainer, [row for row in data for _ in range(4)]))
-    closing = trainer.rollouts._stops[0].closing_ids
+    closing = trainer.rollouts.sampler._stops[0].closing_ids
     others = [(mask == 0).nonzero().flatten().tolist() for mask in batch["tool_mask"]]
     closed = [places for places in others if places]
     assert 6 < len(closed) <= 12 and closed == [list(range(4, 4 + len(closing)))] * len(closed)

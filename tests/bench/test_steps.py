@@ -13,6 +13,7 @@ from bench import clock, context, step
 from qerl.families.sizes import Sizes
 from qerl.lora.adapter import add_lora
 from qerl.measure.random_model import random_policy
+from qerl.measure.random_task import random_reward
 from qerl.plan.phases import make_plan
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
@@ -65,6 +66,40 @@ def test_a_step_samples_what_it_is_told(lengths):
     assert all(row["tokens"] == sum(lengths) for row in rows[1:])
     assert all(row["total_s"] > row["rollout_s"] > 0 and row["update_gb"] == 3.0 for row in rows)
     assert all(row["loss"] == row["loss"] and row["grad_norm"] > 0 for row in rows[1:])
+
+
+def test_groups_without_signal_are_replaced_by_groups_of_their_own_lengths(monkeypatch):
+    """Every sample of the groups that may enter has its length, by the order in which they start."""
+    policy = random_policy(TINY, "bf16", 4, 64, device="cpu")
+    lengths, drawn = [1 + (5 * i) % 6 for i in range(2 * 4 * 4)], {}
+    made = step.make_trainer
+
+    def watched(*given, **settings):
+        trainer = made(*given, **settings)
+        trainer.rollouts.sampler.prepare = lambda group, _: drawn.update(
+            {tuple(sample.prompt): [len(each.tokens) for each in group.samples] for sample in group.samples}
+        )
+        return trainer
+
+    monkeypatch.setattr(step, "make_trainer", watched)
+    rows = step.measure(
+        policy, PortableEngine(policy, 0), TINY, samples=4, prompts=2, microbatch=4, tokens_per_forward=40,
+        checkpointing={"every_n_layers": 2}, prompt_tokens=5, tokens=6, lengths=lengths, steps=2, dead=0.6,
+    )  # fmt: skip
+    started = [row["dynamic_sampling/started_groups"] for row in rows]
+    assert max(started) > 2 and all(2 <= count <= 8 for count in started)
+    groups = {tuple(lengths[at : at + 4]) for at in range(0, len(lengths), 4)}
+    assert len(drawn) > 6 and all(tuple(found) in groups for found in drawn.values())
+    assert all(0 < row["tokens"] <= sum(lengths) for row in rows)
+
+
+def test_a_share_of_groups_is_dead_whenever_their_prompts_are_sampled():
+    prompts = [f"w{i} w{i + 1}" for i in range(400) for _ in range(2)]
+    one, other = (random_reward(prompts, prompts, dead=0.5) for _ in range(2))
+    alive = [reward > 0 for reward in one]
+    assert alive == [reward > 0 for reward in other] and one != other
+    assert alive[::2] == alive[1::2] and 300 < sum(alive) < 500
+    assert all(random_reward(prompts, prompts))
 
 
 def test_the_longest_completion_is_given_to_the_update_and_drawn_at_its_end(monkeypatch, passes):

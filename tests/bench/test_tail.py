@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.tail import RULES, milliseconds, rounds, simulate
+from bench.tail import RULES, milliseconds, rounds, simulate, simulate_dapo
 from qerl.rollout.paged.limits import MAX_ROWS, ROW_COUNTS, rows_of_step
 
 
@@ -46,3 +46,21 @@ def test_steps_between_measured_ones_lie_on_a_line():
     assert milliseconds(8, measured) == 2.0
     assert milliseconds(96, measured) == 6.0
     assert milliseconds(256, measured) == 16.0
+
+
+def test_an_open_call_decodes_dapos_rollout_in_little_more_than_half_the_time_of_further_ones():
+    """Half of 16 groups dead, lognormal lengths of mean 400: what `qerl.trainer.dynamic_sampling` says."""
+    measured = {8: 2.8, 64: 4.1, 128: 6.3}
+    rows = {row["rule"]: row for row in simulate_dapo("lognormal:400", 128, 1024, 8, measured, dead=0.5)}
+    opened, after = rows["open call"], rows["further rollouts"]
+    assert opened["needed_groups"] == after["needed_groups"] == after["started_groups"]
+    assert opened["decode_s"] < 0.6 * after["decode_s"]
+    assert opened["decode_s"] < min(row["decode_s"] for row in rows.values() if row is not opened)
+    assert opened["started_groups"] < 1.4 * opened["needed_groups"]
+
+
+def test_an_open_call_in_which_all_groups_have_a_signal_is_one_rollout():
+    measured = {8: 2.8, 64: 4.1, 128: 6.3}
+    for row in simulate_dapo("uniform", 64, 512, 8, measured, dead=0.0, draws=2):
+        if row["rule"] != "rows always full":
+            assert row["started_groups"] == row["needed_groups"] == 8

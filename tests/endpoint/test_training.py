@@ -15,7 +15,7 @@ from tests.support.agents import multiply
 from tests.support.endpoint import chat, message_of, user
 from tests.support.models import make_tiny_tokenizer
 from tests.support.tools import make_args, make_policy
-from tests.support.trainer import GROUP, logged
+from tests.support.trainer import GROUP, logged, logged_of
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +127,53 @@ def test_what_forks_add_is_what_single_samples_would_add(tmp_path):
     for parameter, own in zip(parameters, found, strict=True):
         assert torch.allclose(parameter.grad, own, atol=1e-6, rtol=1e-3)
     assert max(own.abs().max() for own in found) > 1e-4
+
+
+def test_dynamic_sampling_takes_the_first_groups_with_a_signal(tmp_path):
+    """Groups enter the open call list by list; what is taken is what each draws when it enters alone."""
+    data = Dataset.from_list([{"prompt": [user(str(at))], "answer": str(at)} for at in range(12)])
+
+    def every_third(endpoint, row):
+        reward = agent(endpoint, row)
+        return reward if int(row["answer"]) % 3 == 0 else 0.0
+
+    def make(folder):
+        fields = {"dynamic_sampling_batches": 2, "signal": "reward", "shuffle_dataset": False}
+        trainer = make_trainer(folder, every_third, data, per_device_train_batch_size=3 * GROUP, **fields)
+        trainer.rollouts.begin_training(None, trainer._prompt_choice())
+        return trainer
+
+    rows = [dict(row) for row in list(data)[:3] for _ in range(GROUP)]
+    trainer = make(tmp_path / "a")
+    found = trainer.rollouts.train(rows, 0)
+    metrics = logged_of(trainer)
+    assert metrics["dynamic_sampling/replaced_groups"] == 2 and metrics["rollout/forks"] > 0
+    assert metrics["rollout/tokens_per_second"] > 0
+    assert found.tokens == sum(sum(sample.loss_mask) for sample in found.samples)
+
+    reference = make(tmp_path / "b")
+    every, _ = reference.rollouts._prompts.chosen(rows, 0)
+    every = [*every, *reference.rollouts._prompts.others(6)]
+    expected, forks = [], 0
+    with reference.rollouts.sampler.open_call(every, GROUP) as call:
+        for group in range(9):
+            if len(expected) == 3:
+                break
+            call.start(range(group, group + 1))
+            ((number, drawn),) = call.next(False)
+            assert number == group
+            read = sum(len(sample.prompt) for sample in drawn.samples)
+            wrote = sum(sample.drawn_tokens for sample in drawn.samples)
+            assert (drawn.result.prompt_tokens, drawn.result.generated_tokens) == (read, wrote)
+            if int(drawn.rows[0]["answer"]) % 3 == 0:
+                expected.append({(*s.prompt, *s.tokens) for one in drawn.samples for s in (one, *one.forks)})
+                forks += sum(len(one.forks) for one in drawn.samples)
+            reference.rollouts.sampler.close(drawn)
+    assert len(expected) == 3 and forks > 0
+    taken = {(*s.prompt, *s.tokens) for s in found.samples if s.tokens != s.prompt}
+    assert taken == set().union(*expected)
+    made = trainer._conversations._made[None]
+    assert len(made) <= 2 * 3 * GROUP, "environments of groups that were scored are used again"
 
 
 def test_it_learns_over_the_endpoint(tmp_path):

@@ -13,12 +13,12 @@ import transformers
 
 from qerl.trainer import grpo
 from qerl.trainer.callbacks import MetricsFile
-from qerl.trainer.rollout_step import RolloutStep
+from qerl.trainer.sampler import Sampler
 from qerl.trainer.update_step import UpdateStep
 from tests.fuzz._forks import Forks
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "rollout": (RolloutStep, "sample"),
+    "rollout": (Sampler, "_call"),
     "update": (UpdateStep, "_forward"),
     "evaluation": (grpo.QeRLTrainer, "prediction_step"),
     "log": (MetricsFile, "on_log"),

@@ -15,19 +15,20 @@ from qerl.lora.adapter import load_adapter
 from qerl.rollout.paged.engine import PagedEngine
 from qerl_serve.types import AdamParams
 from tests.support.models import FAMILIES, pack
-from tests.support.serve import datum, lora, request, sampled, tiny_backend
+from tests.support.serve import datum, lora, request, sampled, tiny_backend, tiny_base
 
 PROMPTS = [tuple(range(5, 75)), (7,), tuple(range(30, 100))]
 RANKS = {"a": 8, "b": 4}
 
 
-def base_model():
+def base_model(hidden=192, seed=0):
     config_class, model_class = FAMILIES["llama"]
     config = config_class(
-        vocab_size=1000, hidden_size=192, intermediate_size=448, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+        vocab_size=1000, hidden_size=hidden, intermediate_size=448, num_hidden_layers=3,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024,
+        tie_word_embeddings=False,
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = model_class(config).to(torch.bfloat16).cuda().eval()
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) * (0.05 if parameter.ndim == 2 else 0.2)
@@ -66,7 +67,7 @@ def drawn(results):
 def test_adapters_of_different_rank_take_turns_in_the_same_buffers(backend):
     keys = {name: backend.save_for_sampler(name, None) for name in RANKS} | {"base": backend.sampler("tiny")}
     first = {name: drawn(ask(backend, key)) for name, key in keys.items()}
-    decoder = backend._engine.decoder
+    decoder = backend._base.engine.decoder
     held = [
         lora.a_RK.data_ptr()
         for layer in decoder.layers
@@ -111,6 +112,38 @@ def test_the_sampler_is_what_the_update_scores(backend, name):
     print(f"rank {RANKS[name]}: engine {gap(engine, truth):.1e}, update {gap(update, truth):.1e} from fp32")
     assert gap(engine, truth) < 1.2 * gap(update, truth)
     assert gap(engine, update) < 2 * gap(update, truth)
+
+
+def test_a_teacher_takes_turns_with_the_model_that_trains(tmp_path):
+    """Each engine gets back what the other took, with the steps that it had captured."""
+
+    def engine(model):
+        return PagedEngine(model, pad_token_id=0)
+
+    def teacher():
+        return tiny_base("teacher", base_model(256, 1), engine, "t", trainable=False)
+
+    alone = tiny_backend(tmp_path / "alone", base_model(256, 1), make_engine=engine)
+    expected = ask(alone, alone.sampler("tiny"))
+    backend = tiny_backend(tmp_path / "both", base_model(), make_engine=engine, teachers=[teacher()])
+    backend.create_model("a", lora())
+    train(backend, "a")
+    own, theirs = backend.save_for_sampler("a", None), backend.sampler("teacher")
+    mine = drawn(ask(backend, own))
+    for _ in range(2):
+        assert drawn(ask(backend, theirs)) == drawn(expected)
+        train(backend, "a")
+        assert drawn(ask(backend, own)) == mine
+    rows = [(PROMPTS[number // 3], result.sequences[0]) for number, result in expected.items()]
+    asked = [request(theirs, (*p, *s.tokens), max_tokens=1, prompt_logprobs=True) for p, s in rows]
+    scored = sampled(backend, asked)
+    gaps = [
+        abs(one - other)
+        for number, (prompt, sequence) in enumerate(rows)
+        for one, other in zip(scored[number].prompt_logprobs[len(prompt) :], sequence.logprobs, strict=True)
+    ]
+    print(f"log-probabilities of engine and update: {sum(gaps) / len(gaps):.1e} apart in the mean")
+    assert sum(gaps) / len(gaps) < 0.05
 
 
 def test_idle_adapters_wait_on_the_host_and_come_back_as_they_were(backend):

@@ -150,7 +150,7 @@ def recipe(folder: Path, model: str | None) -> dict[str, Any]:
         "reward_files": [f"{reward}:digits"],
         "algorithm": "dapo",
         "signal": "reward",
-        "dynamic_sampling_rounds": 1,
+        "dynamic_sampling_batches": 1,
         "lora_r": 8,
         "learning_rate": 1e-3,
         "num_generations": 4,

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 WHOLE = {
     "algorithm": "dapo",
     "signal": "reward",  # random text is never right
-    "dynamic_sampling_rounds": 1,
+    "dynamic_sampling_batches": 1,
     "curriculum": True,
     "max_completion_length": 4,  # so short that many groups are equal
     "task_options": {"examples": 0, "train_size": 16, "test_size": 4},
@@ -42,7 +42,7 @@ WHOLE = {
 CHUNKS = WHOLE | {"tokens_per_forward": 40}
 UNEQUAL = WHOLE | {
     "tokens_per_forward": 20,
-    "dynamic_sampling_rounds": 0,
+    "dynamic_sampling_batches": 0,
 }
 BY_PROCESS = """import collections, json, os, traceback
 
@@ -74,9 +74,9 @@ def by_process(completions, **kwargs):
 """
 APART = WHOLE | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 SHARED = APART | {"tokens_per_forward": 500}
-QUANTILE = WHOLE | {"top_entropy_quantile": 0.5, "dynamic_sampling_rounds": 0, "max_steps": 2}
+QUANTILE = WHOLE | {"top_entropy_quantile": 0.5, "dynamic_sampling_batches": 0, "max_steps": 2}
 # Adam moves a number whose gradient is rounding as far as any other, unless epsilon is above that.
-STATES = WHOLE | {"dynamic_sampling_rounds": 0, "max_steps": 2, "adam_epsilon": 1e-3}
+STATES = WHOLE | {"dynamic_sampling_batches": 0, "max_steps": 2, "adam_epsilon": 1e-3}
 TAUGHT = STATES | {"algorithm": "distill", "teacher_prompt": "{prompt} {answer}", "curriculum": False}
 EXPERTS = STATES | {"lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
 PASSES = """import json, os
@@ -107,7 +107,7 @@ def passes(completion_ids, **kwargs):
 TOOLS = {
     "algorithm": "dapo",
     "signal": "reward",
-    "dynamic_sampling_rounds": 1,
+    "dynamic_sampling_batches": 1,
     "max_completion_length": 100,
     "max_tool_calling_iterations": 2,
     "task_options": {"examples": 0, "train_size": 8, "test_size": 4},
@@ -144,7 +144,7 @@ TurnTemplate.parse = parse
 STOPS = WHOLE | {
     "stop_strings": [*"abcdefghijkl", "no"],
     "mask_truncated_completions": True,
-    "dynamic_sampling_rounds": 0,
+    "dynamic_sampling_batches": 0,
     "max_completion_length": 8,
     "max_steps": 2,
     "log_completions": True,

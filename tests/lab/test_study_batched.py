@@ -90,6 +90,66 @@ def test_one_run_is_a_run_of_the_trainer(family, tmp_path):
         assert max(errors) < BOUND
 
 
+LOSSES = {
+    "token_truncate": {"loss_type": "dapo"},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "use_rollout_logprobs": True},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.02, "use_rollout_logprobs": True},
+    "gspo": {
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+        "use_rollout_logprobs": True,
+    },
+    "dppo_tv": {"loss_type": "dppo_tv", "epsilon": 1e-3, "delta": 20.0, "use_rollout_logprobs": True},
+    "dppo_kl": {"loss_type": "dppo_kl", "epsilon": 1e-4, "delta": 20.0, "use_rollout_logprobs": True},
+}
+"""Losses with bounds that the noise of a step crosses."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_the_trainers(name, tmp_path):
+    fields = LOSSES[name]
+    arm = an_arm(**fields, correction="none" if "use_rollout_logprobs" in fields else "token_truncate")
+    batch, trainer = a_batch(Run(arm, 7, RATE)), the_trainer(tmp_path, 7, "llama", **fields)
+    trainer.train()
+    records = [batch.step()[0] for _ in range(4)]
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    # Rewards of the last step depend on all former gradients by what was sampled.
+    for key, bound in (("loss", 1e-4), ("reward", 0), ("grad_norm", 1e-3)):
+        expected = [row[key] for row in logged]
+        assert [row[key] for row in records] == pytest.approx(expected, rel=bound, abs=1e-6), key
+    key = "cispo_clip_ratio" if name == "cispo" else "clip_ratio/region_mean"
+    assert [row["clip_ratio"] for row in records] == pytest.approx([row[key] for row in logged], abs=1e-6)
+    assert name in ("token_truncate", "dapo") or records[3]["clip_ratio"] > 0  # noise moved it beyond a bound
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_stale_sampler_has_the_adapter_of_former_steps(staleness, tmp_path):
+    runs = [Run(an_arm(staleness=staleness), seed, RATE) for seed in (7, 8)]
+    batch, trained, sampled = a_batch(*runs), [], []
+    generate = batch._sampler.generate
+
+    def generated(*args, **kwargs):
+        sampled.append(batch._adapters.values_SE.clone())
+        return generate(*args, **kwargs)
+
+    batch._sampler.generate = generated
+    records = []
+    for _ in range(4):
+        trained.append(batch._adapters.values_SE.clone())
+        records.append(batch.step())
+    assert not torch.equal(trained[1], trained[0])
+    for step, values_SE in enumerate(sampled):
+        assert torch.equal(values_SE, trained[max(0, step - staleness)])
+    assert records[0][0]["sampling/kl"] < 1e-6 < records[1][0]["sampling/kl"]
+    stopped, resumed = a_batch(*runs), a_batch(*runs)
+    for _ in range(3):
+        stopped.step()
+    torch.save(stopped.state(), tmp_path / "state.pt")
+    resumed.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert resumed.step() == records[3]
+
+
 def adapter_names(batch):
     return [name.removesuffix(".weight") for name in batch._adapters._named(0)]
 

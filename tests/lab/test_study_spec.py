@@ -87,6 +87,15 @@ def test_a_sweep_runs_every_seed_at_every_rate():
         ),
         ({"arms": {"a": {"temperature_stages": [1.0] * 9}}, "steps": 8}, "9 stages and the run only 8 steps"),
         ({"arms": {"a": {"temperature_stages": []}}}, "it must not be empty"),
+        (
+            {"arms": {"a": {"use_rollout_logprobs": True}}},
+            "whose ratio corrects for the sampler; set `correction: none`.",
+        ),
+        (
+            {"arms": {"a": {"loss_type": "dppo_tv"}}},
+            "has loss_type dppo_tv, which bounds nothing without `use_rollout_logprobs: true`.",
+        ),
+        ({"arms": {"a": {"delta": 20.0}}}, "has delta, which does nothing without `use_rollout"),
         ({"arms": {"a": {"pass_at_k": 9}}}, "the arm a has pass_at_k 9, more than the 8 samples_per_prompt."),
         ({"arms": {"a": {"noise": True, "logits_noise": 1.0}}}, "in norms and in logits"),
         ({"arms": {"a": {"noise": True, "noise_share": 0.01}}}, "is none of 8 samples"),

@@ -176,3 +176,24 @@ class TestWithScipy:
         (one,) = statistics.compare(results(0.5 + d, np.full(32, 0.5)))
         assert one.holm < 0.05 and one.mean < 0 < np.median(one.differences)
         assert one.verdict == "undecided"
+
+
+def test_a_ratio_of_means_has_the_interval_of_its_numerator_where_the_denominator_is_fixed():
+    rng = np.random.default_rng(3)
+    part = rng.normal(0.3, 0.1, 8)
+    assert statistics.bca_ratio(part, np.full(8, 0.5)) == pytest.approx(
+        [bound / 0.5 for bound in statistics.bca(part)]
+    )
+    low, high = statistics.bca_ratio(part, part * 2)
+    assert low == high == pytest.approx(0.5)
+
+
+def test_seeds_of_a_ratio_are_drawn_in_pairs():
+    """Against a percentile bootstrap of pairs; of seeds drawn apart the interval is ten times as wide."""
+    rng = np.random.default_rng(4)
+    whole = rng.uniform(0.1, 0.3, 8)
+    part = 0.5 * whole + rng.normal(0, 0.005, 8)
+    drawn = rng.integers(8, size=(20_000, 8))
+    ratios = part[drawn].mean(1) / whole[drawn].mean(1)
+    assert statistics.bca_ratio(part, whole) == pytest.approx(np.percentile(ratios, [2.5, 97.5]), abs=0.006)
+    assert np.ptp(statistics.bca_ratio(part, whole)) < 0.06

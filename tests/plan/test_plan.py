@@ -499,6 +499,44 @@ def test_a_teacher_takes_its_weights_and_a_divergence(tmp_path):
     assert lines["divergence from the teacher"].update == 2048 * (2 * 3584 + 4 * 3584) + tile
 
 
+def test_a_server_samples_from_its_teacher_and_compares_nothing():
+    """Beside the weights an adapter's copies and its keys and values; what a client compares is not here."""
+    lengths = {"max_prompt_length": 256, "max_completion_length": 2048}
+    lengths |= {"gradient_checkpointing_kwargs": {"every_n_layers": 1, "offload": False}}
+
+    def planned(model, tokens, **fields):
+        fields = lengths | {"tokens_per_forward": tokens, "per_device_train_batch_size": 16} | fields
+        plan = plan_command(model, [], fields, 180, Console(quiet=True), adapters=1)
+        return plan, {line.name: line for line in plan.lines}
+
+    extra = []
+    # Of 128 numbers each: layers and key heads.
+    for model, teacher, tokens, times in (
+        ("7b", "32b", 2303, 64 * 8 / (28 * 4)),
+        ("1.5b", "72b", 18000, 80 * 8 / (28 * 2)),
+    ):
+        taught = {"algorithm": "distill", "teacher": teacher, "teacher_weights": "nvfp4"}
+        (alone, before), (beside, lines) = planned(model, tokens), planned(model, tokens, **taught)
+        theirs, work = SIZES[teacher], beside.work
+        held = Weights(theirs, FORMATS["nvfp4"].on_engine).bytes
+        held += Adapter(theirs, 32, work.targets).copies
+        assert lines["teacher"].rollout == lines["teacher"].update == held
+        keys, own_keys = lines["keys and values"].rollout, before["keys and values"].rollout
+        assert keys == pytest.approx(times * own_keys, rel=1e-6)
+        assert beside.rollout == alone.rollout + held + keys - own_keys
+        # The larger of a layer with the hidden states and of the head, beyond what the update takes.
+        t, s, d = work.tokens, work.scored_tokens, theirs.hidden
+        a_layer = 2 * t * d + LayerActivations(theirs.spec, work).kept + 2 * s * d
+        whole, own = Activations(theirs, work), Activations(beside.sizes, work)
+        extra.append(lines["scores of the teacher"].update)
+        assert extra[-1] == max(0, max(a_layer, whole.head) - own.kept - own.working)
+        assert beside.update == alone.update + held + extra[-1]
+        assert "divergence from the teacher" not in lines
+    assert extra[0] == 0 < 1e9 < extra[1]
+    _, lines = planned("7b", 2303, algorithm="distill", teacher="base", teacher_prompt="{prompt} {answer}")
+    assert "teacher" not in lines and lines["scores of the teacher"].update == 0
+
+
 def test_positions_of_a_stretched_rotary_embedding():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
     config = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_parameters": rope}

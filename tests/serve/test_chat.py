@@ -12,10 +12,13 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 import torch
 
 from qerl.agents.outside import EndpointOf
+from qerl_serve.adapters import Adapters
+from qerl_serve.backend import ModelBackend
+from qerl_serve.checkpoints import Store
 from qerl_serve.types import AdamParams
 from tests.support.endpoint import TOKENIZER, Refused, chat, message_of, post, send, user
 from tests.support.http import connected
-from tests.support.serve import DATA, lora, request, sampled, tiny_backend
+from tests.support.serve import DATA, lora, request, sampled, tiny_backend, tiny_base
 from tests.support.wire import KEY, FakeBackend, RunningServer
 
 pytestmark = pytest.mark.slow
@@ -148,6 +151,25 @@ def test_many_clients_at_once_each_get_their_own(tmp_path):
         assert found[number][0]["token_ids"] == choices[0]["token_ids"]
     assert len(found) == 24
     assert torch.is_grad_enabled()
+
+
+def test_teachers_and_what_was_trained_on_them_are_refused(tmp_path):
+    folder = tmp_path / "saved"
+    base = tiny_base("taught", fingerprint="t")
+    facts = {"base": "taught", "fingerprint": "t", "dtype": "float32"}
+    first = ModelBackend(base, Adapters(base.seats, 4, 2), Store(folder, facts, {"model": "taught"}))
+    first.create_model("s:train:0", lora())
+    path = first.save_for_sampler("s:train:0", "able")
+    first.close()
+    teacher = tiny_base("taught", fingerprint="t", trainable=False)
+    with RunningServer(tiny_backend(folder, teachers=[teacher]), context=512) as server:
+        names = [model["id"] for model in send(endpoint_of(server), "models", None)["data"]]
+        assert names[0] == "tiny" and "taught" not in names
+        assert chat(endpoint_of(server), [user("a")], max_tokens=2)["choices"]
+        for name, says in (("taught", "is a teacher"), (path, "was trained on taught")):
+            with pytest.raises(Refused, match=says) as refused:
+                chat(endpoint_of(server, name), [user("a")], max_tokens=2)
+            assert refused.value.status == 400
 
 
 def test_without_a_reader_there_are_no_such_routes(tmp_path):

@@ -41,6 +41,7 @@ def test_mistakes_are_told_before_the_model_is_loaded(capsys, tmp_path):
             capsys, "some/model", "--port", "0", "--served_name", name, *folder
         )
     assert "no effect without noise" in said(capsys, "some/model", "--noise_stages", "4", *folder)
+    assert "no effect without a teacher" in said(capsys, "some/model", "--teacher_weights", "bf16", *folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert "choose another --port" in said(capsys, "some/model", "--port", port, *folder)
@@ -86,15 +87,15 @@ def test_a_key_is_shown_to_a_terminal_alone(monkeypatch, capsys, tmp_path, word,
     assert shown in capsys.readouterr().out
 
 
-def test_a_mixture_is_not_served(tmp_path, capsys):
+def test_a_mixture_is_not_trained(tmp_path, capsys):
     model = tmp_path / "mixture"
     tiny(MIXTURE).save_pretrained(model)
     make_tiny_tokenizer().save_pretrained(model)
     told = said(capsys, str(model), "--port", "0", "--output_dir", str(tmp_path / "out"))
-    assert "is a mixture of experts, which are not served; use a dense model" in told
+    assert "is a mixture of experts, which clients cannot train; use a dense model" in told
 
 
-def test_the_words_reach_the_server(monkeypatch, tmp_path):
+def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
     opened, served = [], []
 
     def open_backend(options):
@@ -107,10 +108,13 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path):
     )
     words = ["--resident", "5", "--max_models", "6", "--max_rank", "7", "--held_gb", "0.5"]
     words += ["--served_name", "Qwen/Qwen3-8B"]
+    words += ["--teacher", "some/teacher", "--teacher", "another", "--teacher_weights", "mxfp4"]
     assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path), *words]) == 0
+    assert f"Serving {BASE}, and to teach it some/teacher, another, at http" in capsys.readouterr().out
     (options,), (limits,) = opened, served
     assert (options.resident, options.max_models, options.max_rank) == (5, 6, 7)
     assert options.served_name == "Qwen/Qwen3-8B"
+    assert (options.teachers, options.teacher_weights) == (("some/teacher", "another"), "mxfp4")
     assert (limits.held, limits.max_models, limits.max_rank) == (500_000_000, 6, 7)
 
 

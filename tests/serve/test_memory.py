@@ -30,13 +30,14 @@ SMALL, LARGE, HUGE = (40, 40), (300, 300), (700, 300)
 def sampling_of(engine, score=lambda requests: [Scores([0.0]) for _ in requests]):
     host = Host(
         engine,
-        policy={"base": None, "other": "another adapter"}.get,
+        Limits(POSITIONS, 10_000, ()),
         lend=lambda policy: nullcontext(),
         noise=None,
         score=score,
         stop_strings=lambda strings: None,
     )
-    return Sampling(host, Limits(POSITIONS, 10_000, ()))
+    policies = {"base": None, "other": "another adapter"}
+    return Sampling(lambda key: (host, policies[key]))
 
 
 def asked(size, sampler="base", **options):

@@ -169,7 +169,7 @@ def test_a_snapshot_stays_while_its_model_trains(tmp_path):
     backend = trained(tmp_path)
     key = backend.save_for_sampler("a", None)
     before = sampled(backend, [request(key)])
-    snapshot = backend._policies[key]
+    _, snapshot = backend._policies[key]
     live = next(iter(backend._adapters.get("a").matrices.values()))
     assert next(iter(snapshot.matrices.values())) is live  # no copy as long as nothing changes
     train(backend)
@@ -270,7 +270,8 @@ def test_what_is_refused_to_one_request_is_not_refused_to_its_group(tmp_path, mo
     key = backend.save_for_sampler("a", None)
     asked = [request(key, prompt, seed) for seed in (1, 2) for prompt in PROMPTS]
     asked[4] = request(key, PROMPTS[1], 2, prompt_logprobs=True)
-    right, start, score = sampled(backend, asked), PortableSession.start, backend._score
+    (host,) = backend._hosts.values()
+    right, start, score = sampled(backend, asked), PortableSession.start, host.score
 
     def starts(session, prompts, samples, params, **rest):
         if max(own.max_tokens for own in params) == 400:
@@ -283,7 +284,7 @@ def test_what_is_refused_to_one_request_is_not_refused_to_its_group(tmp_path, mo
         return score(requests)
 
     monkeypatch.setattr(PortableSession, "start", starts)
-    object.__setattr__(backend._sampling._host, "score", scores)
+    object.__setattr__(host, "score", scores)
     wrong = [request(key, PROMPTS[0], 3, 400), request(key, PROMPTS[1], 3, 7, prompt_logprobs=True)]
     results = sampled(backend, [*asked, *wrong], [(), [request(key, (3,), 1, 400)]])
     assert [str(results.pop(n)) for n in (6, 7, 8)] == [

@@ -86,26 +86,26 @@ def test_a_tuned_schedule_may_stand_beside_noise_that_is_off(tmp_path):
 
 
 def test_algorithm_fills_only_what_is_unset():
-    assert load_config([], MINIMAL).loss_type == "dapo", "as TRL's default"
+    assert load_config([], MINIMAL).loss_type == "dppo_kl"
     config = load_config([], MINIMAL | {"algorithm": "dapo"})
     assert (config.loss_type, config.epsilon_high, config.mask_truncated_completions) == ("dapo", 0.28, False)
-    assert (config.dynamic_sampling_rounds, config.overlong_buffer, config.signal) == (2, 0.2, "accuracy")
+    assert (config.dynamic_sampling_batches, config.overlong_buffer, config.signal) == (2, 0.2, "accuracy")
     config = load_config([], MINIMAL | {"algorithm": "dapo", "mask_truncated_completions": True})
     assert config.overlong_buffer == 0, "truncated samples are masked or punished, not both"
     config = load_config(
-        [], MINIMAL | {"algorithm": "dapo", "epsilon_high": 0.4, "dynamic_sampling_rounds": 0}
+        [], MINIMAL | {"algorithm": "dapo", "epsilon_high": 0.4, "dynamic_sampling_batches": 0}
     )
-    assert (config.epsilon_high, config.dynamic_sampling_rounds, config.loss_type) == (0.4, 0, "dapo")
+    assert (config.epsilon_high, config.dynamic_sampling_batches, config.loss_type) == (0.4, 0, "dapo")
 
 
 PAPERS = {
     "grpo": {"loss_type": "grpo", "beta": 0.0, "epsilon_high": 0.2, "use_bias_correction_kl": True},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0},
-    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "dynamic_sampling_rounds": 2},
+    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "dynamic_sampling_batches": 2},
     "gspo": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.0},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "overlong_buffer": 0.2, "signal": "accuracy"},
     "dppo": {"loss_type": "dppo_tv", "epsilon": 0.2, "epsilon_high": 0.2, "delta": 20.0}
-    | {"use_rollout_logprobs": True, "scale_rewards": "none", "dynamic_sampling_rounds": 0},
+    | {"use_rollout_logprobs": True, "scale_rewards": "none", "dynamic_sampling_batches": 0},
 }
 
 
@@ -122,19 +122,42 @@ def test_an_algorithm_sets_what_its_paper_sets(name, tmp_path):
     assert changed(config, {"beta": 0.3}).beta == 0.3
 
 
-def test_without_an_algorithm_fields_hold_trls_defaults():
-    config, theirs = load_config([], MINIMAL), GRPOConfig(output_dir="x", bf16=False)
-    names = ("loss_type", "epsilon", "importance_sampling_level", "scale_rewards", "beta")
-    for name in (*names, "use_bias_correction_kl", "delta"):
+TRLS = ("loss_type", "epsilon", "delta", "importance_sampling_level", "scale_rewards", "beta")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"loss_type": "dapo"},
+        {"epsilon_high": 0.28},
+        {"importance_sampling_level": "token"},
+        {"vllm_importance_sampling_correction": False},
+        {"vllm_importance_sampling_clip_max": 2.0},
+    ],
+)
+def test_beside_what_bounds_a_ratio_the_loss_is_trls(said):
+    config, theirs = load_config([], MINIMAL | said), GRPOConfig(output_dir="x", bf16=False)
+    for name in (*TRLS, "use_bias_correction_kl"):
         assert getattr(config, name) == getattr(theirs, name)
     assert (config.use_rollout_logprobs, config.loss_agg_mode, config.kl_tau) == (False, None, 0.0)
+    assert config.epsilon_high == said.get("epsilon_high", 0.2)
+
+
+def test_without_either_the_loss_is_the_one_that_learned_best():
+    loss = {"loss_type": "dppo_kl", "epsilon": 0.05, "epsilon_high": 0.05, "delta": 20.0}
+    loss |= {"use_rollout_logprobs": True, "scale_rewards": "group", "importance_sampling_level": "token"}
+    for said in ({}, {"loss_type": "dppo_kl"}, {"noise": True}):
+        config = load_config([], MINIMAL | said)
+        assert {name: getattr(config, name) for name in loss} == loss
 
 
 # What earlier versions wrote of these fields into a config.yaml without any of them in the recipe.
 EARLIER = {
-    "0.2": {"algorithm": "grpo", "epsilon_high": 0.2, "overlong_buffer": 0.0, "dynamic_sampling_rounds": 0},
+    "0.2": {"algorithm": "grpo", "epsilon_high": 0.2, "overlong_buffer": 0.0, "dynamic_sampling_batches": 0},
     "0.3 before presets of papers": {"algorithm": "grpo", "loss_type": "dapo", "epsilon_high": 0.2}
-    | {"overlong_buffer": 0.0, "dynamic_sampling_rounds": 0, "signal": "reward"},
+    | {"overlong_buffer": 0.0, "dynamic_sampling_batches": 0, "signal": "reward"},
+    "0.3 before dppo_kl was the default": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.2}
+    | {"importance_sampling_level": "token", "use_rollout_logprobs": False},
 }
 
 
@@ -165,6 +188,13 @@ def test_bounds_of_an_algorithm_stay_with_its_ratio(fields, bounds, tmp_path):
     (tmp_path / "config.yaml").write_text(dump(config))
     for each in (config, load_config([tmp_path / "config.yaml"], {})):
         assert (each.epsilon, each.epsilon_high, each.delta) == bounds
+
+
+def test_a_file_of_an_earlier_version_may_say_rounds_of_dynamic_sampling(tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL | {"dynamic_sampling_rounds": 3}))
+    assert load_config([tmp_path / "config.yaml"], {}).dynamic_sampling_batches == 3
+    with pytest.raises(QeRLError, match="it is dynamic_sampling_batches now"):
+        load_config([], MINIMAL | {"dynamic_sampling_rounds": 3})
 
 
 def test_a_divergence_has_a_threshold_of_its_own_kind():

@@ -63,7 +63,7 @@ def test_what_an_algorithm_sets_is_said_with_the_fields():
     """Under its own name, with the field that it sets, and in the list of all."""
     text = field_text("algorithm")
     assert "  gspo: loss_type: grpo, epsilon: 0.0003," in text
-    assert "By algorithm: dppo: 20.0." in field_text("delta")
+    assert "By algorithm: grpo: unset, dr_grpo: unset," in field_text("delta")
     assert "--scale_rewards [group]" in field_text("scale_rewards")
     assert "dr_grpo: none, dppo: none." in field_text("scale_rewards")
     assert "What an algorithm sets" in all_fields_text()

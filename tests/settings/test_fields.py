@@ -114,7 +114,7 @@ WRONG = {
     "output_dir": ["", 3, "a\0b", "\udc80"],
     "eval_samples": [0],
     "overlong_buffer": [1, -0.1],
-    "dynamic_sampling_rounds": [-1, 1.5],
+    "dynamic_sampling_batches": [-1, 1.5],
     "tokens_per_forward": [0],
     "scale_rewards": ["groups", 3],
     "reward_weights": [[], ["a"], 1.0, [NAN]],

@@ -29,7 +29,7 @@ def test_the_groups_hold_the_settings_as_they_are():
     groups = config.groups
     assert (groups.model.name, groups.data.task, groups.sampling.temperature) == ("m", "gsm8k", 0.7)
     assert (groups.noise.enabled, groups.noise.stages, groups.run.save_strategy) == (True, 4, "epoch")
-    assert groups.loss.epsilon_high == 0.2, "what nobody said is filled in"
+    assert groups.loss.epsilon_high == 0.05, "what nobody said is filled in"
     assert groups.noise.schedule_of(8).sigma(0) == config.noise_schedule_of(8).sigma(0) == 0.0
     config.temperature = 0.5
     assert (config.groups.sampling.temperature, groups.sampling.temperature) == (0.5, 0.7)

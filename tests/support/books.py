@@ -60,8 +60,8 @@ class SayingPages(RolloutEngine):
         raise AssertionError("one turn was asked for")
 
     @contextmanager
-    def session(self, params, norm_offsets=None, growing=False):
-        yield PagedSession(params, self.positions, 0, self.parts, growing)
+    def session(self, params, norm_offsets=None, growing=False, longest_prompt=None):
+        yield PagedSession(params, self.positions, 0, self.parts, growing, longest_prompt)
 
     def _fit(self, step, scheduler, entering):
         self.running = scheduler.running

@@ -10,6 +10,7 @@ from qerl.update.driver import LossDriver
 from qerl.update.losses import Datum
 from qerl_serve.adapters import Adapters
 from qerl_serve.backend import ModelBackend
+from qerl_serve.bases import Base
 from qerl_serve.checkpoints import Store
 from qerl_serve.seats import Seats
 from qerl_serve.types import LoraParams, ModelInfo, SampleRequest
@@ -26,24 +27,29 @@ def portable(model) -> PortableEngine:
     return PortableEngine(model, pad_token_id=0)
 
 
-def tiny_backend(
-    folder: Path, model=None, most=4, resident=2, make_engine=portable, **options
-) -> ModelBackend:
-    """Over a dense fp32 Llama of one layer and the portable engine, unless others are given."""
-    model = small_model() if model is None else model
-    seats = Seats(model, max_rank=16)
+def tiny_base(name="tiny", model=None, make_engine=portable, fingerprint="f", **info) -> Base:
+    """A dense fp32 Llama of one layer and the portable engine, unless others are given."""
+    seats = Seats(small_model() if model is None else model, max_rank=16)
     tokenizer = make_tiny_tokenizer()
-    return ModelBackend(
-        models=[ModelInfo("tiny", POSITIONS, "tiny")],
+    return Base(
+        names=[ModelInfo(name, **{"max_context_length": POSITIONS, "tokenizer": name, **info})],
         seats=seats,
         engine=make_engine(seats.model),
         driver=LossDriver(seats.model, recompute_every_layer=seats.recompute_every_layer),
-        adapters=Adapters(seats, most, resident),
-        store=Store(folder, {"base": "tiny", "fingerprint": "f", "dtype": "float32"}, {"model": "tiny"}),
         tokenizer=tokenizer,
         end_token_ids=(tokenizer.convert_tokens_to_ids(EOS),),
-        **options,
+        fingerprint=fingerprint,
     )
+
+
+def tiny_backend(
+    folder: Path, model=None, most=4, resident=2, make_engine=portable, **options
+) -> ModelBackend:
+    """On a base of :func:`tiny_base`."""
+    base = tiny_base(model=model, make_engine=make_engine)
+    facts = {"base": base.name, "fingerprint": base.fingerprint, "dtype": "float32"}
+    store = Store(folder, facts, {"model": base.name})
+    return ModelBackend(base, Adapters(base.seats, most, resident), store, **options)
 
 
 def lora(rank=8, seed=3, **options) -> LoraParams:

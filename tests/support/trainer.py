@@ -39,7 +39,7 @@ class ScriptedEngine(RolloutEngine):
         return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
 
     @contextmanager
-    def session(self, params, norm_offsets=None):
+    def session(self, params, norm_offsets=None, growing=False, longest_prompt=None):
         self.calls.append(([], params, norm_offsets))
         yield ScriptedSession(self, params)
 
@@ -175,7 +175,7 @@ class TrlClient:
         pass
 
     def generate(self, prompts, images, num_generations, profiler):
-        result = self.trainer.rollouts.sample(prompts[::num_generations], num_generations)
+        result = self.trainer.rollouts.sampler.sample(prompts[::num_generations], num_generations)
         ids = [completion.token_ids for completion in result.completions]
         return prompts, ids, [[[value] for value in c.logprobs] for c in result.completions], None
 

@@ -172,7 +172,7 @@ class FakeBackend:
         weight = self.weights.setdefault(model_id, Weight(LoraParams(state["rank"])))
         weight.w, weight.steps = state["w"], state["steps"] if with_optimizer else 0
 
-    def sampler(self, path_or_base: str) -> str:
+    def sampler(self, path_or_base: str, base: str | None = None) -> str:
         return self._sampler(path_or_base, 0.0 if path_or_base == BASE else self._read(path_or_base)["w"])
 
     def sample(

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas
@@ -13,11 +14,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from lab.study.arms import Run
 from qerl.errors import QeRLError
-from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.rollout.engine import Completion, RolloutEngine
+from qerl.rollout.session import whole_completions
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import Signal, best_of_k, judge_of
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.batched import RATE, a_batch, an_arm
+from tests.support.sessions import WholeTurns
 from tests.support.trainer import TrlClient, as_batch, fed_by, rollout_of, samples_of, settings, trl_step
 
 NAN = math.nan
@@ -198,15 +201,27 @@ class Engine(RolloutEngine):
         self.stop, self.cut_off, self.prompts = stop, cut_off, []
 
     def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
-        self.prompts.append([tuple(prompt) for prompt in prompts])
-        draw = torch.Generator().manual_seed(params.seed)
-        completions = []
-        for sample in range(len(prompts) * samples_per_prompt):
-            ids = torch.randint(5, 90, (1 + sample % 6,), generator=draw).tolist()
-            if not self.cut_off(sample):
-                ids[-1] = self.stop
-            completions.append(Completion(ids, [-4.5] * len(ids), [4.5] * len(ids), "stop"))
-        return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
+        return whole_completions(self.session(params), prompts, samples_per_prompt)
+
+    @contextmanager
+    def session(self, params, norm_offsets=None, growing=False, longest_prompt=None):
+        yield Turns(self, params)
+
+
+class Turns(WholeTurns):
+    def __init__(self, engine, params):
+        super().__init__(params, positions=None)
+        self._engine, self._draw = engine, torch.Generator().manual_seed(params.seed)
+
+    def _add(self, sequences):
+        super()._add(sequences)
+        self._engine.prompts.append([tuple(p.token_ids) for p in dict.fromkeys(s.prompt for s in sequences)])
+
+    def turn(self, sequence):
+        ids = torch.randint(5, 90, (1 + sequence.index % 6,), generator=self._draw).tolist()
+        if not self._engine.cut_off(sequence.index):
+            ids[-1] = self._engine.stop
+        return Completion(ids, [-4.5] * len(ids), [4.5] * len(ids), "stop")
 
 
 @pytest.fixture
@@ -232,21 +247,27 @@ def rollout(trainer):
     return as_batch(rollout_of(trainer, rows_of(trainer)), trainer.processing_class.pad_token_id)
 
 
+def place_of(prompt):
+    """Number of a prompt in `DATA`, the first of which `rows_of` proposes."""
+    return int(prompt.split()[1])
+
+
 def form_alone(completions, **_):
     """Wrong throughout, right form: the group of a hard problem."""
     return [0.1] * len(completions)
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])
-@pytest.mark.parametrize("rounds", [0, 1])
-def test_no_sample_of_a_group_without_signal_is_computed(make, size, rounds):
+@pytest.mark.parametrize("batches", [0, 1])
+def test_no_sample_of_a_group_without_signal_is_computed(make, size, batches):
     trainer = make(
-        form_alone, num_generations=size, per_device_train_batch_size=16, dynamic_sampling_rounds=rounds
+        form_alone, num_generations=size, per_device_train_batch_size=16, dynamic_sampling_batches=batches
     )
     samples = samples_of(rollout_of(trainer, rows_of(trainer)))
     assert not any(sample.advantage for sample in samples)
     assert trainer.updates.rows(samples) == []
-    assert len(trainer.engine.prompts) == 1 + rounds, "all groups were asked for again"
+    groups = sum(map(len, trainer.engine.prompts))
+    assert groups == (1 + batches) * 16 // size, "as many were asked for again"
 
 
 @pytest.mark.parametrize("leave_out", [False, True])
@@ -310,8 +331,8 @@ PRESETS = {
 def test_the_advantages_that_the_loss_sees_add_up_to_zero(make, preset):
     """Half of each group is cut off and punished for it."""
 
-    def accuracy(completion_ids, **_):
-        return [float(i % 4 == 0 and i // 4 % 3 > 0) for i in range(len(completion_ids))]
+    def accuracy(prompts, **_):
+        return [float(i % 4 == 0 and place_of(prompt) % 3 > 0) for i, prompt in enumerate(prompts)]
 
     def too_long(completion_ids, **_):
         return [-float(i % 2) for i in range(len(completion_ids))]
@@ -323,7 +344,7 @@ def test_the_advantages_that_the_loss_sees_add_up_to_zero(make, preset):
     sums = (batch["advantages"] * seen).view(-1, 4).sum(dim=1)
     assert batch["advantages"].any() and sums.abs().max() < 1e-5
     wrong_and_masked = ~batch["advantages"].view(-1, 4).any(dim=1)
-    if trainer.args.mask_truncated_completions and trainer.args.dynamic_sampling_rounds == 0:
+    if trainer.args.mask_truncated_completions and trainer.args.dynamic_sampling_batches == 0:
         assert wrong_and_masked.tolist() == [True, False, False, True], (
             "short wrong answers are not trained up"
         )
@@ -331,49 +352,42 @@ def test_the_advantages_that_the_loss_sees_add_up_to_zero(make, preset):
 
 @pytest.mark.parametrize(("aggregation", "scale"), SCALES)
 def test_replaced_groups_are_on_the_scale_of_the_batch_they_join(make, aggregation, scale):
-    calls = []
-
-    def grows(completion_ids, **_):
-        """Every second group of the first rollout is alive; in the next all are, ten times as far apart."""
-        calls.append(len(completion_ids))
-        if len(calls) > 1:
-            return [10.0 * (i % 4) for i in range(len(completion_ids))]
-        return [float(i % 4) * (i // 4 % 2 == 0) for i in range(len(completion_ids))]
+    def grows(prompts, **_):
+        """Every second of the proposed groups is alive; others all are, ten times as far apart."""
+        assert len(prompts) == 4, "a group is scored by itself"
+        place = place_of(prompts[0])
+        return [10.0 * i if place > 3 else float(i * (place % 2 == 0)) for i in range(4)]
 
     options = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
-    batch = rollout(make(grows, dynamic_sampling_rounds=1, **options))
+    batch = rollout(make(grows, dynamic_sampling_batches=1, **options))
     steps = torch.arange(4.0)
     rewards = torch.cat([steps, 10 * steps] * 2)[:, None]
     expected = signal(4, scale=scale, aggregation=aggregation).advantages(rewards)
     torch.testing.assert_close(batch["advantages"], expected)
 
 
-def test_rounds_of_a_step_sample_no_prompt_twice(make):
-    trainer = make(form_alone, dynamic_sampling_rounds=2, per_device_train_batch_size=16)
+def test_a_step_samples_no_prompt_twice(make):
+    trainer = make(form_alone, dynamic_sampling_batches=2, per_device_train_batch_size=16)
     rollout(trainer)
     sampled = [prompt for prompts in trainer.engine.prompts for prompt in prompts]
     assert len(sampled) == len(set(sampled)) == 12
 
 
 def test_the_table_of_completions_is_of_the_batch_that_trains(make, tmp_path):
-    first = []
+    def alive_later(prompts, log_extra, **_):
+        place = place_of(prompts[0])
+        log_extra("rollout", [f"{'later' if place > 3 else place} {i}" for i in range(len(prompts))])
+        return [float(i == 0) * (place > 1) for i in range(len(prompts))]
 
-    def alive_later(prompts, completion_ids, log_extra, **_):
-        later = bool(first)
-        first.append(1)
-        log_extra("rollout", [f"{'later' if later else 'first'} {i}" for i in range(len(prompts))])
-        return [float(i % 4 == 0) * (later or i >= 8) for i in range(len(prompts))]
-
-    trainer = make(alive_later, dynamic_sampling_rounds=1, log_completions=True)
+    trainer = make(alive_later, dynamic_sampling_batches=1, log_completions=True)
     batch = rollout(trainer)
     trainer.log({})
     table = pandas.read_parquet(next((tmp_path / "completions").glob("*.parquet")))
     texts = trainer.processing_class.batch_decode(batch["completion_ids"], skip_special_tokens=True)
     assert table["completion"].tolist() == texts
     assert table["advantage"].tolist() == batch["advantages"].tolist()
-    assert table["rollout"].tolist() == [f"later {i}" for i in range(8)] + [
-        f"first {i}" for i in range(8, 16)
-    ]
+    groups = ("later", "later", 2, 3)
+    assert table["rollout"].tolist() == [f"{group} {i}" for group in groups for i in range(4)]
     assert table["alive_later"].tolist() == [1.0, 0.0, 0.0, 0.0] * 4
     prompts = trainer.processing_class.batch_decode(batch["prompt_ids"], skip_special_tokens=True)
     assert table["prompt"].tolist() == prompts
@@ -418,5 +432,5 @@ def test_dapo_without_a_judge_is_refused(make):
 
 def test_dynamic_sampling_of_a_stream_is_refused(make):
     stream = IterableDataset.from_generator(lambda: iter(DATA))
-    with pytest.raises(QeRLError, match="set dynamic_sampling_rounds: 0"):
+    with pytest.raises(QeRLError, match="set dynamic_sampling_batches: 0"):
         make(form_alone, algorithm="dapo", data=stream)

@@ -115,7 +115,7 @@ def test_trls_settings_keep_trls_defaults(llama_folder, tmp_path):
     args = QeRLTrainer(str(llama_folder), ones, given, ROWS).args
     assert (args.loss_type, args.vllm_importance_sampling_mode) == ("dapo", "sequence_mask")
     assert (args.epsilon, args.epsilon_high, args.beta, args.logging_steps) == (0.1, 0.1, 0.1, 10)
-    assert (args.noise, args.overlong_buffer, args.dynamic_sampling_rounds) == (False, 0.0, 0)
+    assert (args.noise, args.overlong_buffer, args.dynamic_sampling_batches) == (False, 0.0, 0)
     assert (args.num_generations, args.per_device_train_batch_size, args.use_cpu) == (2, 2, True)
     assert (args.weights, args.tuning, args.dtype) == ("nvfp4", "lora", "auto")
 

@@ -107,8 +107,8 @@ def test_processes_choose_for_all_and_take_their_own_part(monkeypatch, tmp_path)
         gathered = proposed
         choice = PromptChoice(args, DATA, SimpleNamespace(process_index=rank, num_processes=processes))
         own = proposed[rank * 2 : rank * 2 + 4 // processes]
-        gathered = [key_of(row) for row in proposed]
-        choice.observe(own, [True, True, True, False])
+        gathered = list(zip(map(key_of, proposed), [True, True, True, False], strict=True))
+        choice.observe([row for row in own for _ in range(2)], [True] * len(own))
         gathered = proposed
         rows, logged = choice.chosen([row for row in own for _ in range(2)], step=5)
         return [row["prompt"] for row in rows], logged, [row["prompt"] for row in choice.others(1)]
@@ -152,7 +152,7 @@ def test_training_samples_settled_problems_less(tiny_model, tiny_tokenizer, tmp_
         return float(problem < 3) if problem < 6 else float(sample % 2)
 
     trainer, sampled = trained(
-        tiny_model, tiny_tokenizer, tmp_path, reward, dynamic_sampling_rounds=rounds, curriculum_floor=0.05
+        tiny_model, tiny_tokenizer, tmp_path, reward, dynamic_sampling_batches=rounds, curriculum_floor=0.05
     )
     settled, others = sum(sampled[str(i)] for i in range(6)) / 6, (sampled["6"] + sampled["7"]) / 2
     assert others > 2 * settled and min(sampled.values()) > 0

@@ -179,7 +179,7 @@ def test_a_teacher_is_mixed_with_rewards_by_its_weight(make, teachers):
         parts = rollout_of(trainer)
         update_of(trainer, parts)
         found[weight] = gradients(trainer.model)
-    trainer = make(rewards=[sum_reward], algorithm=None)
+    trainer = make(rewards=[sum_reward], algorithm=None, loss_type="dapo")
     update_of(trainer, rollout_of(trainer))
     rewarded = gradients(trainer.model)
     for name, mixed in found[0.25].items():
@@ -290,7 +290,7 @@ def test_trained_policies_are_refused_teachers_that_do_not_fit(
         ({"algorithm": "distill", "teacher": "base", "teacher_weights": "bf16"}, "and teacher is base"),
         ({"algorithm": "distill", "teacher": "adapter:x", **FULL}, "needs a policy with one"),
         (
-            {"algorithm": "distill", "teacher": "x", "dynamic_sampling_rounds": 1},
+            {"algorithm": "distill", "teacher": "x", "dynamic_sampling_batches": 1},
             "decides what rewards teach",
         ),
         ({"algorithm": "distill", "teacher": "x", "top_entropy_quantile": 0.2}, "what rewards teach"),

@@ -18,7 +18,7 @@ from qerl.tasks.guard import judges_alone, judges_outside
 from qerl.tasks.mixture import Mixture, Part
 from qerl.tasks.registry import get_task
 from qerl.tasks.together import Together, can_begin_early, guarded
-from qerl.trainer import rollout_step
+from qerl.trainer import sampler
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.rewards import calls_of
 from tests.support.agents import tool_tokenizer
@@ -70,7 +70,8 @@ LEVELS = DATA.add_column("level", [0.1, 0.2, 0.3, 0.4])
         pytest.param({}, id="plain"),
         pytest.param({"stop_strings": [*"aeiou"], "mask_truncated_completions": True}, id="stop strings"),
         pytest.param(
-            {"signal": "reward", "dynamic_sampling_rounds": 1, "max_completion_length": 2}, id="sampled again"
+            {"signal": "reward", "dynamic_sampling_batches": 1, "max_completion_length": 2},
+            id="sampled again",
         ),
         pytest.param({"noise": True, "noise_stages": 2}, id="noise"),
         pytest.param({"num_iterations": 2}, id="rollouts used twice"),
@@ -112,9 +113,7 @@ def test_messages_are_those_that_trl_makes(make, tiny_tokenizer, parsed, monkeyp
         [keeps], chat, early_rewards=True, tokenizer=add_response_schema(tokenizer) if parsed else tokenizer
     )
     made = []
-    monkeypatch.setattr(
-        rollout_step, "parse_response", lambda *a, **k: made.append(1) or parse_response(*a, **k)
-    )
+    monkeypatch.setattr(sampler, "parse_response", lambda *a, **k: made.append(1) or parse_response(*a, **k))
     rows = [row for row in trainer.train_dataset for _ in range(4)]
     rollout_of(trainer, rows)
     assert len(seen) == len(rows) and len(made) == 2 * len(rows) * parsed  # early, and with all others

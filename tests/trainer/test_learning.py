@@ -171,7 +171,7 @@ def test_the_shape_of_gsm8ks_recipe(make):
         steps_per_generation=2 * updates, max_completion_length=8, max_steps=5, noise=True, noise_stages=2,
     )  # fmt: skip
     stops = list(range(1, 16))  # a random model seldom stops at one token
-    trainer.rollouts._eos, trainer.rollouts._ends = stops, set(stops)
+    trainer.rollouts.sampler._eos, trainer.rollouts.sampler._ends = stops, set(stops)
     calls = []
     generate = trainer.engine.generate
     trainer.engine.generate = lambda *args: calls.append(args) or generate(*args)

@@ -13,7 +13,7 @@ from rich.console import Console
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
 from qerl.tasks.together import guarded
-from qerl.trainer.rewards import stop_if_all_failed
+from qerl.trainer.rewards import ScoredBatch, stop_if_all_failed, tallied
 from qerl.trainer.run import build, train
 
 BROKEN = """
@@ -38,7 +38,7 @@ def test_a_reward_that_fails_on_every_sample_ends_the_run_with_its_error(
         match=r"'words' failed on all 4 samples of a step; its first error is AttributeError: 'list' object "
         r"has no attribute 'split'\. Mend it, or set reward_errors: tolerate",
     ):
-        run(tiny_run, tmp_path, "words", dynamic_sampling_rounds=rounds)
+        run(tiny_run, tmp_path, "words", dynamic_sampling_batches=rounds)
 
 
 def test_zeros_are_given_to_those_who_ask_for_them(tiny_run, tmp_path: Path, caplog) -> None:
@@ -115,7 +115,9 @@ def a_rank(rank: int, address: Path, said: multiprocessing.Queue) -> None:
         for function in functions:
             function(prompts=["p"] * 3, completions=["c"] * 3)
         try:
-            stop_if_all_failed(functions, accelerator)
+            batch = ScoredBatch([], [], {})
+            batch.judged = [(function.__name__, function.last) for function in functions]
+            stop_if_all_failed(tallied([batch]), accelerator)
             said.put((rank, broken, "goes on"))
         except QeRLError as error:
             said.put((rank, broken, str(error)))

@@ -87,7 +87,7 @@ def test_shared_passes_change_nothing(train, options, tokens):
 
 def test_the_samplers_log_probabilities_spare_a_pass(train):
     """Two updates of each rollout, and a pass for the old log-probabilities unless they are the sampler's."""
-    options = {"tokens_per_forward": 500, "num_iterations": 2, "max_steps": 4}
+    options = {"loss_type": "dapo", "tokens_per_forward": 500, "num_iterations": 2, "max_steps": 4}
     assert len(train(**options)[2]) == 2 * (2 + 1)
     trainer, _, passes = train(**options, use_rollout_logprobs=True)
     assert len(passes) == 2 * 2

@@ -1,5 +1,6 @@
 """Tools and environments in the trainer by TRL's interface, with noise, dynamic sampling and resuming."""
 
+import asyncio
 import math
 import random
 from dataclasses import replace
@@ -126,20 +127,32 @@ def test_a_trajectory_has_one_noise(tmp_path):
     assert trainer._log.metrics["train"]["noise/norms"] == [2.0], "logged once, not once for each turn"
 
 
-def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path):
+@pytest.mark.parametrize("waits", [False, True])
+def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path, monkeypatch, waits):
+    monkeypatch.setattr("qerl.tasks.together.PATIENCE", 0.0)
+    seen = []
+
     def dead_at_first(completion_ids, environments, **_):
         assert all(each.tries for each in environments), "these are the ones that were played in"
-        return [float(i % 2) if (i // GROUP) % 2 == 0 else 0.0 for i in range(len(completion_ids))]
+        seen.append(environments)
+        return [float(i % 2) * (len(seen) % 2) for i in range(len(completion_ids))]
+
+    async def later(**columns):
+        rewards = dead_at_first(**columns)
+        await asyncio.sleep(0.05)
+        return rewards
 
     trainer = make_trainer(
-        tmp_path, rewards=(dead_at_first,), script=guessing, tools=(), environment_factory=Guessing,
-        max_completion_length=600, dynamic_sampling_rounds=2, signal="reward",
+        tmp_path, rewards=(later if waits else dead_at_first,), script=guessing, tools=(),
+        environment_factory=Guessing, max_completion_length=600, dynamic_sampling_batches=2, signal="reward",
     )  # fmt: skip
     signal = trainer.rollouts._signal
     trainer.rollouts._signal = replace(signal, weights_F=torch.tensor([1.0, 0.0]))
     parts = sampled(trainer)
     samples = samples_of(parts)
-    assert len(trainer.engine.calls) == 2
+    assert len(trainer.engine.calls) == 1 and len(seen) > 2
+    different = {id(each) for environments in seen for each in environments}
+    assert len(different) <= 3 * GROUP, "those of a group that was scored are used again"
     assert (torch.tensor([s.advantage for s in samples]).view(-1, GROUP) != 0).any(dim=1).all()
     assert parts[0].rollout_tokens == sum(sum(sample.written) for sample in samples)
     prompts, shared = [sample.prompt for sample in samples], [sample.group for sample in samples]

@@ -33,7 +33,7 @@ def multiplications(token_ids, before):
 
 TEXTS = {"environment_factory": Echo, "processing_class": make_tiny_tokenizer}
 TOOLS = {"tools": [multiply], "processing_class": tool_tokenizer}
-DRAWN_AGAIN = {"curriculum": True, "dynamic_sampling_rounds": 1, "signal": "reward"}
+DRAWN_AGAIN = {"curriculum": True, "dynamic_sampling_batches": 1, "signal": "reward"}
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": i} for i in range(5)])
 
 

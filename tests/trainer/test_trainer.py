@@ -24,6 +24,7 @@ from tests.support.trainer import (
     fed_by,
     gradients,
     logged,
+    logged_of,
     rollout_of,
     same_gradients,
     samples_of,
@@ -153,16 +154,19 @@ def test_noise_is_on_in_training_and_off_in_evaluation(make_trainer):
 
 
 def test_dynamic_sampling_fills_the_batch_with_live_groups(make_trainer):
-    def every_third_group(completion_ids, **kwargs):
-        return [float(i % 2) if (i // GROUP) % 3 == 0 else 0.0 for i in range(len(completion_ids))]
+    calls = []
 
-    trainer = make_trainer(reward=every_third_group, dynamic_sampling_rounds=3)
+    def every_third_group(completion_ids, **kwargs):
+        calls.append(len(completion_ids))
+        return [float(i % 2) if len(calls) % 3 == 1 else 0.0 for i in range(len(completion_ids))]
+
+    trainer = make_trainer(reward=every_third_group, dynamic_sampling_batches=3)
     parts = rollout_of(trainer)
     samples = samples_of(parts)
     live = (torch.tensor([s.advantage for s in samples]).view(-1, GROUP) != 0).any(dim=1)
-    # Groups 0 and 3 of the first rollout live; each extra rollout of n groups has group 0 alive.
+    # Of the groups in order of start, 0, 3, 6 and 9 live.
     assert live.all()
-    assert len(trainer.engine.calls) == 3
+    assert len(trainer.engine.calls) == 1 and calls == [GROUP] * len(calls) and len(calls) >= 10
     assert parts[0].rollout_tokens == sum(len(sample.tokens) for sample in samples)
     assert [sample.group for sample in samples] == [i // GROUP * GROUP for i in range(len(samples))]
 
@@ -191,9 +195,9 @@ def test_samples_that_do_not_share_prompts_are_refused(make_trainer):
 
 def test_dynamic_sampling_is_bounded(make_trainer):
     constant = lambda completion_ids, **kwargs: [1.0] * len(completion_ids)  # noqa: E731
-    trainer = make_trainer(reward=constant, dynamic_sampling_rounds=2)
+    trainer = make_trainer(reward=constant, dynamic_sampling_batches=2)
     samples = samples_of(rollout_of(trainer))
-    assert len(trainer.engine.calls) == 3
+    assert logged_of(trainer)["dynamic_sampling/started_groups"] == 12
     assert not any(sample.advantage for sample in samples)
 
 
@@ -225,7 +229,8 @@ OPTIONS = {
     "KL": {"loss_type": "dr_grpo", "beta": 0.1},
     "two updates a rollout": {"loss_type": "dapo", "num_iterations": 2},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 3.0},
-    "entropy quantile": {"top_entropy_quantile": 0.3},
+    # A threshold may be the entropy of a token itself, which the last bit of another chunk moves across it.
+    "entropy quantile": {"loss_type": "dapo", "top_entropy_quantile": 0.3},
     "off-policy mask": {"off_policy_mask_threshold": 0.5},
 }
 

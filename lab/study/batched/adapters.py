@@ -8,7 +8,8 @@ Legend: S runs, E elements of a run's adapter, R rank, K inputs, N outputs; J li
 share an input, whose A lie below one another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +112,20 @@ class Adapters:
         """Bring `cast_SE`, which the forward pass reads, to where the values are."""
         if self.cast_SE is not self.values_SE:
             self.cast_SE.copy_(self.values_SE)
+
+    @contextmanager
+    def holding(self, values_SE: torch.Tensor) -> Iterator[None]:
+        """Have other values for as long as the context lasts, `cast_SE` from the next `refresh` on."""
+        if values_SE is self.values_SE:
+            yield
+            return
+        own_SE = self.values_SE.clone()
+        self.values_SE.copy_(values_SE)
+        try:
+            yield
+        finally:
+            self.values_SE.copy_(own_SE)
+            self.refresh()
 
     def collect(self, runs: slice) -> None:
         """Add what a backward pass through the `leaves` of these runs has left to `gradients_SE`."""

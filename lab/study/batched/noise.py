@@ -31,7 +31,7 @@ from qerl.seeding import derive_seed, generator
 
 _SHARED = (
     "weights", "rounding", "frozen_noise", "lora_r", "noise_per", "noise_where", "noise_share",
-    "noise_in_loss",
+    "noise_in_loss", "staleness",
 )  # fmt: skip
 
 

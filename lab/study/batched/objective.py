@@ -12,10 +12,20 @@ from lab.study.arms import Arm, Run
 from lab.study.batched.corrections import balance_ratio, one_sided
 from lab.study.batched.sampler import Samples
 from lab.study.batched.score import Piece, Texts
-from qerl.update.policy_loss import importance_ratio, sampler_trainer_kl, weights
+from qerl.update.policy_loss import (
+    PolicyLoss,
+    Share,
+    Tokens,
+    importance_ratio,
+    sampler_trainer_kl,
+    weights,
+)
 
 BOUNDED = ("token_truncate", "token_one_sided")
 """Corrections whose factor is the ratio within bounds."""
+
+HELD = ("clip_ratio/region_mean", "cispo_clip_ratio")
+"""What losses report of the tokens, or samples, beyond a bound of their ratio."""
 
 
 @dataclass
@@ -27,12 +37,14 @@ class Outcome:
         advantages_SR: fp32.
         mask_SRC, sampler_SRC, sampler_entropies_SRC: Of the samples: tokens that count, and their
             log-probabilities and entropies under the policy that drew them.
+        tokens_S: How many tokens count.
         noisy_R: Which samples were drawn with noise.
         share: Their share.
         noisy_SRC: Log-probabilities of all samples under the noisy policy, where the correction needs them.
         logps_SRC, entropies_SRC: Under the policy.
         ratio_SRC, weights_SRC: pi / mu, and what the loss is multiplied by.
         loss_S: Of each run.
+        held_S2: Tokens beyond a bound of the loss's ratio, and tokens; samples where the ratio is of samples.
     """
 
     runs: Sequence[Run]
@@ -40,6 +52,7 @@ class Outcome:
     mask_SRC: torch.Tensor
     sampler_SRC: torch.Tensor
     sampler_entropies_SRC: torch.Tensor
+    tokens_S: list[int]
     noisy_R: torch.Tensor
     share: float
     noisy_SRC: torch.Tensor | None = None
@@ -48,11 +61,13 @@ class Outcome:
     ratio_SRC: torch.Tensor = field(init=False)
     weights_SRC: torch.Tensor = field(init=False)
     loss_S: torch.Tensor = field(init=False)
+    held_S2: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("logps_SRC", "entropies_SRC", "ratio_SRC", "weights_SRC"):
             setattr(self, name, torch.zeros_like(self.sampler_SRC))
         self.loss_S = torch.zeros_like(self.sampler_SRC[:, 0, 0])
+        self.held_S2 = self.loss_S.new_zeros(len(self.loss_S), 2)
 
     @classmethod
     def of(
@@ -72,6 +87,7 @@ class Outcome:
             texts.mask_SRC,
             samples.logprobs_SRC[..., :columns],
             samples.entropies_SRC[..., :columns],
+            texts.counts_SRC.sum(dim=(1, 2)).tolist(),
             torch.tensor(list(noisy_R), device=device),
             share,
         )
@@ -94,6 +110,7 @@ class Outcome:
             "sampling/ratio/effective_sample_size": total**2
             / (_sum(mask, mask) * _sum(self.ratio_SRC.double().square(), mask)),
             "sampling/importance_sampling_ratio/mean": _mean(self.weights_SRC, mask),
+            "clip_ratio": self.held_S2[:, 0] / self.held_S2[:, 1].clamp(min=1),
             "completions/mean_length": mask.sum(dim=2).double().mean(dim=1),
         }
 
@@ -109,11 +126,14 @@ def loss_of(
     """
     at = piece.runs, piece.samples
     mask = outcome.mask_SRC[at]
-    weights_sRC = _weigh(outcome, piece, logps_sRC.detach())
-    ratio_sRC = torch.exp(logps_sRC - logps_sRC.detach())
-    per_token = -ratio_sRC * outcome.advantages_SR[at][..., None] * weights_sRC
-    per_sample = (per_token * mask).sum(dim=2) / mask.sum(dim=2).clamp(min=1)
-    loss_s = per_sample.sum(dim=1) / outcome.mask_SRC.shape[1]
+    _weigh(outcome, piece, logps_sRC.detach())
+    runs = range(*piece.runs.indices(len(outcome.runs)))
+    loss_s = torch.stack(
+        [
+            _policy_loss(outcome, run, piece.samples, logps_RC, entropies_RC)
+            for run, logps_RC, entropies_RC in zip(runs, logps_sRC, entropies_sRC, strict=True)
+        ]
+    )
     bonuses = [run.arm.entropy_bonus for run in outcome.runs[piece.runs]]
     if any(bonuses):
         tokens_s = outcome.mask_SRC[piece.runs].sum(dim=(1, 2)).clamp(min=1)
@@ -124,8 +144,37 @@ def loss_of(
     return loss_s
 
 
-def _weigh(outcome: Outcome, piece: Piece, logps_sRC: torch.Tensor) -> torch.Tensor:
-    """Factors of the loss of a piece, by each run's correction."""
+def _policy_loss(
+    outcome: Outcome, run: int, samples: slice, logps_RC: torch.Tensor, entropies_RC: torch.Tensor
+) -> torch.Tensor:
+    """The part of a run's loss, a scalar without the bonus, that some of its samples have."""
+    arm, mask_RC, sampler_RC = outcome.runs[run].arm, outcome.mask_SRC[run], outcome.sampler_SRC[run]
+    loss = PolicyLoss(
+        arm.loss_type,
+        of_sequence=arm.importance_sampling_level == "sequence",
+        epsilon_low=arm.epsilon,
+        epsilon_high=arm.epsilon if arm.epsilon_high is None else arm.epsilon_high,
+        delta=arm.delta,
+    )
+    tokens = Tokens(
+        mask_RC[samples],
+        outcome.advantages_SR[run, samples],
+        logps_RC,
+        entropies_RC,
+        old_BC=sampler_RC[samples] if arm.use_rollout_logprobs else None,
+        correction=outcome.weights_SRC[run, samples],
+    )
+    part = len(logps_RC) / len(mask_RC)
+    # As if the samples were the run's only ones, and then by their share.
+    value, metrics = loss(tokens, Share(1, max(1, outcome.tokens_S[run]) * part))
+    for name in HELD:
+        if name in metrics:
+            outcome.held_S2[run] += metrics[name].parts
+    return value * part
+
+
+def _weigh(outcome: Outcome, piece: Piece, logps_sRC: torch.Tensor) -> None:
+    """Fill in the ratios of a piece, and the factors of the loss by each run's correction."""
     at = piece.runs, piece.samples
     mask, sampler = outcome.mask_SRC[at], outcome.sampler_SRC[at]
     flat = logps_sRC.flatten(0, 1), sampler.flatten(0, 1), mask.flatten(0, 1)
@@ -147,7 +196,6 @@ def _weigh(outcome: Outcome, piece: Piece, logps_sRC: torch.Tensor) -> torch.Ten
         )
     ]
     outcome.ratio_SRC[at], outcome.weights_SRC[at] = ratio_sRC, torch.stack(each)
-    return outcome.weights_SRC[at]
 
 
 def _weights(

@@ -1,10 +1,13 @@
 """GRPO of S runs at once: the steps of a study.
 
-A step is one of `QeRLTrainer`'s with `loss_type: grpo` and the other defaults of `QeRLConfig`: a rollout of
-each run with its noise, rewards, advantages within groups, one loss, one move of AdamW. The loss is GRPO's at
-the point where the policy sampled: its ratio to the old policy is 1, so nothing is clipped, and its gradient
-is that of the advantage times the correction's weight times the log-probability. Data, fresh adapters, noise
-and sampling have the same keys as there, so a run of a batch does what a run by itself would.
+A step is one of `QeRLTrainer`'s with the arm's loss and the other defaults of `QeRLConfig`: a rollout of each
+run with its noise, rewards, advantages within groups, one loss, one move of AdamW. Unless the arm takes the
+ratio to the sampler, its ratio to the old policy is 1, so nothing is clipped, and the gradient is that of the
+advantage times the correction's weight times the log-probability. Data, fresh adapters, noise and sampling
+have the same keys as there, so a run of a batch does what a run by itself would.
+
+A stale sampler has the adapter of some steps ago: what it draws in a step is what a loop would train on that
+draws so many steps ahead. The adapters in between are kept on the device.
 
 Where a run's gradient or a logit is not finite the run has diverged: it stays as it is, and says so in each
 record from there on. The others do not notice.
@@ -17,6 +20,7 @@ Legend: S runs, P prompts of a run, R = P times the size of a group samples of a
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -138,6 +142,7 @@ class BatchedTrainer:
         self._explorers = Explorers(self.model, self.runs, settings.steps, *groups, followed)
         self._adapters = self.model.adapters
         self._optimizer = AdamW(self._adapters, settings.adam_beta2, settings.max_grad_norm)
+        self._former = deque[torch.Tensor](maxlen=arm.staleness)
         device = self.model.device
         self._alive_S = torch.ones(len(runs), dtype=torch.bool, device=device)
         self._rates_S = torch.tensor([run.learning_rate for run in runs], device=device)
@@ -165,10 +170,11 @@ class BatchedTrainer:
         Returns:
             For each run what is logged of it: `reward`, `rewards/NAME/mean`, `loss`, `grad_norm`,
             `learning_rate`, `entropy` (of the policy), `rollout/entropy` (of the sampler), `sampling/kl` (of
-            the samples drawn with noise), `sampling/ratio/...`, `completions/mean_length`, `signal` (share of
-            groups that teach), `noise/sigma`, `temperature`, `diverged` (0 or 1); where the temperature
-            follows another run `temperature/error`; and where a share of each group is clean `noisy`, `clean`
-            (their accuracy), `only_noisy`, `only_clean` (share of the problems that only one of them solves).
+            the samples drawn with noise), `sampling/ratio/...`, `clip_ratio` (share of the tokens beyond a
+            bound of the loss's ratio), `completions/mean_length`, `signal` (share of groups that teach),
+            `noise/sigma`, `temperature`, `diverged` (0 or 1); where the temperature follows another run
+            `temperature/error`; and where a share of each group is clean `noisy`, `clean` (their accuracy),
+            `only_noisy`, `only_clean` (share of the problems that only one of them solves).
         """
         if self.done >= self.settings.steps:
             raise QeRLError(f"All {self.settings.steps} steps are done.")
@@ -184,6 +190,8 @@ class BatchedTrainer:
         outcome = self._backward(samples, advantages_SR, exploration)
         rates_S = self._rates_S * self.settings.rate(self.done)
         finite_S = self._alive_S & samples.finite_S & outcome.loss_S.isfinite()
+        if self._former.maxlen:
+            self._former.append(self._adapters.values_SE.clone())
         norms_S, self._alive_S = self._optimizer.step(rates_S, finite_S)
         measured = outcome.columns() | {
             "grad_norm": norms_S,
@@ -217,6 +225,7 @@ class BatchedTrainer:
             "mean": optimizer.mean_SE.cpu(),
             "square": optimizer.square_SE.cpu(),
             "alive": self._alive_S.cpu(),
+            "former": [values_SE.cpu() for values_SE in self._former],
             "explorers": self._explorers.state(),
         }
 
@@ -233,6 +242,7 @@ class BatchedTrainer:
         self._optimizer.mean_SE.copy_(state["mean"])
         self._optimizer.square_SE.copy_(state["square"])
         self._alive_S.copy_(state["alive"])
+        self._former.extend(values_SE.to(self.model.device) for values_SE in state["former"])
         self._explorers.restore(state["explorers"])
 
     def _params(self, temperature: float) -> SamplingParams:
@@ -246,15 +256,17 @@ class BatchedTrainer:
         settings = self.settings
         seeds = [derive_seed("rollout", run.seed, "train", self.done, 0, 0) for run in self.runs]
         sizes = settings.prompts_per_step, settings.samples_per_prompt, settings.max_completion_length
-        return self._sampler.generate(
-            [[self._problems.ids[problem] for problem in own] for own in picked],
-            settings.samples_per_prompt,
-            self._params(1.0),
-            keyed_uniforms(seeds, *sizes),
-            exploration.norms,
-            torch.tensor(exploration.temperature_S),
-            exploration.logits_noise_SV,
-        )
+        sampler_SE = self._former[0] if self._former else self._adapters.values_SE
+        with self._adapters.holding(sampler_SE):
+            return self._sampler.generate(
+                [[self._problems.ids[problem] for problem in own] for own in picked],
+                settings.samples_per_prompt,
+                self._params(1.0),
+                keyed_uniforms(seeds, *sizes),
+                exploration.norms,
+                torch.tensor(exploration.temperature_S),
+                exploration.logits_noise_SV,
+            )
 
     def _rewards(self, picked: list[list[int]], completions: list[list[list[int]]]) -> torch.Tensor:
         """Rewards [S, R, F] on the CPU."""

@@ -8,7 +8,7 @@ Legend: B rows of a call, the samples of a group side by side.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from qerl.agents.environment import (
     is_text,
     takes_turns,
 )
-from qerl.agents.loop import Limits, run_trajectories
+from qerl.agents.loop import Limits, Trajectories, run_trajectories
 from qerl.agents.outside import Endpoints
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
@@ -33,7 +33,7 @@ from qerl.agents.tools import Tool, check_tool
 from qerl.agents.trajectory import Message, Trajectory
 from qerl.agents.world import SilentWorld, ToolWorld, World, world_of
 from qerl.errors import QeRLError
-from qerl.rollout.engine import NormOffsets, RolloutEngine, SamplingParams
+from qerl.rollout.engine import NormOffsets, RolloutEngine, SamplingParams, Session
 
 Named = dict[str | None, EnvironmentFactory]
 """Factories by the name in the column `environment` of a row; None names the only one."""
@@ -148,11 +148,11 @@ class Conversations:
         self._template = None
         if others and not others.endpoints:
             self._template = TurnTemplate(tokenizer, template_kwargs, tools=not others.texts)
-        self._endpoints = Endpoints(
-            tokenizer, template_kwargs, pool.beside
-        )  # which listens once it is needed
+        self._endpoints = Endpoints(tokenizer, template_kwargs, pool.beside)  # listens once it is needed
         self._made = {name: [first] for name, first in others.first.items()}
-        self._worlds: list[World] = []
+        self._idle: dict[str | None, list[Any]] = {}  # of those, what no conversation under way has
+        self._worlds: list[World] = []  # of the rows that were opened last
+        self._open: list[World] = []  # and of those beside them
         self.has_others, self.take_turns = bool(others), others.take_turns
         self.endpoints = others.endpoints
         self.environments: list[Any] | None = None
@@ -166,17 +166,23 @@ class Conversations:
                 if is_text(environment) and callable(close := getattr(environment, "close", None)):
                     close()
 
-    def open(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Message]]:
+    def open(self, rows: Sequence[Mapping[str, Any]], beside: bool = False) -> list[list[Message]]:
         """The prompt of each row with what its environment shows; each environment begins an episode.
+
+        Args:
+            rows: One for each conversation.
+            beside: Whether conversations that were opened before go on, until `close`.
 
         Raises:
             QeRLError: An environment cannot begin, or there is neither a prompt nor anything shown.
         """
-        used: dict[str | None, int] = {}
+        if not beside:
+            self._idle = {name: list(made) for name, made in self._made.items()}
+            self._open = []
         self._worlds, prompts, environments = [], list[list[Message]](), list[Any]()
         for row in rows:
             messages = [dict(message) for message in row.get("prompt") or NO_PROMPT]
-            environment = self._environment(row, used) if self._others.factories else None
+            environment = self._environment(row) if self._others.factories else None
             if environment is not None:
                 hidden = {"environment"} if self._others.several else set[str]()
                 told = {name: value for name, value in row.items() if name not in hidden}
@@ -190,21 +196,28 @@ class Conversations:
             prompts.append(messages)
             environments.append(environment)
             self._worlds.append(self._world(environment))
+        self._open += self._worlds
         self.environments = environments if self._others.factories else None
         return prompts
 
-    def _environment(self, row: Mapping[str, Any], used: dict[str | None, int]) -> Any:
+    def close(self, environments: Sequence[Any]) -> None:
+        """Say that these are asked nothing any more; those in which no call runs are used again."""
+        closed = {id(each) for each in environments} - self._hanging
+        for name, made in self._made.items():
+            self._idle[name] += [each for each in made if id(each) in closed]
+
+    def _environment(self, row: Mapping[str, Any]) -> Any:
         name = row.get("environment") if self._others.several else None
         if name not in self._others.factories:
             raise QeRLError(
                 f"A row has the environment {name!r}; its column `environment` must name one of: "
                 f"{', '.join(map(str, self._others.factories))}."
             )
-        made, number = self._made[name], used.get(name, 0)
-        used[name] = number + 1
-        if number == len(made):
-            made.append(self._others.factories[name]())
-        return made[number]
+        if self._idle[name]:
+            return self._idle[name].pop(0)
+        made = self._others.factories[name]()
+        self._made[name].append(made)
+        return made
 
     def _world(self, environment: Any) -> World:
         if self._template is None or not self._others.take_turns:  # a call without an answer is text
@@ -247,18 +260,46 @@ class Conversations:
             samples: Conversations of each.
             seeds: One for each conversation; None derives them from ``params`` and the places.
         """
-        if not self._others:
-            self._worlds = [SilentWorld(self._tokenizer) for _ in range(len(prompt_ids) * samples)]
+        worlds, limits = self.worlds(len(prompt_ids) * samples), self._limits_for(params)
+        with engine.session(params, norm_offsets) as session:
+            found = run_trajectories(session, prompt_ids, samples, worlds, self._pool, limits, seeds)
+        self._replace_hanging()
+        return found
+
+    @contextlib.contextmanager
+    def going_on(self, session: Session, params: SamplingParams) -> Iterator[Trajectories]:
+        """A block in which conversations are sampled in an open session, with the `worlds` of their rows.
+
+        Args:
+            session: Of the engine; nothing else is started in it.
+            params: Of the session.
+        """
+        try:
+            yield Trajectories(session, self._pool, self._limits_for(params))
+        finally:
+            self._pool.abandon()
+        self._replace_hanging()
+
+    def worlds(self, count: int) -> Sequence[World]:
+        """The other sides of so many conversations: of the rows that were opened last, or none that
+        answers."""
+        return self._worlds if self._others else [SilentWorld(self._tokenizer) for _ in range(count)]
+
+    def _limits_for(self, params: SamplingParams) -> Limits:
         thinking = thinking_of(params.stops)
         texts_end_turns = any(stop is not thinking for stop in params.stops)
-        limits = replace(self._limits, texts_end_turns=texts_end_turns, thinking=thinking)
-        with engine.session(params, norm_offsets) as session:
-            found = run_trajectories(session, prompt_ids, samples, self._worlds, self._pool, limits, seeds)
-        hanging = {id(world.environment) for world in self._worlds if world.hangs}
+        return replace(self._limits, texts_end_turns=texts_end_turns, thinking=thinking)
+
+    @property
+    def _hanging(self) -> set[int]:
+        """Environments in which a call still runs, by identity."""
+        return {id(world.environment) for world in self._open if world.hangs}
+
+    def _replace_hanging(self) -> None:
+        hanging = self._hanging
         for name, made in self._made.items():
             make = self._others.factories[name]
             made[:] = [make() if id(environment) in hanging else environment for environment in made]
-        return found
 
 
 def rows_for(others: Others, dataset: Any, rows: int, max_steps: int) -> Any:

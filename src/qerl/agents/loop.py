@@ -8,6 +8,7 @@ Nothing here raises for what a policy writes or a tool does: a trajectory that h
 or whose call failed (with ``tool_errors: end``), ends with its reason.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,8 @@ from qerl.agents.world import World
 from qerl.rollout.engine import Ended, Session
 
 ToolErrors = Literal["text", "end"]
+
+_PAUSE = 0.01  # seconds
 
 
 @dataclass(frozen=True)
@@ -59,36 +62,66 @@ def run_trajectories(
         limits: Bounds.
         seeds: As in `Session.start`.
     """
-    loop = _Loop(session, pool, limits)
+    loop = Trajectories(session, pool, limits)
     try:
-        return loop.run(prompts, samples_per_prompt, worlds, seeds)
+        indices, found = loop.start(prompts, samples_per_prompt, worlds, seeds), dict[int, Trajectory]()
+        while loop.busy:
+            found |= loop.next()
+        return [found[index] for index in indices]
     finally:
         pool.abandon()
 
 
-class _Loop:
-    """One run of `run_trajectories`."""
+class Trajectories:
+    """Trajectories in a session, to which others may be added while they are sampled.
+
+    Args:
+        session: Of the engine; nothing else is started in it.
+        pool: Makes the calls; whoever leaves before the end abandons them.
+        limits: Bounds.
+    """
 
     def __init__(self, session: Session, pool: ToolPool, limits: Limits) -> None:
         self._session, self._pool, self._limits = session, pool, limits
         self._of: dict[int, tuple[Trajectory, World]] = {}
+        self._ended: dict[int, Trajectory] = {}
 
-    def run(
+    def start(
         self,
         prompts: Sequence[Sequence[int]],
         samples: int,
         worlds: Sequence[World],
-        seeds: Sequence[int] | None,
-    ) -> list[Trajectory]:
+        seeds: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Begin trajectories, and return their numbers; the arguments are those of `run_trajectories`."""
         indices = self._session.start(prompts, samples, seeds=seeds)
         trajectories = [Trajectory(prompt) for prompt in prompts for _ in range(samples)]
-        self._of = dict(zip(indices, zip(trajectories, worlds, strict=True), strict=True))
-        while self._session.busy or self._pool.pending:
-            for ended in self._session.next() if self._session.busy else ():
+        self._of |= zip(indices, zip(trajectories, worlds, strict=True), strict=True)
+        return indices
+
+    @property
+    def busy(self) -> bool:
+        """True while any trajectory goes on."""
+        return self._session.busy or self._pool.pending > 0
+
+    def next(self, one_round: bool = False) -> dict[int, Trajectory]:
+        """The trajectories, by number, that have ended since; at least one, unless none goes on.
+
+        Args:
+            one_round: As in `Session.next`.
+        """
+        while self.busy:
+            for ended in self._session.next(one_round) if self._session.busy else ():
                 self._turn(ended)
-            for index, answers in self._pool.collect(wait=not self._session.busy):
+            wait = not (self._session.busy or self._ended or one_round)
+            for index, answers in self._pool.collect(wait):
                 self._answered(index, answers)
-        return trajectories
+            if self._ended or one_round:
+                if not (self._ended or self._session.busy):
+                    time.sleep(_PAUSE)  # whoever asks for one round asks again at once
+                break
+        ended_now, self._ended = self._ended, {}
+        return ended_now
 
     def _turn(self, ended: Ended) -> None:
         """Take in a turn of the policy, and make its calls or end the trajectory."""
@@ -161,5 +194,7 @@ class _Loop:
         self._session.go_on(index, token_ids)
 
     def _end(self, index: int, reason: EndReason) -> None:
-        self._of[index][0].end = reason
+        trajectory, _ = self._of.pop(index)
+        trajectory.end = reason
+        self._ended[index] = trajectory
         self._session.finish(index)

@@ -1,5 +1,6 @@
 """Prompts, rewards and a tokenizer without meaning, so that the time of a step depends on its sizes alone."""
 
+import random
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ def random_prompts(count: int, tokens: int) -> list[str]:
     ]
 
 
-def random_reward(completions: list[str], **_: Any) -> list[float | None]:
-    """A reward without meaning, different for all samples of a group."""
-    return torch.rand(len(completions)).tolist()
+def random_reward(prompts: list[str], completions: list[str], dead: float = 0.0, **_: Any) -> list[float]:
+    """A reward without meaning, different for all samples of a group; 0 for all of a group that is dead,
+    which it is with this probability, whenever its prompt is sampled."""
+    alive = {prompt: random.Random(prompt).random() >= dead for prompt in set(prompts)}
+    rewards = torch.rand(len(completions)).tolist()
+    return [reward * alive[prompt] for prompt, reward in zip(prompts, rewards, strict=True)]

@@ -250,7 +250,8 @@ class Activations:
 
     @property
     def divergence(self) -> int:
-        """What a teacher takes more than the largest of the above, 0 without one: the larger of two moments.
+        """What a teacher takes more than the largest of the above, 0 without one: the larger of two moments,
+        of which a server, whose client compares log-probabilities, has the second.
 
         Beside the head stand ``2 S E`` of the teacher's hidden states, ``4 S D`` of the divergence's gradient
         and a tile of its own in the place of the head's (`qerl.update.distillation`). Before anything of the
@@ -264,6 +265,8 @@ class Activations:
         beside = s * (HALF * teacher.hidden + FULL * self.sizes.hidden) + max(tile, 0)
         theirs = Activations(teacher, self.work)
         alone = theirs._input + max(kind.kept for kind in theirs._kinds) + HALF * s * teacher.hidden
+        if self.work.serves:
+            beside, alone = 0, max(alone, theirs.head)
         return max(beside, alone - self.kept - self.working)
 
     @property

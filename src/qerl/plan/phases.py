@@ -80,13 +80,15 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
     idle = (work.adapters - 1) * (
         adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters
     )
+    # A server samples from its teacher too: its engine has room for an adapter, and keys and values by turns.
+    sampled = work.teacher if work.serves and work.teacher_bytes else None
     weights = Weights(sizes, work.format.on_engine)
     published = work.published if work.weights == AS_PUBLISHED else None
     resident = {
         "weights": weights.bytes if published is None else published + weights.dense,
         "LoRA": adapter.bytes,
         "LoRA of the reference": adapter.bytes if work.copies_adapter else 0,
-        "teacher": work.teacher_bytes,
+        "teacher": work.teacher_bytes + (Adapter.of(sampled, work).copies if sampled else 0),
         "LoRA for sampling": adapter.copies,
         "sequences' state": cache.state,
         "experts' inputs and results": cache.experts,
@@ -102,16 +104,19 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
     often_freed = update.inputs + update.working + update.whole_delta_nets
     seldom_freed = update.whole_layers - update.whole_delta_nets
+    compared = "scores of the teacher" if work.serves else "divergence from the teacher"
     slack = round(SLACK * often_freed + KEPT_SLACK * seldom_freed)
-    states = cache.states(budget)
+    states, keys = cache.states(budget), cache.bytes(budget)
+    if sampled:
+        keys = max(keys, Cache(sampled, work).bytes(budget))
     lines = (
         *(Line(name, size, size) for name, size in resident.items() if size),
-        Line("keys and values", cache.bytes(budget) - states, 0),
+        Line("keys and values", keys - states, 0),
         *([Line("states of layers", states, 0)] if states else []),
         Line("gradients", 0, gradients),
         Line("activations kept", 0, update.kept),
         Line("one layer or the head", 0, update.working),
-        *([Line("divergence from the teacher", 0, update.divergence)] if work.teacher else []),
+        *([Line(compared, 0, update.divergence)] if work.teacher else []),
         Line("dequantised weight", update.workspace, update.workspace),
         Line("context and slack", CONTEXT_BYTES, CONTEXT_BYTES + slack),
     )

@@ -30,6 +30,7 @@ _COLORS = {
     "activations kept": "green",
     "one layer or the head": "green",
     "divergence from the teacher": "green",
+    "scores of the teacher": "green",
     "dequantised weight": "blue",
     "context and slack": "bright_black",
 }

@@ -251,6 +251,13 @@ class Session(ABC):
                 sequences before any has ended; the list may then be empty while the session is `busy`.
         """
 
+    def next_finished(self, one_round: bool = False) -> list[Ended]:
+        """As `next`, for sequences of one turn, each of which is finished."""
+        ended = self.next(one_round)
+        for turn in ended:
+            self.finish(turn.index)
+        return ended
+
     @property
     @abstractmethod
     def busy(self) -> bool:
@@ -302,6 +309,7 @@ class RolloutEngine(ABC):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         growing: bool = False,
+        longest_prompt: int | None = None,
     ) -> AbstractContextManager[Session]:
         """Sample in turns; leaving the context gives up all sequences.
 
@@ -312,13 +320,15 @@ class RolloutEngine(ABC):
             norm_offsets: Noise, as in `generate`.
             growing: Whether more sequences, of other prompts and lengths, are to be expected while these are
                 decoded. An engine that takes memory by what was started then takes some more at once.
+            longest_prompt: Tokens of the longest prompt that will be started, where that is known and no more
+                sequences will go on side by side than are started first: then memory is taken for these.
 
         Raises:
             QeRLError: The engine samples whole completions alone.
         """
         raise QeRLError(
-            f"{type(self).__name__} samples whole completions alone; trajectories of several turns need an "
-            "engine with sessions, as those that qerl chooses by itself."
+            f"{type(self).__name__} samples whole completions alone; trajectories of several turns and "
+            "dynamic sampling need an engine with sessions, as those that qerl chooses by itself."
         )
 
     def release(self) -> None:  # noqa: B027 - most engines hold nothing

@@ -311,9 +311,8 @@ def whole_completions(
     with opened as session:
         indices = session.start(prompts, samples_per_prompt, params, seeds)
         while session.busy:
-            for turn in session.next():
+            for turn in session.next_finished():
                 found[turn.index] = turn.completion
-                session.finish(turn.index)
                 if ended is not None:
                     ended(turn.index, turn.completion)
     completions = [found[index] for index in indices]

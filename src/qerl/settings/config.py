@@ -23,7 +23,7 @@ from trl import GRPOConfig
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
 from qerl.settings.adapter import take_kwargs, take_saved_adapter
-from qerl.settings.algorithms import ALGORITHMS, EPSILON, UNSAID
+from qerl.settings.algorithms import ALGORITHMS, CLIPPED, EPSILON, OF_RATIO, UNSAID
 from qerl.settings.checks import checked
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.groups import DECLARED, OWN_NAMES, Noise, Settings, evaluates, sentence_of
@@ -168,7 +168,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
     def _fill_in(self) -> None:
         """Decide what nobody said and other fields decide."""
         demonstrations = self.algorithm == "sft"
-        unsaid = dict(UNSAID if self.algorithm is None else ALGORITHMS[self.algorithm])
+        preset = UNSAID if self.algorithm is None else ALGORITHMS[self.algorithm]
+        unsaid = dict(self._unsaid_loss() if preset is UNSAID and not demonstrations else preset)
         loss_type = self.loss_type or unsaid["loss_type"]
         by_divergence = loss_type in ("dppo_tv", "dppo_kl")
         level = self.importance_sampling_level or unsaid["importance_sampling_level"]
@@ -176,7 +177,7 @@ class QeRLConfig(OwnFields, GRPOConfig):
             # Its bounds are those of another ratio; delta is one of either divergence.
             others = ("epsilon_high",) if by_divergence else ("epsilon_high", "delta")
             unsaid = {name: value for name, value in unsaid.items() if name not in others}
-            unsaid["epsilon"] = UNSAID["epsilon"]
+            unsaid["epsilon"] = CLIPPED["epsilon"]
         if by_divergence:
             unsaid["use_rollout_logprobs"] = True
         unsaid["epsilon"] = EPSILON.get(loss_type, unsaid["epsilon"])
@@ -195,6 +196,12 @@ class QeRLConfig(OwnFields, GRPOConfig):
         self.follow_tuning()
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for
+
+    def _unsaid_loss(self) -> dict[str, Any]:
+        """What stands where no algorithm has a loss: see `UNSAID` and `OF_RATIO`."""
+        said = any(getattr(self, name) != default_of(FIELDS[name]) for name in OF_RATIO)
+        ours = not said if self.loss_type is None else self.loss_type == UNSAID["loss_type"]
+        return UNSAID if ours else CLIPPED
 
     @property
     def groups(self) -> Settings:

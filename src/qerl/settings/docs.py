@@ -20,6 +20,10 @@ _WIDTH = 100
 _PARENTS = "trl.GRPOConfig and transformers.TrainingArguments"
 
 INSTEAD_OF_TRL = {
+    "loss_type": "In a study here it learned best where the sampler was behind, and as well where it was "
+    "not; TRL's own stands beside any field that bounds a ratio (docs/method.md).",
+    "epsilon": "It is a divergence of loss_type dppo_kl; beside TRL's losses it is TRL's.",
+    "delta": "It belongs to loss_type dppo_kl; beside TRL's losses it is TRL's.",
     "learning_rate": "TRL's 1e-6 suits training all weights; the paper trains adapters on NVFP4 with 1e-5.",
     "bf16": "Autocast would make the trainer's policy differ from the sampler's.",
     "logging_steps": "A step has a rollout and takes minutes; the curve of a run has few points to spare.",

@@ -11,6 +11,9 @@ from typing import Any
 
 from qerl.errors import QeRLError
 
+_RENAMED = {"dynamic_sampling_rounds": "dynamic_sampling_batches"}
+"""Fields of QeRL 0.2 that mean the same under another name."""
+
 GONE = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": False}
 """Fields of QeRL 0.2 that studies alone have, by the value that asks for nothing."""
 
@@ -67,6 +70,7 @@ INSTEAD = {
     "dataset_text_field": "algorithm: sft reads the columns messages, or prompt and completion",
     # The noise
     **dict.fromkeys(GONE, _IN_STUDIES),
+    "dynamic_sampling_rounds": "it is dynamic_sampling_batches now, the same number",
     # The command
     "config": "recipes are given without a flag: `qerl train RECIPE.yaml`",
     "ignore_bias_buffers": "there are no buffers that it would be needed for",
@@ -77,8 +81,10 @@ INSTEAD = {
 
 
 def without_gone(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a file without those of `GONE` that ask for nothing: runs of QeRL 0.2 wrote all fields."""
-    return {name: value for name, value in values.items() if name not in GONE or value != GONE[name]}
+    """Settings of a file under the names of today, without those of `GONE` that ask for nothing: runs of QeRL
+    0.2 wrote all fields."""
+    kept = {name: value for name, value in values.items() if name not in GONE or value != GONE[name]}
+    return {_RENAMED.get(name, name): value for name, value in kept.items()}
 
 
 def not_of_studies_alone(mode: Any) -> Any:

@@ -20,7 +20,7 @@ from qerl.errors import QeRLError
 from qerl.noise.draw import NoiseScale
 from qerl.noise.schedule import NoiseKind, NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
-from qerl.settings.algorithms import UNSAID
+from qerl.settings.algorithms import ALGORITHMS
 from qerl.settings.checks import (
     MOST,
     Count,
@@ -433,7 +433,7 @@ def _a_lone_teacher_needs_no_signal(loss: Any) -> None:
     if loss.teacher is None or loss.distillation_weight < 1.0:
         return
     idle = {
-        "dynamic_sampling_rounds": loss.dynamic_sampling_rounds,
+        "dynamic_sampling_batches": loss.dynamic_sampling_batches,
         "off_policy_mask_threshold": loss.off_policy_mask_threshold is not None,
         "top_entropy_quantile": loss.top_entropy_quantile < 1.0,
         "rollout_rs": loss.rollout_rs is not None,
@@ -482,9 +482,11 @@ class Loss(Group):
     which is beta: 0.04); unset, each has its default; sft learns from the task's demonstrations instead of
     rewards."""
     loss_type: LossType | None = None
-    """Loss, by TRL's and verl's names: dapo is the mean over all tokens of the batch; grpo, that of GRPO's
-    paper, the mean of each sample's own mean, in which a token of a long sample counts less, so that wrong
-    answers grow long; docs/training.md has the others."""
+    """Loss, by TRL's and verl's names: dppo_kl drops the tokens whose probability has already moved too far
+    from the sampler's; dapo clips the ratio, and is what stands unset beside a field that bounds a ratio or
+    its correction; both are means over all tokens of the batch. grpo, that of GRPO's paper, is the mean of
+    each sample's own mean, in which a token of a long sample counts less, so that wrong answers grow long;
+    docs/training.md has the others."""
     loss_agg_mode: Aggregation | None = None
     """What the losses of tokens are divided by before they are added, by verl's names, and prompt-mean, in
     which prompts count alike; unset, what belongs to loss_type."""
@@ -493,12 +495,13 @@ class Loss(Group):
     which TRL counts them; refused with beta or a teacher, which give them a loss."""
     epsilon: NonNegative | None = None
     """Clip distance of the ratio below 1, and above where epsilon_high says nothing; of loss_type dppo_tv and
-    dppo_kl the largest divergence. It is 0.05 for dppo_kl and 1 for clip_cov."""
+    dppo_kl the largest divergence. Unset, 0.05 for dppo_kl, 1 for clip_cov, and 0.2 for others."""
     epsilon_high: NonNegative | None = None
     """The same above; unset, `epsilon`."""
     delta: Positive | None = None
     """Largest ratio of samples with a negative advantage (two-sided clip), and of all with dppo_tv and
-    dppo_kl; refused with cispo, sapo, vespo and kl_cov, which have no such clip. Unset, none."""
+    dppo_kl; refused with cispo, sapo, vespo and kl_cov, which have no such clip. Unset, 20 for dppo_kl, and
+    none for others."""
     importance_sampling_level: Literal["token", "sequence"] | None = None
     """Whether a ratio is that of a token or of a sequence (GSPO)."""
     use_rollout_logprobs: bool | None = None
@@ -520,8 +523,9 @@ class Loss(Group):
     which TRL leaves them, so that the advantages that the loss sees add up to 0 (docs/numerics.md)."""
     overlong_buffer: ShareBelow1 | None = None
     """Share of max_completion_length over which the length penalty grows from 0 to -1; 0 turns it off."""
-    dynamic_sampling_rounds: Count | None = None
-    """Largest number of extra rollouts per step, each of which replaces groups without signal."""
+    dynamic_sampling_batches: Count | None = None
+    """Largest number of groups that a step may sample in the place of groups without signal, in batches of as
+    many as it trains on; they enter the same rollout as soon as they are missing."""
     signal: Literal["accuracy", "reward"] | None = None
     """Which groups have a signal: those with right and wrong samples by the reward function `accuracy` or the
     only one (accuracy; right is above 0), or those whose rewards differ (reward). Unset, the algorithm
@@ -824,7 +828,7 @@ def _demonstrations_are_not_sampled(settings: Any) -> None:
             acts = name in _ACT_IN_SFT if group is not settings.data else name not in _NOT_IN_SFT
             if group is settings.noise:
                 acts = name != "noise"  # a schedule may stand beside noise: false
-            at_default = value in (info.get_default(call_default_factory=True), UNSAID.get(name))
+            at_default = value in (info.get_default(call_default_factory=True), ALGORITHMS["sft"].get(name))
             if sft and not acts and not at_default and (name, value) != ("steps_per_generation", 1):
                 raise QeRLError(
                     f"{name} has no meaning with algorithm: sft, which learns from demonstrations and "

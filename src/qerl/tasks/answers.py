@@ -10,7 +10,8 @@ Equality is decided by the first of three rules that applies:
 2. One of them is a word ("Tuesday"): the letters must be the same, ignoring case. math-verify would read a
    word as a product of symbols and call every anagram equal.
 3. Anything else is parsed and compared by math-verify, as LaTeX, unless it contains what math-verify's parser
-   skips (arrows, dashes, foreign characters), behind which a second answer could hide.
+   skips (arrows, dashes, foreign characters), behind which a second answer could hide, or takes longer than
+   :mod:`qerl.calls.symbolic` allows.
 
 An equation counts as its right-hand side, as in math-verify: "x = 12" and "x + y = 12" are 12, and "5x - 7y +
 11z + 4 = 0" is 0. An equation that states two different numbers, "11 = 12", equals nothing.
@@ -18,16 +19,11 @@ An equation counts as its right-hand side, as in math-verify: "x = 12" and "x + 
 Given up: units are not judged (18 km is 18), except that cents are not dollars.
 """
 
-import logging
 import re
 from functools import lru_cache
 
-from math_verify import parse, verify
-
+from qerl.calls.symbolic import equal_expressions
 from qerl.tasks.quantity import plain, quantity, unknown, without_text
-
-# math-verify warns once per process that its timeouts are off, which is deliberate: see _verified_equal.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_ANSWER_CHARS = 1000
 """A longer "answer" is a derivation: comparing it symbolically takes seconds, and it is never right."""
@@ -145,7 +141,7 @@ def equal(answer: str, reference: str) -> bool:
         return False
     if re.findall(_ASIDE, answer) != re.findall(_ASIDE, reference):
         return False
-    return _verified_equal(answer, reference)
+    return equal_expressions(answer.strip("$"), reference.strip("$"))
 
 
 def _as_words(answer: str) -> str:
@@ -170,12 +166,3 @@ def _contradicts(answer: str) -> bool:
     """True for an equation that states two different numbers, such as "11 = 12"."""
     stated = [quantity(plain(side)) for side in answer.split("=")] if "=" in answer else []
     return len({side.value for side in stated if side is not None}) > 1
-
-
-def _verified_equal(answer: str, reference: str) -> bool:
-    # math-verify's timeouts use the process's one SIGALRM timer: outside of the main thread they fail, and
-    # inside it they would cancel the limit that qerl.tasks.guard has set. So they are off, and that limit is
-    # the only one.
-    gold = parse(f"${reference.strip('$')}$", parsing_timeout=None)
-    candidate = parse(f"${answer.strip('$')}$", parsing_timeout=None)
-    return verify(gold, candidate, timeout_seconds=None)

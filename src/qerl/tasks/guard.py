@@ -29,7 +29,7 @@ other sees only one sample there. :mod:`qerl.calls` says what a time limit canno
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,9 +77,11 @@ class Batch:
     Attributes:
         columns: Arguments by name: lists with one value per sample, prompts and completions among them, and
             arguments of the call. A direct call of an environment's reward may have environments alone.
+        place: Of its first sample among those whose calls have begun one by one.
     """
 
     columns: dict[str, Any]
+    place: int = 0
 
     @property
     def known_by(self) -> Sequence[Any]:
@@ -101,7 +103,7 @@ class Batch:
         """The same for a second call, where the first one may have logged its extra columns already."""
         if "log_extra" not in self.columns:
             return self
-        return Batch(self.columns | {"log_extra": lambda *_: None})
+        return replace(self, columns=self.columns | {"log_extra": lambda *_: None})
 
 
 class SampleCall:

@@ -8,6 +8,12 @@ Functions that ask something outside of this process may also be called for each
 finished, while others are still decoded (:meth:`Together.begin`); the call for the whole batch then waits
 only for what is left. Their arguments, rewards and failures are the same.
 
+A batch may also be asked about without waiting for it (:meth:`Together.start`), while others are still
+decoded: that is how groups of an open call are judged (`qerl.trainer.rollout_step`). Several such batches
+wait at the same time. Which rows decode together decides the last bits of their logits, so for functions that
+answer at once a moment is waited (`PATIENCE`): then what is decoded beside them does not depend on their
+time.
+
 Given up:
 
 * Functions that compute in this process do not begin early. They would take turns with the decoding at
@@ -22,6 +28,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent import futures
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -46,6 +53,8 @@ Result = TypeVar("Result")
 
 _AT_ONCE = 16
 """Samples of one function that wait at the same time, where they are called one by one within its limit."""
+PATIENCE = 1.0
+"""Seconds that `Together.ended` waits for batches, until one has been late."""
 _HELD = 1.1  # a coroutine is cancelled at its limit; a step of the loop is interrupted later
 
 _OF_A_SAMPLE = ("prompts", "completions", "completion_ids")
@@ -72,6 +81,8 @@ class Together:
         self._members: list[Waiting] = []
         self._known_by: Sequence[Any] | None = None
         self._done: dict[Waiting, Judged] = {}
+        self._started: dict[int, tuple[Batch, Future[list[Judged]]]] = {}  # by the identity of `known_by`
+        self._late = False
         self._lock = threading.RLock()
         self._running, self._since, self._seconds = 0, 0.0, 0.0
 
@@ -90,8 +101,51 @@ class Together:
             if member.early:
                 member.begin(place, arguments)
 
+    def start(self, columns: dict[str, Any], place: int) -> None:
+        """Begin the calls for a batch; `judge`, given the same list of completions, waits for them.
+
+        Args:
+            columns: Arguments of the functions.
+            place: Of the batch's first sample among those that `begin` was told of.
+        """
+        if self._members:
+            batch = Batch(columns, place)
+            for each in self._members:
+                each.check_begun(batch)
+            future = self.beside.start(_all(each.judge_soon(batch) for each in self._members))
+            self._started[id(batch.known_by)] = batch, future
+
+    def ended(self, known_by: Sequence[Sequence[Any]], wait: bool) -> list[int]:
+        """Places, among batches of these lists of completions, of those for which all functions have ended.
+
+        Args:
+            known_by: Of batches that were started; where no function waits, all have ended.
+            wait: Return only when there is one.
+        """
+        started = [self._started[id(each)][1] for each in known_by if id(each) in self._started]
+        if started and not self._late:
+            _, late = futures.wait(started, PATIENCE)
+            self._late = bool(late)
+        while True:
+            if self._members:
+                self.beside.watch(max(each.held_s for each in self._members))
+            found = [
+                place
+                for place, each in enumerate(known_by)
+                if id(each) not in self._started or self._started[id(each)][1].done()
+            ]
+            if found or not wait:
+                return found
+            futures.wait(started, 0.1, futures.FIRST_COMPLETED)
+
     def abandon(self) -> None:
         """Give up calls whose rewards have not been asked for."""
+        for _, future in self._started.values():
+            future.cancel()
+        self._started = {}
+        self._forget()
+
+    def _forget(self) -> None:
         for member in self._members:
             member.abandon()
 
@@ -102,12 +156,16 @@ class Together:
         """
         if self._known_by is not batch.known_by or member not in self._done:
             self._known_by = batch.known_by
-            try:
-                for each in self._members:
-                    each.check_begun(batch)
-                self._done = self._ask(self._members, batch) or self._ask_each(batch)
-            finally:
-                self.abandon()
+            if id(batch.known_by) in self._started:
+                begun, future = self._started.pop(id(batch.known_by))
+                self._done = self._judged(self._members, future) or self._ask_each(begun)
+            else:
+                try:
+                    for each in self._members:
+                        each.check_begun(batch)
+                    self._done = self._ask(self._members, batch) or self._ask_each(batch)
+                finally:
+                    self.abandon()
         judged = self._done.pop(member)
         if not self._done:
             self._known_by = None
@@ -133,14 +191,18 @@ class Together:
         calls alone."""
         done: dict[Waiting, Judged] = {}
         for each in self._members:
-            self.abandon()
+            self._forget()
             alone = self._ask([each], batch) if len(self._members) > 1 else {}
             done |= alone or {each: each.lost(batch)}
         return done
 
     def _ask(self, members: Sequence["Waiting"], batch: Batch) -> dict["Waiting", Judged]:
         """The members' results; nothing if one of them has held up the loop until it was left behind."""
-        future = self.beside.start(_all(each.judge_soon(batch) for each in members))
+        return self._judged(members, self.beside.start(_all(each.judge_soon(batch) for each in members)))
+
+    def _judged(
+        self, members: Sequence["Waiting"], future: "Future[list[Judged]]"
+    ) -> dict["Waiting", Judged]:
         try:
             judged = self.beside.result(future, lambda: max(each.held_s for each in members))
             return dict(zip(members, judged, strict=True))
@@ -209,7 +271,10 @@ class Waiting(Judging):
         Raises:
             QeRLError: A sample has other arguments than its call has begun with.
         """
-        for i, (call, _) in self._begun.items():
+        for i in range(batch.samples):
+            if batch.place + i not in self._begun:
+                continue
+            call, _ = self._begun[batch.place + i]
             for column in _OF_A_SAMPLE:
                 if column in batch.columns and call.arguments[column] != [batch.columns[column][i]]:
                     raise QeRLError(
@@ -219,10 +284,12 @@ class Waiting(Judging):
                     )
 
     async def _by_sample(self, batch: Batch) -> tuple[list[SampleCall], Tries]:
-        begun, tries = self._begun, self._tries
-        calls = [begun[i][0] if i in begun else batch.sample(i) for i in range(batch.samples)]
+        tries = self._tries
+        begun = [self._begun.get(batch.place + i) for i in range(batch.samples)]
+        calls = [batch.sample(i) if each is None else each[0] for i, each in enumerate(begun)]
         await _all(
-            _ended(begun[i][1]) if i in begun else self._try(call, tries) for i, call in enumerate(calls)
+            self._try(call, tries) if each is None else _ended(each[1])
+            for call, each in zip(calls, begun, strict=True)
         )
         return calls, tries
 

@@ -35,10 +35,10 @@ def sound_data(
             "curriculum draws some problems of the data set less than others, which an IterableDataset "
             "cannot give; load it as a Dataset or set curriculum: false."
         )
-    if args.dynamic_sampling_rounds and isinstance(train_dataset, IterableDataset):
+    if args.dynamic_sampling_batches and isinstance(train_dataset, IterableDataset):
         raise QeRLError(
-            "dynamic_sampling_rounds draws other prompts of the data set, which an IterableDataset cannot "
-            "give; load it as a Dataset or set dynamic_sampling_rounds: 0."
+            "dynamic_sampling_batches draws other prompts of the data set, which an IterableDataset cannot "
+            "give; load it as a Dataset or set dynamic_sampling_batches: 0."
         )
     return (
         sound_rows(train_dataset, "train_dataset", environments),

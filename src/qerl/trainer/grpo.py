@@ -88,6 +88,7 @@ from qerl.trainer.resume.claim import claimed
 from qerl.trainer.resume.provenance import check_base, write_provenance
 from qerl.trainer.rewards import Scorer
 from qerl.trainer.rollout_step import RolloutStep
+from qerl.trainer.sampler import Sampler
 from qerl.trainer.step_log import StepLog, print_table
 from qerl.trainer.teacher import ADAPTER, Teacher
 from qerl.trainer.update_step import Microbatch, UpdateStep, load_rollouts, save_rollouts
@@ -278,24 +279,26 @@ class QeRLTrainer(Trainer):
             self._conversations = Conversations(tokenizer, args.chat_template_kwargs, others, pool, limits)
         longest = args.generation_batch_size or args.per_device_eval_batch_size
         self._log = StepLog(self.accelerator.device, given.calls.early, longest)
-        self.rollouts = RolloutStep(
+        sampler = Sampler(
             args=args,
             engine=self.engine,
             tokenizer=tokenizer,
             renderer=self.processing_class,
             eos_token_ids=self.eos_token_ids,
             embeddings=self._base.get_input_embeddings().weight.shape[0],
-            scorer=scorer,
-            signal=signal,
-            prompts=self._prompt_choice(),
             conversations=self._conversations,
             noise=self._noise(),
             stops=given.stops,
             rollout_func=None if rollout_func is None else lambda prompts: rollout_func(prompts, self),
+            ended=scorer.begin if scorer.early else None,
             log=self._log,
-            accelerator=self.accelerator,
+            rank=self.accelerator.process_index,
             state=lambda: self.state,
             teacher_positions=None if self._teacher is None else self._teacher.positions,
+        )
+        choice = self._prompt_choice()
+        self.rollouts = RolloutStep(
+            *(args, sampler, scorer, signal, choice, self._log, self.accelerator, lambda: self.state)
         )
         if args.log_completions and args.log_completions_hub_repo and self.accelerator.is_main_process:
             repo, folder = args.log_completions_hub_repo, Path(str(args.output_dir)) / "completions"
@@ -306,7 +309,7 @@ class QeRLTrainer(Trainer):
 
     def _prompt_choice(self) -> PromptChoice | None:
         args = self.args
-        if not (args.curriculum or args.dynamic_sampling_rounds):
+        if not (args.curriculum or args.dynamic_sampling_batches):
             return None
         return PromptChoice(args, self.train_dataset, self.accelerator)
 
@@ -428,7 +431,7 @@ class QeRLTrainer(Trainer):
             prompts: Token ids of each prompt.
             samples: Completions per prompt.
         """
-        return self.rollouts.sample(prompts, samples, "train" if self.model.training else "eval")
+        return self.rollouts.sampler.sample(prompts, samples, "train" if self.model.training else "eval")
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Wraps transformers', which runs ahead of the optimizer's step.

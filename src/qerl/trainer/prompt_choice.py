@@ -4,6 +4,7 @@ the fresh ones of dynamic sampling.
 Every process decides for all of them, from the same draws and the same gathered rows, and takes its own part.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.curriculum import Curriculum, key_of
 from qerl.trainer.dynamic_sampling import FreshPrompts, prompt_of
 
+SHARE_FILE = "groups_with_signal.json"
+
 Row = dict[str, Any]
 
 
@@ -26,10 +29,13 @@ class PromptChoice:
         args: Settings of the run.
         dataset: The training rows.
         accelerator: Knows the processes.
+
+    Attributes:
+        share: Of groups that had a signal in the last rollout that looked for them.
     """
 
     def __init__(self, args: QeRLConfig, dataset: Dataset, accelerator: Accelerator) -> None:
-        self._accelerator, self._size = accelerator, args.num_generations or 1
+        self._accelerator, self._size, self.share = accelerator, args.num_generations or 1, 1.0
         self._curriculum = Curriculum(dataset, args.curriculum_floor, args.seed) if args.curriculum else None
         chances = self._curriculum.chances if self._curriculum is not None else None
         self._fresh = FreshPrompts(dataset, args.seed, chances)
@@ -63,7 +69,8 @@ class PromptChoice:
         return self._of_this_process(chosen, len(own)), logged
 
     def others(self, groups: int) -> list[Row]:
-        """Rows of that many further groups of this process in the step of the last rollout."""
+        """Rows of that many further groups of this process, each as often as it is sampled, in the step of
+        the last rollout."""
         drawn = self._fresh.draw(groups * self._accelerator.num_processes)
         return self._of_this_process(drawn, groups)
 
@@ -71,20 +78,25 @@ class PromptChoice:
         """Tell the curriculum of a run that `learns` what came of a rollout.
 
         Args:
-            inputs: The rows that this process sampled, as `chosen` gives them.
-            settled: Of the groups of all processes: whether its samples were all right or all wrong.
+            inputs: The rows that this process sampled, as `chosen` gives them; processes may differ in how
+                many.
+            settled: Of its groups: whether their samples were all right or all wrong.
         """
         assert self._curriculum is not None
-        keys = gather_object([key_of(row) for row in inputs[:: self._size]])
-        self._curriculum.observe(keys, settled)
+        own = zip((key_of(row) for row in inputs[:: self._size]), settled, strict=True)
+        self._curriculum.observe(*zip(*gather_object(list(own)), strict=True))
 
     def save(self, folder: Path) -> None:
-        """Write what the curriculum has learned into a checkpoint."""
+        """Write what was learned of the problems into a checkpoint."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SHARE_FILE).write_text(json.dumps(self.share), encoding="utf-8")
         if self._curriculum is not None:
             self._curriculum.save(folder)
 
     def load(self, folder: Path) -> None:
         """Go on with what a checkpoint had learned; to be called before the first rollout."""
+        if (file := folder / SHARE_FILE).is_file():
+            self.share = float(json.loads(file.read_text(encoding="utf-8")))
         if self._curriculum is not None:
             self._curriculum.load(folder)
 

@@ -9,8 +9,8 @@ defect (a misspelled column, a judge that cannot be reached), and a run that goe
 ends with the function's first error, unless ``reward_errors: tolerate`` asks for the zeros.
 
 The samples are those of all processes, and what failed is gathered before anything is raised: every process
-raises the same sentence, and none waits for another in a collective. Rollouts that dynamic sampling adds and
-those of evaluation are not looked at: they may be a single problem on which a sound function fails.
+raises the same sentence, and none waits for another in a collective. Groups that dynamic sampling adds and
+rollouts of evaluation are not looked at: they may be a single problem on which a sound function fails.
 """
 
 import functools
@@ -18,6 +18,7 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -33,7 +34,7 @@ from qerl.errors import QeRLError, first_line
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
 from qerl.settings.config import QeRLConfig
-from qerl.tasks.guard import GuardedReward, describe, judges_outside, name_of
+from qerl.tasks.guard import GuardedReward, Judged, describe, judges_outside, name_of
 from qerl.tasks.together import Together, can_begin_early, guarded
 
 logger = logging.getLogger(__name__)
@@ -125,22 +126,47 @@ def one_for_each(classes: Any, given: Any, rewards: list[Any]) -> Any:
     return every + [None] * added
 
 
-def stop_if_all_failed(rewards: Sequence[Callable[..., Any]], accelerator: Accelerator) -> None:
-    """Raises on every process if a guarded function failed on all samples that it was last called with.
+@dataclass
+class Tally:
+    """On how many samples a guarded function of this name failed."""
+
+    name: str
+    failed: int = 0
+    samples: int = 0
+    first: BaseException | None = None
+
+    @property
+    def all_failed(self) -> bool:
+        """True if it was called and failed on all of them."""
+        return 0 < self.samples == self.failed
+
+
+def tallied(scored: "Sequence[ScoredBatch]") -> list[Tally]:
+    """A tally of each guarded function over some batches, at least one."""
+    found = [Tally(name) for name, _ in scored[0].judged]
+    for batch in scored:
+        for tally, (_, judged) in zip(found, batch.judged, strict=True):
+            tally.failed += judged.failed
+            tally.samples += len(judged.rewards)
+            tally.first = tally.first or judged.first
+    return found
+
+
+def stop_if_all_failed(tallies: Sequence[Tally], accelerator: Accelerator) -> None:
+    """Raises on every process if a guarded function failed on all samples of all processes.
 
     Raises:
         QeRLError: With the function's name and its first error.
     """
-    functions = [reward for reward in rewards if isinstance(reward, GuardedReward)]
-    if not functions:
+    if not tallies:
         return
-    counts = [[reward.last.failed, len(reward.last.rewards)] for reward in functions]
+    counts = [[tally.failed, tally.samples] for tally in tallies]
     counts_RF2 = accelerator.gather(torch.tensor([counts], device=accelerator.device))  # R ranks, F functions
-    for reward, (failed, samples) in zip(functions, counts_RF2.sum(0).tolist(), strict=True):
+    for tally, (failed, samples) in zip(tallies, counts_RF2.sum(0).tolist(), strict=True):
         if 0 < samples == failed:
-            (first, *_) = gather_object([describe(reward.last.first)])
+            (first, *_) = gather_object([describe(tally.first)])
             raise QeRLError(
-                f"The reward function {reward.__name__!r} failed on all {samples} samples of a step; its "
+                f"The reward function {tally.name!r} failed on all {samples} samples of a step; its "
                 f"first error is {first}. Mend it, or set reward_errors: tolerate to go on without it."
             )
 
@@ -178,6 +204,35 @@ def _episode_reward(judge: Any) -> Callable[..., Any]:
     score.__name__ = judge.__name__
     # An agent has been run by now, and where it failed its sample has no reward.
     return judges_outside(score) if issubclass(judge, Endpoint) else score
+
+
+@dataclass(eq=False)
+class ScoredBatch:
+    """Samples that are scored together, and what came of it.
+
+    Attributes:
+        prompts, completions: The samples, as functions get them.
+        columns: What functions get beside these.
+        extra: Columns for the table of completions that functions have logged.
+        metrics: Values that they have logged.
+        judged: What each guarded function gave, by its name, in their order.
+    """
+
+    prompts: list[Any]
+    completions: list[Any]
+    columns: dict[str, Any]
+    extra: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    judged: list[tuple[str, Judged]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.columns["log_extra"] = lambda column, values: self.extra[column].extend(values)
+        self.columns["log_metric"] = lambda name, value: self.metrics[name].append(value)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All that functions are called with."""
+        return {"prompts": self.prompts, "completions": self.completions} | self.columns
 
 
 class Scorer:
@@ -226,9 +281,7 @@ class Scorer:
                 self.functions[at] = accelerator.prepare_model(
                     model, evaluation_mode=True, device_placement=True
                 )
-        self._begun: list[dict[str, Any]] = []
-        self._extra: dict[str, list[Any]] = defaultdict(list)
-        self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._begun: Sequence[dict[str, Any]] = []
 
     def _loaded(self, function: Any) -> Any:
         if not isinstance(function, str):
@@ -242,7 +295,7 @@ class Scorer:
                 "give its folder or Hub id, or a function."
             ) from error
 
-    def expect(self, rows: list[dict[str, Any]]) -> None:
+    def expect(self, rows: Sequence[dict[str, Any]]) -> None:
         """The samples that finish next are those of these rows; calls for others are given up."""
         self._begun = rows
         self._calls.take_seconds()  # which nobody asked for
@@ -251,56 +304,66 @@ class Scorer:
     def begin(self, row: int, completion: Any, token_ids: list[int]) -> None:
         """Begin the calls for a finished sample of those functions that begin early."""
         given = self._begun[row]
-        columns = self._columns([given]) | {
-            "prompts": [given["prompt"]],
-            "completions": [completion],
-            "completion_ids": [token_ids],
-        }
-        self._calls.begin(row, columns)
+        self._calls.begin(row, self.batch([given], [given["prompt"]], [completion], [token_ids]).arguments)
 
     def hidden_seconds(self) -> float:
         """Seconds of calls that went on beside the rollout, since this was last asked."""
         return self._calls.take_seconds()
 
-    def _columns(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What functions are handed beside the samples."""
-        names = [name for name in rows[0] if name not in _NOT_HANDED_ON]
-        columns: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
-        return columns | {
-            "trainer_state": self._state(),
-            "log_extra": lambda column, values: self._extra[column].extend(values),
-            "log_metric": lambda name, value: self._metrics[name].append(value),
-        }
-
-    def score(
+    def batch(
         self,
         rows: Sequence[dict[str, Any]],
         prompts: list[Any],
         completions: list[Any],
         completion_ids: list[list[int]],
-        environments: list[Any] | None,
-    ) -> torch.Tensor:
-        """The rewards [B, F] of this process's samples, fp32; NaN where a function gives none.
+        environments: list[Any] | None = None,
+    ) -> ScoredBatch:
+        """Samples of this process, for `score`.
 
         Args:
             rows: Of the data set, one for each sample.
             prompts, completions, completion_ids: The samples, as functions get them.
             environments: Of the samples, if there are any.
         """
-        columns = self._columns(rows)
+        names = [name for name in rows[0] if name not in _NOT_HANDED_ON]
+        columns: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
+        columns |= {"completion_ids": completion_ids, "trainer_state": self._state()}
         if environments is not None:
             columns["environments"] = environments
+        return ScoredBatch(prompts, completions, columns)
+
+    def start(self, batch: ScoredBatch, place: int) -> None:
+        """Begin the calls of functions that wait, while others are still decoded.
+
+        Args:
+            batch: Is given to `score` later.
+            place: Of its first sample among the rows of `expect`.
+        """
+        self._calls.start(batch.arguments, place)
+
+    def ended(self, batches: Sequence[ScoredBatch], wait: bool) -> list[int]:
+        """Places of those of some batches, which were started, for which `score` would wait for nobody.
+
+        Args:
+            batches: At least one, if ``wait``.
+            wait: Return only when there is one.
+        """
+        return self._calls.ended([batch.completions for batch in batches], wait)
+
+    def score(self, batch: ScoredBatch) -> torch.Tensor:
+        """The rewards [B, F] of a batch, fp32; NaN where a function gives none."""
+        prompts, completions, columns = batch.prompts, batch.completions, batch.columns
         device = self._accelerator.device
-        rewards_BF = torch.full((len(rows), len(self.functions)), torch.nan, device=device)
+        rewards_BF = torch.full((len(completions), len(self.functions)), torch.nan, device=device)
         for at, function in enumerate(self.functions):
             if isinstance(function, nn.Module):
                 rewards_BF[:, at] = self._judged_by(
                     function, self.processing_classes[at], prompts, completions
                 )
                 continue
-            given = function(
-                prompts=prompts, completions=completions, completion_ids=completion_ids, **columns
-            )
+            given = function(prompts=prompts, completions=completions, **columns)
+            if isinstance(function, GuardedReward):
+                batch.judged.append((function.__name__, function.last))
             rewards_BF[:, at] = torch.tensor([torch.nan if reward is None else reward for reward in given])
         if self.early:
             self._calls.take_seconds()  # what was waited for here is not hidden
@@ -309,7 +372,7 @@ class Scorer:
             logger.warning(
                 "No reward function scored %d of %d samples, the first of them for the prompt %r with the "
                 "completion %r.",
-                *(len(unscored), len(rows), prompts[unscored[0]], completions[unscored[0]]),
+                *(len(unscored), len(completions), prompts[unscored[0]], completions[unscored[0]]),
             )
         return rewards_BF
 
@@ -329,34 +392,20 @@ class Scorer:
         with torch.inference_mode():
             return model(**inputs.to(self._accelerator.device)).logits[:, 0].float()
 
-    def forget_logged(self) -> None:
-        """Drop what functions have logged and nobody has taken."""
-        self._extra.clear()
-        self._metrics.clear()
-
-    def take_logged(self, count: int) -> tuple[dict[str, list[Any]], dict[str, float]]:
-        """Columns for the table of completions, of all processes, and metrics that functions have logged.
+    def metrics(self, scored: Sequence[ScoredBatch]) -> dict[str, float]:
+        """Means of what functions have logged of some batches, of all processes.
 
         Every process must call this. Names are gathered and sorted, because processes may differ in them.
-
-        Args:
-            count: Samples of this process.
         """
-        extra, metrics = dict(self._extra), dict(self._metrics)
-        self.forget_logged()
-        columns = {
-            name: gather_object(extra.get(name, [None] * count))
-            for name in sorted(set(gather_object(list(extra))))
-        }
         means = {}
-        for name in sorted(set(gather_object(list(metrics)))):
-            values = metrics.get(name, [])
+        for name in sorted(set(gather_object([name for batch in scored for name in batch.metrics]))):
+            values = [value for batch in scored for value in batch.metrics.get(name, ())]
             own = torch.tensor(
                 [[sum(values), len(values)]], dtype=torch.float, device=self._accelerator.device
             )
             total, number = self._accelerator.gather(own).sum(dim=0).tolist()
             means[name] = total / number
-        return columns, means
+        return means
 
 
 def _name_of(function: Any) -> str:

@@ -104,26 +104,22 @@ class StepLog:
         return found
 
     @contextlib.contextmanager
-    def apart(self, evaluation: str | None = None) -> Iterator[None]:
-        """Samples of the block are kept in a table of their own. Metrics of training are dropped, or, in an
-        evaluation, seconds, which are no step's.
+    def apart(self, evaluation: str) -> Iterator[None]:
+        """Samples of an evaluation are kept in a table of their own, and its seconds are dropped, which are
+        no step's.
 
         Args:
-            evaluation: Prefix of the evaluation that the block is; None for a further rollout of a step.
+            evaluation: Prefix of the evaluation that the block is.
         """
-        former = self.records, self.metrics["train"], self.evaluation
+        former = self.records, self.evaluation
         clock = self._seconds, self._total, self._last_microbatch, self._running
-        self.records = []
-        if evaluation is None:
-            self.metrics["train"] = defaultdict(list)
-        else:
-            self.evaluation, self._seconds, self._running = evaluation, defaultdict(float), False
+        self.records, self.evaluation = [], evaluation
+        self._seconds, self._running = defaultdict(float), False
         try:
             yield
         finally:
-            self.records, self.metrics["train"], self.evaluation = former
-            if evaluation is not None:
-                self._seconds, self._total, self._last_microbatch, self._running = clock
+            self.records, self.evaluation = former
+            self._seconds, self._total, self._last_microbatch, self._running = clock
 
     # Times: seconds of an optimizer step, of trainings and of evaluations
 

@@ -174,3 +174,21 @@ def test_lengths_ahead_are_no_longer_than_the_model():
     assert BlockDemand(300, 200, 8).ahead(4096) == BlockDemand(512, 256, 1)
     assert BlockDemand(512, 1, 8).ahead(4096) == BlockDemand(512, 1, 1)
     assert BlockDemand(700, 513, 8).ahead(1000) == BlockDemand(1000, 1000, 1)
+
+
+def test_room_for_the_longest_prompt_to_come_is_taken_as_the_plan_counts_it():
+    """Groups of an open call: two of eight go on side by side, those that follow have longer prompts."""
+    engine = made()
+    with engine.session(PARAMS, growing=True, longest_prompt=400) as session:
+        session.start([[5] * 40, [6] * 40], 8, [SamplingParams(180)] * 16)
+        assert engine.parts.cache.blocks == BlockDemand(400, 180, 8).blocks(16)
+        layers, ended = engine.parts.cache.layers, 0
+        for _ in range(5):
+            while ended < 8:
+                for turn in session.next():
+                    session.finish(turn.index)
+                    ended += 1
+            ended -= 8
+            session.start([[7] * 400], 8, [SamplingParams(180)] * 8)
+        play(session)
+    assert engine.parts.cache.layers is layers and engine.parts.graphs.forgotten == 1

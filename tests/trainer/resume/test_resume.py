@@ -37,7 +37,7 @@ LONGER = {"level": "wp1", "examples": 0, "train_size": 16, "test_size": 4}
             {"steps_per_generation": 2, "num_iterations": 2}, id="stopped while a rollout is half used"
         ),
         pytest.param(
-            {"dynamic_sampling_rounds": 1, "algorithm": "dapo", "signal": "reward"}, id="dynamic sampling"
+            {"dynamic_sampling_batches": 1, "algorithm": "dapo", "signal": "reward"}, id="dynamic sampling"
         ),
         pytest.param(
             {"noise_scale": "relative", "steps_per_generation": 2}, id="noise relative to the weights"
@@ -50,7 +50,7 @@ LONGER = {"level": "wp1", "examples": 0, "train_size": 16, "test_size": 4}
                     "arithmetic": {"weight": 2, "task_options": {"train_size": 3, "test_size": 2}},
                 },
                 "curriculum": True,
-                "dynamic_sampling_rounds": 1,
+                "dynamic_sampling_batches": 1,
                 "eval_strategy": "no",
             },
             id="several tasks and a curriculum",

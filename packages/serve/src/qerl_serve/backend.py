@@ -1,39 +1,35 @@
-"""The model behind a server: one frozen base, the adapters of its clients, an engine and their losses.
+"""The model behind a server: one frozen base, the adapters of its clients, and teachers.
 
-It implements `qerl_serve.types.Backend` with the parts beside it: `seats` and `adapters` train, `sampling`
-samples, `checkpoints` saves, and `qerl.update` has the losses. The packed weights are there once; engine and
-update read the same bytes, so a sampler is never synced.
+It implements `qerl_serve.types.Backend` with the parts beside it: `bases` are the models with their engines
+and losses, `seats` and `adapters` train, `sampling` samples, `checkpoints` saves. The packed weights of each
+model are there once; engine and update read the same bytes, so a sampler is never synced.
 
 **Noise.** A server with a noise schedule samples a model's snapshots with noise in their norms: Z of the
 model's seed and its number of optimizer steps, as in the rollouts of `qerl train`. The client gets the
 log-probabilities of the noisy policy, sends them back with its loss, and `importance_sampling` makes of them
 the correction of clean over noisy. Left without noise are the base, greedy samples, log-probabilities of
-prompts, and of course losses.
+prompts, teachers, and of course losses.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
-from qerl.families.parts import base_model
 from qerl.noise.draw import AdaptiveNoise, NoiseScale
 from qerl.noise.schedule import NoiseSchedule
-from qerl.rollout.engine import NormOffsets, RolloutEngine
-from qerl.rollout.stops import StopStrings
+from qerl.rollout.engine import NormOffsets
 from qerl.seeding import derive_seed
-from qerl.update.driver import LossDriver
 from qerl_serve.adapters import Adapters, Snapshot
+from qerl_serve.bases import Base
 from qerl_serve.checkpoints import EXTERNAL, SAMPLING, TRAINING, Store
-from qerl_serve.sampling import Host, Limits, Policy, Sampling, Scores
-from qerl_serve.scoring import score_prompts
-from qerl_serve.seats import Seats, Shape
+from qerl_serve.names import SCHEME
+from qerl_serve.sampling import Host, Policy, Sampling
+from qerl_serve.seats import Shape
 from qerl_serve.types import (
     AdamParams,
     Arrivals,
@@ -57,42 +53,31 @@ class ModelBackend:
     """See `qerl_serve.types.Backend`.
 
     Args:
-        models: The base under each of its names.
-        seats: Of the base.
-        engine: Samples from it; its model is that of the seats.
-        driver: Computes losses with it.
+        base: On which clients train.
         adapters: Of the clients.
         store: The server's folder.
-        tokenizer: Of the base, for stops that are text.
-        end_token_ids: Default end tokens of a completion.
+        teachers: Models beside it that do not train, with other names.
         noise: Schedule by a model's optimizer steps; None samples without noise.
         noise_scale: Unit of the schedule's sigma.
     """
 
     def __init__(
         self,
-        models: Sequence[ModelInfo],
-        seats: Seats,
-        engine: RolloutEngine,
-        driver: LossDriver,
+        base: Base,
         adapters: Adapters,
         store: Store,
-        tokenizer: PreTrainedTokenizerBase,
-        end_token_ids: tuple[int, ...],
+        teachers: Sequence[Base] = (),
         noise: NoiseSchedule | None = None,
         noise_scale: NoiseScale = "absolute",
     ) -> None:
-        self.models = models
-        self.reader: Reader | None = Reader(copy.deepcopy(tokenizer), end_token_ids)
-        self._seats, self._driver, self._adapters, self._store = seats, driver, adapters, store
-        self._tokenizer = tokenizer
-        self._noise = None if noise is None else AdaptiveNoise(seats.model, noise, 0, noise_scale)
+        self.models: Sequence[ModelInfo] = [name for each in (base, *teachers) for name in each.names]
+        self.reader: Reader | None = Reader(copy.deepcopy(base.tokenizer), base.end_token_ids)
+        self._base, self._seats, self._adapters, self._store = base, base.seats, adapters, store
+        self._noise = None if noise is None else AdaptiveNoise(base.seats.model, noise, 0, noise_scale)
         offsets = None if self._noise is None else partial(self._offsets, self._noise)
-        host = Host(engine, self._policy, self._lend, offsets, self._score, self._stop_strings)
-        vocabulary = base_model(seats.model).get_input_embeddings().num_embeddings
-        self._sampling = Sampling(host, Limits(models[0].max_context_length, vocabulary, end_token_ids))
-        self._engine = engine
-        self._policies: dict[str, Policy] = {}
+        self._hosts = {base: base.host(offsets), **{teacher: teacher.host() for teacher in teachers}}
+        self._sampling = Sampling(self._policy)
+        self._policies: dict[str, tuple[Base, Policy]] = {}
         self._given: dict[str, int] = {}  # how often each key was given
         self._saved: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
         self._snapshots = 0
@@ -114,7 +99,8 @@ class ModelBackend:
         """See `Backend.forward_backward`."""
         adapter = self._adapters.use(model_id)
         with self._seats.used(adapter.shape, adapter.matrices):
-            run = self._driver.forward if forward_only else self._driver.forward_backward
+            driver = self._base.driver
+            run = driver.forward if forward_only else driver.forward_backward
             return run(data, loss, config)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
@@ -136,7 +122,7 @@ class ModelBackend:
         snapshot = self._adapters.get(model_id).snapshot()
         self._snapshots += 1
         key = f"snapshot:{self._snapshots}:{model_id}"
-        self._give(key, snapshot)
+        self._give(key, self._base, snapshot)
         return key
 
     def save_external(self, model_id: str, name: str, notes: Notes = _NO_NOTES) -> str:
@@ -145,6 +131,7 @@ class ModelBackend:
 
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
         """See `Backend.load_state`; without the optimizer the count of steps begins anew."""
+        self._trained_on(path, [self._base])
         saved = self._store.read(path, with_optimizer)
         if model_id in self._adapters:
             adapter = self._adapters.use(model_id)
@@ -164,24 +151,20 @@ class ModelBackend:
             raise
         adapter.seed = saved.seed
 
-    def sampler(self, path_or_base: str) -> str:
+    def sampler(self, path_or_base: str, base: str | None = None) -> str:
         """See `Backend.sampler`."""
-        if any(path_or_base == model.name for model in self.models):
-            self._give(path_or_base, None)
+        if not path_or_base.startswith(SCHEME):
+            self._give(path_or_base, self._named(path_or_base), None)
             return path_or_base
-        if not path_or_base.startswith("tinker://"):
-            raise QeRLError(
-                f"This server has no model {path_or_base[:200]!r}, but "
-                f"{' or '.join(model.name for model in self.models)}; name that one, or a tinker:// path."
-            )
-        key = f"{path_or_base}@{self._store.saved_at(path_or_base)}"
+        on = self._trained_on(path_or_base, self._hosts if base is None else [self._named(base)])
+        key = f"{path_or_base}@{self._store.saved_at(path_or_base)}@{on.name}"
         snapshot = self._saved.get(key)
         if snapshot is None:
             saved = self._store.read(path_or_base)
             matrices = {name: torch.nn.Parameter(t, False) for name, t in saved.weights.items()}
-            self._seats.check(saved.shape)
+            on.seats.check(saved.shape)
             snapshot = self._saved[key] = Snapshot(saved.shape, matrices, saved.seed, saved.steps)
-        self._give(key, snapshot)
+        self._give(key, on, snapshot)
         return key
 
     def sample(
@@ -197,7 +180,8 @@ class ModelBackend:
     def weights_info(self, path: str) -> WeightsInfo:
         """See `Backend.weights_info`; the base has its present name, which clients give back."""
         saved = self._store.about(path)
-        return _info(self.models[0].name if self._store.fits(saved) else saved.base, saved.shape)
+        present = {base.fingerprint: base.name for base in reversed(self._hosts)}
+        return _info(present.get(saved.fingerprint, saved.base), saved.shape)
 
     def checkpoints(self) -> Sequence[Checkpoint]:
         """See `Backend.checkpoints`."""
@@ -241,8 +225,8 @@ class ModelBackend:
             "samplers": len(self._given),
             "update_every_n_layers": self._seats.every_n_layers,
         }
-        if self._driver.tokens_per_forward is not None:
-            found["update_tokens_per_forward"] = self._driver.tokens_per_forward
+        if self._base.driver.tokens_per_forward is not None:
+            found["update_tokens_per_forward"] = self._base.driver.tokens_per_forward
         if self._seats.device.type == "cuda":
             found["gpu_memory_bytes"] = torch.cuda.memory_allocated(self._seats.device)
             found["gpu_peak_memory_bytes"] = torch.cuda.max_memory_allocated(self._seats.device)
@@ -251,7 +235,8 @@ class ModelBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         try:
-            self._engine.release()
+            for base in self._hosts:
+                base.engine.release()
         finally:
             self._store.close()
 
@@ -260,29 +245,45 @@ class ModelBackend:
         config = self._seats.config(adapter.shape)
         return self._store.save(model_id, kind, name, adapter, config, notes, overwrite)
 
-    def _give(self, key: str, policy: Policy) -> None:
-        self._policies[key] = policy
+    def _named(self, name: str) -> Base:
+        """The base of one of the server's names."""
+        for base in self._hosts:
+            if any(name == model.name for model in base.names):
+                return base
+        raise QeRLError(
+            f"This server has no model {name[:200]!r}, but "
+            f"{' or '.join(model.name for model in self.models)}; name that one, or a tinker:// path."
+        )
+
+    def _trained_on(self, path: str, bases: Iterable[Base]) -> Base:
+        """That of some bases on which saved weights were trained, whatever its name was then; the first
+        where several are the same model in other formats.
+
+        Raises:
+            QeRLError: None is.
+        """
+        saved, bases = self._store.about(path), [*bases]
+        for base in bases:
+            if base.fingerprint == saved.fingerprint:
+                return base
+        raise QeRLError(
+            f"{path} was trained on {saved.base}, whose norms or embeddings are not those of "
+            f"{' or '.join(base.name for base in bases)}; name that model, or start a server with it."
+        )
+
+    def _give(self, key: str, base: Base, policy: Policy) -> None:
+        self._policies[key] = base, policy
         self._given[key] = self._given.get(key, 0) + 1
 
-    def _policy(self, key: str) -> Policy:
+    def _policy(self, key: str) -> tuple[Host, Policy]:
         if key not in self._policies:
             raise QeRLError("There is no such sampler on this server; make one from saved weights.")
-        return self._policies[key]
-
-    def _lend(self, policy: Policy) -> AbstractContextManager[object]:
-        if policy is None:
-            return self._seats.unused()
-        return self._seats.used(policy.shape, policy.on(self._seats.device))
+        base, policy = self._policies[key]
+        return self._hosts[base], policy
 
     def _offsets(self, noise: AdaptiveNoise, policy: Snapshot) -> NormOffsets:
         noise.seed = policy.seed
         return noise.offsets(policy.steps)
-
-    def _score(self, requests: Sequence[SampleRequest]) -> list[Scores]:
-        return score_prompts(self._driver, self._seats.model, requests)
-
-    def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings:
-        return StopStrings(self._tokenizer, strings)
 
 
 def _info(base: str, shape: Shape) -> WeightsInfo:

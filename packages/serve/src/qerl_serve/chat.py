@@ -7,6 +7,8 @@ drawn, and not with those that its text would have; keys and values are computed
 
 A model is named as the base is, by the tinker:// path of saved weights, or by the last part of that path
 where only one has it. Saved weights are opened for a request and those that were asked for last stay open.
+Teachers have tokenizers of their own, which nothing here reads or writes with, so they and what was trained
+on them are refused.
 """
 
 import asyncio
@@ -70,6 +72,7 @@ class ChatDesk:
     def __init__(self, clients: Clients, api_key: str, reader: Reader) -> None:
         self._clients, self._key, self._reader = clients, api_key, reader
         self._templates = Templates(reader.tokenizer, None)
+        self._bases = [base.name for base in clients.bases.values() if base.trainable]
         self._lock = threading.Lock()  # of the histories, which the worker writes to
         self._histories: dict[str, History] = {}
         self._open: OrderedDict[str, str] = OrderedDict()  # the backend's keys by source, the last used last
@@ -77,7 +80,7 @@ class ChatDesk:
     async def models(self, key: str) -> Sequence[str]:
         """See `Desk.models`."""
         self._check_key(key)
-        return [*self._clients.bases, *await self._saved()]
+        return [*self._bases, *await self._saved()]
 
     async def ask(self, key: str, asked: Asked) -> Reply:
         """See `Desk.ask`; each request is drawn anew."""
@@ -121,13 +124,18 @@ class ChatDesk:
         """What the backend knows the model of a name by.
 
         Raises:
-            ApiError: There is no such model.
+            ApiError: There is no such model, or it is a teacher.
         """
-        bases = self._clients.bases
-        if name in bases:
+        if name in self._bases:
             return name
+        if name in self._clients.bases:
+            raise ApiError(
+                f"The model {name!r} is a teacher, whose tokenizer these routes do not have; ask for "
+                f"{self._bases[0]}, or sample from the teacher with the Tinker API.",
+                param="model",
+            )
         saved = await self._saved()
-        check_model(name, [*bases, *saved])
+        check_model(name, [*self._bases, *saved])
         return saved[name]
 
     async def _saved(self) -> dict[str, str]:
@@ -166,10 +174,10 @@ class ChatDesk:
 
     def _opened(self, source: str, backend: Backend) -> str:
         """The backend's key of a policy, for one request; saved weights that were asked for stay open."""
-        key = backend.sampler(source)
-        if source not in self._clients.bases:
+        key = backend.sampler(source, self._bases[0])
+        if source not in self._bases:
             former = self._open.pop(source, None)
-            self._open[source] = backend.sampler(source)
+            self._open[source] = backend.sampler(source, self._bases[0])
             surplus = [] if former is None else [former]
             if len(self._open) > KEPT_POLICIES:
                 surplus.append(self._open.popitem(last=False)[1])

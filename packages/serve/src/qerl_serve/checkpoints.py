@@ -159,15 +159,10 @@ class Store:
         """A saved adapter, on the host.
 
         Raises:
-            QeRLError: There is none at this path, it is damaged, of another base, or saved without the
-                optimizer that is asked for.
+            QeRLError: There is none at this path, it is damaged, or saved without the optimizer that is asked
+                for.
         """
         folder, about = self._about(path)
-        if not self.fits(about):
-            raise QeRLError(
-                f"{path} was trained on {about.base}, whose norms or embeddings are not those of this "
-                f"server's model {self._facts.get('base')}; start the server with that one."
-            )
         if with_optimizer and not (folder / OPTIMIZER_FILE).is_file():
             raise QeRLError(
                 f"{path} was saved to sample from, without an optimizer; load it without one, or load what "
@@ -188,10 +183,6 @@ class Store:
             QeRLError: There are none at this path, or they are damaged.
         """
         return self._about(path)[1]
-
-    def fits(self, saved: Saved) -> bool:
-        """True if saved weights were trained on this server's base, whatever its name was then."""
-        return bool(saved.fingerprint == self._facts.get("fingerprint"))
 
     def checkpoint(self, path: str) -> Checkpoint:
         """The entry of a path in a list of checkpoints.

@@ -80,7 +80,7 @@ class Clients:
     """Sessions with their models and samplers.
 
     Args:
-        bases: The base by its names.
+        bases: The base that trains by its names, and teachers by theirs.
         limits: Of requests and records.
 
     Attributes:
@@ -194,6 +194,20 @@ class Clients:
         if name not in self.bases:
             raise QeRLError(
                 f"The base model {name!r} is not on this server; it serves {', '.join(self.bases)}."
+            )
+
+    def check_trainable(self, name: str) -> None:
+        """Refuse to train a base model that this server does not have, or has as a teacher.
+
+        Raises:
+            QeRLError: It does not, or has.
+        """
+        self.check_base(name)
+        if not self.bases[name].trainable:
+            trained = next(base.name for base in self.bases.values() if base.trainable)
+            raise QeRLError(
+                f"The model {name!r} is a teacher on this server, which samples and scores but is not "
+                f"trained; train {trained}, or start a server with the teacher as its MODEL."
             )
 
     def model_info(self, model_id: str) -> tuple[Model, WeightsInfo, ModelInfo]:

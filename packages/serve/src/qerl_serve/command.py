@@ -11,6 +11,7 @@ import secrets
 import shlex
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,12 @@ def add_serve(commands: Any) -> None:
         "--served_name", metavar="NAME",
         help="by which clients ask for the model; default: MODEL, and the folder where it lies",
     )  # fmt: skip
+    sub.add_argument(
+        "--teacher", action="append", default=[], metavar="MODEL",
+        help="another model, which samples and scores for recipes of distillation and is not trained; may be "
+        "given again for more of them",
+    )  # fmt: skip
+    sub.add_argument("--teacher_weights", choices=FORMATS, help="of teachers; default: as for --weights")
     sub.add_argument("--status", action="store_true", help="say how the server at --host and --port is doing")
     sub.add_argument(
         "--port", type=number_from(0, int, 65535), default=8000, help="default: 8000; 0 takes a free one"
@@ -120,6 +127,8 @@ def _serve(args: argparse.Namespace) -> None:
         return
     if args.model is None:
         raise QeRLError("MODEL is missing; name the model to serve, or ask for --status.")
+    if args.teacher_weights is not None and not args.teacher:
+        raise QeRLError("--teacher_weights has no effect without a teacher; give --teacher too.")
     noise = _noise(args)
     with listen(args.host, args.port) as listening:
         api_key = _own_key(args)
@@ -134,6 +143,8 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
         BackendOptions(
             model=args.model,
             served_name=args.served_name,
+            teachers=tuple(args.teacher),
+            teacher_weights=args.teacher_weights,
             folder=args.output_dir,
             weights=args.weights,
             rounding=args.rounding,
@@ -185,13 +196,15 @@ def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: 
     # A stream that is no terminal is often a log, which others can read.
     shown = api_key if args.console.file.isatty() else _where_key_is(args)
     args.console.print(
-        greeting(base.name, args.host, listening.getsockname()[1], shown, args.output_dir),
+        greeting(base.name, args.host, listening.getsockname()[1], shown, args.output_dir, args.teacher),
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     Server(backend, limits, api_key).run(listening)
 
 
-def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> str:
+def greeting(
+    model: str, host: str, port: int, api_key: str, folder: Path, teachers: Sequence[str] = ()
+) -> str:
     """The message of a server that has begun: variables to export, and a line to try.
 
     Args:
@@ -199,10 +212,12 @@ def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> st
         host, port: Of its socket.
         api_key: Its key, or the text that a shell replaces by it.
         folder: Of saved weights.
+        teachers: Names of the models beside the base.
     """
     url = f"http://{_address(host)}:{port}"
+    served = f"{model}, and to teach it {', '.join(teachers)}," if teachers else model
     lines = [
-        f"Serving {model} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
+        f"Serving {served} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
         "",
         f"  export TINKER_BASE_URL={url} TINKER_API_KEY={api_key}",
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={api_key}",

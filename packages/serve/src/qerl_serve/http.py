@@ -79,12 +79,12 @@ class Api:
 
     def app(self) -> Starlette:
         """The application."""
-        limits = self._clients.limits
+        limits, bases = self._clients.limits, self._clients.bases.values()
         gate = Middleware(
             Gate,
             api_key=self._api_key,
             max_tensors=limits.body,
-            max_json=limits.json,
+            max_json=limits.json(max(base.max_context_length for base in bases)),
             max_coming=max(limits.held, limits.body),
         )
         return Starlette(

@@ -8,7 +8,7 @@ class Limits:
     """Limits of requests and of the server's records.
 
     Attributes:
-        context: Tokens of a prompt with its completion, or of a datum.
+        context: Tokens of a prompt with its completion, or of a datum, for the model that trains.
         max_rank: Largest rank of an adapter.
         max_models: Models of all clients together.
         connections: Connections of all clients together; a client is told to use at most half of them to wait
@@ -53,7 +53,6 @@ class Limits:
     gather_s: float = 0.02
     gather_most_s: float = 0.5
 
-    @property
-    def json(self) -> int:
-        """Bytes of a request in JSON: 16 for each token of the context, and 1 MiB for all else."""
-        return min(self.body, 16 * self.context + (1 << 20))
+    def json(self, context: int) -> int:
+        """Bytes of a request in JSON: 16 for each token of the longest context, and 1 MiB for all else."""
+        return min(self.body, 16 * context + (1 << 20))

@@ -1,10 +1,16 @@
-"""From a server's options to its backend: loaded, seated, with an engine and a folder."""
+"""From a server's options to its backend: models loaded, seated, with their engines, and a folder.
+
+Names that two models would have are refused before any is loaded. Memory is not counted here, that is what
+`qerl plan` is for: a teacher that finds no room ends the start, and beyond the weights nothing is reserved,
+since the engines take what is left for keys and values by turns.
+"""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from huggingface_hub import constants
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,7 +19,7 @@ from qerl.families.experts import experts_of
 from qerl.families.parts import base_model
 from qerl.families.sizes import positions_of
 from qerl.kernels.limits import MAX_RANK
-from qerl.models.decide import Choices, ComputeDtype, Source, decide
+from qerl.models.decide import Choices, ComputeDtype, Loading, Source, decide
 from qerl.models.fingerprint import fingerprint
 from qerl.models.hub import LocalModel
 from qerl.models.load import end_token_ids, load_tokenizer
@@ -25,6 +31,7 @@ from qerl.update.driver import LossDriver
 from qerl.weight_formats import Rounding, WeightFormatName
 from qerl_serve.adapters import Adapters
 from qerl_serve.backend import ModelBackend
+from qerl_serve.bases import Base
 from qerl_serve.checkpoints import Store
 from qerl_serve.seats import Seats
 from qerl_serve.types import ModelInfo
@@ -42,6 +49,8 @@ class BackendOptions:
         model: Hub id, local folder or .gguf file.
         folder: Of saved weights.
         served_name: The clients' name for the model; None stands for its own names.
+        teachers: Models beside it that are sampled from and score, each by its own names.
+        teacher_weights: Format of those; None as for `weights`.
         weights, rounding, dtype: As for `qerl eval`; None takes those of a packed checkpoint, else nvfp4.
         max_rank: The largest rank of an adapter, which sizes the paged engine's buffers.
         max_models: Largest number of adapters.
@@ -60,6 +69,8 @@ class BackendOptions:
     model: str
     folder: Path
     served_name: str | None = None
+    teachers: tuple[str, ...] = ()
+    teacher_weights: WeightFormatName | None = None
     weights: WeightFormatName | None = None
     rounding: Rounding | None = None
     dtype: ComputeDtype | None = None
@@ -88,69 +99,53 @@ class BackendOptions:
 
 
 def open_backend(options: BackendOptions) -> ModelBackend:
-    """The backend with its model loaded, ready for requests.
+    """The backend with its models loaded, ready for requests.
 
     Raises:
-        QeRLError: The model cannot be loaded, or an option is impossible on this machine.
+        QeRLError: A model cannot be loaded, or an option is impossible on this machine.
     """
-    source = Source(
-        options.model,
-        weights=options.weights,
-        rounding=options.rounding,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-    )
-    loading = decide(source, Choices())
-    tokenizer = load_tokenizer(loading.model, chat=False, trust_remote_code=options.trust_remote_code)
-    model = loading.load()
-    if any(experts_of(model)):
-        raise QeRLError(f"{options.model} is a mixture of experts, which are not served; use a dense model.")
+    student = _loading(options, options.model, options.weights)
+    teachers = [_loading(options, name, options.teacher_weights) for name in options.teachers]
+    _check_names(student, teachers, options.served_name)
+    base = _open_base(options, student, options.served_name)
+    beside = [_open_teacher(options, each) for each in teachers]
     facts = {
-        "dtype": str(loading.dtype).removeprefix("torch."),
+        "dtype": str(student.dtype).removeprefix("torch."),
         "base": options.model,
-        "fingerprint": fingerprint(model.named_parameters()),
+        "fingerprint": base.fingerprint,
     }
-    settings = {"model": options.model, "weights": loading.weights, "tuning": "lora"}
-    if loading.rounding is not None:
-        facts["rounding"] = settings["rounding"] = loading.rounding
-    positions = positions_of(base_model(model).config.get_text_config(decoder=True))
-    return make_backend(
-        options,
-        model,
-        tokenizer,
-        models=model_names(loading.model, positions, options.served_name),
-        end_token_ids=end_token_ids(model, tokenizer),
-        store=Store(options.folder, facts, settings),
-    )
+    settings = {"model": options.model, "weights": student.weights, "tuning": "lora"}
+    if student.rounding is not None:
+        facts["rounding"] = settings["rounding"] = student.rounding
+    return make_backend(options, base, Store(options.folder, facts, settings), beside)
 
 
-def make_backend(
+def make_base(
     options: BackendOptions,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    models: Sequence[ModelInfo],
+    names: Sequence[ModelInfo],
     end_token_ids: tuple[int, ...],
-    store: Store,
-) -> ModelBackend:
-    """The backend of a loaded model.
+) -> Base:
+    """A loaded model in seats, with its engine and its losses.
 
     Args:
         options: Of the server; those for loading are not looked at.
-        model: The base, without an adapter; it is frozen and wrapped in place.
+        model: Without an adapter; it is frozen and wrapped in place.
         tokenizer: Its tokenizer.
-        models: The base under each of its names.
+        names: The model under each of its names.
         end_token_ids: Default end tokens of a completion.
-        store: The server's folder.
 
     Raises:
-        QeRLError: The model cannot be trained in packed rows, or not sampled from as asked.
+        QeRLError: The model cannot be run in packed rows, or not sampled from as asked.
     """
+    known = fingerprint(model.named_parameters())
     seats = Seats(model, options.max_rank)
-    if seats.device.type == "cuda":
+    if seats.device.type == "cuda" and names[0].trainable:
         seats.recompute_layers(options.every_n_layers)
-    return ModelBackend(
-        models=models,
+    return Base(
+        names=names,
         seats=seats,
         engine=make_engine(
             seats.model, tokenizer.pad_token_id, options.max_sequences, options.kv_cache_dtype
@@ -161,17 +156,38 @@ def make_backend(
             advice=_ADVICE,
             recompute_every_layer=seats.recompute_every_layer,
         ),
-        adapters=Adapters(seats, options.max_models, options.resident),
-        store=store,
         tokenizer=tokenizer,
         end_token_ids=end_token_ids,
-        noise=options.noise,
-        noise_scale=options.noise_scale,
+        fingerprint=known,
     )
 
 
-def model_names(found: LocalModel, positions: int | None, served_name: str | None = None) -> list[ModelInfo]:
-    """The base by the clients' name for it; without one by the server's name for it, and by its folder.
+def make_backend(
+    options: BackendOptions, base: Base, store: Store, teachers: Sequence[Base] = ()
+) -> ModelBackend:
+    """The backend of loaded models.
+
+    Args:
+        options: Of the server; those for loading are not looked at.
+        base: On which clients train.
+        store: The server's folder.
+        teachers: Models beside it.
+    """
+    adapters = Adapters(base.seats, options.max_models, options.resident)
+    return ModelBackend(base, adapters, store, teachers, options.noise, options.noise_scale)
+
+
+def names_of(found: LocalModel, served_name: str | None = None) -> tuple[str, ...]:
+    """The clients' name for a model; without one the server's name for it, and its folder."""
+    if served_name is not None:
+        return (served_name,)
+    return tuple(dict.fromkeys((found.name, str(found.folder.resolve()))))
+
+
+def model_names(
+    found: LocalModel, positions: int | None, served_name: str | None = None, trainable: bool = True
+) -> list[ModelInfo]:
+    """A model by each of its names.
 
     Its tokenizer is where clients find it: at the Hub if the model came from there, else in the folder.
 
@@ -183,5 +199,68 @@ def model_names(found: LocalModel, positions: int | None, served_name: str | Non
     folder = str(found.folder.resolve())
     cached = Path(constants.HF_HUB_CACHE).resolve() in Path(folder).parents
     tokenizer = found.name if cached else folder
-    names = (found.name, folder) if served_name is None else (served_name,)
-    return [ModelInfo(name, positions, tokenizer) for name in dict.fromkeys(names)]
+    return [ModelInfo(name, positions, tokenizer, trainable) for name in names_of(found, served_name)]
+
+
+def _loading(options: BackendOptions, model: str, weights: WeightFormatName | None) -> Loading:
+    return decide(
+        Source(
+            model,
+            weights=weights,
+            rounding=options.rounding,
+            dtype=options.dtype,
+            trust_remote_code=options.trust_remote_code,
+        ),
+        Choices(),
+    )
+
+
+def _open_base(
+    options: BackendOptions, loading: Loading, served_name: str | None, trainable: bool = True
+) -> Base:
+    """Load a model."""
+    tokenizer = load_tokenizer(loading.model, chat=False, trust_remote_code=options.trust_remote_code)
+    model = loading.load()
+    if trainable and any(experts_of(model)):
+        raise QeRLError(
+            f"{loading.model.name} is a mixture of experts, which clients cannot train; use a dense model, "
+            "beside which it can be a --teacher."
+        )
+    positions = positions_of(base_model(model).config.get_text_config(decoder=True))
+    return make_base(
+        options,
+        model,
+        tokenizer,
+        names=model_names(loading.model, positions, served_name, trainable),
+        end_token_ids=end_token_ids(model, tokenizer),
+    )
+
+
+def _open_teacher(options: BackendOptions, loading: Loading) -> Base:
+    try:
+        return _open_base(options, loading, None, trainable=False)
+    except torch.OutOfMemoryError as error:
+        name = loading.model.name
+        raise QeRLError(
+            f"The teacher {name} finds no room on this GPU beside {options.model}; take a smaller one or "
+            f"fewer bits (--teacher_weights), and count what they need with `qerl plan {options.model} "
+            f"--adapters {options.resident} --algorithm distill --teacher {name}`."
+        ) from error
+
+
+def _check_names(student: Loading, teachers: Sequence[Loading], served_name: str | None) -> None:
+    """Refuse models that clients could not tell apart.
+
+    Raises:
+        QeRLError: Two have a name in common.
+    """
+    taken = set(names_of(student.model, served_name))
+    for teacher in teachers:
+        names = names_of(teacher.model)
+        if not taken.isdisjoint(names):
+            raise QeRLError(
+                f"--teacher {teacher.model.name} is served already by that name, and clients find a teacher "
+                "by its name; leave it out to score with the same weights, or give the model another "
+                "--served_name."
+            )
+        taken.update(names)

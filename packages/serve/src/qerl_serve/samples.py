@@ -44,16 +44,16 @@ class Samples:
             raise QeRLError("create_sampling_session needs model_path or base_model.")
         if body.model_path is not None:
             split_path(body.model_path)
-        else:
-            clients.check_base(source)
+        if body.base_model is not None:
+            clients.check_base(body.base_model)
         sampler_id = _sampler_id(body.session_id, body.sampling_session_seq_id)
 
         def open_sampler(backend: Backend) -> str:
-            base = source
             if body.model_path is not None:
-                base = next(iter(clients.bases))
                 self._make_room(backend, body.session_id, ephemeral=False)
-            self._add(backend, sampler_id, backend.sampler(source), base, body.model_path)
+            key = backend.sampler(source, body.base_model)
+            base = body.base_model or backend.weights_info(source).base_model
+            self._add(backend, sampler_id, key, base, body.model_path)
             return sampler_id
 
         with clients.lock:
@@ -108,8 +108,9 @@ class Samples:
             opening = None if sampler.open else clients.queue.call(partial(self._reopen, sampler))
         future.when_settled(lambda: self._settled(sampler))
         try:
+            context = clients.bases[sampler.base_model].max_context_length
             request = replace(
-                body.request(sampler.key, _seed_of(request_id), clients.limits),
+                body.request(sampler.key, _seed_of(request_id), replace(clients.limits, context=context)),
                 wanted=lambda: future.outcome is None,  # it fails as soon as its session ends
             )
         except QeRLError as error:
@@ -154,7 +155,7 @@ class Samples:
         if sampler.open or path is None:
             return
         self._make_room(backend, sampler.session_id, ephemeral=False)
-        key = backend.sampler(path)
+        key = backend.sampler(path, sampler.base_model)
         with self._clients.lock:
             there = sampler.id in self._clients.samplers
             sampler.open = there and key == sampler.key

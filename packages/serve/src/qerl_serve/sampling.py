@@ -17,6 +17,9 @@ policy. Log-probabilities of prompts are those of the policy without noise, from
 of the session; a late request that wants them waits for the next session, because a session may be noisy.
 
 A request whose client is gone is not begun, and its samples end with the engine's next look at its stops.
+
+A server with teachers has an engine for each model. One of them holds keys and values at a time: before a
+session of another it gives back what it holds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +36,7 @@ from qerl_serve.adapters import Snapshot
 from qerl_serve.types import Arrivals, SampledSequence, SampleRequest, SampleResult
 
 Policy = Snapshot | None
-"""A snapshot, or the base without any adapter."""
+"""A snapshot, or its base without any adapter."""
 
 MAX_JOINERS = 64
 """Requests that join a session while others wait for the next: a batch, as clients send it."""
@@ -66,11 +69,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class Host:
-    """The model for sampling.
+    """A model for sampling.
 
     Attributes:
         engine: Samples.
-        policy: The policy of a key; raises `QeRLError` for an unknown one.
+        limits: Of a request.
         lend: Inside the block the model is this policy.
         noise: Noise of a snapshot's samples; None where they have none.
         score: Scores of the prompts of some requests, in their order; the model is the policy.
@@ -78,11 +81,14 @@ class Host:
     """
 
     engine: RolloutEngine
-    policy: Callable[[str], Policy]
+    limits: Limits
     lend: Callable[[Policy], AbstractContextManager[object]]
     noise: Callable[[Snapshot], NormOffsets] | None
     score: Callable[[Sequence[SampleRequest]], Sequence[Scores]]
     stop_strings: Callable[[tuple[str, ...]], StopStrings]
+
+
+Find = Callable[[str], tuple[Host, Policy]]
 
 
 @dataclass
@@ -92,6 +98,7 @@ class _Asked:
     Attributes:
         number: By order of arrival.
         request: As the client sent it.
+        host: The model.
         policy: To sample from.
         noisy: True if its samples have noise.
         params: Of its samples, but for their seeds.
@@ -102,6 +109,7 @@ class _Asked:
 
     number: int
     request: SampleRequest
+    host: Host
     policy: Policy
     noisy: bool
     params: SamplingParams
@@ -111,7 +119,8 @@ class _Asked:
 
     def shares_with(self, other: "_Asked") -> bool:
         """True if both can be in one session."""
-        return self.policy is other.policy and self.noisy == other.noisy
+        same = self.host is other.host and self.policy is other.policy
+        return same and self.noisy == other.noisy
 
     @property
     def to_score(self) -> bool:
@@ -167,22 +176,21 @@ class Sampling:
     """Answers sampling requests.
 
     Args:
-        host: The model.
-        limits: Of a request.
+        find: Model and policy of a key; raises `QeRLError` for an unknown one.
     """
 
-    def __init__(self, host: Host, limits: Limits) -> None:
-        self._host, self._limits = host, limits
+    def __init__(self, find: Find) -> None:
+        self._find = find
 
     def answer(self, requests: Sequence[SampleRequest], arrived: Arrivals) -> Iterator[Answer]:
         """See `Backend.sample`."""
-        queue = _Queue(self._host, self._limits, arrived)
+        queue = _Queue(self._find, arrived)
         yield from queue.take(requests)
         try:
             while queue.waiting:
                 yield from queue.serve()
         finally:
-            self._host.engine.release()
+            queue.release()
 
 
 def _refused(
@@ -212,8 +220,9 @@ class _Queue:
         waiting: Requests that have not begun.
     """
 
-    def __init__(self, host: Host, limits: Limits, arrived: Arrivals) -> None:
-        self._host, self._limits, self._arrived = host, limits, arrived
+    def __init__(self, find: Find, arrived: Arrivals) -> None:
+        self._find, self._arrived = find, arrived
+        self._last: Host | None = None  # whose engine may hold keys and values
         self._numbered = 0
         self.waiting: list[_Asked] = []
         self._open: dict[int, _Asked] = {}  # of the session, without an answer
@@ -228,19 +237,28 @@ class _Queue:
             except QeRLError as error:
                 yield number, error
 
+    def release(self) -> None:
+        """Give back the memory of keys and values."""
+        if self._last is not None:
+            self._last.engine.release()
+
     def serve(self) -> Iterator[Answer]:
         """Answer the oldest request, those that share its session, and later ones that join it."""
         first = self.waiting[0]
+        host = first.host
+        if host is not self._last:
+            self.release()
+            self._last = host
         for each in self.waiting:
             each.refused = False
         self._begun = {}
         self._open = {each.number: each for each in self._leave(first.shares_with)}
-        noise = self._host.noise
+        noise = host.noise
         try:
-            with self._host.lend(first.policy):
-                yield from self._score()
+            with host.lend(first.policy):
+                yield from self._score(host)
                 offsets = noise(first.policy) if noise and first.policy and first.noisy else {}
-                with self._host.engine.session(first.params, offsets, growing=True) as session:
+                with host.engine.session(first.params, offsets, growing=True) as session:
                     yield from self._start(session, list(self._open.values()))
                     joined = 0  # while others waited
                     while session.busy:
@@ -259,7 +277,8 @@ class _Queue:
             yield from ((number, error) for number in self._open)
 
     def _admit(self, number: int, request: SampleRequest) -> _Asked:
-        limits, prompt = self._limits, request.prompt
+        host, policy = self._find(request.sampler)
+        limits, prompt = host.limits, request.prompt
         check_tokens("The prompt", prompt, limits.vocabulary)
         room = limits.positions - len(prompt)
         if room < 1:
@@ -274,8 +293,7 @@ class _Queue:
         ends = limits.end_token_ids if request.stop_token_ids is None else request.stop_token_ids
         check_tokens("A stop token", ends or (0,), limits.vocabulary)
         strings = request.stop_strings
-        texts = (self._host.stop_strings(strings),) if strings else ()
-        policy = self._host.policy(request.sampler)
+        texts = (host.stop_strings(strings),) if strings else ()
         params = SamplingParams(
             max_tokens=min(room, request.max_tokens or room),
             temperature=request.temperature,
@@ -285,8 +303,8 @@ class _Queue:
             stop_token_ids=tuple(sorted(set(ends))),
             stops=(*texts, _Unwanted(request)),
         )
-        noisy = self._host.noise is not None and policy is not None and params.temperature > 0
-        return _Asked(number, request, policy, noisy, params)
+        noisy = host.noise is not None and policy is not None and params.temperature > 0
+        return _Asked(number, request, host, policy, noisy, params)
 
     def _leave(self, wanted: Callable[[_Asked], bool]) -> list[_Asked]:
         """Remove the wanted requests from the waiting ones."""
@@ -299,14 +317,14 @@ class _Queue:
         del self._open[each.number]
         yield each.number, error
 
-    def _score(self) -> Iterator[Answer]:
+    def _score(self, host: Host) -> Iterator[Answer]:
         """Score prompts, each alone if together they cannot be; yields refusals."""
         asked = [each for each in self._open.values() if each.to_score and each.request.wanted()]
-        for each, error in _refused(asked, self._score_together):
+        for each, error in _refused(asked, partial(self._score_together, host)):
             yield from self._refuse(each, error)
 
-    def _score_together(self, asked: Sequence[_Asked]) -> None:
-        found = self._host.score([each.request for each in asked])
+    def _score_together(self, host: Host, asked: Sequence[_Asked]) -> None:
+        found = host.score([each.request for each in asked])
         for each, scores in zip(asked, found, strict=True):
             each.scores = scores
 

@@ -78,7 +78,7 @@ class ServiceRoutes:
                     {
                         "model_name": base.name,
                         "max_context_length": base.max_context_length,
-                        "trainable": True,
+                        "trainable": base.trainable,
                         "sampleable": True,
                     }
                     for base in self._clients.bases.values()

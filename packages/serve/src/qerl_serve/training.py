@@ -44,7 +44,7 @@ class Training:
         """Request id of a new model."""
 
         def make(backend: Backend, model_id: str) -> None:
-            self._clients.check_base(body.base_model)
+            self._clients.check_trainable(body.base_model)
             backend.create_model(model_id, body.lora(self._clients.limits))
 
         return self._new_model("create_model", body.session_id, body.model_seq_id, make, body)
@@ -60,7 +60,7 @@ class Training:
             if body.optimizer_config is not None:
                 body.optimizer_config.check()
             if body.base_model is not None:
-                self._clients.check_base(body.base_model)
+                self._clients.check_trainable(body.base_model)
             split_path(body.path)
             backend.load_state(model_id, body.path, body.optimizer)
 

@@ -26,17 +26,19 @@ StopReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The base model under one of the names by which clients may ask for it.
+    """A base model under one of the names by which clients may ask for it.
 
     Attributes:
         name: As clients write it: a Hub id or the path of a folder.
         max_context_length: Largest number of tokens of a prompt with its completion, or of a datum.
         tokenizer: Hub id or folder that `AutoTokenizer.from_pretrained` takes at the client.
+        trainable: False for a teacher, which is sampled from and scores and takes no adapters that train.
     """
 
     name: str
     max_context_length: int
     tokenizer: str
+    trainable: bool = True
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ Arrivals = Callable[[], Sequence[SampleRequest]]
 
 @dataclass(frozen=True)
 class Reader:
-    """What makes texts of the base's tokens.
+    """What makes texts of the tokens of the base that trains.
 
     Attributes:
         tokenizer: Used in the thread of HTTP alone, but to decode.
@@ -215,14 +217,16 @@ class Reader:
 
 
 class Backend(Protocol):
-    """A model with adapters, as the worker uses it; methods raise `QeRLError` for a client's mistakes.
+    """A model with adapters, and teachers, as the worker uses them; methods raise `QeRLError` for a client's
+    mistakes.
 
     Ids of models and names of checkpoints come from clients. The wire hands on only those made of letters,
     digits, `_`, `-`, `.` and (in ids) `:`, which neither begin with a dot nor exceed 128 characters.
     """
 
     models: Sequence[ModelInfo]
-    """The base under each of its names; the first is the one that answers name."""
+    """The base that trains under each of its names, the first of which is the one that answers name; then
+    each teacher under its own."""
 
     reader: Reader | None
     """For the routes that take texts and messages; None for a backend without a model."""
@@ -267,8 +271,9 @@ class Backend(Protocol):
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
         """Give a model the weights at a tinker:// path; it is made, with their rank, if there is none."""
 
-    def sampler(self, path_or_base: str) -> str:
-        """The key of a policy to sample from, by tinker:// path or name of the base."""
+    def sampler(self, path_or_base: str, base: str | None = None) -> str:
+        """The key of a policy to sample from, by name of a base or by tinker:// path. Saved weights run on
+        the base of the name `base`, or with None on the one that they were trained on."""
 
     def sample(
         self, requests: Sequence[SampleRequest], arrived: Arrivals

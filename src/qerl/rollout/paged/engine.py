@@ -142,6 +142,7 @@ class PagedEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         growing: bool = False,
+        longest_prompt: int | None = None,
     ) -> Iterator[PagedSession]:
         """See ``RolloutEngine.session``."""
         with torch.no_grad(), current(self._device):
@@ -154,7 +155,7 @@ class PagedEngine(RolloutEngine):
                 self._max_sequences,
                 self._pace,
             )
-            yield PagedSession(params, self._positions, self._pad_token_id, parts, growing)
+            yield PagedSession(params, self._positions, self._pad_token_id, parts, growing, longest_prompt)
 
     def _read_weights(self, norm_offsets: NormOffsets) -> None:
         """Copy what training may have changed, and drop what was captured with buffers that were replaced."""

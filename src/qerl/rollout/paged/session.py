@@ -53,6 +53,7 @@ class PagedSession(TrackedSession):
         pad_token_id: Stands in for a turn whose first logits were not finite.
         parts: Of the engine; their weights are those of this session.
         growing: Whether to take memory for sequences that are still to come.
+        longest_prompt: As in `RolloutEngine.session`.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class PagedSession(TrackedSession):
         pad_token_id: int,
         parts: EngineParts,
         growing: bool,
+        longest_prompt: int | None = None,
     ) -> None:
         super().__init__(params, positions, pad_token_id, parts.graphs.drafted)
-        self._parts, self._growing, self._most_positions = parts, growing, positions
+        self._parts, self._most_positions = parts, positions
+        self._growing, self._longest_prompt = growing and longest_prompt is None, longest_prompt or 0
         most = parts.pace.round_steps * (parts.graphs.drafted + 1)  # tokens that a round may give a sequence
         pace = replace(parts.pace, round_steps=most)
         self._scheduler = Scheduler(self._memory(), parts.max_sequences, pace)
@@ -79,6 +82,7 @@ class PagedSession(TrackedSession):
             fewest = min(self._samples, samples) if present else samples
             together = present + with_room
             longest, limit = (max(column) for column in zip(*together, strict=True))
+            longest = max(longest, self._longest_prompt)
             needs = [self._demand(prompt, own, 1).least for prompt, own in set(together)]
             least = Units(max(of_pool) for of_pool in zip(*needs, strict=True))
             rows = min(self._parts.max_sequences, len(together))

@@ -452,6 +452,7 @@ class PortableEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         growing: bool = False,
+        longest_prompt: int | None = None,
     ) -> Iterator[PortableSession]:
         """See ``RolloutEngine.session``."""
         with self._ready(norm_offsets or {}):

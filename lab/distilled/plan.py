@@ -1,0 +1,75 @@
+"""What plan.yaml says: which runs there are, and how their learning rates are chosen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qerl import yaml12
+
+PLAN = Path(__file__).parent / "plan.yaml"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of training, or none.
+
+    Attributes:
+        recipe: Name of a recipe of the package.
+        settings: What differs from it; a teacher that is a model is always the model of the runs.
+        every: Optimizer steps between two scores; None trains nothing and scores once.
+        teacher: Arm whose adapter of the same seed is the teacher.
+        begins_with: Arm whose adapter of the same seed is trained further.
+        rate_of: Arm whose tuning chose its learning rate; None for that of its settings.
+    """
+
+    recipe: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    every: int | None = None
+    teacher: str | None = None
+    begins_with: str | None = None
+    rate_of: str | None = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How learning rates are chosen: by the mean accuracy at the end, over seeds that nothing else uses.
+
+    Attributes:
+        seeds: Of its runs.
+        learning_rates: What is tried.
+        arms: What runs, arms and what they need; each arm that others name in `rate_of` is among them.
+    """
+
+    seeds: tuple[int, ...]
+    learning_rates: tuple[float, ...]
+    arms: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What plan.yaml says.
+
+    Attributes:
+        seeds: Of the runs that answer.
+        held_out: Problems that a policy is scored on.
+        tuning: How learning rates are chosen.
+        arms: By name, in the order in which a seed runs them.
+    """
+
+    seeds: tuple[int, ...]
+    held_out: int
+    tuning: Tuning
+    arms: Mapping[str, Arm]
+
+    def tuned(self) -> dict[str, None]:
+        """Arms that others name in `rate_of`, as ordered keys."""
+        return dict.fromkeys(arm.rate_of for arm in self.arms.values() if arm.rate_of is not None)
+
+
+def read_plan(path: Path = PLAN) -> Plan:
+    """The plan of a file."""
+    values = yaml12.load(path.read_text(encoding="utf-8"))
+    tuning = Tuning(**{name: tuple(value) for name, value in values["tuning"].items()})
+    arms = {name: Arm(**fields) for name, fields in values["arms"].items()}
+    return Plan(tuple(values["seeds"]), values["held_out"], tuning, arms)

@@ -1,0 +1,236 @@
+"""What distillation gave SmolLM2: the endpoints of lab/distilled/plan.yaml, from the runs of its seeds.
+
+Arms are compared seed by seed, of the seeds that both have. What has not run is named below a table.
+
+Legend: a value of a seed is a number; a cell is its mean over seeds with the 95 % BCa interval of that mean.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.result import RESULTS, Row
+from lab.study.statistics import FEWEST, bca, bca_ratio, holm, wilcoxon
+from lab.writers.captions import files, rows, source, table
+from lab.writers.study_tables import NOT_RUN, estimate
+from qerl.report.runs import number
+
+NAME = "distilled-smollm2-h200"
+NEAR = 0.01
+"""Below a teacher's final accuracy by how much an adapter has what its teacher has."""
+
+LAST = 5
+"""Steps at the end of a run whose divergences are averaged."""
+
+_ARMS = (
+    ("wp12", "reverse", "reverse KL"),
+    ("wp1", "reverse", "reverse KL"),
+    ("wp12", "forward", "forward KL"),
+    ("wp12", "rtn-reverse", "rounded to nearest, reverse KL"),
+)
+"""Task, end of the arm's name and words of what is taught by 16 bits."""
+
+_TASKS = ("wp12", "wp1")
+
+
+def _is_there() -> bool:
+    return (RESULTS / f"{NAME}.json").is_file()
+
+
+def _absent() -> str:
+    return f"No results yet: bench/results has no {NAME}.json.\n"
+
+
+def _runs(*arms: str) -> list[tuple[Row, ...]]:
+    """Results of some arms side by side, of each seed that has them all."""
+    found = [{row["seed"]: row for row in rows(NAME, arm=arm, tuning=False)} for arm in arms]
+    return [tuple(each[seed] for each in found) for seed in found[0] if all(seed in each for each in found)]
+
+
+def _caption(words: str, missing: Sequence[str]) -> str:
+    counts = sorted({row["held_out"] for row in rows(NAME)})
+    not_run = f" Not run: {'; '.join(missing)}." if missing else ""
+    return (
+        f"{words} Accuracy is of greedy answers to {' or '.join(map(str, counts))} held-out problems of each "
+        f"seed. SmolLM2-135M-Instruct, LoRA rank 16, steps of 8 x 8 samples; learning rates {_rates()}. "
+        f"{source(NAME)} {files(NAME)}{not_run}"
+    )
+
+
+def _rates() -> str:
+    """The learning rates of RL and of the two kinds of teachers."""
+    words = {"wp1-rl": "of RL", "wp1-taught": "with an adapter as teacher", "wp12-reverse": "with 16 bits"}
+    found = {arm: {run["learning_rate"] for run in rows(NAME, arm=arm, tuning=False)} for arm in words}
+    return ", ".join(f"{rate:g} {words[arm]}" for arm, rates in found.items() for rate in sorted(rates))
+
+
+def _mean(values: Sequence[float], digits: int = 3) -> str:
+    found = np.array(values)
+    if len(found) < FEWEST:
+        return NOT_RUN
+    low, high = bca(found)
+    return f"{found.mean():.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def first_step(run: Row, least: float) -> int:
+    """The first scored step of a training with so much accuracy; where none has it, one score behind its
+    end."""
+    steps: list[int] = run["steps"]
+    scored = zip(steps[1:], run["accuracy"][1:], strict=True)
+    return next((step for step, right in scored if right >= least), 2 * steps[-1] - steps[-2])
+
+
+def taught_by_adapter() -> str:
+    """A fresh adapter that learns from one that RL has taught, beside that RL."""
+    if not _is_there():
+        return _absent()
+    pairs = _runs("wp1-rl", "wp1-taught")
+    if len(pairs) < FEWEST:
+        return f"{NAME}.json has no two seeds of wp1-rl and wp1-taught.\n"
+    least = [rl["accuracy"][-1] - NEAR for rl, _ in pairs]
+    lines: list[tuple[Any, ...]] = []
+    when = []
+    for words, runs in zip(("RL", "taught by its adapter"), zip(*pairs, strict=True), strict=True):
+        firsts = [first_step(run, bar) for run, bar in zip(runs, least, strict=True)]
+        when.append(firsts)
+        reached = sum(step <= run["steps"][-1] for run, step in zip(runs, firsts, strict=True))
+        lines.append(
+            (
+                f"{words}, {runs[0]['steps'][-1]} steps",
+                f"{np.mean([run['accuracy'][0] for run in runs]):.3f}",
+                _mean([run["accuracy"][-1] for run in runs]),
+                f"{np.mean(firsts):.1f} ({min(firsts)} to {max(firsts)})",
+                f"{reached} of {len(runs)}",
+            )
+        )
+    ratio = [taught / rl for rl, taught in zip(*when, strict=True)]
+    head = (
+        "wp1, NVFP4", "accuracy at first", "at the end",
+        f"first step within {NEAR:g} of RL's end", "that have one",
+    )  # fmt: skip
+    words = (
+        f"After {pairs[0][1]['steps'][-1]} steps minus its teacher at its end: {taught_minus_teacher()}; "
+        f"first step, taught over RL: {_mean(ratio, 2)}; {len(pairs)} seeds, paired, with 95 % intervals. "
+        "Steps are means (and least to most) of scores every two steps; a run without one counts two more "
+        "than it has."
+    )
+    return table(head, lines, _caption(words, []))
+
+
+def taught_minus_teacher() -> str:
+    """Accuracy of the adapters that were taught minus that of their teachers, both at their ends."""
+    if not _is_there():
+        return NOT_RUN
+    pairs = _runs("wp1-taught", "wp1-rl")
+    return estimate(np.array([taught["accuracy"][-1] - rl["accuracy"][-1] for taught, rl in pairs]))
+
+
+def _closed(task: str, arm: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of each seed, how much of the gap an arm has closed [seeds], and the gap [seeds]."""
+    pairs = _runs(f"{task}-{arm}", f"{task}-16bit")
+    part = [taught["accuracy"][-1] - taught["accuracy"][0] for taught, _ in pairs]
+    whole = [sixteen["accuracy"][0] - taught["accuracy"][0] for taught, sixteen in pairs]
+    return np.array(part), np.array(whole)
+
+
+def share(task: str, arm: str = "reverse") -> str:
+    """Share of what four bits cost that an arm gives back, with its interval."""
+    if not _is_there():
+        return NOT_RUN
+    part, whole = _closed(task, arm)
+    if len(part) < FEWEST:
+        return NOT_RUN
+    if whole.mean() <= 0:
+        return "no gap"
+    low, high = (100 * bound for bound in bca_ratio(part, whole))
+    return f"{100 * part.mean() / whole.mean():.0f} % ({low:.0f} to {high:.0f})"
+
+
+def taught_by_16_bits() -> str:
+    """What an adapter on four bits gives back of what they cost, taught by the same model in 16 bits."""
+    if not _is_there():
+        return _absent()
+    lines, missing = [], []
+    for task, arm, words in _ARMS:
+        pairs = _runs(f"{task}-{arm}", f"{task}-16bit")
+        if len(pairs) < FEWEST:
+            missing.append(f"{task}, {words}")
+            continue
+        taught = [run for run, _ in pairs]
+        columns = (
+            [sixteen["accuracy"][0] for _, sixteen in pairs],
+            [run["accuracy"][0] for run in taught],
+            [run["accuracy"][-1] for run in taught],
+        )
+        divergence = (
+            [run["divergence"][0] for run in taught],
+            [np.mean(run["divergence"][-LAST:]) for run in taught],
+        )
+        lines.append(
+            (
+                f"{task}, {words}",
+                *(f"{np.mean(values):.3f}" for values in columns),
+                share(task, arm),
+                *(f"{np.mean(values):.3f}" for values in divergence),
+                len(pairs),
+            )
+        )
+    if not lines:
+        return f"{NAME}.json has no two seeds of an arm that 16 bits taught.\n"
+    head = (
+        "what is taught", "16 bits", "NVFP4", "taught", "of the gap", "nats per token at first", "at the end",
+        "seeds",
+    )  # fmt: skip
+    words = (
+        "Taught by the same model in 16 bits. Of the gap: the ratio of means over seeds, with its 95 % "
+        f"interval. Nats: the divergence from 16 bits on the samples of the first step and of the last "
+        f"{LAST}, of problems that no earlier step had."
+    )
+    return table(head, lines, _caption(words, missing))
+
+
+def before_rl() -> str:
+    """RL that begins with an adapter that 16 bits have taught, beside as many steps of RL alone."""
+    if not _is_there():
+        return _absent()
+    found = {task: _runs(f"{task}-rl", f"{task}-reverse-rl") for task in _TASKS}
+    more = {
+        task: np.array([after["accuracy"][-1] - alone["accuracy"][-1] for alone, after in pairs])
+        for task, pairs in found.items()
+        if len(pairs) >= FEWEST
+    }
+    if not more:
+        return f"{NAME}.json has no two seeds of RL behind a distillation.\n"
+    p_values = [wilcoxon(more[task]) if task in more else 1.0 for task in _TASKS]
+    lines = [
+        (
+            task,
+            *(_mean([run["accuracy"][-1] for run in runs]) for runs in zip(*found[task], strict=True)),
+            estimate(more[task]),
+            number(p),
+            number(adjusted),
+            len(more[task]),
+        )
+        for task, p, adjusted in zip(_TASKS, p_values, holm(p_values), strict=True)
+        if task in more
+    ]
+    head = (
+        "NVFP4", "40 steps of GRPO", "20 taught by 16 bits, 20 of GRPO", "difference", "p", "p, Holm",
+        "seeds",
+    )  # fmt: skip
+    words = "Accuracy at the end with 95 % intervals; differences are paired by seed, p is Wilcoxon's."
+    return table(head, lines, _caption(words, [task for task in _TASKS if task not in more]))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "distilled-adapter": taught_by_adapter,
+    "distilled-bits": taught_by_16_bits,
+    "distilled-rl": before_rl,
+}
+
+NUMBERS: dict[str, Callable[[], str]] = {
+    "distilled-difference": taught_minus_teacher,
+    "distilled-share-wp12": lambda: share("wp12"),
+    "distilled-share-wp1": lambda: share("wp1"),
+}

@@ -1,0 +1,106 @@
+"""The tables of the study of trust regions: losses beside token truncation, for samplers of each age."""
+
+from functools import partial
+from statistics import fmean
+
+from lab.study.results import RunResult
+from lab.writers.captions import table
+from lab.writers.study_tables import (
+    NOT_RUN,
+    absent,
+    compared,
+    count,
+    mean_of,
+    source,
+    spread,
+    study,
+    tested,
+)
+
+NAME = "trust-regions-wp12"
+CONTROL = "truncation"
+LOSSES = (
+    ("`dapo`, ratio to the sampler", "dapo"),
+    ("`cispo`, the same", "cispo"),
+    ("`gspo`, the same", "gspo"),
+    ("`dppo_tv`", "dppo_tv"),
+    ("`dppo_kl`", "dppo_kl"),
+    ("no correction", "uncorrected"),
+)
+"""Losses in words, and their arms without the setting."""
+
+SETTINGS = (
+    ("the sampler is the policy", ""),
+    ("2 steps behind", "_stale_2"),
+    ("4 steps behind", "_stale_4"),
+    ("4 steps behind, twice the rate", "_stale_4_fast"),
+)
+"""Settings in words, and what their arms' names end with."""
+
+HELD, KL = "clip_ratio", "sampling/kl"
+
+
+def verdicts() -> str:
+    """Each loss minus token truncation in each setting."""
+    if study(NAME) is None:
+        return absent(NAME)
+    found = {(one.first, one.second): one for one in compared(NAME)}
+
+    def cell(arm: str, setting: str) -> str:
+        one = found.get((arm + setting, CONTROL + setting))
+        if one is None:
+            return NOT_RUN
+        low, high = one.interval
+        return f"{one.mean:+.3f} ({low:+.3f} to {high:+.3f}): **{one.verdict}**"
+
+    lines = [(words, *(cell(arm, setting) for _, setting in SETTINGS)) for words, arm in LOSSES]
+    caption = (
+        "Difference in the area under the curve of accuracy to `dapo` at ratio 1 times the ratio to the "
+        f"sampler, at most 3, paired by seed. {source(NAME)} Each interval is one of 95 %; verdicts are "
+        f"corrected for the {count(NAME)} comparisons of the study."
+    )
+    return table(("loss minus token truncation", *(words for words, _ in SETTINGS)), lines, caption)
+
+
+def ends() -> str:
+    """Where the runs of each arm ended, what its bounds held back, and how far sampler and policy were
+    apart."""
+    results = study(NAME)
+    if results is None:
+        return absent(NAME)
+
+    def cell(runs: list[RunResult]) -> str:
+        if not runs:
+            return NOT_RUN
+        collapsed = sum(map(results.collapsed, runs))
+        held = 100 * fmean(mean_of(run, HELD) for run in runs)
+        return f"{fmean(run.accuracy[-1] for run in runs):.3f}, {collapsed} of {len(runs)}, {held:.2g} %"
+
+    arms = (("token truncation", CONTROL), *LOSSES)
+    lines = [(words, *(cell(tested(NAME, arm + setting)) for _, setting in SETTINGS)) for words, arm in arms]
+    apart = [
+        spread([mean_of(run, KL) for run in tested(NAME, CONTROL + setting)], digits=4)
+        for _, setting in SETTINGS
+    ]
+    lines.append(("KL(sampler, policy) under truncation, nats per token", *apart))
+    caption = (
+        "Mean accuracy at the end, runs that ended below the start of all (collapsed), and the share of "
+        f"tokens (of samples for `gspo`) beyond a bound of the loss's ratio. {source(NAME)}"
+    )
+    return table(("loss", *(words for words, _ in SETTINGS)), lines, caption)
+
+
+def staleness(setting: str) -> str:
+    """What a setting costs token truncation, as a part of a sentence."""
+    for one in compared(NAME):
+        if (one.first, one.second) == (CONTROL + setting, CONTROL):
+            low, high = one.interval
+            return f"{one.mean:+.3f} ({low:+.3f} to {high:+.3f}), {one.verdict}"
+    return NOT_RUN
+
+
+NUMBERS = {
+    "trust-stale-2": partial(staleness, "_stale_2"),
+    "trust-stale-4": partial(staleness, "_stale_4"),
+}
+TABLES = {"trust-verdicts": verdicts, "trust-ends": ends}
