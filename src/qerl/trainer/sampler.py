@@ -3,9 +3,9 @@
 A call draws all samples of some rows (`Sampler.draw`), or stays open, and groups of rows enter while others
 are decoded (`Sampler.open_call`). In both the engine draws completions under this step's noise; with tools,
 environments or a budget of thinking, it draws conversations (`qerl.agents`); `rollout_func` samples in its
-place. It gives whole lists, so groups enter an open call list by list. So they do where agents lead the
-conversations themselves, whose runs have a session of their own: nobody knows which request of theirs is the
-last. Such a trajectory may have divided into several, and then its sample has forks.
+place. It gives whole lists, so groups enter an open call list by list. Those of agents that lead their
+conversations themselves enter so too: each list of them has a session of its own, since nobody knows which
+request of an agent is its last. Such a trajectory may have divided into several; its sample has forks then.
 
 Seeds of a call are keyed by the step and the number of the call within it, so a resumed run draws what it
 would have. In an open call the seed of a sample is keyed by the number of its group as well, and so it draws
