@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
 from tests.fuzz.server import run

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
 import qerl_serve.command as command

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl_serve import connections
 from tests.support.wire import KEY, FakeBackend, RunningServer

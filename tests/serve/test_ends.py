@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
 from tests.support.wire import BASE, PATIENCE_S, FakeBackend, RunningServer

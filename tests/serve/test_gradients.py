@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl.update.losses import Datum
 from qerl_serve.names import split_path

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl_serve.checkpoints import EXPIRY_FILE
 from qerl_serve.gate import Gate

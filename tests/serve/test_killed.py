@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
 from tests.fuzz._tiny import save_model

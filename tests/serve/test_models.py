@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from tests.support.http import Client, connected
 from tests.support.wire import BAD_TOKEN, BASE

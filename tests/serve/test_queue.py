@@ -14,11 +14,16 @@ from qerl.errors import QeRLError
 from qerl_serve.clients import Clients
 from qerl_serve.futures import Answer, Busy, Failure, Future, Futures
 from qerl_serve.line import Job, Line
+from qerl_serve.messages import sample_bytes
 from qerl_serve.metrics import Metrics
 from qerl_serve.queue import WorkQueue
-from qerl_serve.types import SampleRequest
+from qerl_serve.types import SampleRequest, SampleResult
 from qerl_serve.worker import Worker
 from tests.support.wire import BAD_TOKEN, DEFECT_TOKEN, FakeBackend, limits
+
+
+def sample_bytes_of(result: SampleResult) -> Answer:
+    return Answer(sample_bytes(result), protobuf=True)
 
 
 def job(ran: list[int], number: int, kind: str = "forward_backward", fails: bool = False) -> Job:
@@ -177,12 +182,12 @@ def test_a_defect_ends_a_batch_and_not_the_server(ground: Playground):
     ground.backend.samplers["base"] = [0.0]
     futures = [Future(f"s:{number}", "sample", "s") for number in range(4)]
     for future, token in zip(futures, (1, BAD_TOKEN, 2, DEFECT_TOKEN), strict=True):
-        ground.queue.sample(future, sample_request(token))
+        ground.queue.sample(future, sample_request(token), sample_bytes_of)
     ground.worker.start()
     assert {settled(future).category for future in futures} == {"server"}
     futures = [Future(f"t:{number}", "sample", "s") for number in range(2)]
     for future, token in zip(futures, (1, BAD_TOKEN), strict=True):
-        ground.queue.sample(future, sample_request(token))
+        ground.queue.sample(future, sample_request(token), sample_bytes_of)
     assert isinstance(settled(futures[0]), Answer)
     assert settled(futures[1]).category == "user"
 
@@ -205,7 +210,7 @@ def test_sampling_and_updates_take_turns(ground: Playground):
     for number in range(3):
         future = Future(f"s:{number}", "sample", "s")
         future.when_settled(lambda: order.append("s"))
-        ground.queue.sample(future, sample_request(1))
+        ground.queue.sample(future, sample_request(1), sample_bytes_of)
     ground.worker.start()
     settled(last)
     assert order == ["s"] * 3 + list("aabbbbaa") or order == ["s"] * 3 + list("aabbaabb")
@@ -214,10 +219,10 @@ def test_sampling_and_updates_take_turns(ground: Playground):
 def test_a_batch_takes_in_what_arrives_unless_an_update_waits(ground: Playground):
     ground.backend.samplers["base"], ground.backend.seconds = [0.0], 0.1
     futures = [Future(f"s:{number}", "sample", "s") for number in range(3)]
-    ground.queue.sample(futures[0], sample_request(1))
+    ground.queue.sample(futures[0], sample_request(1), sample_bytes_of)
     ground.worker.start()
     time.sleep(0.03)
-    ground.queue.sample(futures[1], sample_request(2))
+    ground.queue.sample(futures[1], sample_request(2), sample_bytes_of)
     settled(futures[1])
     assert ground.backend.batches in ([], [2])  # one batch, which may not have ended yet
     time.sleep(0.15)
@@ -231,7 +236,7 @@ def test_the_requests_of_a_burst_are_waited_for(gap: float, most: float, taken: 
 
     def burst() -> None:
         for number in range(8):
-            queue.sample(Future(f"s:{number}", "sample", "s"), sample_request(number))
+            queue.sample(Future(f"s:{number}", "sample", "s"), sample_request(number), sample_bytes_of)
             time.sleep(0.03)
 
     client = threading.Thread(target=burst)
@@ -245,7 +250,7 @@ def test_the_requests_of_a_burst_are_waited_for(gap: float, most: float, taken: 
 
 def test_requests_that_are_given_up_are_not_waited_for(ground: Playground):
     queue = WorkQueue(5.0, 5.0)
-    queue.sample(Future("s:0", "sample", "gone"), sample_request(1))
+    queue.sample(Future("s:0", "sample", "gone"), sample_request(1), sample_bytes_of)
     timer = threading.Timer(0.05, lambda: (queue.drop_samples("gone"), queue.close()))
     timer.start()
     began = time.monotonic()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
 from qerl_serve import descriptors as wire

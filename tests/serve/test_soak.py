@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
 from qerl_serve import descriptors as wire

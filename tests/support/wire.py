@@ -67,6 +67,7 @@ class FakeBackend:
     log: list[tuple[str, str]] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     closed: bool = False
+    reader: None = None
 
     def __post_init__(self) -> None:
         self.models = [ModelInfo(BASE, self.context, BASE)]

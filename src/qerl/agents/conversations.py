@@ -20,10 +20,12 @@ from qerl.agents.environment import (
     begin_episode,
     check_environment,
     check_names,
+    is_endpoint,
     is_text,
     takes_turns,
 )
 from qerl.agents.loop import Limits, Trajectories, run_trajectories
+from qerl.agents.outside import Endpoints
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
 from qerl.agents.thinking import thinking_of
@@ -69,6 +71,11 @@ class Others:
         return any(map(is_text, self.first.values()))
 
     @property
+    def endpoints(self) -> bool:
+        """True if agents of their own lead the conversations."""
+        return any(map(is_endpoint, self.first.values()))
+
+    @property
     def take_turns(self) -> bool:
         """True if the policy is answered; an environment without tools only adds to the prompt."""
         return bool(self.tools) or any(map(takes_turns, self.first.values()))
@@ -102,6 +109,11 @@ def check_others(tools: Any, environment_factory: Any) -> Others:
             "An environment with respond(text) has no tools, and there are tools beside it; give the tools "
             "to an environment without respond, or leave them out."
         )
+    if others.endpoints and (functions or not all(map(is_endpoint, others.first.values()))):
+        raise QeRLError(
+            "An agent behind the endpoint brings its own tools and is its own environment, and there are "
+            "others beside it; leave them out."
+        )
     check_names(functions, others.first.values())
     return others
 
@@ -117,7 +129,7 @@ class Conversations:
         limits: Bounds of a conversation beside its tokens.
 
     Attributes:
-        has_others, take_turns: As `others`.
+        has_others, take_turns, endpoints: As `others`.
         environments: Those of the rows that were opened last; None where there are none.
 
     Raises:
@@ -133,19 +145,23 @@ class Conversations:
         limits: Limits,
     ) -> None:
         self._tokenizer, self._others, self._pool, self._limits = tokenizer, others, pool, limits
-        self._template = TurnTemplate(tokenizer, template_kwargs, tools=not others.texts) if others else None
+        self._template = None
+        if others and not others.endpoints:
+            self._template = TurnTemplate(tokenizer, template_kwargs, tools=not others.texts)
+        self._endpoints = Endpoints(tokenizer, template_kwargs, pool.beside)  # listens once it is needed
         self._made = {name: [first] for name, first in others.first.items()}
         self._idle: dict[str | None, list[Any]] = {}  # of those, what no conversation under way has
         self._worlds: list[World] = []  # of the rows that were opened last
         self._open: list[World] = []  # and of those beside them
         self.has_others, self.take_turns = bool(others), others.take_turns
+        self.endpoints = others.endpoints
         self.environments: list[Any] | None = None
 
     def __enter__(self) -> "Conversations":
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.closing(self._pool):
+        with contextlib.closing(self._pool), contextlib.closing(self._endpoints):
             for environment in (each for made in self._made.values() for each in made):
                 if is_text(environment) and callable(close := getattr(environment, "close", None)):
                     close()
@@ -172,7 +188,7 @@ class Conversations:
                 told = {name: value for name, value in row.items() if name not in hidden}
                 shown = begin_episode(type(environment).__name__, environment.reset, told)
                 messages[-1]["content"] = (messages[-1].get("content") or "") + (shown or "")
-                if not messages[-1]["content"]:
+                if not messages[-1]["content"] and not self.endpoints:
                     raise QeRLError(
                         f"reset of the environment {type(environment).__name__} returned no observation, and "
                         "the data have no prompt; return a text that says what to do."
@@ -213,6 +229,18 @@ class Conversations:
         assert self._template is not None, "prompts without others are rendered by their owner"
         tools = [world.tools if isinstance(world, ToolWorld) else () for world in self._worlds]
         return [self._template.prompt_ids(*pair) for pair in zip(prompts, tools, strict=True)]
+
+    def play(
+        self,
+        engine: RolloutEngine,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None,
+        seeds: Sequence[int],
+        fixed: bool,
+    ) -> list[Trajectory]:
+        """The trajectories that the agents of the rows that were opened last lead; see `Endpoints.play`."""
+        assert self.environments is not None, "rows were opened"
+        return self._endpoints.play(engine, params, norm_offsets, self.environments, seeds, fixed)
 
     def sample(
         self,

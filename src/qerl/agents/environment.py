@@ -1,11 +1,13 @@
 """Environments: the other side of a trajectory, with a state of its own.
 
-There are two kinds, told apart by one method.
+There are two kinds, told apart by one method, and a third that is a class of its own.
 
 - **An environment with tools** is TRL's: ``reset`` begins an episode, and every other public method with a
   docstring and types is a tool that the model may call. It needs a model whose chat template has tools.
 - **A text environment** has ``respond``: it is given what the model wrote in a turn and answers in a user's
   turn, which works with any chat template. It has no tools.
+- **An endpoint** (`qerl.agents.outside.Endpoint`) leads no conversation: an agent of its own does, through
+  OpenAI's chat API.
 
 One that has neither is TRL's too: it only adds to the prompt, which is answered in one turn.
 
@@ -22,6 +24,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from qerl.agents.outside import Endpoint
 from qerl.agents.text import whole
 from qerl.agents.tools import Tool, check_tool, tool_name
 from qerl.errors import QeRLError, first_line
@@ -79,6 +82,11 @@ def is_text(environment: Any) -> bool:
     return callable(getattr(environment, "respond", None))
 
 
+def is_endpoint(environment: Any) -> bool:
+    """True if an agent of its own leads the conversation."""
+    return isinstance(environment, Endpoint)
+
+
 def tool_names(environment: Any) -> list[str]:
     """Names of an environment's tools: its class's public methods that the loop does not call itself."""
     if is_text(environment):
@@ -119,8 +127,8 @@ def check_environment(factory: EnvironmentFactory) -> Any:
 
 
 def takes_turns(environment: Any) -> bool:
-    """True if an environment has tools or answers texts; otherwise it can only add to the prompt."""
-    return is_text(environment) or bool(tool_names(environment))
+    """True if the policy may have several turns; otherwise an environment can only add to the prompt."""
+    return is_text(environment) or is_endpoint(environment) or bool(tool_names(environment))
 
 
 def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:

@@ -99,6 +99,11 @@ class ToolPool:
         self._late: set[str] = set()  # names of tools that were
 
     @property
+    def beside(self) -> Beside:
+        """Makes the calls."""
+        return self._beside
+
+    @property
     def pending(self) -> int:
         """Number of turns that have not been answered."""
         return len(self._turns)

@@ -12,7 +12,7 @@ trained there.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -102,17 +102,16 @@ class TurnTemplate:
             return False
         return True
 
-    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Callable] = ()) -> list[int]:
-        """Tokens of a prompt that tells of these tools, the assistant's turn opened."""
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+        """Tokens of a prompt that tells of these tools, functions or their JSON schemas, the assistant's turn
+        opened."""
         return self._ids(messages, add_generation_prompt=True, tools=list(tools) or None)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The policy's text, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def parse(
-        self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Callable]
-    ) -> Message:
+    def parse(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Message:
         """The policy's text as a message, its calls of tools under `tool_calls`.
 
         Args:

@@ -38,6 +38,8 @@ class Trajectory:
         end: Why it ended; None while it goes on.
         thoughts: Who closed its thoughts, where there is a budget of thinking; else None.
         choices: Experts of its tokens up to the policy's last turn, as of `Completion.choices`.
+        forks: Where an agent has written its history anew, the other conversations of the same trajectory;
+            what they have in common with it or with each other is the policy's in the first alone.
     """
 
     prompt_ids: Sequence[int]
@@ -54,6 +56,7 @@ class Trajectory:
     end: EndReason | None = None
     thoughts: ThoughtsClosed | None = None
     choices: np.ndarray | None = field(default=None, compare=False)
+    forks: list["Trajectory"] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> FinishReason:

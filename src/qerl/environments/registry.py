@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qerl.agents.environment import EnvironmentFactory, make_factory
+from qerl.agents.outside import Endpoint
 from qerl.agents.tools import Tool, check_tool
 from qerl.environments.calculator import Calculator, calculator
 from qerl.environments.guess_number import GuessNumber
@@ -18,6 +19,9 @@ ENVIRONMENTS: dict[str, Callable[..., Any]] = {"calculator": Calculator, "guess_
 FAMILIES: dict[str, Callable[..., Any]] = {"openenv": OpenEnv}
 """Adapters: what makes the environments FAMILY:WHERE from WHERE and the options."""
 
+ENDPOINT = "endpoint"
+"""In ``endpoint:PATH.py:function``: the environment is an agent of its own, which the function runs."""
+
 TOOLS: dict[str, Tool] = {"calculator": calculator}
 """Built-in tools, for models whose chat template has tools."""
 
@@ -26,14 +30,16 @@ def get_environment(spec: str, options: Mapping[str, Any]) -> EnvironmentFactory
     """A factory of the named environments.
 
     Args:
-        spec: A name from :data:`ENVIRONMENTS`, FAMILY:WHERE with one of :data:`FAMILIES`, or
-            ``PATH.py:Class`` for a class of the user's own.
+        spec: A name from :data:`ENVIRONMENTS`, FAMILY:WHERE with one of :data:`FAMILIES`,
+            ``endpoint:PATH.py:function``, or ``PATH.py:Class`` for a class of the user's own.
         options: Keyword arguments of the class.
 
     Raises:
         QeRLError: The environment is unknown or cannot be loaded, or the class does not take the options.
     """
     family, _, where = spec.partition(":")
+    if family == ENDPOINT:
+        return make_factory(functools.partial(Endpoint, load_object(where, "agent")), options)
     if family in FAMILIES and where:
         return make_factory(functools.partial(FAMILIES[family], where), options)
     if names_a_file(spec):

@@ -85,7 +85,11 @@ def in_conversations(
         params: Sampling parameters.
         seeds: One for each conversation.
     """
-    prompts = conversations.prompt_ids(conversations.open([row for row in rows for _ in range(samples)]))
+    opened = conversations.open([row for row in rows for _ in range(samples)])
+    if conversations.endpoints:
+        played = conversations.play(engine, params, None, seeds, fixed=False)
+        return [_said(trajectory.messages, trajectory) for trajectory in played]
+    prompts = conversations.prompt_ids(opened)
     once = prompts[::samples]
     if prompts != [prompt for prompt in once for _ in range(samples)]:  # each sample was shown its own
         once, samples = prompts, 1
@@ -117,4 +121,5 @@ def conversations_of(
 
 
 def _said(text: str | list[Message], trajectory: Trajectory) -> Said:
-    return Said(text, sum(trajectory.written), trajectory.end or "stop", trajectory.thoughts)
+    tokens = sum(sum(each.written) for each in (trajectory, *trajectory.forks))
+    return Said(text, tokens, trajectory.end or "stop", trajectory.thoughts)

@@ -162,9 +162,10 @@ class Data(Group):
     """Functions that the model may call, each PATH.py:function or the name of a built-in one (calculator);
     they need a chat template with tools."""
     environment: Text | None = None
-    """Environment of each sample: PATH.py:Class, or the name of a built-in one (calculator, guess_number)."""
+    """Environment of each sample: PATH.py:Class, the name of a built-in one (calculator, guess_number), or
+    endpoint:PATH.py:function for an agent that speaks OpenAI's chat API to the policy."""
     environment_options: Options = {}
-    """Keyword arguments of the environment."""
+    """Keyword arguments of the environment; of an endpoint timeout, at_once, host and port."""
     max_tool_calling_iterations: PositiveInt | None = None
     """Largest number of turns of a sample that tools or an environment answer; unset, as many as
     max_completion_length allows."""

@@ -179,6 +179,8 @@ def complete(
     prompts = (settings.generation_batch_size or 0) // (settings.num_generations or 1)
     train_dataset = rows_for(others, train_dataset, prompts, settings.max_steps)
     _check_fields(settings, acted_on, named, engine, others, rollout_func)
+    if others.endpoints:
+        _check_endpoints(settings)
     columns = getattr(train_dataset, "column_names", None)
     if settings.teacher_prompt is not None and columns is not None:
         check_teacher_prompt(settings.teacher_prompt, columns)
@@ -252,9 +254,11 @@ def _others(tools: Any, environment_factory: Any, rollout_func: Any) -> Others:
 
 def _check_template(others: Others, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model that cannot take part in the conversation."""
-    if others and not others.texts:  # also for an environment without a tool, as in TRL
+    if (
+        others and not others.texts and not others.endpoints
+    ):  # also for an environment without a tool, as in TRL
         check_template(tokenizer)
-    elif others.texts and tokenizer.chat_template is None:
+    elif others and tokenizer.chat_template is None:
         raise QeRLError(
             "An environment needs a chat template, which the model lacks; put a chat_template.jinja beside "
             "it."
@@ -391,6 +395,36 @@ def _check_fields(
         )
     for name in sorted(idle.keys() & _set_fields(args, acted_on, idle.keys())):
         raise QeRLError(f"{name} is set, and nothing here reads it; remove it: {idle[name]}.")
+
+
+_NOT_OF_AGENTS = {
+    "thinking_budget": "a request has a limit of its own",
+    "teacher_prompt": "an agent makes the prompts",
+    "max_tool_calling_iterations": "an agent has as many turns as it likes",
+    "tool_timeout": "the time of an agent is timeout in environment_options",
+    "tool_errors": "an agent calls its tools itself",
+    "tool_output_limit": "an agent calls its tools itself",
+}
+"""Fields that nothing reads where agents of their own lead the conversations."""
+
+
+def _check_endpoints(args: QeRLConfig) -> None:
+    """Refuse what agents of their own cannot be given.
+
+    Raises:
+        QeRLError: A field is set that nothing reads, or there are several processes, whose updates would
+            have to have as many samples each.
+    """
+    for name, why in _NOT_OF_AGENTS.items():
+        if getattr(args, name) != default_of(FIELDS[name]):
+            raise QeRLError(
+                f"{name} is set, and an agent behind the endpoint does not have it: {why}; remove it."
+            )
+    if args.world_size > 1:
+        raise QeRLError(
+            f"Agents behind the endpoint train on one process, and there are {args.world_size}, since "
+            "histories that they write anew make samples of their own; start one."
+        )
 
 
 def _set_fields(args: QeRLConfig, acted_on: Collection[str], fields: Set[str] = RUN_FIELDS) -> set[str]:

@@ -29,11 +29,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from trl.rewards import get_soft_overlong_punishment
 
+from qerl.agents.outside import Endpoint
 from qerl.errors import QeRLError, first_line
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
 from qerl.settings.config import QeRLConfig
-from qerl.tasks.guard import GuardedReward, Judged, describe, name_of
+from qerl.tasks.guard import GuardedReward, Judged, describe, judges_outside, name_of
 from qerl.tasks.together import Together, can_begin_early, guarded
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,8 @@ def _episode_reward(judge: Any) -> Callable[..., Any]:
 
     score: Callable[..., Any] = awaited if iscoroutinefunction(judge.get_reward) else at_once
     score.__name__ = judge.__name__
-    return score
+    # An agent has been run by now, and where it failed its sample has no reward.
+    return judges_outside(score) if issubclass(judge, Endpoint) else score
 
 
 @dataclass(eq=False)

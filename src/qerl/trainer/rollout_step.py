@@ -3,7 +3,9 @@
 1. **Prompts.** The order of the data proposes rows, each as often as it is sampled; a curriculum may replace
    some.
 2. **Samples** (`qerl.trainer.sampler`). An evaluation's are seeded by its problems, so that it draws the same
-   whenever it comes.
+   whenever it comes. Agents that lead conversations themselves may divide theirs into several: each
+   trajectory is one sample with forks up to here, compared by its one reward, and several samples of one
+   advantage in the update.
 3. **Rewards** (`qerl.trainer.rewards`). Without dynamic sampling all samples are scored together once they
    are there; with it both happen in one open call, see below.
 4. **Advantages** (`qerl.trainer.advantages`), and log-probabilities under the old and the reference policy
@@ -108,6 +110,7 @@ class RolloutStep:
         self._group = args.num_generations or 1
         self._problem_seeds = ProblemSeeds(args.seed)
         self._warned = False
+        self._apart = 0  # the last group of a sample that shares its prompt with no other
         self.had_signal, self.without_signal = False, 0
 
     # A rollout
@@ -139,7 +142,11 @@ class RolloutStep:
             new = at % size == 0 or read != (samples[at - 1].prompt, samples[at - 1].teacher_prompt)
             sample.group = first_group + at if new else samples[at - 1].group
         self._log.metrics["train"]["num_tokens"] = [self._state().num_input_tokens_seen]
-        return Rollout(samples, *self._counted(samples), entropy)
+        tokens, counted = self._counted(samples)
+        if any(sample.forks for sample in samples):
+            samples, share = self._with_forks(samples)
+            counted *= share
+        return Rollout(samples, tokens, counted, entropy)
 
     def evaluate(self, rows: list[Row]) -> None:
         """Sample and score rows of an evaluation, of which nothing but what is logged is kept."""
@@ -284,7 +291,7 @@ class RolloutStep:
         tokens the policy wrote."""
         rows = drawn.rows
         if any(sample.written is not None for sample in drawn.samples):
-            counts = map(_drawn_tokens, drawn.samples)
+            counts = [sample.drawn_tokens for sample in drawn.samples]
             rows = [row | {WRITTEN_COLUMN: count} for row, count in zip(rows, counts, strict=True)]
         ids = [sample.tokens for sample in drawn.samples]
         return self._scorer.batch(rows, drawn.prompts, drawn.completions, ids, drawn.environments)
@@ -319,7 +326,7 @@ class RolloutStep:
 
     def _learned_from(self, samples: Sequence[Sample]) -> torch.Tensor:
         """The rewards [B, F] by which samples are compared: none of those of which the loss sees nothing."""
-        unseen = [not any(sample.loss_mask) for sample in samples]
+        unseen = [not any(map(_seen, (sample, *sample.forks))) for sample in samples]
         rewards_BF = torch.tensor([sample.rewards for sample in samples])
         return rewards_BF.masked_fill(torch.tensor(unseen)[:, None], torch.nan)
 
@@ -346,15 +353,38 @@ class RolloutStep:
         size, tokens = self._group, 0
         dead = set(self._groups_without_signal(samples)) if self._args.filter_zero_advantages else set[int]()
         for group, start in enumerate(range(0, len(samples), size)):
-            seen = sum(sum(sample.loss_mask) for sample in samples[start : start + size])
+            every = [each for s in samples[start : start + size] for each in (s, *s.forks)]
+            seen = sum(map(_seen, every))
             tokens += 0 if group in dead else seen
-            for sample in samples[start : start + size]:
-                sample.group_tokens = seen / size
-        every = sum(self._of_ranks(tokens))
+            for sample in every:
+                sample.group_tokens = seen / len(every)
+        total = sum(self._of_ranks(tokens))
         if not self._args.filter_zero_advantages:
-            return every, 1.0
+            return total, 1.0
         alive = self._of_ranks(len(samples) - len(dead) * size)
-        return every, sum(alive) / len(samples) / len(alive) or 1.0  # where none is alive, every loss is 0
+        return total, sum(alive) / len(samples) / len(alive) or 1.0  # where none is alive, every loss is 0
+
+    def _with_forks(self, samples: list[Sample]) -> tuple[list[Sample], float]:
+        """Samples with their forks beside them, filled up to as many as microbatches can share evenly, and
+        the share of them that are samples and no filling."""
+        found = []
+        for sample in samples:
+            forks, sample.forks = sample.forks, []
+            for fork in forks:
+                fork.rewards, fork.advantage, fork.group = sample.rewards, sample.advantage, sample.group
+                if fork.prompt != sample.prompt:
+                    fork.group = self._group_apart()
+            found += [sample, *forks]
+        count, parts = len(found), self._args.steps_per_generation or 1
+        pad = self.sampler.pad_token_id
+        for _ in range(-count % parts):
+            found.append(Sample([pad], [pad], [0.0], [0.0], self._group_apart(), masked=True))
+        return found, count / len(found)
+
+    def _group_apart(self) -> int:
+        """The number of a group of one sample; no row has a negative one."""
+        self._apart -= 1
+        return self._apart
 
     def _settled(self, rewards_BF: torch.Tensor) -> list[bool | None]:
         """Of groups, whether samples were all right or all wrong; without a judge, whether they were all
@@ -415,7 +445,7 @@ class RolloutStep:
 
     def _log_lengths(self, drawn: Drawn, mode: str) -> None:
         """Log lengths of completions, those of all processes, and count tokens."""
-        own = [[_drawn_tokens(sample), sample.truncated] for sample in drawn.samples]
+        own = [[sample.drawn_tokens, sample.truncated] for sample in drawn.samples]
         device = self._accelerator.device
         lengths_B, cut_B = (
             self._accelerator.gather(torch.tensor(own, dtype=torch.double, device=device)).cpu().unbind(1)
@@ -438,7 +468,7 @@ class RolloutStep:
 
     def _count_tokens(self, samples: Sequence[Sample]) -> None:
         """Count tokens that were read and drawn, those of all processes, each of which must call this."""
-        own = sum(len(sample.prompt) + _drawn_tokens(sample) for sample in samples)
+        own = sum(len(sample.prompt) + sample.drawn_tokens for sample in samples)
         self._state().num_input_tokens_seen += sum(self._of_ranks(own))
 
     def _count(self, drawn: Drawn) -> dict[str, float]:
@@ -448,21 +478,24 @@ class RolloutStep:
             QeRLError: No sample of any process got through to its end, because logits were not finite.
         """
         result, found = drawn.result, drawn.trajectories
+        forks = [fork for trajectory in found for fork in trajectory.forks]
         completions = result.completions if result is not None else []
+        entropies = [c.entropies for c in completions] + [fork.entropies for fork in forks]
         own = (
-            sum(sum(c.entropies) for c in completions),
-            sum(len(c.entropies) for c in completions) - sum(t.written.count(0) for t in found),
+            sum(map(sum, entropies)),
+            sum(map(len, entropies)) - sum(t.written.count(0) for t in (*found, *forks)),
             sum(c.finish_reason == "error" for c in completions),
             result.generated_tokens if result is not None else 0,
             len(completions),
-            sum(t.turns for t in found),
+            sum(t.turns for t in (*found, *forks)),
+            len(forks),
             *(sum(t.thoughts == by for t in found) for by in ("model", "budget")),
             result.seconds if result is not None else 0.0,
         )
         ranks = self._accelerator.gather(
             torch.tensor([own], dtype=torch.double, device=self._accelerator.device)
         )
-        entropy, tokens, errors, generated, samples, turns, *closed, _ = ranks.sum(dim=0).tolist()
+        entropy, tokens, errors, generated, samples, turns, forked, *closed, _ = ranks.sum(dim=0).tolist()
         if 0 < samples == errors:
             raise QeRLError(
                 f"The logits of all {samples:.0f} samples of a rollout were not finite: the weights hold NaN "
@@ -472,6 +505,8 @@ class RolloutStep:
         more: dict[str, float] = {}
         if self.sampler.takes_turns:
             more["rollout/turns"] = turns / samples
+        if self.sampler.led_by_agents:
+            more["rollout/forks"] = forked / samples
         if self._args.thinking_budget is not None:
             by_model, by_budget = (count / samples for count in closed)
             more |= {"thinking/closed_by_model": by_model, "thinking/closed_by_budget": by_budget}
@@ -494,6 +529,6 @@ class RolloutStep:
         return self._accelerator.gather(self._on_device(number)).tolist()
 
 
-def _drawn_tokens(sample: Sample) -> int:
-    """Tokens of a sample that the policy drew."""
-    return len(sample.tokens) if sample.written is None else sum(sample.written)
+def _seen(sample: Sample) -> int:
+    """Tokens that the loss sees."""
+    return sum(sample.loss_mask)

@@ -3,7 +3,9 @@
 A call draws all samples of some rows (`Sampler.draw`), or stays open, and groups of rows enter while others
 are decoded (`Sampler.open_call`). In both the engine draws completions under this step's noise; with tools,
 environments or a budget of thinking, it draws conversations (`qerl.agents`); `rollout_func` samples in its
-place. It gives whole lists, so groups enter an open call list by list.
+place. It gives whole lists, so groups enter an open call list by list. Those of agents that lead their
+conversations themselves enter so too: each list of them has a session of its own, since nobody knows which
+request of an agent is its last. Such a trajectory may have divided into several; its sample has forks then.
 
 Seeds of a call are keyed by the step and the number of the call within it, so a resumed run draws what it
 would have. In an open call the seed of a sample is keyed by the number of its group as well, and so it draws
@@ -85,7 +87,10 @@ class Drawn:
             name: getattr(self, name)[begin:end]
             for name in ("rows", "prompts", "ids", "samples", "completions", "trajectories")
         }
-        return Drawn(**of_rows, environments=self.environments and self.environments[begin:end])
+        found = Drawn(**of_rows, environments=self.environments and self.environments[begin:end])
+        if self.result is not None:
+            found.result = _result_of(self.result.completions[begin:end], found.samples, self.result.seconds)
+        return found
 
 
 def joined(parts: Sequence[Drawn], generated: int, seconds: float) -> Drawn:
@@ -126,6 +131,8 @@ class Sampler:
     Attributes:
         talks: Whether samples are conversations.
         takes_turns: Whether the policy is answered in them.
+        led_by_agents: Whether agents of their own lead them.
+        pad_token_id: A token that may stand where none counts.
     """
 
     def __init__(
@@ -156,6 +163,8 @@ class Sampler:
             args.thinking_budget is not None or conversations.take_turns
         )
         self.takes_turns = conversations is not None and conversations.take_turns
+        self.led_by_agents = conversations is not None and conversations.endpoints
+        self.pad_token_id: int = tokenizer.pad_token_id
         self._ends = {*eos_token_ids, tokenizer.pad_token_id}  # TRL counts the pad token as a stop token, too
         self._calls: dict[str, tuple[int, int]] = {}  # by mode: step and number of its next call
 
@@ -174,8 +183,15 @@ class Sampler:
         """
         drawn = self.open(rows, size)
         if self._rollout_func is not None:
-            return self.drawn_by_others(drawn)
-        self.take(drawn, self.sample(*drawn.groups(size), mode, seeds, drawn))
+            return self._drawn_by_others(drawn)
+        if self.led_by_agents:
+            params, offsets = self._call(mode)
+            if seeds is None:
+                seeds = [derive_seed("trajectory", params.seed, place) for place in range(len(rows))]
+            result = self._play(drawn, params, offsets, seeds, fixed=mode == "train")
+            self._log.add_seconds("rollout", result.seconds)
+        else:
+            self.take(drawn, self.sample(*drawn.groups(size), mode, seeds, drawn))
         return drawn
 
     @contextlib.contextmanager
@@ -187,9 +203,12 @@ class Sampler:
             size: Samples of a group.
         """
         if self._rollout_func is not None:
-            yield Lists(self, rows, size)
+            yield Lists(self, lambda drawn, _: self._drawn_by_others(drawn), rows, size)
             return
         params, offsets = self._call("train")
+        if self.led_by_agents:
+            yield Lists(self, functools.partial(self._drawn_by_agents, params, offsets), rows, size)
+            return
         others = self._conversations is not None and self._conversations.has_others
         opened = None if others else self.open(rows, size)  # what an environment shows is not known yet
         longest = max(map(len, opened.ids)) if opened is not None else None
@@ -208,7 +227,7 @@ class Sampler:
             self._conversations.close(drawn.environments)
 
     def open(self, rows: list[Row], size: int, beside: bool = False) -> Drawn:
-        """Rows with their prompts, and the tokens of these unless `rollout_func` is asked.
+        """Rows with their prompts, and the tokens of these unless `rollout_func` or an agent makes them.
 
         Args:
             rows: Whole groups.
@@ -220,7 +239,7 @@ class Sampler:
             drawn = Drawn(rows, prompts, environments=self._conversations.environments)
         else:
             drawn = Drawn(rows, prompts := [row["prompt"] for row in rows])
-        if self._rollout_func is not None:
+        if self._rollout_func is not None or self.led_by_agents:
             return drawn
         if drawn.environments is not None or self.talks:
             drawn.ids = self._rendered(prompts)
@@ -256,8 +275,8 @@ class Sampler:
         if mode == "train" and self._teacher_positions is not None:
             self._check_teacher_room(drawn, self._teacher_positions)
         if self._args.mask_truncated_completions:
-            for sample in drawn.samples:
-                sample.masked = sample.truncated
+            for sample in (each for one in drawn.samples for each in (one, *one.forks)):
+                sample.masked |= sample.truncated
 
     def sample(
         self,
@@ -387,7 +406,54 @@ class Sampler:
         t = trajectory
         return Completion(t.token_ids, t.logprobs, t.entropies, t.finish_reason, t.choices)
 
-    def drawn_by_others(self, drawn: Drawn) -> Drawn:
+    def _drawn_by_agents(
+        self, params: SamplingParams, offsets: NormOffsets, drawn: Drawn, places: Sequence[tuple[int, int]]
+    ) -> Drawn:
+        """Groups of an open call as agents of their own make them, by the group and the place of each."""
+        self._play(drawn, params, offsets, _seeds_of(params, places), fixed=True)
+        return drawn
+
+    def _play(
+        self,
+        drawn: Drawn,
+        params: SamplingParams,
+        offsets: NormOffsets,
+        seeds: Sequence[int],
+        fixed: bool,
+    ) -> RolloutResult:
+        """Let agents of their own lead the conversations of opened rows, and make samples of them; nothing is
+        learned from one whose agent failed.
+
+        Args:
+            drawn: The rows, which were opened last.
+            params, offsets: Of the sampling.
+            seeds: Of each row.
+            fixed: Whether requests have to be sampled as `params` say.
+        """
+        assert self._conversations is not None and drawn.environments is not None
+        start = time.perf_counter()
+        found = self._conversations.play(self._engine, params, offsets, seeds, fixed)
+        seconds = time.perf_counter() - start
+        self._log.read_memory()
+        self._engine.release()
+        for trajectory, environment in zip(found, drawn.environments, strict=True):
+            sample, *forks = (
+                Sample(
+                    *(list(t.prompt_ids), t.token_ids, t.logprobs, t.entropies),
+                    written=t.written,
+                    truncated=t.end == "length",
+                    masked=environment.error is not None,
+                    choices=t.choices,
+                )
+                for t in (trajectory, *trajectory.forks)
+            )
+            sample.forks = forks
+            drawn.samples.append(sample)
+        drawn.trajectories, drawn.completions = found, [trajectory.messages for trajectory in found]
+        drawn.result = _result_of([*map(self.completion_of, found)], drawn.samples, seconds)
+        return drawn.result
+
+    def _drawn_by_others(self, drawn: Drawn) -> Drawn:
         """What `rollout_func` gives, with its further columns among those of the rows.
 
         Raises:
@@ -452,10 +518,11 @@ class Sampler:
 
 
 class Lists:
-    """Groups of an open call that `rollout_func` draws, each list at once.
+    """Groups of an open call of which each list is drawn at once.
 
     Args:
-        sampler: Whose function it is.
+        sampler: Opens rows.
+        draw: Makes samples of rows that were opened, given the group and the place in it of each.
         rows: Of all groups that may be drawn.
         size: Samples of a group.
 
@@ -466,15 +533,22 @@ class Lists:
 
     samples, busy = 0, False
 
-    def __init__(self, sampler: Sampler, rows: list[Row], size: int) -> None:
-        self._sampler, self._rows, self._size = sampler, rows, size
+    def __init__(
+        self,
+        sampler: Sampler,
+        draw: Callable[[Drawn, Sequence[tuple[int, int]]], Drawn],
+        rows: list[Row],
+        size: int,
+    ) -> None:
+        self._sampler, self._draw, self._rows, self._size = sampler, draw, rows, size
         self._drawn: list[tuple[int, Drawn]] = []
 
     def start(self, numbers: range) -> None:
         """Draw the groups of these numbers."""
         size = self._size
         rows = self._rows[numbers.start * size : numbers.stop * size]
-        drawn = self._sampler.drawn_by_others(self._sampler.open(rows, size, beside=numbers.start > 0))
+        opened = self._sampler.open(rows, size, beside=numbers.start > 0)
+        drawn = self._draw(opened, [(number, place) for number in numbers for place in range(size)])
         self._drawn = [(number, drawn.part(i * size, size)) for i, number in enumerate(numbers)]
 
     def next(self, one_round: bool) -> list[tuple[int, Drawn]]:
@@ -527,7 +601,7 @@ class Sequences:
         else:
             drawn = self._sampler.open(self._rows[begin : begin + count], size, beside=begin > 0)
         places = [(number, place) for number in numbers for place in range(size)]
-        seeds = [derive_seed("open call", self._params.seed, *place) for place in places]
+        seeds = _seeds_of(self._params, places)
         indices = self._sampler.begin(self._session, self._params, drawn, size, seeds)
         self._of |= zip(indices, places, strict=True)
         for i, number in enumerate(numbers):
@@ -567,6 +641,17 @@ class Sequences:
         read, tokens = sum(map(len, drawn.ids)), sum(map(sum, written))
         self._sampler.take(drawn, RolloutResult(completions, read, tokens, 0.0))
         return drawn
+
+
+def _seeds_of(params: SamplingParams, places: Sequence[tuple[int, int]]) -> list[int]:
+    """Seeds of samples of an open call, by the group and the place of each."""
+    return [derive_seed("open call", params.seed, *place) for place in places]
+
+
+def _result_of(completions: list[Completion], samples: Sequence[Sample], seconds: float) -> RolloutResult:
+    """What an engine would count of samples."""
+    read, drawn = sum(len(s.prompt) for s in samples), sum(s.drawn_tokens for s in samples)
+    return RolloutResult(completions, read, drawn, seconds)
 
 
 def check_vocabulary(prompts: Sequence[Sequence[int]], embeddings: int) -> None:

@@ -67,6 +67,8 @@ class Sample:
         teacher_prompt: Token ids of the prompt behind which a teacher sees the tokens; None for `prompt`.
         choices: Experts that the sampler chose for its first tokens, prompt included, as of
             `qerl.rollout.engine.Completion.choices`; None where nobody knows any.
+        forks: Other samples of the same trajectory, whose agent has written its history anew; they get its
+            rewards and its advantage, and stand beside it in an update.
     """
 
     prompt: list[int]
@@ -84,6 +86,13 @@ class Sample:
     reference_logprobs: list[float] | None = None
     teacher_prompt: list[int] | None = None
     choices: np.ndarray | None = field(default=None, compare=False)
+    forks: list["Sample"] = field(default_factory=list)
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Tokens of its trajectory that the policy wrote."""
+        own = len(self.tokens) if self.written is None else sum(self.written)
+        return own + sum(fork.drawn_tokens for fork in self.forks)
 
     @property
     def loss_mask(self) -> list[int]:

@@ -11,6 +11,7 @@ the correction of clean over noisy. Left without noise are the base, greedy samp
 prompts, teachers, and of course losses.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ from qerl_serve.types import (
     LoraParams,
     ModelInfo,
     Notes,
+    Reader,
     SampleRequest,
     SampleResult,
     WeightsInfo,
@@ -69,6 +71,7 @@ class ModelBackend:
         noise_scale: NoiseScale = "absolute",
     ) -> None:
         self.models: Sequence[ModelInfo] = [name for each in (base, *teachers) for name in each.names]
+        self.reader: Reader | None = Reader(copy.deepcopy(base.tokenizer), base.end_token_ids)
         self._base, self._seats, self._adapters, self._store = base, base.seats, adapters, store
         self._noise = None if noise is None else AdaptiveNoise(base.seats.model, noise, 0, noise_scale)
         offsets = None if self._noise is None else partial(self._offsets, self._noise)

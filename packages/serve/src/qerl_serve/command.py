@@ -220,6 +220,7 @@ def greeting(
         f"Serving {served} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
         "",
         f"  export TINKER_BASE_URL={url} TINKER_API_KEY={api_key}",
+        f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={api_key}",
         f'  python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client'
         f"(base_model='{model}', rank=8).get_info())\"",
         "",

@@ -15,6 +15,7 @@ Thread-safe: HTTP asks in one thread, the worker settles in another.
 """
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from qerl.errors import QeRLError
+
+logger = logging.getLogger(__name__)
 
 ARRIVED_S = 30.0
 """A result that was fetched so long ago has arrived at its client."""
@@ -236,3 +239,12 @@ class Futures:
 
     def _remove(self, request_id: str) -> None:
         self._bytes -= self._futures.pop(request_id).bytes
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Turn an exception into the error that the client receives."""
+    category: Category = "user" if isinstance(error, QeRLError) else "server"
+    if category == "user":
+        return Failure(str(error), category)
+    logger.error("A request failed.", exc_info=error)
+    return Failure(f"The server failed: {type(error).__name__}: {error}", category)

@@ -13,6 +13,8 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from qerl.endpoint.bodies import ApiError
+from qerl.endpoint.http import PREFIX
 from qerl.errors import QeRLError
 
 OPEN = ("/metrics", "/api/v1/healthz", "/api/v1/download/")
@@ -39,7 +41,7 @@ class Gate:
 
     Args:
         app: The application behind it.
-        api_key: Expected value of X-API-Key.
+        api_key: Expected key.
         max_tensors: Bytes of a body of tensors.
         max_json: Bytes of any other.
         max_coming: Bytes of all incoming bodies together.
@@ -63,10 +65,11 @@ class Gate:
         maximum = self._max_tensors if scope["path"] == TENSORS else self._max_json
         if scope["path"].startswith(OPEN):
             body: bytes | None = b""  # no open path reads one
-        elif not hmac.compare_digest(headers.get(b"x-api-key", b""), self._api_key):
+        elif not hmac.compare_digest(_key_of(scope["path"], headers), self._api_key):
+            name = "OPENAI_API_KEY" if scope["path"].startswith(PREFIX) else "TINKER_API_KEY"
             await _refuse(
                 401,
-                "The API key is not this server's; export TINKER_API_KEY as `qerl serve` printed it.",
+                f"The API key is not this server's; export {name} as `qerl serve` printed it.",
                 scope, receive, send,
             )  # fmt: skip
             return
@@ -130,5 +133,14 @@ class Gate:
         return b"".join(parts)
 
 
+def _key_of(path: str, headers: dict[bytes, bytes]) -> bytes:
+    """The key that a client sends: where OpenAI's clients have it on their routes, else in X-API-Key."""
+    if path.startswith(PREFIX):
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else b""
+    return headers.get(b"x-api-key", b"")
+
+
 async def _refuse(status: int, why: str, scope: Scope, receive: Receive, send: Send) -> None:
-    await JSONResponse({"detail": why}, status_code=status)(scope, receive, send)
+    body = ApiError(why, status).body() if scope["path"].startswith(PREFIX) else {"detail": why}
+    await JSONResponse(body, status_code=status)(scope, receive, send)

@@ -1,11 +1,13 @@
-"""The routes of the Tinker API over HTTP, all below /api/v1, beside /metrics and /status.
+"""The routes of the Tinker API over HTTP, all below /api/v1, beside /metrics and /status, and OpenAI's below
+/v1 (`qerl.endpoint.http`).
 
 A request that takes the model is answered at once with the id of a future, by which `retrieve_future` answers
 as soon as there is a result, or says after half a minute to ask again. Refusals are JSON with one sentence
 under `detail`.
 
-Every route but /metrics, healthz and signed downloads asks for the server's key in the header X-API-Key, so
-neither another user of this machine nor a page in a browser can use a server that listens locally.
+Every route but /metrics, healthz and signed downloads asks for the server's key, in the header X-API-Key or
+as OpenAI's clients send it, so neither another user of this machine nor a page in a browser can use a server
+that listens locally.
 """
 
 import asyncio
@@ -22,8 +24,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from qerl.endpoint import http as chat
+from qerl.endpoint.bodies import ApiError
 from qerl.errors import QeRLError
 from qerl_serve import requests
+from qerl_serve.chat import ChatDesk
 from qerl_serve.checkpoint_routes import CheckpointRoutes
 from qerl_serve.clients import Clients
 from qerl_serve.futures import Answer, Busy, Failure, Future
@@ -34,6 +39,7 @@ from qerl_serve.names import split_path
 from qerl_serve.samples import Samples
 from qerl_serve.service_routes import ServiceRoutes
 from qerl_serve.training import Training
+from qerl_serve.types import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +57,25 @@ class Api:
         metrics: For /metrics.
         api_key: Expected value of X-API-Key.
         works: True while the worker runs, without which no request is ever answered.
+        reader: For OpenAI's routes, which are there where it is.
     """
 
-    def __init__(self, clients: Clients, metrics: Metrics, api_key: str, works: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        clients: Clients,
+        metrics: Metrics,
+        api_key: str,
+        works: Callable[[], bool],
+        reader: Reader | None,
+    ) -> None:
         self._clients, self._api_key = clients, api_key
         self._samples = Samples(clients)
         self._training = Training(clients, self._samples)
         self._service = ServiceRoutes(clients, metrics, works)
         self._checkpoints = CheckpointRoutes(clients, api_key)
+        self._chat: list[BaseRoute] = []
+        if reader is not None:
+            self._chat = chat.Routes(ChatDesk(clients, api_key, reader), rewarded=False).routes()
 
     def app(self) -> Starlette:
         """The application."""
@@ -71,7 +88,9 @@ class Api:
             max_coming=max(limits.held, limits.body),
         )
         return Starlette(
-            routes=[*self._routes(), *self._service.routes(), *self._checkpoints.routes(), _ANY],
+            routes=[
+                *self._routes(), *self._service.routes(), *self._checkpoints.routes(), *self._chat, _ANY
+            ],
             middleware=[gate],
             exception_handlers={
                 QeRLError: _refusal, HTTPException: _http_error, Exception: _defect
@@ -304,8 +323,10 @@ async def _refusal(_: Request, error: Exception) -> Response:
     return JSONResponse({"detail": str(error)}, status_code=429 if isinstance(error, Busy) else 400)
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if request.url.path.startswith(chat.PREFIX):
+        return JSONResponse(ApiError(error.detail, error.status_code).body(), status_code=error.status_code)
     return JSONResponse({"detail": error.detail}, status_code=error.status_code)
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qerl.errors import QeRLError
-from qerl_serve.futures import Failure, Future
+from qerl_serve.futures import Answer, Failure, Future
 from qerl_serve.line import Job, Line
-from qerl_serve.types import Backend, SampleRequest
+from qerl_serve.types import Backend, SampleRequest, SampleResult
 
 Turn = Literal["calls", "samples", "updates"]
 
@@ -34,12 +34,11 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
-    """A sampling request, its time of arrival, and the number of tokens at the end of the prompt whose
-    log-probabilities are wanted (None for all)."""
+    """A sampling request, how its result is answered, and its time of arrival."""
 
     future: Future
     request: SampleRequest
-    last_n: int | None
+    answer: Callable[[SampleResult], Answer]
     arrived: float
 
 
@@ -69,10 +68,12 @@ class WorkQueue:
             self._changed.notify()
         return call.result
 
-    def sample(self, future: Future, request: SampleRequest, last_n: int | None = None) -> None:
-        """Enqueue a sampling request; `last_n` as in `SampleJob`."""
+    def sample(
+        self, future: Future, request: SampleRequest, answer: Callable[[SampleResult], Answer]
+    ) -> None:
+        """Enqueue a sampling request; `answer`, which the worker calls, as in `SampleJob`."""
         with self._changed:
-            self._samples.append(SampleJob(future, request, last_n, time.monotonic()))
+            self._samples.append(SampleJob(future, request, answer, time.monotonic()))
             self._changed.notify()
 
     def add_line(self, model_id: str) -> None:

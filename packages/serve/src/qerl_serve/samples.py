@@ -10,7 +10,8 @@ from functools import partial
 
 from qerl.errors import QeRLError
 from qerl_serve.clients import Clients, Sampler
-from qerl_serve.futures import Failure, Future
+from qerl_serve.futures import Answer, Failure, Future
+from qerl_serve.messages import sample_bytes
 from qerl_serve.names import check_id, split_path
 from qerl_serve.requests import CreateSampler, Sample
 from qerl_serve.types import Backend, Notes, SampleRequest
@@ -121,7 +122,11 @@ class Samples:
             if call is not None and (error := call.exception()) is not None:
                 future.settle(Failure(str(error), "user" if isinstance(error, QeRLError) else "server"))
             else:
-                clients.queue.sample(future, request, body.prompt_logprobs_last_n)
+                clients.queue.sample(
+                    future,
+                    request,
+                    lambda result: Answer(sample_bytes(result, body.prompt_logprobs_last_n), protobuf=True),
+                )
 
         if opening is None:
             opened(None)

@@ -24,9 +24,10 @@ session of another it gives back what it holds.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from qerl.endpoint.stops import TurnLimits
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, SamplingParams, Session
 from qerl.rollout.stops import Stop, StopStrings
@@ -125,6 +126,14 @@ class _Asked:
     def to_score(self) -> bool:
         wanted = self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
         return wanted and self.scores is None
+
+    def params_of(self, index: int) -> SamplingParams:
+        """The parameters of a sample, which tells of its tokens if somebody listens."""
+        told = self.request.told
+        if told is None:
+            return self.params
+        listens = TurnLimits(tell=partial(told, index)).stops()
+        return replace(self.params, stops=(*self.params.stops, *listens))
 
     def result(self) -> SampleResult | QeRLError:
         if not self.request.wanted():
@@ -290,6 +299,7 @@ class _Queue:
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
+            min_p=request.min_p,
             stop_token_ids=tuple(sorted(set(ends))),
             stops=(*texts, _Unwanted(request)),
         )
@@ -351,7 +361,7 @@ class _Queue:
         indices = session.start(
             prompts,
             len(begun) // len(prompts),
-            [each.params for each, _ in begun],
+            [each.params_of(index) for each, index in begun],
             seeds=[derive_seed("request", each.request.seed, index) for each, index in begun],
         )
         self._begun.update(zip(indices, begun, strict=True))

@@ -39,7 +39,9 @@ class Server:
         self.worker = Worker(self.clients.queue, backend, self.metrics)
         self.worker.on_break = lambda why: self._end(Failure(why, "server"))
         self.metrics.watch(lambda: {**self.clients.gauges(), **self.worker.gauges})
-        self.app: Starlette = Api(self.clients, self.metrics, api_key, self.worker.is_alive).app()
+        self.app: Starlette = Api(
+            self.clients, self.metrics, api_key, self.worker.is_alive, backend.reader
+        ).app()
         self._http: _Http | None = None
 
     def start(self) -> None:

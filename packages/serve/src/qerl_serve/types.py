@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from qerl.errors import QeRLError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from qerl.update.losses import Datum, LossOutput
 
 StopReason = Literal["stop", "length"]
@@ -102,6 +104,9 @@ class SampleRequest:
             prompt.
         wanted: False once the client is gone. It may be asked at any time, and once it is False the samples
             need not be finished.
+        min_p: 0 keeps all tokens.
+        told: Is told of the tokens of each sample, by its number, as they are drawn; None where nobody
+            listens.
     """
 
     sampler: str
@@ -117,6 +122,8 @@ class SampleRequest:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     wanted: Callable[[], bool] = field(default=_always, compare=False)
+    min_p: float = 0.0
+    told: Callable[[int, list[int]], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,19 @@ class NotSavedError(QeRLError):
 Arrivals = Callable[[], Sequence[SampleRequest]]
 
 
+@dataclass(frozen=True)
+class Reader:
+    """What makes texts of the tokens of the base that trains.
+
+    Attributes:
+        tokenizer: Used in the thread of HTTP alone, but to decode.
+        end_token_ids: With which a completion ends by itself.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    end_token_ids: tuple[int, ...]
+
+
 class Backend(Protocol):
     """A model with adapters, and teachers, as the worker uses them; methods raise `QeRLError` for a client's
     mistakes.
@@ -207,6 +227,9 @@ class Backend(Protocol):
     models: Sequence[ModelInfo]
     """The base that trains under each of its names, the first of which is the one that answers name; then
     each teacher under its own."""
+
+    reader: Reader | None
+    """For the routes that take texts and messages; None for a backend without a model."""
 
     def create_model(self, model_id: str, lora: LoraParams) -> None:
         """Add an adapter under a new name, with an optimizer that has not stepped."""

@@ -17,9 +17,8 @@ from collections.abc import Callable
 import torch
 
 from qerl.errors import QeRLError, first_line
-from qerl_serve.futures import Answer, Category, Failure
+from qerl_serve.futures import Answer, Failure, failure_of
 from qerl_serve.line import CHANGES, Job, Line
-from qerl_serve.messages import sample_bytes
 from qerl_serve.metrics import Metrics
 from qerl_serve.queue import SampleJob, WorkQueue
 from qerl_serve.types import Backend, SampleRequest, SampleResult
@@ -156,8 +155,11 @@ class Worker(threading.Thread):
         if isinstance(result, Exception):
             outcome = self._failure_of(result)
         else:
-            outcome = Answer(sample_bytes(result, job.last_n), protobuf=True)
             self._metrics.sampled(len(job.request.prompt), result)
+            try:
+                outcome = job.answer(result)
+            except Exception as error:
+                outcome = self._failure_of(error)
         self._metrics.ran("sample", time.monotonic() - job.arrived, outcome)
         job.future.settle(outcome)
 
@@ -175,12 +177,3 @@ def _gpu_is_lost() -> bool:
     except Exception:  # of whichever class
         return True
     return False
-
-
-def failure_of(error: Exception) -> Failure:
-    """Turn an exception into the error that the client receives."""
-    category: Category = "user" if isinstance(error, QeRLError) else "server"
-    if category == "user":
-        return Failure(str(error), category)
-    logger.error("A request failed.", exc_info=error)
-    return Failure(f"The server failed: {type(error).__name__}: {error}", category)

@@ -1,0 +1,96 @@
+"""Requests of OpenAI's chat API as tokens of a policy, and what it drew as answers.
+
+`qerl.endpoint` knows which messages were drawn here; this module renders the others with the policy's chat
+template, and finds text and calls of tools in what was drawn (`qerl.agents.template`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.agents.template import TurnTemplate
+from qerl.agents.trajectory import Message
+from qerl.endpoint.answers import cut_at
+from qerl.endpoint.bodies import ApiError, Asked, call_of
+from qerl.endpoint.history import History, Place
+from qerl.endpoint.reply import Choice
+from qerl.endpoint.reply import FinishReason as Reason
+from qerl.errors import QeRLError, first_line
+from qerl.rollout.engine import Completion
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of token ids, without special tokens."""
+    return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Templates:
+    """The chat template with tools and without, each made when it is needed.
+
+    Args:
+        tokenizer: Of the policy, with a chat template.
+        template_kwargs: The template's own arguments.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None) -> None:
+        self._tokenizer, self._kwargs = tokenizer, template_kwargs
+        self._made: dict[bool, TurnTemplate] = {}
+
+    def of(self, tools: bool) -> TurnTemplate:
+        """The template.
+
+        Raises:
+            QeRLError: It has no tools, or cannot go on with a conversation.
+        """
+        if tools not in self._made:
+            self._made[tools] = TurnTemplate(self._tokenizer, self._kwargs, tools=tools)
+        return self._made[tools]
+
+    def place(self, asked: Asked, history: History) -> Place:
+        """Where a request goes on.
+
+        Raises:
+            ApiError: The template does not take its messages.
+        """
+        if not asked.is_chat:
+            assert asked.prompt is not None
+            return history.place_of_text(asked.prompt, self._encode)
+        try:
+            return history.place(asked.messages, asked.tools, self.of(bool(asked.tools)))
+        except QeRLError as error:
+            raise ApiError(str(error), param="tools" if asked.tools else "messages") from error
+        except Exception as error:  # templates raise their own, for roles in an order that they do not know
+            raise ApiError(
+                f"The chat template does not take these messages ({first_line(error)}); send others.",
+                param="messages",
+            ) from error
+
+    def choice(self, asked: Asked, before: Sequence[int], drawn: Completion, ends: bool) -> Choice:
+        """A continuation as its client reads it.
+
+        Args:
+            asked: The request.
+            before: Tokens before it.
+            drawn: What the policy drew.
+            ends: Whether it ended with a stop token.
+        """
+        reason: Reason = "length" if drawn.finish_reason == "length" else "stop"
+        text = cut_at(decoded(self._tokenizer, drawn.token_ids), asked.stop)
+        message: Message = {"role": "assistant", "content": text}
+        if not asked.is_chat:
+            message = {"text": text, "over": ends}
+        elif asked.tools and reason == "stop":
+            parsed = self.of(True).parse(drawn.token_ids, before, list(asked.tools))
+            calls = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
+            message["content"] = cut_at(parsed.get("content") or "", asked.stop)
+            thoughts = parsed.get("reasoning_content") or parsed.get("thinking")
+            if thoughts:
+                message["reasoning_content"] = thoughts
+            if calls:
+                message["tool_calls"] = [call_of(call["name"], call["arguments"]) for call in calls]
+                reason = "tool_calls"
+        return Choice(message, drawn.token_ids, drawn.logprobs, reason)
+
+    def _encode(self, text: str, first: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=first)
