@@ -47,13 +47,13 @@ def test_threads_and_whoever_ends_the_process_change_no_reply():
         return equal_expressions(r"\frac{1}{2}", "0.5")
 
     with ThreadPoolExecutor(4) as pool:
-        endless = [pool.submit(equal_expressions, f"12!!+{i}", "12") for i in range(2)]
+        endless = pool.submit(equal_expressions, "12!!", "12")
         found = list(pool.map(right, range(40)))
         os.kill(symbolic._held[0]._process.pid, signal.SIGTERM)
         found += list(pool.map(right, range(20)))
         os.kill(symbolic._held[0]._process.pid, signal.SIGKILL)
         found += list(pool.map(right, range(20)))
-    assert all(found) and not any(each.result() for each in endless)
+    assert all(found) and not endless.result()
 
 
 def test_what_cannot_be_started_says_so(monkeypatch):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 QUIET = Console(quiet=True)
 FULL = {
     "tuning": "full", "weights": "bf16", "noise": False, "eval_strategy": "no", "max_steps": 4,
-    "save_steps": 2, "beta": 0.1, "num_iterations": 2,
+    "save_steps": 2, "beta": 0.1, "num_iterations": 2, "loss_type": "dapo",
 }  # fmt: skip
 
 
