@@ -16,7 +16,7 @@ from lab.writers.captions import files, rows, source, table
 from lab.writers.study_tables import NOT_RUN, estimate
 from qerl.report.runs import number
 
-NAME = "distilled-smollm2-h200"
+NAME = "distilled-smollm2"
 NEAR = 0.01
 """Below a teacher's final accuracy by how much an adapter has what its teacher has."""
 

@@ -148,14 +148,14 @@ def results(tmp_path, monkeypatch):
 
     def write(rows):
         shared = {"gpu": "NVIDIA H200", "commit": "abcdef0", "date": "2026-11-27 21:00 UTC", "held_out": 1024}
-        (tmp_path / "distilled-smollm2-h200.json").write_text(json.dumps({**shared, "rows": rows}))
+        (tmp_path / "distilled-smollm2.json").write_text(json.dumps({**shared, "rows": rows}))
 
     return write
 
 
 def test_without_results_the_pages_say_so(results):
     for make in distilled_tables.TABLES.values():
-        assert make() == "No results yet: bench/results has no distilled-smollm2-h200.json.\n"
+        assert make() == "No results yet: bench/results has no distilled-smollm2.json.\n"
     assert {make() for make in distilled_tables.NUMBERS.values()} == {"not run"}
 
 
