@@ -33,7 +33,7 @@ from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS
 TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (("--help", "--dry_run"), ()),
     "demo": (("--help", "--tools"), ()),
-    "plan": (("--help", "--max_context"), ("--gpu", "--processes", "--adapters")),
+    "plan": (("--help", "--max_context"), ("--gpu", "--processes", "--adapters", "--price")),
 }
 
 COMMANDS = "qerl.commands"
@@ -212,8 +212,8 @@ def _add_train(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     text = (
-        "Say what fits on a GPU, named by --gpu with its memory in GB or its name; any field can be given as "
-        "--FIELD VALUE."
+        "Say what fits on a GPU, named by --gpu with its memory in GB or its name, and how long a step takes "
+        "where that was measured; any field can be given as --FIELD VALUE."
     )
     sub = add_command(commands, "plan", _plan, text)
     text = (
@@ -224,6 +224,7 @@ def _add_plan(commands: Any) -> None:
     option(sub, "--gpu", "GPU", "GB, or a name such as rtx4090; default: 80", default="80")
     option(sub, "--processes", "N", "GPUs, each with its process; default: 1", default="1")
     sub.add_argument("--max_context", action="store_true", help="print the longest completion that fits, too")
+    option(sub, "--price", "P", "of a GPU for an hour, in any currency: say what the run costs")
     option(sub, "--adapters", "N", "plan for `qerl serve`, which keeps N adapters on the GPU")
 
 
@@ -304,9 +305,12 @@ def _plan(args: argparse.Namespace) -> int:
     from qerl.settings.recipe import parse_value
 
     gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
-    adapters = None if args.adapters is None else parse_value(args.adapters, "--adapters")
+    adapters, price = (
+        None if given is None else parse_value(given, flag)
+        for flag, given in (("--adapters", args.adapters), ("--price", args.price))
+    )
     asked = *model_and_recipes(args.words), _values(args.fields)
-    plan = plan_command(*asked, gpu, console, processes, args.max_context, adapters)
+    plan = plan_command(*asked, gpu, console, processes, args.max_context, adapters, price)
     return 0 if fits(plan) else 1
 
 

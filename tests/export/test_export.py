@@ -39,8 +39,9 @@ def run(tmp_path_factory):
     policy = move_adapter(add_lora(load_model(base, "nvfp4", torch.float32, "cpu"), 4, 8, 0.0))
     policy.save_pretrained(run)
     settings = {
-        "model": str(base), "weights": "nvfp4", "rounding": "mse", "task": "arithmetic", "output_dir": str(run),
-        "task_options": {"level": "wp1", "examples": 0, "test_size": 4}, "max_completion_length": 8,
+        "model": str(base), "weights": "nvfp4", "rounding": "mse", "output_dir": str(run),
+        "task": "arithmetic", "task_options": {"level": "wp1", "examples": 0, "test_size": 4},
+        "max_completion_length": 8,
     }  # fmt: skip
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
     (run / "policy.json").write_text(json.dumps({"dtype": "float32", "base": str(base)}))
