@@ -22,7 +22,16 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from qerl import __version__
-from qerl.cli_results import add_bench, add_eval, add_export, add_generate, add_report, add_watch, option
+from qerl.cli_results import (
+    add_bench,
+    add_compare,
+    add_eval,
+    add_export,
+    add_generate,
+    add_report,
+    add_watch,
+    option,
+)
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
 from qerl.settings.words import add_command, positionals_first, split_fields, with_underscores
@@ -192,7 +201,7 @@ def _parser(word: str = "") -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
     for add in (
         _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, add_eval,
-        add_generate, add_report, add_watch, add_export, add_bench, _add_doctor,
+        add_generate, add_report, add_compare, add_watch, add_export, add_bench, _add_doctor,
     ):  # fmt: skip
         add(commands)
     if word not in commands.choices:  # so that nothing of others can hinder a command of this package

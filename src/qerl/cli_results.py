@@ -88,6 +88,19 @@ def add_report(commands: Any) -> None:
     option(sub, "--out", "FILE", "page; default: %(default)s", Path, default=Path("report.html"))
 
 
+def add_compare(commands: Any) -> None:
+    sub = add_command(commands, "compare", _compare, "Settings and results of several runs side by side.")
+    sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
+    text = "folders of evaluations (their --out) that lie outside the runs"
+    option(sub, "--scores", "DIR", text, Path, nargs="+", default=[])
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from qerl.report.compare import compare
+
+    compare(args.runs, args.console, args.scores)
+
+
 def _add_stops(sub: argparse.ArgumentParser) -> None:
     text = "texts that end a completion, which keeps them; default: the run's"
     option(sub, "--stop_strings", "TEXT", text, nargs="+")
