@@ -208,12 +208,11 @@ def _write_merged(asked: Export, policy: _Policy, folder: Path, console: Console
     doubt = check_base(policy.adapter, loading.model) if policy.adapter is not None else ""
     if doubt:
         _say(console, doubt)
-    with console.status(f"Loading {loading.model}"):
-        model: Any = loading.load()
-        if policy.adapter is not None:
-            model = load_adapter(model, policy.adapter)
+    model: Any = loading.load()
+    if policy.adapter is not None:
+        model = load_adapter(model, policy.adapter)
     checkpoint = open_checkpoint(loading.model.folder)
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         merged = write_merged(model, checkpoint, folder, getattr(torch, asked.dtype), progress)
     whole: dict[str, Any] = {"tuning": "full", "weights": "bf16"}
     _write_settings({k: v for k, v in policy.choices.of_run.items() if k != "rounding"} | whole, folder)

@@ -112,7 +112,10 @@ def quantize_checkpoint(
         raise QeRLError(f"{source} is quantised already; quantise its 16-bit model.")
     layers = _layers_to_quantize(checkpoint, blocks)
     console = Console()
-    with new_checkpoint(target) as folder, Progress(console=console, transient=True) as progress:
+    with (
+        new_checkpoint(target) as folder,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         _check_room(checkpoint, layers, blocks, folder)
         amax = _group_amax(checkpoint, layers, progress)
         written = _write_shards(checkpoint, folder, amax, blocks, rounding, progress)
