@@ -202,6 +202,7 @@ def _parser(word: str = "") -> argparse.ArgumentParser:
     for add in (
         _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, add_eval,
         add_generate, add_report, add_compare, add_watch, add_export, add_bench, _add_doctor,
+        _add_completion,
     ):  # fmt: skip
         add(commands)
     if word not in commands.choices:  # so that nothing of others can hinder a command of this package
@@ -263,6 +264,12 @@ def _add_quantize(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     add_command(commands, "doctor", _doctor, "What this machine can run, and how to get what is missing.")
+
+
+def _add_completion(commands: Any) -> None:
+    text = "Print a script with which a shell completes commands, options and fields."
+    sub = add_command(commands, "completion", _completion, text)
+    sub.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
 def _values(fields: dict[str, str]) -> dict[str, Any]:
@@ -354,6 +361,13 @@ def _doctor(_: argparse.Namespace) -> None:
     from qerl.doctor import print_doctor
 
     print_doctor()
+
+
+def _completion(args: argparse.Namespace) -> None:
+    from qerl.completion import script
+
+    (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
+    _print(script(args.shell, commands, set(TAKE_FIELDS)))
 
 
 if __name__ == "__main__":  # what `torchrun -m` was given before `python -m qerl` was there

@@ -64,9 +64,9 @@ def in_one_turn(
         texts = tokenizer.batch_decode([c.token_ids for c in found], skip_special_tokens=True)
         return [Said(text, len(c.token_ids), c.finish_reason) for text, c in zip(texts, found, strict=True)]
     with Conversations(tokenizer, None, Others(), ToolPool(1.0, 1), Limits()) as alone:  # nothing is called
-        ended = alone.sample(engine, params, None, prompts, samples, seeds)
-    texts = tokenizer.batch_decode([t.token_ids for t in ended], skip_special_tokens=True)
-    return [_said(text, trajectory) for text, trajectory in zip(texts, ended, strict=True)]
+        led = alone.sample(engine, params, None, prompts, samples, seeds)
+    texts = tokenizer.batch_decode([t.token_ids for t in led], skip_special_tokens=True)
+    return [_said(text, trajectory) for text, trajectory in zip(texts, led, strict=True)]
 
 
 def in_conversations(
