@@ -92,9 +92,9 @@ def _maker(spec: str) -> Callable[..., Task]:
         near = f" (did you mean {on_hub[0]!r}?)" if on_hub else did_you_mean(spec, TASKS)
         if not on_hub and re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
             raise QeRLError(
-                f"Task {spec!r} is unknown; if it is a data set of the Hub, whose columns have no common names, "
-                f"write its problems as lines with question and answer (load_dataset({spec!r}) of the package "
-                "datasets, then to_json) and name that file: --task PATH.jsonl."
+                f"Task {spec!r} is unknown; if it is a data set of the Hub, whose columns have no common "
+                f"names, write its problems as lines with question and answer (load_dataset({spec!r}) of the "
+                "package datasets, then to_json) and name that file: --task PATH.jsonl."
             )
         raise QeRLError(
             f"Task {spec!r} is unknown{near}; the tasks are: {', '.join(TASKS)}, and "
