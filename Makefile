@@ -7,6 +7,7 @@
 # make tinker  test the server with versions of the client of the Tinker API in environments of their own (CI: the newest)
 # make tables  write the numbers of README and docs from bench/results
 # make figures  draw the figures of the docs from bench/results, then write the tables
+# make site    build the docs as a site, site/index.html, in an environment of its own, which has no torch
 # make lint    formatter, linter and type checker
 PYTHON ?= python3
 # The build of torch that is installed first, here the CPU's. On a GPU machine name the build for its CUDA version.
@@ -17,7 +18,7 @@ PIP    := $(BIN)/pip install --quiet --no-compile
 # What it compiles is kept, whatever the environment says: the tests start many processes, each of which imports torch.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo quick test adapters tinker wheel versions tables figures lint clean
+.PHONY: setup demo quick test adapters tinker wheel versions tables figures site lint clean
 setup: .venv/ready
 
 .venv/ready: pyproject.toml packages/serve/pyproject.toml
@@ -75,10 +76,20 @@ figures: setup
 	$(BIN)/python -m lab draw
 	$(BIN)/python -m lab tables
 
+# A warning of mkdocs, such as a link or an anchor that leads nowhere, is an error here.
+site: .venv-site/ready
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
+
+.venv-site/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/pip install --quiet --no-compile --upgrade pip
+	.venv-site/bin/pip install --quiet --no-compile --group docs
+	touch $@
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache runs
+	rm -rf .venv .venv-site site .mypy_cache .ruff_cache .pytest_cache runs

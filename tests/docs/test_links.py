@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.writers.site import slug
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 DATED = ("CHANGELOG.md", "log")  # changelog and lab book, which speak of files of their time
@@ -20,7 +22,7 @@ _OF_OBJECTS = {"trainer.train", "trainer.engine"}
 def anchors(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {slug(heading) for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -125,12 +125,13 @@ class QeRLTrainer(Trainer):
         train_dataset: Column `prompt` and what the rewards need.
         eval_dataset: The same, for evaluation; several by name in a dictionary.
         processing_class: Tokenizer; None loads the model's.
-        reward_processing_classes, callbacks: As in TRL.
+        reward_processing_classes: As in TRL.
+        callbacks: As in TRL.
         optimizers: As in TRL; an optimizer needs a model in hand, whose parameters it has.
         peft_config: A fresh LoRA adapter for the model, instead of the one that the settings describe.
         quantization_config: Refused; see `arguments.REFUSED`.
-        tools, environment_factory: As in TRL; an environment may also answer texts, see
-            `qerl.agents.environment`.
+        tools: As in TRL.
+        environment_factory: As in TRL; an environment may also answer texts, see `qerl.agents.environment`.
         rollout_func: As in TRL: `f(prompts, trainer)` in the engine's place, which it may use as
             `trainer.engine`.
         engine: Samples completions from `model`; None makes the fastest one that can.
