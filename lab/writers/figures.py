@@ -10,6 +10,7 @@ from typing import Any
 from bench.result import Row
 from lab.writers import (
     card_tables,
+    choice_tables,
     decode_tables,
     distilled_tables,
     draft_tables,
@@ -319,6 +320,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "older-path": card_tables.older_path,
     "capped": card_tables.capped,
     "runs-on": card_tables.runs_on,
+    "choices": choice_tables.choices,
+    "set-by-recipes": choice_tables.set_by_recipes,
     "learning": learning,
     "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),
     "serve-learning": lambda: serve_tables.learning("cookbook-smollm2-h200", "cookbook-smollm2-cpu"),

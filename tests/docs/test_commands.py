@@ -61,7 +61,7 @@ def test_a_command_of_the_docs_is_taken(words):
             check_key(field, "The command")
             parse_field(field, text)
         for recipe in getattr(args, "recipes", ()):
-            assert recipe.isupper() or recipe_file(recipe).exists()
+            assert recipe.isupper() or recipe.startswith("my/") or recipe_file(recipe).exists()
 
 
 def test_the_docs_show_commands():

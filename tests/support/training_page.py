@@ -1,6 +1,7 @@
 """What docs/training.md shows, so that tests run it as it stands."""
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -14,3 +15,11 @@ def shown(heading: str, language: str = "yaml", under: int = 15) -> str:
     lines = block[1].count("\n")
     assert lines < under, f"the {language} under {heading!r} has {lines} lines"
     return block[1]
+
+
+def is_explained(metric: str) -> bool:
+    """Whether the page's table of metrics has a metric, whose names may have a star or NAME in them."""
+    logged = PAGE.read_text(encoding="utf-8").partition("\n## What a run logs\n")[2]
+    names = (line.split(" | ")[0] for line in logged.splitlines() if line.startswith("| `"))
+    patterns = [name.replace("NAME", "*") for cell in names for name in re.findall(r"`([^`]+)`", cell)]
+    return any(fnmatch(metric, pattern) for pattern in patterns)
