@@ -76,9 +76,9 @@ figures: setup
 	$(BIN)/python -m lab draw
 	$(BIN)/python -m lab tables
 
-# A warning of mkdocs, such as a link or an anchor that leads nowhere, is an error here.
+# A warning of mkdocs, such as a link or an anchor that leads nowhere, is an error here; with --quiet none is counted.
 site: .venv-site/ready
-	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
 
 .venv-site/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-site
