@@ -203,8 +203,12 @@ def test_every_row_draws_by_its_own_settings_what_it_draws_among_its_like():
     uniform_T, squares_PT = torch.rand(rows, generator=generator), torch.full((1, rows), 64.0)
     params = [SamplingParams(max_tokens=1, **kind) for kind in KINDS] * 4
     mixed = drawn_by(settings_of(*params), logits_TV, uniform_T, squares_PT, width)
+    each = [
+        drawn_by(settings_of(*[own] * rows), logits_TV, uniform_T, squares_PT, width)
+        for own in params[: len(KINDS)]
+    ]
     for place, own in enumerate(params):
-        alike = drawn_by(settings_of(*[own] * rows), logits_TV, uniform_T, squares_PT, width)
+        alike = each[place % len(KINDS)]
         assert mixed.done_T[place] == alike.done_T[place]
         assert mixed.out_token_TM[place] == alike.out_token_TM[place]
         assert torch.equal(mixed.out_stats_2TM[:, place], alike.out_stats_2TM[:, place])
