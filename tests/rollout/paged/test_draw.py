@@ -144,7 +144,7 @@ FILTERS = [
 def test_the_same_tokens_are_left_out_as_by_a_sort(monkeypatch, filters, spread):
     """In FP64 by a sort, in FP32 by a search, over flat rows and peaked ones, in several blocks."""
     monkeypatch.setattr(filter_kernels, "BLOCK_V", 64)
-    rows, vocabulary, temperature, eps = 6, 1000, 0.8, 1e-5
+    rows, vocabulary, temperature, eps = 3, 1000, 0.8, 1e-5
     generator = torch.Generator().manual_seed(2)
     logits_TV = spread * torch.randn(rows, vocabulary, generator=generator)
     squares_PT = 32 * torch.rand(2, rows, generator=generator) + 1
