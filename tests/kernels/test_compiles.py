@@ -247,6 +247,10 @@ class Recorder:
             self.met[key] = self.walk, source, options, constants
 
 
+DECODERS: dict[str, Any] = {}
+"""Those of the walks, which are the same for each class: making them takes most of a walk."""
+
+
 def walk(recorder: Recorder, target: int) -> None:
     """Launches the kernels of decode steps, prefill and update as on a GPU of this class."""
     import torch
@@ -293,7 +297,10 @@ def walk(recorder: Recorder, target: int) -> None:
         norm = tokens > 8
         dtype = torch.float8_e4m3fn if fp8 and card.fp8 else torch.bfloat16
         sizes = Sizes.uniform(256, 512, 1, 28, 4, size, 5000, qkv_bias=not norm, qk_norm=norm)
-        decoder = random_decoder(shape or sizes, "bf16", rank, 256, device="cpu")
+        made_of = f"{shape or sizes} {rank}"
+        if made_of not in DECODERS:
+            DECODERS[made_of] = random_decoder(shape or sizes, "bf16", rank, 256, device="cpu")
+        decoder = DECODERS[made_of]
         for layer in decoder.layers if expert_rank else ():
             adapt_experts(layer.mlp, expert_rank)
         pools = len(KVGeometry.of(decoder.sizes, 2).pools)
