@@ -41,7 +41,8 @@ def test_the_plan_trains_half_as_long_with_a_teacher_and_asks_the_same_problems_
             folder.keep({"arm": other, "seed": 203})
             add_lora(tiny_model("llama"), 16, 32, 0.0).save_pretrained(folder.of(other, 203))
     assert set(plan.tuned()) < set(plan.tuning.arms)
-    assert not {*plan.tuning.seeds} & {*plan.seeds}
+    assert plan.later_seeds == tuple(range(208, 216))
+    assert not {*plan.tuning.seeds} & {*plan.seeds, *plan.later_seeds}
     rates = {"wp1-taught": 3e-3, "wp12-reverse": 4e-3}
     found = {name: runs.settings_of(plan, name, 203, folder, rates) for name in plan.arms}
     for name, config in found.items():
@@ -53,8 +54,9 @@ def test_the_plan_trains_half_as_long_with_a_teacher_and_asks_the_same_problems_
         assert config.seed == 203 and not config.noise and config.num_generations == 8
         assert (config.weights == "bf16") == name.endswith("16bit") == (config.model == str(folder.model))
         assert ("rtn" in name) == (config.rounding == "rtn")
-        of_teacher = 3e-3 if name == "wp1-taught" else 4e-3
+        of_teacher = 3e-3 if name.startswith("wp1-taught") else 4e-3
         assert config.learning_rate == (of_teacher if config.algorithm == "distill" else 2e-4)
+        assert (config.lr_scheduler_type == "linear") == name.endswith("falling")
     taught, rl = found["wp1-taught"], found["wp1-rl"]
     assert taught.max_steps == rl.max_steps / 2 and taught.teacher == f"adapter:{folder.of('wp1-rl', 203)}"
     assert taught.distillation_alpha == found["wp12-reverse"].distillation_alpha == 1.0
