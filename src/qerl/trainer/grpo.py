@@ -83,6 +83,7 @@ from qerl.trainer.order import RepeatedRows, repeated_stream
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.reference import Reference, load_adapters
+from qerl.trainer.refill import Refill
 from qerl.trainer.resume.changes import checkpoint_of_a_trainer
 from qerl.trainer.resume.claim import claimed
 from qerl.trainer.resume.provenance import check_base, write_provenance
@@ -297,9 +298,12 @@ class QeRLTrainer(Trainer):
             state=lambda: self.state,
             teacher_positions=None if self._teacher is None else self._teacher.positions,
         )
-        choice = self._prompt_choice()
+        choice, refill = self._prompt_choice(), None
+        if args.max_staleness:
+            group, most = args.num_generations, args.max_staleness
+            refill = Refill(sampler, self._rows_of_step, group, most, self._log)
         self.rollouts = RolloutStep(
-            *(args, sampler, scorer, signal, choice, self._log, self.accelerator, lambda: self.state)
+            *(args, sampler, scorer, signal, choice, refill, self._log, self.accelerator, lambda: self.state)
         )
         if args.log_completions and args.log_completions_hub_repo and self.accelerator.is_main_process:
             repo, folder = args.log_completions_hub_repo, Path(str(args.output_dir)) / "completions"
@@ -336,6 +340,7 @@ class QeRLTrainer(Trainer):
         self._log.begin("train")
         on_cpu = self.accelerator.device.type == "cpu"  # where a weight is dequantized once
         with contextlib.ExitStack() as block:
+            block.callback(self.rollouts.end_training)
             if on_cpu:
                 block.enter_context(dense_weights_kept(self.model))
                 if self._teacher is not None and self._teacher.model is not None:
@@ -475,6 +480,12 @@ class QeRLTrainer(Trainer):
             self._order = RepeatedRows(rows, args.num_generations, prompts, self._rollout_every, seed)
         return self._loader(rows, args.per_device_train_batch_size * args.steps_per_generation, self._order)
 
+    def _rows_of_step(self, step: int) -> list[dict[str, Any]]:
+        """The rows of an optimizer step that is a rollout, as the loader of its epoch gives them."""
+        assert self._order is not None, "streams are refused"
+        rows = self._read_columns(self.train_dataset)
+        return [rows[index] for index in self._order.of_rollout(step)]
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Replaces transformers': rows are as often as they are sampled; those of a stream are checked and
         cut as they are read; and a process's batch is no larger than its share, or accelerate would fill it
@@ -521,10 +532,14 @@ class QeRLTrainer(Trainer):
     def _eval_samples(self) -> int:
         return self.args.num_generations_eval or self.args.num_generations
 
+    def _read_columns(self, rows: Any) -> Any:
+        """A data set without the columns that nobody reads, by `remove_unused_columns`."""
+        if self.args.remove_unused_columns and (names := getattr(rows, "column_names", None)):
+            return rows.remove_columns([x for x in names if x not in ("prompt", *READY)])
+        return rows
+
     def _loader(self, rows: Any, batch: int, order: RepeatedRows | None) -> DataLoader:
-        args, streamed = self.args, order is None
-        if args.remove_unused_columns and (names := getattr(rows, "column_names", None)):
-            rows = rows.remove_columns([x for x in names if x not in ("prompt", *READY)])
+        args, streamed, rows = self.args, order is None, self._read_columns(rows)
         if streamed and args.dataloader_num_workers:
             logger.warning(
                 "A stream is read by one worker, which keeps groups whole: dataloader_num_workers is 0."
