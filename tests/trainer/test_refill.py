@@ -1,4 +1,4 @@
-"""Rows refilled across steps: which groups train when, how old their tokens are, and by what they were drawn."""
+"""Rows refilled across steps: which groups train when, how old tokens are, and by what they were drawn."""
 
 import copy
 import json
@@ -9,7 +9,6 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from qerl.errors import QeRLError
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
@@ -111,7 +110,7 @@ def test_each_group_trains_once_in_order_and_no_token_is_too_old(make, engine, m
     ages = [[age for s in each for age in s.ages] for each in samples]
     assert all(len(s.ages) == len(s.tokens) for each in samples for s in each)
     assert all(s.ages == sorted(s.ages, reverse=True) for each in samples for s in each)
-    assert all(0 <= min(each) and max(each) <= min(step, max_staleness) for step, each in enumerate(ages))
+    assert all(min(each) >= 0 and max(each) <= min(step, max_staleness) for step, each in enumerate(ages))
     assert max(map(max, ages)) >= min(max_staleness, 2), "rows are free often enough"
     assert any(len(set(s.ages)) > 1 for each in samples for s in each), "some span an update"
     rows = logged(trainer)
@@ -245,7 +244,7 @@ def samples_in(file):
 
 @pytest.mark.parametrize("engine", ["portable", pytest.param("paged", marks=pytest.mark.slow)])
 def test_behind_a_save_and_an_evaluation_keys_are_those_of_the_adapters_of_then(make, engine):
-    """Tokens and log-probabilities stay those that were drawn; what is drawn next sees keys of one adapter."""
+    """What was drawn stays; what is drawn next sees keys of one adapter."""
     trainer = make(
         engine, max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1,
         per_device_eval_batch_size=GROUP, eval_dataset=DATA.select(range(1)),

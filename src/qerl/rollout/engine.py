@@ -361,8 +361,8 @@ class RolloutEngine(ABC):
             longest_prompt: Tokens of the longest prompt that will be started, where that is known and no more
                 sequences will go on side by side than are started first: then memory is taken for these.
             going_on: The last session of this engine, which is entered again with the policy and the noise as
-                they are now. Its sequences keep what they have, and their keys and values where `release` was
-                told so: these are not computed again, whatever became of the weights.
+                they are now. Its sequences keep what they have; their keys and values, unless `release` was
+                called, are not computed again, whatever became of the weights.
 
         Raises:
             QeRLError: The engine samples whole completions alone, or another session was opened since.
@@ -372,12 +372,11 @@ class RolloutEngine(ABC):
             "dynamic sampling need an engine with sessions, as those that qerl chooses by itself."
         )
 
-    def release(self, keep_sequences: bool = False) -> None:  # noqa: B027 - most engines hold nothing
-        """Free the memory that only `generate` and sessions need; the next call takes it back.
+    def release(self) -> None:  # noqa: B027 - most engines hold nothing
+        """Free the memory that only `generate` and sessions need; the next call takes it back."""
 
-        Args:
-            keep_sequences: Keep keys and values, with which the last session can go on.
-        """
+    def pause(self) -> None:  # noqa: B027 - as above
+        """Free of that memory what the last session can go on without; keys and values stay."""
 
     def reset(self) -> None:  # noqa: B027 - as above
         """Free all that was sized by earlier calls, so that the next is computed as the first one of a new

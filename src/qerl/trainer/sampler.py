@@ -251,7 +251,10 @@ class Sampler:
             call = call or Sequences(self, opened, size, self._params(seed), entered)
             yield call
             self._log.read_memory()
-        self._engine.release(keep_sequences=call.busy)
+        if call.busy:
+            self._engine.pause()
+        else:
+            self._engine.release()
 
     def release(self) -> None:
         """Free the engine's memory, which samples that have not ended have held."""

@@ -114,7 +114,7 @@ class PagedEngine(RolloutEngine):
         """The model's weights as the kernels read them."""
         return self._binding.decoder
 
-    def release(self, keep_sequences: bool = False) -> None:
+    def release(self) -> None:
         """Free the memory of keys and values; the next call takes it back at the same addresses.
 
         Captured graphs stay, with the memory they work in: the logits of the largest step, some tens of
@@ -122,8 +122,12 @@ class PagedEngine(RolloutEngine):
         """
         with current(self._device):
             self.prefill.forget()
-            if not keep_sequences:
-                self.cache.give_up()
+            self.cache.give_up()
+
+    def pause(self) -> None:
+        """See ``RolloutEngine.pause``: the buffers of passes over prompts go."""
+        with current(self._device):
+            self.prefill.forget()
 
     def reset(self) -> None:
         """See ``RolloutEngine.reset``: how many blocks there are decides when sequences wait, and so which
