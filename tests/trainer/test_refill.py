@@ -8,7 +8,9 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
 
+from qerl.errors import QeRLError
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
@@ -261,3 +263,123 @@ def test_behind_a_save_and_an_evaluation_keys_are_those_of_the_adapters_of_then(
                 assert kept == pytest.approx([float(expected[place]) for place in places], abs=2e-5)
             spanning += len(set(own)) > 1
     assert spanning
+
+
+def test_samples_under_way_of_other_prompts_are_refused(make, tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make("portable", "whole", **changes).train()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    other = make("portable", "whole", seed=5, **changes)
+    with pytest.raises(QeRLError, match=r"samples under way of other prompts .* max_staleness: 0"):
+        other.train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(QeRLError, match=r"half used, so it cannot be resumed with .*num_generations 4 -> 2"):
+        make("portable", "whole", num_generations=2, **changes).train(resume_from_checkpoint=checkpoint)
+    without = make("portable", "whole", max_staleness=0, **changes)
+    without.train(resume_from_checkpoint=checkpoint)
+    assert without.state.global_step == 4
+
+
+def test_an_epoch_that_is_ended_early_is_said(make):
+    class Impatient(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_epoch_stop = state.global_step == 2
+
+    trainer = make()
+    trainer.add_callback(Impatient())
+    with pytest.raises(QeRLError, match=r"Step 3 has other prompts .* because an epoch was ended early"):
+        trainer.train()
+
+
+def test_a_training_that_ends_early_holds_nothing(make):
+    class Stopper(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 2
+
+    trainer, released = make(), []
+    trainer.engine.release = lambda: released.append(True)
+    trainer.add_callback(Stopper())
+    trainer.train()
+    refill = trainer.rollouts._refill
+    assert released == [True] and refill._call is None and not refill._drawn_in
+    trainer.train()
+    assert trainer.state.global_step == 2, "another training begins with nothing under way"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_iterations": 2}, "num_iterations does not go with max_staleness"),
+        ({"algorithm": "dapo"}, "set dynamic_sampling_batches: 0 or max_staleness: 0"),
+        ({"curriculum": True}, "curriculum does not go with max_staleness"),
+        ({"noise": True, "noise_stages": 2}, "under the noise of several steps; set noise: false"),
+        ({"early_rewards": True}, "early_rewards does not go with max_staleness"),
+        ({"thinking_budget": 4}, "thinking_budget does not go with max_staleness"),
+        ({"tools": ["calculator"]}, "tools does not go with max_staleness"),
+        ({"environment": "calculator"}, "environment does not go with max_staleness"),
+        ({"ignore_data_skip": True}, "in the order of the data"),
+        ({"steps_per_generation": 2}, "steps_per_generation is 2 with gradient_accumulation_steps: 1"),
+        (
+            {"loss_type": "dapo", "vllm_importance_sampling_correction": False},
+            "the loss takes no ratio to them",
+        ),
+        ({"max_staleness": 5}, "max_staleness is 5; it must be"),
+    ],
+)
+def test_settings_that_stale_samples_do_not_go_with(tmp_path, changes, said):
+    fields = {"max_staleness": 1} | changes
+    with pytest.raises(QeRLError, match=said):
+        QeRLConfig(**settings(tmp_path, **fields))
+
+
+def test_demonstrations_are_never_stale(tmp_path):
+    with pytest.raises(QeRLError, match="max_staleness has no meaning with algorithm: sft"):
+        QeRLConfig(output_dir=str(tmp_path), algorithm="sft", max_staleness=1, use_cpu=True)
+
+
+def test_a_ratio_to_the_sampler_is_enough(tmp_path):
+    """In the loss, or as a factor of it."""
+    for changes in (
+        {"loss_type": "dapo"},
+        {"loss_type": "dppo_kl", "vllm_importance_sampling_correction": False},
+        {"loss_type": "dapo", "use_rollout_logprobs": True, "vllm_importance_sampling_correction": False},
+    ):
+        assert QeRLConfig(**settings(tmp_path, max_staleness=1, **changes)).max_staleness == 1
+
+
+def test_whoever_samples_or_answers_by_itself_is_refused(tiny_model, tiny_tokenizer, tmp_path):
+    fields = settings(tmp_path, max_staleness=1, tuning="full", weights="bf16")
+
+    def made(data=DATA, **more):
+        return QeRLTrainer(
+            tiny_model("llama"),
+            [sum_reward],
+            QeRLConfig(**fields),
+            data,
+            processing_class=tiny_tokenizer,
+            **more,
+        )
+
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+            b: Other.
+        """
+        return a + b
+
+    with pytest.raises(QeRLError, match="rollout_func samples by itself; set max_staleness: 0"):
+        made(rollout_func=lambda prompts, trainer: {})
+    with pytest.raises(QeRLError, match="tools or environments answer the policy; set max_staleness: 0"):
+        made(Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 4}), tools=[add])
+    with pytest.raises(QeRLError, match="rows an IterableDataset cannot give ahead"):
+        made(DATA.to_iterable_dataset())
+
+
+def test_several_processes_are_refused(make, monkeypatch):
+    monkeypatch.setattr(QeRLConfig, "world_size", 2)
+    with pytest.raises(QeRLError, match="refills the rows of one process, and there are 2"):
+        make()

@@ -228,9 +228,9 @@ class Sampling(Group):
     thinking_end: Passage = "\n</think>\n\n"
     """Text that closes thoughts, with `</think>` in it."""
     max_staleness: Annotated[int, Field(ge=0, le=4)] = 0
-    """Largest number of optimizer steps that a group may start ahead of the step that it trains in, in rows
-    that are free while the last samples of a rollout are drawn; 0 samples each step by itself. Samples that
-    have not ended stay in the cache over an update. TRL's asynchronous trainer has the name."""
+    """Largest number of optimizer steps that a group may start ahead of the one that it trains in, in rows
+    that are free while the last samples of a rollout are drawn; unfinished samples and their keys and values
+    stay over the update, so samples come from older policies too. 0 samples each step by itself."""
     max_sequences: PositiveInt | None = None
     """Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged
     engine)."""
@@ -907,8 +907,8 @@ class Settings(Group):
         _noise_fits_into_the_run,
         _evaluations_hold_whole_groups,
         _processes_hold_whole_groups,
-        _stale_samples_are_corrected_for,
         _demonstrations_are_not_sampled,
+        _stale_samples_are_corrected_for,
     )
 
     model: Model
