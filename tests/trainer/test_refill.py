@@ -64,6 +64,7 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
         fields = {
             "max_staleness": 2, "max_steps": 6, "per_device_train_batch_size": WANTED * GROUP,
             "max_completion_length": 16, "stop_strings": LETTERS, "learning_rate": 0.05, "signal": "reward",
+            "disable_tqdm": True,
         }  # fmt: skip
         args = QeRLConfig(**settings(tmp_path / folder, **fields | changes))
         made = PortableEngine(model, tiny_tokenizer.pad_token_id)
@@ -182,8 +183,9 @@ def test_kept_logprobs_are_those_of_the_adapters_that_drew_each_token(make, engi
 
 @pytest.mark.parametrize("engine", ["portable", pytest.param("paged", marks=pytest.mark.slow)])
 def test_a_policy_that_does_not_move_draws_what_each_group_draws_alone(make, engine):
-    """Whenever a group starts and whatever is refilled: seeds are of groups and samples, not of steps."""
-    trainer = make(engine, learning_rate=0.0, max_steps=4)
+    """Whenever a group starts, is refilled or begun again: seeds are of groups and samples, not of steps."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": DATA.select(range(1))}
+    trainer = make(engine, learning_rate=0.0, max_steps=4, per_device_eval_batch_size=GROUP, **evaluated)
     samples, _ = steps_of(trainer)
     params = trainer.rollouts.sampler._params(derive_seed("refilled", trainer.args.seed, 0))
     alone = PortableEngine(trainer.model, trainer.processing_class.pad_token_id)
