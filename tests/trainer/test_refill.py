@@ -4,6 +4,7 @@ import copy
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -11,13 +12,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from qerl.errors import QeRLError
+from qerl.rollout.engine import Begun
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.refill import UNDER_WAY_FILE, StalenessWindow
+from qerl.trainer.refill import UNDER_WAY_FILE, StalenessWindow, _begun, _plain
 from tests.support.machine import Eager
 from tests.support.models import move_adapter
 from tests.support.trainer import GROUP, logged, settings, sum_reward
@@ -103,8 +105,10 @@ def prompts_in_order(trainer, steps):
     return [[trainer.processing_class(row["prompt"])["input_ids"] for row in of_step] for of_step in rows]
 
 
-@pytest.mark.parametrize("engine", ["portable", pytest.param("paged", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("engine", "max_staleness"),
+    [*(("portable", n) for n in (1, 2, 3, 4)), pytest.param("paged", 2, marks=pytest.mark.slow)],
+)
 def test_each_group_trains_once_in_order_and_no_token_is_too_old(make, engine, max_staleness):
     """Nine prompts in rollouts of two: the groups of coming steps are those of later epochs, too."""
     trainer = make(engine, max_staleness=max_staleness)
@@ -385,3 +389,31 @@ def test_several_processes_are_refused(make, monkeypatch):
     monkeypatch.setattr(QeRLConfig, "world_size", 2)
     with pytest.raises(QeRLError, match="refills the rows of one process, and there are 2"):
         make()
+
+
+def test_samples_that_say_little_of_the_policy_are_warned_of_once(make, caplog):
+    for rate, times in ((0.05, 1), (1e-4, 0)):
+        caplog.clear()
+        trainer = make(learning_rate=rate)
+        trainer.train()
+        least = min(row["sampling/ratio/effective_sample_size"] for row in logged(trainer))
+        assert (least < 0.5) == bool(times)
+        said = [each.getMessage() for each in caplog.records if "effective sample size" in each.getMessage()]
+        assert len(said) == times
+    assert not said
+
+
+def test_what_is_under_way_is_read_as_it_was_written():
+    choices = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
+    for begun in (
+        Begun([1, 2], [-0.1, -1e-30], [0.3, 1 / 3]),
+        Begun([7], [-2.5], [float("nan")], "stop", choices),
+        Begun([], [], []),
+    ):
+        plain = json.loads(json.dumps(_plain(begun, [3] * len(begun.token_ids))))
+        assert plain.pop("drawn_in") == [3] * len(begun.token_ids)
+        read = _begun(plain)
+        assert repr(read) == repr(begun)
+        assert (read.choices is None) == (begun.choices is None)
+        if begun.choices is not None:
+            assert np.array_equal(read.choices, choices)

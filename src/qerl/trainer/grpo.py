@@ -105,6 +105,9 @@ _NOT_CALLED = (
     "_calculate_rewards", "_get_per_token_logps_and_entropies",
 )  # fmt: skip
 
+LEAST_SAMPLE_SIZE = 0.5
+"""Effective sample size, as a share of the tokens, below which samples are said to be too old."""
+
 # What torch, safetensors and the system raise where a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
 
@@ -240,6 +243,7 @@ class QeRLTrainer(Trainer):
         self._due: list[Microbatch] = []  # of the optimizer step under way
         self._order: RepeatedRows | None = None  # none where the data are a stream
         self._writes_to: Path | None = None
+        self._warned = False  # of samples that are too old
 
     def _make_updates(self, policy: Any, recompute: Callable[[], bool]) -> tuple[Any, UpdatePath]:
         """The half of a step that makes gradients, and what it runs on."""
@@ -336,7 +340,7 @@ class QeRLTrainer(Trainer):
         """Wraps transformers', which goes on from any folder, with whatever settings, and knows of nobody
         else who writes there. A training whose rewards taught nothing says so at its end."""
         self.rollouts.begin_training(self._noise(), self._prompt_choice())
-        self._buffer, self._due, self._microbatch = [], [], 0
+        self._buffer, self._due, self._microbatch, self._warned = [], [], 0, False
         self._log.begin("train")
         on_cpu = self.accelerator.device.type == "cpu"  # where a weight is dequantized once
         with contextlib.ExitStack() as block:
@@ -457,13 +461,26 @@ class QeRLTrainer(Trainer):
     def end_step(self) -> None:
         """Log what is known of an optimizer step once it is done; reading the numbers waits for the
         device."""
-        for name, values in self.updates.metrics().items():
+        metrics = self.updates.metrics()
+        for name, values in metrics.items():
             self._log.metrics["train"][name] += values
+        self._warn_of_staleness(*metrics.get("sampling/ratio/effective_sample_size", ()))
         of_step = self._log.end_step()
         if "memory/peak_gb" in of_step and self.accelerator.num_processes > 1:
             own = torch.tensor([of_step["memory/peak_gb"]], device=self.accelerator.device)
             of_step["memory/peak_gb"] = float(self.accelerator.gather(own).max())
         self._log.add("train", of_step)
+
+    def _warn_of_staleness(self, effective: float = 1.0) -> None:
+        """Say once that samples of older policies count for little."""
+        if self._warned or not self.args.max_staleness or not effective < LEAST_SAMPLE_SIZE:
+            return
+        self._warned = True
+        logger.warning(
+            "The effective sample size of step %d is %.2f of its tokens: the policy has moved far from those "
+            "that drew them, of up to %d optimizer steps before; lower max_staleness, or learning_rate.",
+            *(self.state.global_step, effective, self.args.max_staleness),
+        )
 
     # Data
 
