@@ -22,7 +22,7 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.refill import UNDER_WAY_FILE, StalenessWindow, _begun, _plain
 from tests.support.machine import Eager
 from tests.support.models import move_adapter
-from tests.support.trainer import GROUP, logged, settings, sum_reward
+from tests.support.trainer import GROUP, ScriptedEngine, logged, settings, sum_reward
 
 WANTED = 2
 DATA = Dataset.from_dict({"prompt": [f"prompt {i} " + "x" * (i % 5) for i in range(9)]})
@@ -417,3 +417,14 @@ def test_what_is_under_way_is_read_as_it_was_written():
         assert (read.choices is None) == (begun.choices is None)
         if begun.choices is not None:
             assert np.array_equal(read.choices, choices)
+
+
+def test_an_engine_whose_sessions_cannot_go_on_is_refused(tiny_model, tiny_tokenizer, tmp_path):
+    args = QeRLConfig(**settings(tmp_path, max_staleness=1, tuning="full", weights="bf16"))
+    with pytest.raises(
+        QeRLError, match="session has the argument `going_on`, and that of ScriptedEngine"
+    ):
+        QeRLTrainer(
+            tiny_model("llama"), [sum_reward], args, DATA, engine=ScriptedEngine(100),
+            processing_class=tiny_tokenizer,
+        )  # fmt: skip

@@ -368,8 +368,9 @@ class RolloutEngine(ABC):
             QeRLError: The engine samples whole completions alone, or another session was opened since.
         """
         raise QeRLError(
-            f"{type(self).__name__} samples whole completions alone; trajectories of several turns and "
-            "dynamic sampling need an engine with sessions, as those that qerl chooses by itself."
+            f"{type(self).__name__} samples whole completions alone; trajectories of several turns, "
+            "max_staleness and dynamic sampling need an engine with sessions, as those that qerl chooses by "
+            "itself."
         )
 
     def release(self) -> None:  # noqa: B027 - most engines hold nothing
