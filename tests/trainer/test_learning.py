@@ -68,7 +68,7 @@ def test_reward_rises_from_samples_of_older_policies(make):
     lengths = {"max_completion_length": 16, "stop_strings": stops}
     logged = rows(make(max_staleness=2, learning_rate=2e-2, max_steps=30, **lengths))
     before, after = (sum(row["rewards/share/mean"] for row in part) / 4 for part in (logged[:4], logged[-4:]))
-    assert before < 0.65 and after > 0.8
+    assert before < 0.7 and after > 0.9
     assert max(row["staleness/max"] for row in logged) == 2
     assert sum(row["staleness/mean"] for row in logged) / len(logged) > 0.5
 

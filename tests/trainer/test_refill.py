@@ -421,9 +421,7 @@ def test_what_is_under_way_is_read_as_it_was_written():
 
 def test_an_engine_whose_sessions_cannot_go_on_is_refused(tiny_model, tiny_tokenizer, tmp_path):
     args = QeRLConfig(**settings(tmp_path, max_staleness=1, tuning="full", weights="bf16"))
-    with pytest.raises(
-        QeRLError, match="session has the argument `going_on`, and that of ScriptedEngine"
-    ):
+    with pytest.raises(QeRLError, match="session has the argument `going_on`, and that of ScriptedEngine"):
         QeRLTrainer(
             tiny_model("llama"), [sum_reward], args, DATA, engine=ScriptedEngine(100),
             processing_class=tiny_tokenizer,
