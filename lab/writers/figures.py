@@ -304,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "drafts": lambda: draft_tables.speed("acceptance-smollm2-trained-cpu", "drafts-7b-h200"),
     "steps": steps,
     "steps-lengths": length_tables.steps,
+    "refilled": length_tables.refilled,
     "steps-tokens": steps_tokens,
     "steps-rank": steps_rank,
     "before-after": before_after,

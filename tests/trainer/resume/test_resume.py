@@ -64,6 +64,17 @@ LONGER = {"level": "wp1", "examples": 0, "train_size": 16, "test_size": 4}
             },
             id="an epoch that steps do not divide",
         ),
+        pytest.param(
+            {
+                "max_staleness": 2,
+                "noise": False,
+                "stop_strings": [*"abcdefghijklmnopqrstuvwxyz"],
+                "max_completion_length": 16,
+                "eval_steps": 2,
+                "task_options": {"level": "wp1", "examples": 0, "train_size": 9, "test_size": 4},
+            },
+            id="samples that are kept over updates",
+        ),
     ],
 )
 def test_resume_is_bit_exact(tiny_run, tmp_path, changes):
@@ -154,14 +165,15 @@ def steps_of(run):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_resume_is_bit_exact_on_a_gpu(tiny_run, tmp_path, tiny_model, tiny_tokenizer):
+@pytest.mark.parametrize("changes", [{"num_iterations": 2}, {"max_staleness": 2, "noise": False}])
+def test_resume_is_bit_exact_on_a_gpu(tiny_run, tmp_path, tiny_model, tiny_tokenizer, changes):
     """The paged engine, NVFP4 weights, fused kernels; large enough for all of them."""
     model = tmp_path / "larger"
     tiny_model(
         "llama", hidden_size=256, intermediate_size=448, head_dim=64, initializer_range=0.05
     ).save_pretrained(model)
     tiny_tokenizer.save_pretrained(model)
-    stop_and_resume(tiny_run, tmp_path, {"model": str(model), "use_cpu": False, "num_iterations": 2})
+    stop_and_resume(tiny_run, tmp_path, {"model": str(model), "use_cpu": False} | changes)
 
 
 def stop_and_resume(tiny_run, tmp_path, changes):
