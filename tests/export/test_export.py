@@ -141,7 +141,7 @@ def test_gguf_is_made_of_the_merged_model_by_the_converter(run, converter, tmp_p
     words = called["words"]
     assert words[words.index("--outtype") + 1] == "q8_0"
     assert words[words.index("--model-name") + 1] == "mine-q8_0"
-    assert "The sums are in float16" in (out / "README.md").read_text(), "q8_0 is finer than bfloat16"
+    assert "The sums are in float16" in (out / "README.md").read_text(), "no bfloat16 in between"
     assert front_matter(out)["base_model_relation"] == "quantized"
     assert choices_of(Source(str(out / "mine-q8_0.gguf"))).of_run["weights"] == "bf16"
 

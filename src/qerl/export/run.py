@@ -256,7 +256,7 @@ def _write_gguf(asked: Export, policy: _Policy, folder: Path, converter: Path, c
         convert(converter, whole, folder / _gguf_name(asked), str(asked.outtype))
     (whole / CONFIG_FILE).rename(folder / CONFIG_FILE)
     shutil.rmtree(whole)
-    return f"{how} llama.cpp's {converter.name} made the file of that."
+    return f"{how} llama.cpp's {converter.name} made the file of that, in {asked.outtype}."
 
 
 def _gguf_name(asked: Export) -> str:
