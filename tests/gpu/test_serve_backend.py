@@ -121,9 +121,9 @@ def test_a_teacher_takes_turns_with_the_model_that_trains(tmp_path):
         return PagedEngine(model, pad_token_id=0)
 
     def teacher():
-        return tiny_base("teacher", base_model(256, 1), engine, "t", trainable=False)
+        return tiny_base("teacher", base_model(384, 1), engine, "t", trainable=False)
 
-    alone = tiny_backend(tmp_path / "alone", base_model(256, 1), make_engine=engine)
+    alone = tiny_backend(tmp_path / "alone", base_model(384, 1), make_engine=engine)
     expected = ask(alone, alone.sampler("tiny"))
     backend = tiny_backend(tmp_path / "both", base_model(), make_engine=engine, teachers=[teacher()])
     backend.create_model("a", lora())

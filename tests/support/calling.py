@@ -61,10 +61,10 @@ def play_late(
     with engine.session(params) as session:
         decode = session.next
 
-        def counted():
+        def counted(*one_round):
             nonlocal beside
             beside += pool.pending > 0
-            return decode()
+            return decode(*one_round)
 
         session.next = counted
         found = run_trajectories(session, prompts, samples, worlds, pool, Limits())

@@ -19,7 +19,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.run import train
 from tests.support.arguments import ROWS, first_letter, run_settings
-from tests.support.families import NAMES, tiny
+from tests.support.families import tiny
 
 pytestmark = pytest.mark.slow
 
@@ -70,9 +70,9 @@ def test_resume_is_bit_exact(tiny_run, tmp_path, changes):
     stop_and_resume(tiny_run, tmp_path, changes)
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_resume_is_bit_exact_for_each_family(tiny_run, tiny_tokenizer, tmp_path, family):
-    """Prompts are longer than the window; OLMo 3 takes no noise."""
+@pytest.mark.parametrize("family", ["gemma4_text", "gpt_oss", "olmo3", "qwen3_5_moe_text"])
+def test_resume_is_bit_exact_for_layers_of_each_kind(tiny_run, tiny_tokenizer, tmp_path, family):
+    """Windows, which prompts exceed, sinks, experts, delta nets; and OLMo 3 takes no noise."""
     tiny(family, max_position_embeddings=512).save_pretrained(tmp_path / "family")
     tiny_tokenizer.save_pretrained(tmp_path / "family")
     noise = {"noise": False} if family == "olmo3" else {}
