@@ -9,7 +9,8 @@ page is rendered. What stands between them is made by the function of that name 
     python -m lab tables            # rewrite README.md and docs
     python -m lab tables --check    # say which pages differ from the results
 
-So a number in a page is a number in a file, and a page that was edited by hand fails a test.
+So a number in a page is a number in a file, and a page that was edited by hand fails a test. Files of the
+package that are made of results as a whole (``FILES``) are written by the same command.
 """
 
 import argparse
@@ -17,9 +18,12 @@ import re
 from pathlib import Path
 
 from lab.writers.figures import NUMBERS, TABLES
+from lab.writers.step_times import step_times
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+FILES = {ROOT / "src" / "qerl" / "plan" / "steps.json": step_times}
 
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 _NUMBER = re.compile(r"(<!-- number (\S+) -->)(.*?)(<!-- / -->)", re.DOTALL)
@@ -35,9 +39,12 @@ def render(page: str) -> str:
     return _NUMBER.sub(lambda m: f"{m[1]}{NUMBERS[m[2]]()}{m[4]}", page)
 
 
-def outdated() -> list[Path]:
-    """Pages that differ from the results."""
-    return [page for page in PAGES if render(text := page.read_text()) != text]
+def outdated() -> dict[Path, str]:
+    """Pages and files that differ from the results, with what they should hold."""
+    wanted = {page: render(page.read_text()) for page in PAGES} | {
+        path: make() for path, make in FILES.items()
+    }
+    return {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
 
 
 def main(arguments: list[str]) -> int:
@@ -52,8 +59,8 @@ def main(arguments: list[str]) -> int:
     )
     check = parser.parse_args(arguments).check
     found = outdated()
-    for page in found:
-        print(f"{page.relative_to(ROOT)} {'differs' if check else 'written'}")
+    for path, text in found.items():
+        print(f"{path.relative_to(ROOT)} {'differs' if check else 'written'}")
         if not check:
-            page.write_text(render(page.read_text()))
+            path.write_text(text)
     return int(check and bool(found))

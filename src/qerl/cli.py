@@ -22,7 +22,16 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from qerl import __version__
-from qerl.cli_results import add_bench, add_eval, add_generate, add_report, add_watch, option
+from qerl.cli_results import (
+    add_bench,
+    add_compare,
+    add_eval,
+    add_export,
+    add_generate,
+    add_report,
+    add_watch,
+    option,
+)
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
 from qerl.settings.words import add_command, positionals_first, split_fields, with_underscores
@@ -33,7 +42,7 @@ from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS
 TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (("--help", "--dry_run"), ()),
     "demo": (("--help", "--tools"), ()),
-    "plan": (("--help", "--max_context"), ("--gpu", "--processes", "--adapters")),
+    "plan": (("--help", "--max_context"), ("--gpu", "--processes", "--adapters", "--price")),
 }
 
 COMMANDS = "qerl.commands"
@@ -192,7 +201,8 @@ def _parser(word: str = "") -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
     for add in (
         _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, add_eval,
-        add_generate, add_report, add_watch, add_bench, _add_doctor,
+        add_generate, add_report, add_compare, add_watch, add_export, add_bench, _add_doctor,
+        _add_completion,
     ):  # fmt: skip
         add(commands)
     if word not in commands.choices:  # so that nothing of others can hinder a command of this package
@@ -212,8 +222,8 @@ def _add_train(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     text = (
-        "Say what fits on a GPU, named by --gpu with its memory in GB or its name; any field can be given as "
-        "--FIELD VALUE."
+        "Say what fits on a GPU, named by --gpu with its memory in GB or its name, and how long a step takes "
+        "where that was measured; any field can be given as --FIELD VALUE."
     )
     sub = add_command(commands, "plan", _plan, text)
     text = (
@@ -224,6 +234,7 @@ def _add_plan(commands: Any) -> None:
     option(sub, "--gpu", "GPU", "GB, or a name such as rtx4090; default: 80", default="80")
     option(sub, "--processes", "N", "GPUs, each with its process; default: 1", default="1")
     sub.add_argument("--max_context", action="store_true", help="print the longest completion that fits, too")
+    option(sub, "--price", "P", "of a GPU for an hour, in any currency: say what the run costs")
     option(sub, "--adapters", "N", "plan for `qerl serve`, which keeps N adapters on the GPU")
 
 
@@ -253,6 +264,12 @@ def _add_quantize(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     add_command(commands, "doctor", _doctor, "What this machine can run, and how to get what is missing.")
+
+
+def _add_completion(commands: Any) -> None:
+    text = "Print a script with which a shell completes commands, options and fields."
+    sub = add_command(commands, "completion", _completion, text)
+    sub.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
 def _values(fields: dict[str, str]) -> dict[str, Any]:
@@ -304,9 +321,12 @@ def _plan(args: argparse.Namespace) -> int:
     from qerl.settings.recipe import parse_value
 
     gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
-    adapters = None if args.adapters is None else parse_value(args.adapters, "--adapters")
+    adapters, price = (
+        None if given is None else parse_value(given, flag)
+        for flag, given in (("--adapters", args.adapters), ("--price", args.price))
+    )
     asked = *model_and_recipes(args.words), _values(args.fields)
-    plan = plan_command(*asked, gpu, console, processes, args.max_context, adapters)
+    plan = plan_command(*asked, gpu, console, processes, args.max_context, adapters, price)
     return 0 if fits(plan) else 1
 
 
@@ -341,6 +361,13 @@ def _doctor(_: argparse.Namespace) -> None:
     from qerl.doctor import print_doctor
 
     print_doctor()
+
+
+def _completion(args: argparse.Namespace) -> None:
+    from qerl.completion import script
+
+    (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
+    _print(script(args.shell, commands, set(TAKE_FIELDS)))
 
 
 if __name__ == "__main__":  # what `torchrun -m` was given before `python -m qerl` was there

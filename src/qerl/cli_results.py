@@ -1,4 +1,4 @@
-"""The commands that measure and show: bench a GPU; eval, generate, report and watch a run's results.
+"""The commands for what a run leaves: eval, generate, report, watch, export; and bench, for a GPU.
 
 As in `qerl.cli`, each command is a function that describes its words beside one that runs it, which finds the
 console in its arguments.
@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.errors import QeRLError
+from qerl.export.gguf import OUTTYPES
 from qerl.settings.words import add_command, number_from
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
     from qerl.models.decide import Source
+
+
+_BOOLEAN = ("true", "false")
 
 
 def add_bench(commands: Any) -> None:
@@ -84,6 +88,19 @@ def add_report(commands: Any) -> None:
     option(sub, "--out", "FILE", "page; default: %(default)s", Path, default=Path("report.html"))
 
 
+def add_compare(commands: Any) -> None:
+    sub = add_command(commands, "compare", _compare, "Settings and results of several runs side by side.")
+    sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
+    text = "folders of evaluations (their --out) that lie outside the runs"
+    option(sub, "--scores", "DIR", text, Path, nargs="+", default=[])
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from qerl.report.compare import compare
+
+    compare(args.runs, args.console, args.scores)
+
+
 def _add_stops(sub: argparse.ArgumentParser) -> None:
     text = "texts that end a completion, which keeps them; default: the run's"
     option(sub, "--stop_strings", "TEXT", text, nargs="+")
@@ -102,7 +119,7 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
     text = "mapping, for example '{enable_thinking: false}'; default: the run's"
     option(sub, "--chat_template_kwargs", "YAML", text)
     text = "whether Python code that comes with the model may run; never taken from a run"
-    sub.add_argument("--trust_remote_code", choices=("true", "false"), default="false", help=text)
+    sub.add_argument("--trust_remote_code", choices=_BOOLEAN, default="false", help=text)
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -165,3 +182,52 @@ def _watch(args: argparse.Namespace) -> None:
     from qerl.report.watch import watch
 
     watch(args.folder, args.console)
+
+
+def add_export(commands: Any) -> None:
+    text = "Write what was trained for use elsewhere: a merged model, an adapter with its card, or GGUF."
+    sub = add_command(commands, "export", _export, text)
+    add = partial(option, sub)
+    text = "output_dir of a run, a checkpoint, or a LoRA adapter of PEFT"
+    sub.add_argument("run_folder", type=Path, metavar="RUN", help=text)
+    sub.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
+    text = "merged: a whole model in 16 bits, the default; adapter: as PEFT has it; gguf: one file"
+    sub.add_argument("--format", choices=("merged", "adapter", "gguf"), default="merged", help=text)
+    add("--model", "MODEL", "base of the adapter; default: the one that the run names")
+    add("--base_model", "ID", "name of the base on the Hub, for the card; default: that of the base")
+    text = "base to merge into; default: the run's, dequantised; bf16: the base's own 16-bit weights"
+    sub.add_argument("--weights", choices=FORMATS, help=text)
+    sub.add_argument(
+        "--rounding", choices=ROUNDINGS, help="of a base packed while it loads; default: the run's"
+    )
+    text = "of a merged model; float16 keeps more of a small update; default: bfloat16"
+    sub.add_argument("--dtype", choices=("bfloat16", "float16"), help=text)
+    sub.add_argument("--outtype", choices=OUTTYPES, help="of GGUF; default: bf16")
+    add("--converter", "PATH", "llama.cpp's convert_hf_to_gguf.py; default: the one on the path", Path)
+    text = "whether Python code that comes with the base may run"
+    sub.add_argument("--trust_remote_code", choices=_BOOLEAN, default="false", help=text)
+    text = "push what was written to the Hub"
+    sub.add_argument("--push_to_hub", nargs="?", choices=_BOOLEAN, const="true", default="false", help=text)
+    add("--hub_model_id", "ID", "repository, as owner/name; default: the name of OUT, of your own")
+    text = "whether a new repository is private; default: the owner's"
+    sub.add_argument("--hub_private_repo", nargs="?", choices=_BOOLEAN, const="true", help=text)
+    add("--hub_token", "TOKEN", "of the Hub; default: HF_TOKEN, else that of `hf auth login`")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from qerl.export.hub import Repository
+    from qerl.export.run import Export, export
+
+    private = None if args.hub_private_repo is None else args.hub_private_repo == "true"
+    repository = Repository(args.hub_model_id, private, args.hub_token)
+    pushes = args.push_to_hub == "true"
+    if not pushes and repository != Repository():
+        raise QeRLError("--hub_... says where to push, and nothing is pushed; add --push_to_hub.")
+    export(
+        Export(
+            args.run_folder, args.out, args.format, args.model, args.base_model, args.weights, args.rounding,
+            args.dtype, args.outtype, args.converter, args.trust_remote_code == "true",
+            repository if pushes else None,
+        ),
+        args.console,
+    )  # fmt: skip

@@ -27,7 +27,7 @@ def shown():
     """The words of each command, from its program on."""
     for page in PAGES:
         for command in _BLOCK.findall(page.read_text()) + _INLINE.findall(page.read_text()):
-            words = shlex.split(re.sub(r"(?<=RECIPE)\.\.\.| \.\.\.$", "", command))
+            words = shlex.split(re.sub(r"(?<=RECIPE)\.\.\.| \.\.\.$| > .*", "", command))
             words = words[next(i for i, word in enumerate(words) if word in ("qerl", "bench", "lab")) :]
             yield pytest.param(words, id=f"{page.name}: {command}")
 

@@ -5,7 +5,9 @@ import json
 import math
 
 import pytest
+import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from qerl.errors import QeRLError
 from qerl.eval.evaluate import evaluate, held_out
@@ -13,7 +15,9 @@ from qerl.eval.interval import pass_at
 from qerl.eval.policy import prove_adapter
 from qerl.eval.record import Record
 from qerl.lora.adapter import add_lora, check_adapter
+from qerl.models.load import load_model
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.portable.engine import PortableEngine
 from qerl.tasks import get_task
 from tests.support.models import move_adapter
 
@@ -26,7 +30,7 @@ class OracleEngine(RolloutEngine):
     def __init__(self, tokenizer, answers: list[str], right: list[int]) -> None:
         self.tokenizer, self.answers, self.right = tokenizer, answers, right
 
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None, ended=None):
         completions = []
         for answer, right in zip(self.answers, self.right, strict=True):
             for sample in range(samples_per_prompt):
@@ -106,7 +110,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
 
 def test_completions_that_end_in_an_error_are_counted(tiny_tokenizer, task):
     class Damaged(RolloutEngine):
-        def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
+        def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None, ended=None):
             return RolloutResult([Completion([0], [0.0], [0.0], "error") for _ in prompts], 0, 0, 0.0)
 
     params = SamplingParams(max_tokens=8, temperature=0)
@@ -136,3 +140,14 @@ def test_an_adapter_that_diverged_is_refused(tiny_model, tmp_path, value):
         check_adapter(tmp_path)
     with pytest.raises(QeRLError, match="not finite"):
         prove_adapter(model, [5, 6, 7])
+
+
+def test_each_completion_moves_the_bar_as_it_ends(llama_folder, tiny_tokenizer, tmp_path, monkeypatch):
+    """A GPU gets a whole task in one call, so a bar that waited for the call would stand still."""
+    model = load_model(llama_folder, "bf16", torch.float32, "cpu")
+    seen = []
+    monkeypatch.setattr(Progress, "advance", lambda self, bar, by=1: seen.append(by))
+    task = get_task("arithmetic", test_size=3)
+    params = SamplingParams(4, seed=1)
+    score(PortableEngine(model, 0), tiny_tokenizer, task, 3, params, samples=2)
+    assert seen == [1] * 6

@@ -22,7 +22,7 @@ class OneStepEngine(RolloutEngine):
     def __init__(self, tokenizer, answers) -> None:
         self.tokenizer, self.answers = tokenizer, answers
 
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None, ended=None):
         texts = [
             f"#### {answer}" if sample == 0 and answer else "none"
             for answer in self.answers

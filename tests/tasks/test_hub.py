@@ -23,6 +23,8 @@ def test_unknown_task_names_the_nearest_and_all_of_them() -> None:
         assert name in str(caught.value)
     with pytest.raises(QeRLError, match="Task 'jsonl:' is unknown"):
         get_task("jsonl:")
+    with pytest.raises(QeRLError, match=r"'some/problems' is unknown; if it is a data set of the Hub"):
+        get_task("some/problems")
     with pytest.raises(QeRLError, match=r"'openai/gsm8k' is unknown \(did you mean 'gsm8k'\?\)"):
         get_task("openai/gsm8k")
 

@@ -183,7 +183,7 @@ class Half(RolloutEngine):
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None, ended=None):
         texts = self.tokenizer.batch_decode(prompts)
         ids = [self.tokenizer("#### 1" if "one" in text else "none")["input_ids"] for text in texts]
         return RolloutResult([Completion(i, [0.0] * len(i), [0.0] * len(i), "stop") for i in ids], 0, 0, 0.0)

@@ -101,7 +101,7 @@ def evaluate(
     every = list(problems)
     seeds = ProblemSeeds(params.seed).of([problem_key(row) for row in every], samples)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(problems), completed=done)
+        bar = progress.add_task("", total=len(problems) * samples, completed=done * samples)
         for start in range(done, len(problems), size):
             part = slice(start, start + size)
             rows = every[part]
@@ -110,9 +110,11 @@ def evaluate(
                 found = in_conversations(conversations, engine, rows, samples, params, own)
             else:
                 prompts = [chat.ids(row["prompt"]) for row in rows]
-                found = in_one_turn(engine, tokenizer, prompts, samples, params, own)
+                found = in_one_turn(
+                    engine, tokenizer, prompts, samples, params, own, lambda *_: progress.advance(bar)
+                )
             record.add(_scored(task, [row for row in rows for _ in range(samples)], found))
-            progress.advance(bar, len(rows))
+            progress.update(bar, completed=(start + len(rows)) * samples)
     strata = None if task.strata is None else [stratum(task.strata, v) for v in problems[task.strata]]
     result = _result(task.name, record.rows, strata, samples, params, source or {})
     record.finish(result)

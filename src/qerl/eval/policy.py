@@ -56,13 +56,16 @@ _LEFT_OUT = ("max_completion_length", "temperature")
 def choices_of(source: Source) -> Choices:
     """Settings of the run that made an adapter, or of the run that tuned a whole model.
 
-    They lie beside the adapter or the weights; for an older checkpoint-N folder, in the run folder above it.
+    They lie beside the adapter or the weights, also those of a .gguf file that `qerl export` wrote; for an
+    older checkpoint-N folder, in the run folder above it.
 
     Raises:
         QeRLError: A config.yaml cannot be read or has a value of a wrong kind, or the folder holds no
             adapter.
     """
     folder = Path(source.model).expanduser() if source.adapter is None else source.adapter
+    if source.adapter is None and folder.suffix == ".gguf":
+        folder = folder.parent
     of_run, where = _read_run(folder, whole=source.adapter is None)
     if source.adapter is not None:
         adapter_file(source.adapter)

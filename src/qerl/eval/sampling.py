@@ -16,7 +16,7 @@ from qerl.agents.pool import ToolPool
 from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message, ThoughtsClosed, Trajectory
 from qerl.environments.registry import get_environment, get_tool
-from qerl.rollout.engine import RolloutEngine, SamplingParams
+from qerl.rollout.engine import RolloutEngine, SamplingParams, WhenEnded
 
 MAX_CONVERSATIONS = 1024
 """Largest number of conversations in one call: each may have an environment of its own."""
@@ -46,6 +46,7 @@ def in_one_turn(
     samples: int,
     params: SamplingParams,
     seeds: Sequence[int] | None = None,
+    ended: WhenEnded | None = None,
 ) -> list[Said]:
     """Completions of one turn each, in which a budget may close the policy's thoughts.
 
@@ -56,15 +57,16 @@ def in_one_turn(
         samples: Completions of each.
         params: Sampling parameters; a budget of thinking is among the stops.
         seeds: One for each completion; None derives them from ``params`` and the completions' places.
+        ended: As for `RolloutEngine.generate`; not called where there is a budget.
     """
     if thinking_of(params.stops) is None:
-        found = engine.generate(prompts, samples, params, seeds=seeds).completions
+        found = engine.generate(prompts, samples, params, seeds=seeds, ended=ended).completions
         texts = tokenizer.batch_decode([c.token_ids for c in found], skip_special_tokens=True)
         return [Said(text, len(c.token_ids), c.finish_reason) for text, c in zip(texts, found, strict=True)]
     with Conversations(tokenizer, None, Others(), ToolPool(1.0, 1), Limits()) as alone:  # nothing is called
-        ended = alone.sample(engine, params, None, prompts, samples, seeds)
-    texts = tokenizer.batch_decode([t.token_ids for t in ended], skip_special_tokens=True)
-    return [_said(text, trajectory) for text, trajectory in zip(texts, ended, strict=True)]
+        led = alone.sample(engine, params, None, prompts, samples, seeds)
+    texts = tokenizer.batch_decode([t.token_ids for t in led], skip_special_tokens=True)
+    return [_said(text, trajectory) for text, trajectory in zip(texts, led, strict=True)]
 
 
 def in_conversations(

@@ -246,6 +246,20 @@ def separated(model_type: str, name: str, tensor: torch.Tensor) -> Iterator[tupl
             yield f"{place}.{number}.{each}.{_OF_EXPERT[kind]}", part
 
 
+def whole_of_blocks(model_type: str, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Name and shape in 16 bits of merged experts that a checkpoint holds as blocks of 32 codes.
+
+    Args:
+        model_type: Of the text decoder.
+        name: Of the blocks, ends in ``_blocks``.
+        shape: Of the blocks, [E, outputs, inputs / 32, 16].
+    """
+    experts, outputs, blocks, _ = shape
+    sides = (outputs, 32 * blocks)
+    transposed = _LAYOUTS[model_type].transposed
+    return name.removesuffix("_blocks"), (experts, *(sides[::-1] if transposed else sides))
+
+
 def experts_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Experts]]:
     """The `Experts` of a model, each with its name; what is in them, thousands of modules, is passed by."""
     for name, child in model.named_children():

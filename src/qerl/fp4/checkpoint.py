@@ -25,6 +25,7 @@ Shapes: N outputs, K inputs, G = K / block size.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from qerl.atomic import new_folder
 from qerl.errors import QeRLError
@@ -45,6 +47,9 @@ from qerl.fp4.published import ACTIVATIONS, Header, Held, check_declared, stored
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+_WRITTEN = ("config.json", "hf_quant_config.json")
+_NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,11 @@ class Checkpoint:
         """True if the text decoder is one part of the model."""
         return isinstance(self.config.get("text_config"), dict)
 
+    @property
+    def model_type(self) -> str:
+        """That of the text decoder."""
+        return str((self.config["text_config"] if self.is_wrapper else self.config).get("model_type"))
+
     @cached_property
     def names(self) -> dict[str, str]:
         """Name as stored -> name in the causal LM, of all its tensors, without those of activations.
@@ -94,8 +104,7 @@ class Checkpoint:
 
     def separated(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Names in the causal LM and views of what a tensor of this name there holds."""
-        text = self.config.get("text_config") if self.is_wrapper else self.config
-        return separated(str((text or {}).get("model_type")), name, tensor)
+        return separated(self.model_type, name, tensor)
 
     @cached_property
     def separate_headers(self) -> dict[str, Header]:
@@ -252,6 +261,20 @@ def quantization_config(format: BlockFormat, ignore: Iterable[str]) -> dict[str,
             }
         },
     }
+
+
+def copy_other_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy what lies beside the weights and is not config.json: tokenizer, chat template, generation
+    settings, licence; not the weights once more in other formats."""
+    for file in checkpoint.folder.iterdir():
+        if file.is_file() and file.name not in _WRITTEN and not file.name.endswith(_NOT_COPIED):
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one file of weights, which others may read, too: safetensors leaves that to its owner alone."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

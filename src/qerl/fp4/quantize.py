@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors.torch import save_file
 
 from qerl.errors import QeRLError
 from qerl.families.supported import check_experts
@@ -28,11 +27,13 @@ from qerl.fp4.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     Checkpoint,
+    copy_other_files,
     new_checkpoint,
     open_checkpoint,
     packed_tensors,
     quantization_config,
     write_json,
+    write_shard,
 )
 from qerl.fp4.format import BlockFormat, block_format
 from qerl.fp4.groups import fused_group, is_quantized, left_out
@@ -41,10 +42,6 @@ from qerl.fp4.rounding import check_rounding, error_sums, largest_magnitude, qua
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding
 
 _ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-_READABLE = 0o644  # safetensors makes its files readable by their owner alone
-# Beside the weights a folder holds tokenizer, chat template, generation settings and licence, which are
-# copied, and at times the weights once more in other formats, which are not.
-_NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
 @dataclass
@@ -117,7 +114,10 @@ def quantize_checkpoint(
         raise QeRLError(f"{source} is quantised already; quantise its 16-bit model.")
     layers = _layers_to_quantize(checkpoint, blocks)
     console = Console()
-    with new_checkpoint(target) as folder, Progress(console=console, transient=True) as progress:
+    with (
+        new_checkpoint(target) as folder,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         _check_room(checkpoint, layers, blocks, folder)
         amax = _group_amax(checkpoint, layers, progress)
         written = _write_shards(checkpoint, folder, amax, blocks, rounding, progress)
@@ -233,8 +233,7 @@ def _write_shards(
             else:
                 tensors[name] = tensor
             progress.advance(task)
-        save_file(tensors, folder / shard, metadata={"format": "pt"})
-        (folder / shard).chmod(_READABLE)
+        write_shard(folder / shard, tensors)
         written.weight_map |= dict.fromkeys(tensors, shard)
         written.total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     return written
@@ -259,9 +258,7 @@ def _write_rest(
     if list(checkpoint.shards) != [SINGLE_FILE]:
         index = {"metadata": {"total_size": written.total_bytes}, "weight_map": written.weight_map}
         write_json(folder / INDEX_FILE, index)
-    for file in checkpoint.folder.iterdir():
-        if file.is_file() and file.name != "config.json" and not file.name.endswith(_NOT_COPIED):
-            shutil.copyfile(file, folder / file.name)
+    copy_other_files(checkpoint, folder)
 
 
 def _other_linears(checkpoint: Checkpoint, layers: Mapping[str, Header]) -> list[str]:

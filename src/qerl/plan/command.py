@@ -1,4 +1,4 @@
-"""`qerl plan`: what fits on a GPU, printed before anything is loaded."""
+"""`qerl plan`: what fits on a GPU and how long it takes, printed before anything is loaded."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from qerl.plan.context import in_words, longest_completion
 from qerl.plan.gpu import planned_gpu
 from qerl.plan.parts import Adapter
 from qerl.plan.phases import MemoryPlan
-from qerl.plan.propose import fastest
+from qerl.plan.propose import fastest, fits
 from qerl.plan.render import render, would_fit
 from qerl.plan.settings import plan_beyond_host, plan_settings, propose_settings
+from qerl.plan.time import in_words as step_in_words
 from qerl.settings.library import packaged
 from qerl.settings.recipe import load_config
 
@@ -48,6 +49,7 @@ def plan_command(
     processes: Any = 1,
     max_context: bool = False,
     adapters: Any = None,
+    price: Any = None,
 ) -> MemoryPlan:
     """The plan of the settings as they are, which is printed, too.
 
@@ -61,6 +63,7 @@ def plan_command(
         processes: GPUs of a data-parallel run, each with a whole model.
         max_context: Print the longest completion that fits, too.
         adapters: Adapters that `qerl serve` keeps on the GPU; None for a run, which has one.
+        price: Of a GPU for an hour, for the cost of the run; None where it is not asked for.
 
     Raises:
         QeRLError: No such model or GPU, two models, a family that is not planned, wrong settings, full
@@ -70,6 +73,8 @@ def plan_command(
     serves, adapters = adapters is not None, 1 if adapters is None else adapters
     _check_number("processes", processes, "GPUs")
     _check_number("adapters", adapters, "adapters")
+    if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or price < 0):
+        raise QeRLError(f"--price is {price}; it must be what a GPU costs for an hour, such as 2.5.")
     if name is not None:
         if fields.get("model", name) != name:
             raise QeRLError(
@@ -93,6 +98,10 @@ def plan_command(
             f"This plans the fast engine, but {obstacle.reason}. To use it there: {obstacle.remedy}.",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
+    if not serves and fits(plan):
+        steps = config.max_steps if config.max_steps > 0 else None
+        said = step_in_words(plan, planned.name, steps, price)
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     if adapters > 1:
         console.print(_adapters_in_words(plan), markup=False, highlight=False, soft_wrap=True)
     if max_context:
@@ -114,8 +123,8 @@ def _adapters_in_words(plan: MemoryPlan) -> str:
     each = adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters
     said = []
     for count in _COUNTS:
-        fits = fastest(plan.sizes, dataclasses.replace(work, adapters=count), plan.capacity) is not None
-        said.append(f"{count} take {count * each / 1e9:.1f} GB" + ("" if fits else ", too much"))
+        beside = fastest(plan.sizes, dataclasses.replace(work, adapters=count), plan.capacity) is not None
+        said.append(f"{count} take {count * each / 1e9:.1f} GB" + ("" if beside else ", too much"))
     return (
         f"Adapters of rank {work.rank} on the GPU, with gradients and optimizer: {'; '.join(said)}. "
         "`qerl serve --resident` sets how many stay there; others wait in the host's memory."

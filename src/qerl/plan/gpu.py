@@ -20,10 +20,12 @@ class PlannedGpu:
     Attributes:
         capacity: Bytes that a run may take.
         card: Its class; None where only the memory is known.
+        name: Its name in that class; None likewise.
     """
 
     capacity: int
     card: Card | None = None
+    name: str | None = None
 
 
 def planned_gpu(asked: Any) -> PlannedGpu:
@@ -36,10 +38,10 @@ def planned_gpu(asked: Any) -> PlannedGpu:
     Raises:
         QeRLError: Neither.
     """
-    named = {_plain(name): (gib, card) for card in CARDS.values() for name, gib in card.gpus}
+    named = {_plain(name): (gib, card, name) for card in CARDS.values() for name, gib in card.gpus}
     if _plain(str(asked)) in named:
-        gib, card = named[_plain(str(asked))]
-        return PlannedGpu(round(gib * 2**30 * (UNIFIED_SHARE if card.unified else 1)), card)
+        gib, card, name = named[_plain(str(asked))]
+        return PlannedGpu(round(gib * 2**30 * (UNIFIED_SHARE if card.unified else 1)), card, name)
     number = isinstance(asked, int | float) and not isinstance(asked, bool) and asked < math.inf
     if not number or usable_bytes(asked) <= 0:
         names = ", ".join(name for card in CARDS.values() for name, _ in card.gpus)

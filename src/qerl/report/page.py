@@ -24,7 +24,7 @@ from qerl import __version__
 from qerl.atomic import writing
 from qerl.errors import QeRLError
 from qerl.report.completions import Table, longest_text, read_tables, shown_groups
-from qerl.report.runs import METRICS, Metric, Run, Series, number, read_runs, series
+from qerl.report.runs import METRICS, Metric, Run, Series, number, read_runs, shown_series
 from qerl.report.scores import Score, read_scores
 from qerl.report.svg import Curve, chart, swatch
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE
@@ -69,7 +69,7 @@ def write_report(
 def _curves(runs: Sequence[Run]) -> Curves:
     curves: Curves = {}
     for metric in METRICS:
-        found = [(i, run.label, series(run.rows, metric.key)) for i, run in enumerate(runs)]
+        found = [(i, run.label, shown_series(run, metric)) for i, run in enumerate(runs)]
         present = [Curve(i, label, data) for i, label, data in found if data is not None]
         if present:
             curves[metric] = present

@@ -58,6 +58,10 @@ METRICS = (
 )
 
 
+ACCURACIES = ("rewards/accuracy/mean", "eval_rewards/accuracy/mean")
+"""Metrics that go by the task's own answers."""
+
+
 def number(value: float) -> str:
     """Three significant digits; from a thousand on a whole number in groups of three."""
     if abs(value) >= 999.5:
@@ -145,6 +149,20 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> Series | None:
         return None
     steps, values = zip(*finite, strict=True)
     return Series(list(steps), list(values), len(logged) - len(finite))
+
+
+def shown_series(run: Run, metric: Metric) -> Series | None:
+    """A metric of a run, None where it was not logged or says nothing of the run.
+
+    That is an accuracy of 0 throughout where rewards of the user's own judge: the task's answers do not, so
+    that nothing was ever right.
+    """
+    found = series(run.rows, metric.key)
+    settings = run.settings or {}
+    own = bool(settings.get("reward_files")) or any(key.startswith("judge.") for key in settings)
+    if found and own and metric.key in ACCURACIES and not any(found.values):
+        return None
+    return found
 
 
 def window(count: int) -> int:

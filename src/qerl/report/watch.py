@@ -21,7 +21,7 @@ from rich.text import Text
 from qerl.errors import QeRLError
 from qerl.report.completions import Sample, Table, read_table
 from qerl.report.curve import terminal_curve
-from qerl.report.runs import METRICS, Run, Series, number, read_runs, series
+from qerl.report.runs import METRICS, Run, Series, number, read_runs, series, shown_series
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE, table_paths
 from qerl.visible import seen, visible
 
@@ -160,7 +160,7 @@ def _metrics(view: View, width: int) -> RenderableType:
     """Last value and mean of the last tenth of the report's metrics, two to a line if it is wide."""
     cells: list[Any] = []
     for metric in METRICS:
-        found = series(view.run.rows, metric.key)
+        found = shown_series(view.run, metric)
         if found is None:
             continue
         last, mean = (number(value * metric.scale) for value in (found.values[-1], found.tail_mean))

@@ -9,6 +9,7 @@ Several tasks are one, ``mixture``, whose options are its parts by the names tha
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -89,6 +90,12 @@ def _maker(spec: str) -> Callable[..., Task]:
     if spec not in TASKS:
         on_hub = [task for task, source in SOURCES.items() if source.dataset == spec]
         near = f" (did you mean {on_hub[0]!r}?)" if on_hub else did_you_mean(spec, TASKS)
+        if not on_hub and re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
+            raise QeRLError(
+                f"Task {spec!r} is unknown; if it is a data set of the Hub, whose columns have no common "
+                f"names, write its problems as lines with question and answer (load_dataset({spec!r}) of the "
+                "package datasets, then to_json) and name that file: --task PATH.jsonl."
+            )
         raise QeRLError(
             f"Task {spec!r} is unknown{near}; the tasks are: {', '.join(TASKS)}, and "
             f"{', '.join(what for _, what in FAMILIES.values())}, PATH.py:Class for a class of your own."

@@ -13,6 +13,23 @@ CARD_FILE = "README.md"
 
 _LIBRARIES = ("trl", "transformers", "peft", "torch")
 
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model's name is one of the Hub, and no folder or file of this machine."""
+    return bool(name) and not Path(name).expanduser().exists()
+
+
+def linked(name: str) -> str:
+    """A model in a card: with a link to the Hub, or the last part of a local path."""
+    return f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else Path(name).name
+
+
+def library_versions() -> str:
+    """The versions of this package and of those below it, as a list in Markdown."""
+    versions = {"qerl": __version__} | {library: version(library) for library in _LIBRARIES}
+    return "\n".join(f"- {library} {number}" for library, number in versions.items())
+
+
 _TEXT = """---
 {data}
 ---
@@ -57,22 +74,19 @@ def model_card(model: nn.Module, name: str, saved_as: str, tags: list[str], data
     """
     base = base_model(model)
     given = base.name_or_path
-    on_hub = bool(given) and not Path(given).expanduser().exists()
-    own = Path(given).name or f"a {type(base).__name__} without a name"
     data = ModelCardData(
-        base_model=given if on_hub else None,
+        base_model=given if is_hub_id(given) else None,
         datasets=dataset,
         library_name="transformers",
         model_name=name,
         tags=["generated_from_trainer", *tags],
     )
-    versions = {"qerl": __version__} | {library: version(library) for library in _LIBRARIES}
     text = _TEXT.format(
         data=data.to_yaml(),
         name=name,
         how=_BY_DEMONSTRATIONS if "sft" in tags else _BY_REWARDS,
-        base=f"[{given}](https://huggingface.co/{given})" if on_hub else own,
+        base=linked(given) or f"a {type(base).__name__} without a name",
         saved_as=saved_as,
-        versions="\n".join(f"- {library} {number}" for library, number in versions.items()),
+        versions=library_versions(),
     )
     return ModelCard(text)

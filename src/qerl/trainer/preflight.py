@@ -147,11 +147,11 @@ def _check_weights(config: QeRLConfig, rewards: list[RewardFunction]) -> None:
 
 
 def _check_reporters(config: QeRLConfig) -> None:
-    missing = set(config.report_to or ()) - set(get_available_reporting_integrations())
+    missing = sorted(set(config.report_to or ()) - set(get_available_reporting_integrations()))
     if missing:
-        names = ", ".join(sorted(missing))
         raise QeRLError(
-            f"report_to names {names}, which is not installed; install it or set report_to: none."
+            f"report_to names {', '.join(missing)}, which is not installed; run `pip install "
+            f"{' '.join(missing)}`, or set report_to: none."
         )
 
 

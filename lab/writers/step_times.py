@@ -1,0 +1,50 @@
+"""The measured steps that `qerl plan` tells the time by: a file of the package, from bench/results.
+
+Of each card, model, format and size the newest counts. Left out are older states of the code (files that end
+in a commit), cards treated as another class, steps beside a server, with a teacher, on several GPUs, with
+groups without signal, and with drawn lengths, of which a plan knows nothing.
+"""
+
+import dataclasses
+import json
+import re
+
+from bench.result import RESULTS, Row, read_rows
+from qerl.kernels.cards import CARDS
+from qerl.plan.time import Step
+
+_OLDER = re.compile(r"-[0-9a-f]{7}\.json$")
+_OTHERWISE = ("teacher", "dead", "lora_experts", "arch")
+
+
+def step_times() -> str:
+    """The content of qerl/plan/steps.json."""
+    found: dict[tuple, Step] = {}
+    for path in sorted(RESULTS.glob("step-*.json")):
+        if _OLDER.search(path.name) or "-arch" in path.name or "beside" in path.name:
+            continue
+        for row in read_rows(path.stem):
+            if (
+                row["engine"] == "qerl"
+                and row.get("processes", 1) == 1
+                and row.get("lengths", "equal") == "equal"
+            ):
+                if any(row.get(name) for name in _OTHERWISE):
+                    continue
+                step = _step(row)
+                key = dataclasses.astuple(step)[:-3]
+                if key not in found or found[key].date <= step.date:
+                    found[key] = step
+    steps = sorted(found.values(), key=dataclasses.astuple)
+    lines = ",\n".join(json.dumps(dataclasses.asdict(step)) for step in steps)
+    return f"[\n{lines}\n]\n"
+
+
+def _step(row: Row) -> Step:
+    names = [name for card in CARDS.values() for name, _ in card.gpus]
+    (card,) = {name for name in names if name in row["gpu"].replace("NVIDIA", "").split()}
+    return Step(
+        card, row["shape"], row["weights"], row["prompts"] * row["samples"], row["samples"],
+        row["prompt_tokens"], row["completion_tokens"], round(row["rollout_s"], 2), round(row["update_s"], 2),
+        row["date"][:10],
+    )  # fmt: skip

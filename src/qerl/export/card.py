@@ -1,0 +1,146 @@
+"""The model card of what was exported, which says on which weights it stands.
+
+Its front matter is what the Hub reads: the base model, how this one is related to it, the library, the
+licence of the base where that is known.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from qerl.errors import QeRLError
+from qerl.models.hub import Unreachable, download
+from qerl.trainer.card import CARD_FILE, is_hub_id, library_versions, linked
+
+_TEXT = """---
+{data}
+---
+
+# {name}
+
+{what}
+
+{how}
+
+```{language}
+{example}
+```
+
+## Framework versions
+
+{versions}
+"""
+
+_ADAPTER = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{base}")
+model = AutoModelForCausalLM.from_pretrained("{base}", device_map="auto")
+model = PeftModel.from_pretrained(model, "{saved_as}")
+messages = [{{"role": "user", "content": "What is 6 times 7?"}}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+).to(model.device)
+output = model.generate(**inputs, max_new_tokens=128)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+
+_MERGED = """\
+from transformers import pipeline
+
+generator = pipeline("text-generation", model="{saved_as}", device_map="auto")
+messages = [{{"role": "user", "content": "What is 6 times 7?"}}]
+output = generator(messages, max_new_tokens=128, return_full_text=False)
+print(output[0]["generated_text"])"""
+
+_GGUF = """\
+llama-cli -hf {saved_as} -p "What is 6 times 7?"
+ollama run hf.co/{saved_as}"""
+
+_GGUF_HERE = """\
+llama-cli -m {saved_as} -p "What is 6 times 7?"
+echo "FROM {saved_as}" > Modelfile && ollama create {name} -f Modelfile && ollama run {name}"""
+
+_EXAMPLES = {"adapter": _ADAPTER, "merged": _MERGED, "gguf": _GGUF}
+_KINDS = {
+    "adapter": "LoRA adapter for",
+    "merged": "fine-tuned version of",
+    "gguf": "GGUF file of a fine-tuned version of",
+}
+_RELATIONS = {"adapter": "adapter", "merged": "finetune", "gguf": "quantized"}
+_LIBRARIES = {"adapter": "peft", "merged": "transformers", "gguf": "gguf"}
+_TAGS = ("grpo", "sft", "trl")
+"""Tags of a run's card that hold for what is exported; PEFT adds others, with a local path among them."""
+_LICENSE = ("license", "license_name", "license_link")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card says.
+
+    Attributes:
+        format: ``adapter``, ``merged`` or ``gguf``.
+        name: Of the card.
+        saved_as: What the example loads: the name on the Hub, or the folder or .gguf file.
+        base: The base model's name; on the Hub if it is no local path.
+        run: Folder of what was exported, whose own card has tags and data sets.
+        how: How these weights were made, in sentences.
+    """
+
+    format: str
+    name: str
+    saved_as: str
+    base: str
+    run: Path
+    how: str
+
+
+def exported_card(facts: Facts) -> ModelCard:
+    """The card with these facts."""
+    of_run = _data(facts.run / CARD_FILE)
+    tags = [*dict.fromkeys(("qerl", *(tag for tag in of_run.get("tags") or () if tag in _TAGS)))]
+    if facts.format == "adapter" and is_hub_id(facts.base):
+        tags.append(f"base_model:adapter:{facts.base}")
+    data = ModelCardData(
+        base_model=facts.base if is_hub_id(facts.base) else None,
+        base_model_relation=_RELATIONS[facts.format] if is_hub_id(facts.base) else None,
+        datasets=of_run.get("datasets"),
+        library_name=_LIBRARIES[facts.format],
+        pipeline_tag="text-generation",
+        tags=tags,
+        **_license(facts.base),
+    )
+    example = _GGUF_HERE if facts.saved_as.endswith(".gguf") else _EXAMPLES[facts.format]
+    text = _TEXT.format(
+        data=data.to_yaml(),
+        name=facts.name,
+        what=f"This is a {_KINDS[facts.format]} {linked(facts.base)}, trained with QeRL.",
+        how=facts.how,
+        language="sh" if facts.format == "gguf" else "python",
+        example=example.format(base=facts.base, saved_as=facts.saved_as, name=facts.name),
+        versions=library_versions(),
+    )
+    return ModelCard(text)
+
+
+def _license(base: str) -> dict[str, Any]:
+    """What the base's own card says of its licence; nothing where there is no card, or no network for it."""
+    folder = Path(base).expanduser()
+    if is_hub_id(base):
+        try:
+            folder = download(base, [CARD_FILE])
+        except (QeRLError, Unreachable):
+            return {}
+    data = _data(folder / CARD_FILE)
+    return {key: data[key] for key in _LICENSE if data.get(key)}
+
+
+def _data(card: Path) -> dict[str, Any]:
+    """The front matter of a card, empty where there is none or it cannot be read."""
+    try:
+        data: dict[str, Any] = ModelCard.load(card).data.to_dict()
+        return data
+    except (OSError, ValueError):
+        return {}

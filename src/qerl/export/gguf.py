@@ -1,0 +1,70 @@
+"""GGUF by llama.cpp's own converter, which is a script of its repository and in no package.
+
+The converter knows each family's names, tokenizer and metadata, and changes with llama.cpp; a copy here would
+be out of date. So it is called where it lies: named by the user, or found on the path, where Homebrew's
+llama.cpp puts it. It reads a folder of transformers, so a merged model is written for it first.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from qerl.errors import QeRLError
+
+CONVERTER = "convert_hf_to_gguf.py"
+"""Name of llama.cpp's script."""
+
+OUTTYPES = ("bf16", "f16", "f32", "q8_0")
+"""Types of weights that the converter writes; fewer bits are made of its result by ``llama-quantize``."""
+
+
+def find_converter(given: Path | None) -> Path:
+    """The converter that was named, else the one on the path.
+
+    Raises:
+        QeRLError: There is none.
+    """
+    if given is not None:
+        script = given.expanduser()
+        script = script / CONVERTER if script.is_dir() else script
+        if not script.is_file():
+            raise QeRLError(f"--converter is {given}, where no {CONVERTER} lies; give its path in llama.cpp.")
+        return script
+    found = shutil.which(CONVERTER)
+    if found is None:
+        raise QeRLError(
+            f"GGUF is written by llama.cpp's {CONVERTER}, which is not on the path; clone "
+            "https://github.com/ggml-org/llama.cpp and name it with --converter."
+        )
+    return Path(found)
+
+
+def convert(converter: Path, model: Path, out: Path, outtype: str) -> None:
+    """Write the GGUF file of a folder of transformers.
+
+    Args:
+        converter: Of :func:`find_converter`; runs in this Python, which has torch, transformers and gguf, and
+            may want sentencepiece besides.
+        model: Folder in 16 bits.
+        out: File to write.
+        outtype: One of `OUTTYPES`.
+
+    Raises:
+        QeRLError: The converter failed; the sentence has the last line that it wrote.
+    """
+    words = [sys.executable, str(converter), str(model), "--outfile", str(out), "--outtype", outtype]
+    words += ["--model-name", out.stem]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TQDM_DISABLE": "1"})
+    if done.returncode or not out.is_file():
+        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        last = lines[-1].rstrip(".") if lines else f"exit status {done.returncode}"
+        lacking = re.search(r"No module named '(\w+)", last)
+        advice = (
+            f"run `pip install {lacking[1]}`"
+            if lacking
+            else "try a newer llama.cpp, or export --format merged and convert that"
+        )
+        raise QeRLError(f"{converter} did not convert the merged model ({last}); {advice}.")

@@ -1,0 +1,273 @@
+"""Merged models: the base's own folder, with ``W + s B A`` in the place of each adapted matrix, in 16 bits.
+
+W is what the adapter stood on: the dequantised four-bit weight where the base is loaded packed, so that the
+merged model is the policy that was trained; or the 16-bit weight as it was published, which is another model,
+though a near one. Either way the sum is made in FP32 and rounded once.
+
+Everything else passes through as it was published: embeddings, norms, towers of images, merged experts under
+their own names, tokenizer, config. So what loads the base loads the result. The model itself is held packed,
+and a shard at a time in 16 bits.
+
+Rounding the sum to 16 bits is not free. A step of bfloat16 is a 256th to a 128th of a weight, and what
+reinforcement learning adds to a weight is often less; where the base's own weight is a number of bfloat16, an
+addition below half a step is gone. The share of the update that is kept is therefore measured: the projection
+of what was added onto what should have been, 1 where nothing is lost. float16 has steps an eighth as large.
+
+Given up: merging into four bits, which loses most of the update (`qerl.lora.adapter`), and merging other
+kinds of adapters than LoRA's one formula, which PEFT does on 16-bit weights.
+
+Shapes: N outputs, K inputs of a linear.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from rich.progress import Progress
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from qerl.errors import QeRLError
+from qerl.families.experts import whole_of_blocks
+from qerl.fp4.checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Checkpoint,
+    copy_other_files,
+    write_json,
+    write_shard,
+)
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.published import ACTIVATIONS, FP8_SCALES
+from qerl.lora.adapter import adapter_file
+from qerl.lora.kinds import active_adapter, why_not
+
+SHARD_BYTES = 4_000_000_000
+"""Largest size of a written file, where no tensor alone is larger."""
+
+_SCALES = (*FP8_SCALES, "weight_global_scale", "weight_scale_2", *ACTIVATIONS)
+"""Last parts of the names of tensors that belong to a quantised weight or its activations."""
+
+
+@dataclass
+class Merged:
+    """What was merged.
+
+    Attributes:
+        adapted: Names of the matrices that an adapter changed.
+        added: Sum over them of (what was added) x (what should have been).
+        wanted: Sum of the squares of what should have been added.
+    """
+
+    adapted: set[str] = field(default_factory=set)
+    added: float = 0.0
+    wanted: float = 0.0
+
+    @property
+    def kept(self) -> float:
+        """Share of the update that is in the weights after rounding; 1 without an update."""
+        return self.added / self.wanted if self.wanted else 1.0
+
+
+def check_mergeable(adapter: Path) -> None:
+    """Refuse an adapter that changes more than linear layers, from the names in its file.
+
+    Raises:
+        QeRLError: It does, or the folder is no adapter's.
+    """
+    with safe_open(adapter_file(adapter), framework="pt") as file:
+        names = list(file.keys())
+    other = next((name for name in names if ".lora_A." not in name and ".lora_B." not in name), None)
+    if other is not None:
+        raise QeRLError(
+            f"The adapter {adapter} has {other} beside its pairs of matrices, which is not merged here; "
+            "merge it with PEFT's merge_and_unload on the 16-bit model."
+        )
+
+
+def write_merged(
+    model: PreTrainedModel | PeftModel,
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> Merged:
+    """Write a model as a folder in 16 bits.
+
+    Args:
+        model: Loaded from the checkpoint, in any format, with its adapter if it has one; stays as it is.
+        checkpoint: Names what is written, and holds what passes through.
+        folder: Exists and is empty.
+        dtype: bfloat16 or float16.
+        progress: Gets a bar.
+
+    Raises:
+        QeRLError: The adapter computes another formula than LoRA's, or changes a layer that the checkpoint
+            does not hold by itself.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    linears = {name: module for name, module in base.named_modules() if _is_linear(module)}
+    merged, shards = Merged(), _Shards(folder)
+    task = progress.add_task("Merging", total=sum(map(len, checkpoint.shards.values())))
+    for shard in checkpoint.shards:
+        for name, tensor in checkpoint.read(shard):
+            for own, whole in _written(checkpoint, name, tensor, linears, dtype, merged):
+                shards.add(own, whole)
+            progress.advance(task)
+    shards.close()
+    adapted = {name for name, layer in linears.items() if _adapter_of(name, layer) is not None}
+    if missed := sorted(adapted - merged.adapted):
+        raise QeRLError(
+            f"The adapter changes {missed[0]}, which {checkpoint.folder} does not hold as a matrix of its "
+            "own; use the adapter beside the base model."
+        )
+    write_json(folder / "config.json", _config(checkpoint, dtype))
+    copy_other_files(checkpoint, folder)
+    return merged
+
+
+def _is_linear(module: nn.Module) -> bool:
+    base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    return isinstance(base, PackedLinear | nn.Linear)
+
+
+def _written(
+    checkpoint: Checkpoint,
+    name: str,
+    tensor: torch.Tensor,
+    linears: dict[str, nn.Module],
+    dtype: torch.dtype,
+    merged: Merged,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor that are written for one that is stored; nothing for a scale."""
+    own = checkpoint.names.get(name)
+    last = name.rpartition(".")[2]
+    if checkpoint.quantization is not None and (last in _SCALES or last.endswith("_scales")):
+        return
+    if own is None:  # of a tower
+        yield name, tensor
+        return
+    parts = dict(checkpoint.separated(own, tensor))
+    modules = {part: part.rpartition(".")[0] for part in parts}
+    if not any(part.endswith((".weight", ".weight_packed")) and modules[part] in linears for part in parts):
+        yield name, _passed(checkpoint, tensor, dtype)
+        return
+    if list(parts) == [own]:
+        weight = _merge(modules[own], linears[modules[own]], tensor, dtype, merged)
+        yield f"{name.rpartition('.')[0]}.weight", weight
+        return
+    target, shape = own, tuple(tensor.shape)
+    if last.endswith("_blocks"):
+        target, shape = whole_of_blocks(checkpoint.model_type, own, shape)
+    whole = torch.empty(shape, dtype=dtype)
+    for (part, stored), (_, place) in zip(parts.items(), checkpoint.separated(target, whole), strict=True):
+        place.copy_(_merge(modules[part], linears[modules[part]], stored, dtype, merged))
+    yield name.removesuffix("_blocks"), whole
+
+
+def _passed(checkpoint: Checkpoint, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that is no linear's weight: in the new dtype if it had that of the model."""
+    config = checkpoint.config
+    declared = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    own = (torch.float32,) if declared == "float32" else (torch.bfloat16, torch.float16)
+    return tensor.to(dtype) if tensor.dtype in own else tensor
+
+
+def _adapter_of(name: str, layer: nn.Module) -> str | None:
+    """Name of the adapter that a linear has, None where it has none.
+
+    Raises:
+        QeRLError: It computes another formula than LoRA's.
+    """
+    if not isinstance(layer, BaseTunerLayer):
+        return None
+    if reason := why_not(layer):
+        raise QeRLError(f"{name} {reason}, which is not merged here; merge it with PEFT on the 16-bit model.")
+    return active_adapter(layer)
+
+
+@torch.no_grad()
+def _merge(
+    name: str, layer: nn.Module, stored: torch.Tensor, dtype: torch.dtype, merged: Merged
+) -> torch.Tensor:
+    """``W + s B A`` [N, K] of a linear, made in FP32 and rounded once; ``stored`` is W where it is plain."""
+    adapter = _adapter_of(name, layer)
+    base = cast(BaseTunerLayer, layer).get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    if isinstance(base, PackedLinear):
+        weight_NK = base.dense()
+    else:
+        # What was FP8, and a packed head, became 16 bits as they were loaded.
+        plain = stored.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        loaded = cast(torch.Tensor, base.weight)
+        weight_NK = (stored if plain else loaded).to(loaded.device, torch.float32)
+    if adapter is None:
+        return weight_NK.to("cpu", dtype)
+    lora = cast(LoraLinear, layer)
+    a_RK, b_NR = lora.lora_A[adapter].weight.float(), lora.lora_B[adapter].weight.float()
+    delta_NK = lora.scaling[adapter] * (b_NR @ a_RK)
+    sum_NK = (weight_NK + delta_NK).to(dtype)
+    merged.adapted.add(name)
+    merged.added += float(((sum_NK.float() - weight_NK) * delta_NK).sum(dtype=torch.float64))
+    merged.wanted += float(delta_NK.square().sum(dtype=torch.float64))
+    return sum_NK.cpu()
+
+
+def _config(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Any]:
+    """The base's config.json, which says nothing of quantised layers any more."""
+
+    def plain(config: dict[str, Any]) -> dict[str, Any]:
+        gone = ("quantization_config", "qerl_rounding", "torch_dtype")
+        return {key: value for key, value in config.items() if key not in gone} | {
+            "dtype": str(dtype).removeprefix("torch.")
+        }
+
+    config = plain(checkpoint.config)
+    if checkpoint.is_wrapper:
+        config["text_config"] = plain(config["text_config"])
+    return config
+
+
+class _Shards:
+    """Files of weights, written one after the other as they fill up, and their index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, torch.Tensor] = {}
+        self._files: list[list[str]] = []
+        self._bytes = self._total = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor; what is full goes to the disk first."""
+        if self._open and self._bytes + tensor.nbytes > SHARD_BYTES:
+            self._write()
+        self._open[name] = tensor.contiguous()
+        self._bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def close(self) -> None:
+        """Write what is left, and the index where there are several files."""
+        self._write()
+        if len(self._files) == 1:
+            self._path(0).rename(self._folder / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._files):
+            final = f"model-{number + 1:05d}-of-{len(self._files):05d}.safetensors"
+            self._path(number).rename(self._folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        write_json(self._folder / INDEX_FILE, index)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f".model-{number}"
+
+    def _write(self) -> None:
+        write_shard(self._path(len(self._files)), self._open)
+        self._files.append(list(self._open))
+        self._open, self._bytes = {}, 0

@@ -1,0 +1,200 @@
+"""How long a step takes, from the nearest one that was measured on that card.
+
+Memory follows from sizes; time does not, so none is said of a card or model that was not measured. Of those
+that were, the package has the steps in steps.json, which `python -m lab tables` writes from bench/results:
+whole GRPO steps of random models, all completions at full length, on one GPU.
+
+The nearest measured step is carried over to the step that is planned. Its rollout grows with the length of a
+completion, and with the cube root of the sequences that decode side by side (from 8 to 128 of them a 7B
+model's rollout grew 2.5-fold); those that wait their turn come after. Its update grows with the tokens that
+are computed. Each measured step was so made of the nearest other one of its model and card: none was off by
+more than a third (`tests/plan/test_time.py`).
+
+Given up: prefill of long prompts and attention at long contexts by themselves, which are in the measured
+step as they were there; so lengths must not be far from those measured.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.resources import files
+from typing import Any
+
+from qerl.families.sizes import Sizes
+from qerl.plan.parts import Weights
+from qerl.plan.phases import MemoryPlan
+from qerl.weight_formats import FORMATS
+
+SAME_SIZE = 0.05
+"""Largest relative difference in weights of models that count as of one size."""
+
+NEAR_PROMPT, NEAR_COMPLETION = 4, 8
+"""Largest factors between lengths of a measured step and of one that it is carried over to."""
+
+ROWS_EXPONENT = 1 / 3
+"""Exponent with which a rollout's time grows with the sequences side by side."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was measured.
+
+    Attributes:
+        card: Name of the GPU, as `qerl.kernels.cards` has it.
+        shape: Name of the model's sizes.
+        weights: Format of its linears.
+        samples: Completions of the step.
+        group: Of them, those of one prompt.
+        prompt_tokens, completion_tokens: Of each.
+        rollout_s, update_s: Seconds.
+        date: When.
+    """
+
+    card: str
+    shape: str
+    weights: str
+    samples: int
+    group: int
+    prompt_tokens: int
+    completion_tokens: int
+    rollout_s: float
+    update_s: float
+    date: str
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the update: each group's prompt once, and every completion."""
+        return self.samples // self.group * self.prompt_tokens + self.samples * self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step, and the measured step that they were carried over from."""
+
+    rollout_s: float
+    update_s: float
+    of: Step
+
+    @property
+    def total_s(self) -> float:
+        """Of rollout and update."""
+        return self.rollout_s + self.update_s
+
+
+def measured() -> list[Step]:
+    """The steps in steps.json."""
+    text = files("qerl.plan").joinpath("steps.json").read_text(encoding="utf-8")
+    return [Step(**row) for row in json.loads(text)]
+
+
+def carried_over(step: Step, samples: int, sequences: int, group: int, prompt: int, tokens: int) -> Estimate:
+    """A measured step as one of other sizes.
+
+    Args:
+        step: Was measured.
+        samples: Completions of the other step, of which ``sequences`` decode side by side.
+        group: Of them, those of one prompt.
+        prompt, tokens: Tokens of a prompt and of a completion there.
+    """
+    rows = min(samples, sequences)
+    waves = math.ceil(samples / rows)
+    wider = (rows / step.samples) ** ROWS_EXPONENT
+    computed = math.ceil(samples / group) * prompt + samples * tokens
+    rollout = step.rollout_s * tokens / step.completion_tokens * wider * waves
+    return Estimate(rollout, step.update_s * computed / step.computed, step)
+
+
+def estimate(plan: MemoryPlan, card: str) -> Estimate | None:
+    """The time of the step that a plan is of; None where no step of such a model was measured on that card.
+
+    Args:
+        plan: Of a run, and one that fits.
+        card: Name of the GPU.
+    """
+    work = plan.work
+    of_model = [
+        step
+        for step in measured()
+        if step.card == card
+        and step.weights == work.weights
+        and work.teacher is None
+        and _alike(Sizes.by_name(step.shape), plan.sizes)
+    ]
+    samples = work.microbatch * work.microbatches
+    rows = min(samples, plan.sequences)
+    step = nearest(of_model, rows, work.prompt_tokens, work.completion_tokens) if rows else None
+    if step is None:
+        return None
+    return carried_over(step, samples, rows, work.group, work.prompt_tokens, work.completion_tokens)
+
+
+def nearest(steps: Iterable[Step], rows: int, prompt: int, tokens: int) -> Step | None:
+    """The step whose sequences and lengths are nearest; None where no lengths are near."""
+
+    def apart(one: int, other: int) -> float:
+        return abs(math.log(one / other))
+
+    near = [
+        step
+        for step in steps
+        if apart(prompt, step.prompt_tokens) <= math.log(NEAR_PROMPT)
+        and apart(tokens, step.completion_tokens) <= math.log(NEAR_COMPLETION)
+    ]
+    return min(
+        near,
+        key=lambda step: (
+            apart(rows, step.samples)
+            + apart(tokens, step.completion_tokens)
+            + apart(prompt, step.prompt_tokens)
+        ),
+        default=None,
+    )
+
+
+def _alike(one: Sizes, other: Sizes) -> bool:
+    """Whether two models have the same kinds of layers and about as many weights."""
+    kinds = [{(type(run.spec.mixer), type(run.spec.mlp)) for run in sizes.runs} for sizes in (one, other)]
+    first, second = (Weights(sizes, FORMATS["bf16"]).linears for sizes in (one, other))
+    return kinds[0] == kinds[1] and one.layers == other.layers and abs(first / second - 1) < SAME_SIZE
+
+
+def in_words(plan: MemoryPlan, card: str | None, steps: int | None, price: Any = None) -> str:
+    """A sentence or two: seconds of a step, hours of the run, and what these cost.
+
+    Args:
+        plan: See `estimate`.
+        card: Name of the GPU; None where only its memory is known.
+        steps: Optimizer steps of the run; None where the length of the data decides.
+        price: Of a GPU for an hour, in any currency; None where it is not given.
+    """
+    found = None if card is None else estimate(plan, card)
+    if found is None:
+        cards = sorted({step.card for step in measured()})
+        where = (
+            "a GPU that is known by its memory alone"
+            if card is None
+            else f"such steps of this model on {card}"
+        )
+        return (
+            f"How long a step takes is not known for {where}; steps were measured on {' and '.join(cards)}."
+        )
+    step = found.of
+    said = (
+        f"A step takes about {_short(found.total_s)} ({_short(found.rollout_s)} of rollout, "
+        f"{_short(found.update_s)} of update) where all completions have full length: carried over from "
+        f"{step.samples} samples of {step.prompt_tokens} + {step.completion_tokens} tokens, which took "
+        f"{_short(step.rollout_s + step.update_s)} on {step.card} ({step.date})."
+    )
+    if steps is None:
+        return f"{said} Set max_steps for the time of the run."
+    hours = found.total_s * steps / 3600
+    said += f" {steps} steps take about {timedelta(seconds=round(3600 * hours))}"
+    if price is not None:
+        said += f", which cost about {hours * plan.work.processes * price:.2f}"
+    return said + ", without loading, evaluations and checkpoints."
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"

@@ -1,0 +1,92 @@
+"""Several runs side by side in the terminal: what their settings differ in, and what came of it.
+
+The same numbers as on the report's page, without curves: for a machine without a browser, and for a look in
+between. A value is the mean of the last tenth of what was logged, as single steps are noisy.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qerl.errors import QeRLError
+from qerl.report.page import differing
+from qerl.report.runs import METRICS, Run, number, read_runs, shown_series
+from qerl.report.scores import Score, read_scores
+from qerl.run_folder import METRICS_FILE
+
+
+def compare(folders: Sequence[Path], console: Console, scores: Sequence[Path] = ()) -> None:
+    """Print the settings that differ, the metrics and the held-out scores of runs.
+
+    Args:
+        folders: Run folders, each given once, in the order of the columns.
+        console: Where to print.
+        scores: Folders of evaluations outside the run folders; those inside are found.
+
+    Raises:
+        QeRLError: A folder is no run, or none has logged a training step yet.
+    """
+    runs = read_runs(folders)
+    if not any(run.last_step for run in runs):
+        raise QeRLError(f"None of the runs has a step in its {METRICS_FILE} yet; wait for the first step.")
+    console.print(_table("settings that differ", runs, _settings(runs)))
+    console.print(_table("mean of the last tenth", runs, _metrics(runs)))
+    found = _scores(runs, read_scores(runs, scores))
+    if found:
+        console.print(_table("held-out score, %, with its 95 % interval", runs, found))
+
+
+Rows = list[tuple[str, list[str]]]
+
+
+def _table(title: str, runs: Sequence[Run], rows: Rows) -> Table:
+    table = Table()
+    table.add_column(title)
+    for run in runs:
+        table.add_column(Text(run.label), justify="right")
+    for name, cells in rows:
+        table.add_row(Text(name), *map(Text, cells))
+    if not rows:
+        table.add_row(Text("none"))
+    return table
+
+
+def _settings(runs: Sequence[Run]) -> Rows:
+    """Settings whose values are not the same in all runs that have a config.yaml."""
+    known: list[dict[str, Any]] = [run.settings for run in runs if run.settings is not None]
+    rows: Rows = []
+    for key, values in differing(known).items():
+        left = iter(values)
+        rows.append((key, ["-" if run.settings is None else next(left) for run in runs]))
+    return rows
+
+
+def _metrics(runs: Sequence[Run]) -> Rows:
+    rows: Rows = [("Steps", [str(run.last_step) for run in runs])]
+    for metric in METRICS:
+        found = [shown_series(run, metric) for run in runs]
+        if any(found):
+            unit = f", {metric.unit}" if metric.unit else ""
+            cells = ["-" if data is None else number(data.tail_mean * metric.scale) for data in found]
+            rows.append((f"{metric.title}{unit}", cells))
+    return rows
+
+
+def _scores(runs: Sequence[Run], scores: Sequence[Score]) -> Rows:
+    """A row for each task and number of samples, with a line for each policy of a run that was scored."""
+    rows: dict[str, list[str]] = {}
+    for score in scores:
+        if score.run is None:
+            continue
+        result = score.result
+        name = f"{result.task}, {score.measure}, {result.problems} problems"
+        low, high = (100 * end for end in result.interval)
+        of_checkpoint = f" ({score.checkpoint})" if score.checkpoint else ""
+        cell = f"{100 * result.accuracy:.1f} ({low:.1f} to {high:.1f}){of_checkpoint}"
+        cells = rows.setdefault(name, ["-"] * len(runs))
+        cells[score.run] = cell if cells[score.run] == "-" else f"{cells[score.run]}\n{cell}"
+    return list(rows.items())
