@@ -14,6 +14,7 @@ COMMANDS = {
     "needle": "needle.folder",
     "sums": "sums.runs",
     "distilled": "distilled.runs",
+    "audit": "audit.command",
     "tables": "writers.tables",
     "draw": "writers.draw",
     "numbers": "writers.numbers",
