@@ -13,6 +13,7 @@ COMMANDS = {
     "verdicts": "writers.verdicts",
     "needle": "needle.folder",
     "sums": "sums.runs",
+    "testbed": "testbed.command",
     "distilled": "distilled.runs",
     "audit": "audit.command",
     "tables": "writers.tables",
