@@ -9,6 +9,7 @@ from qerl.settings.words import with_underscores
 
 COMMANDS = {
     "study": "study.command",
+    "doses": "study.doses",
     "speed": "speed",
     "verdicts": "writers.verdicts",
     "needle": "needle.folder",

@@ -268,7 +268,7 @@ def _check_arms(study: Study) -> None:
     for name, arm in study.arms.items():
         if wrong := contradiction(arm, study.samples_per_prompt):
             raise QeRLError(f"the arm {name} {wrong}.")
-        if arm.scheduled:
+        if arm.scheduled and arm.noise_sigma_stages is None:
             try:
                 NoiseSchedule(
                     arm.noise_sigma_start,
@@ -279,11 +279,11 @@ def _check_arms(study: Study) -> None:
                 )
             except QeRLError as error:
                 raise QeRLError(f"arms.{name}: {error}") from None
-        stages = len(arm.temperature_stages or [])
-        if stages > study.steps:
-            raise QeRLError(
-                f"arms.{name}.temperature_stages has {stages} stages and the run only {study.steps} steps."
-            )
+        for key in ("temperature_stages", "noise_sigma_stages"):
+            if (stages := len(getattr(arm, key) or [])) > study.steps:
+                raise QeRLError(
+                    f"arms.{name}.{key} has {stages} stages and the run only {study.steps} steps."
+                )
         if arm.match_entropy is not None:
             followed = study.arms.get(arm.match_entropy)
             if followed is None:
