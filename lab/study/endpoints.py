@@ -10,8 +10,9 @@ both are asked by themselves, of each comparison of a study:
   end below `collapse_below`, by Fisher's exact test; the interval of the difference is Newcombe's (1998,
   method 10).
 
-Holm's correction counts all of them, two for each comparison. Of no effect beyond the margin may be spoken
-of the typical seed alone: by two one-sided signed-rank tests, corrected too.
+Where most seeds do not differ at all, which the signed-rank test leaves out, the typical one does not, and no
+claim is made of it. Holm's correction counts all tests, two for each comparison. Of no effect beyond the
+margin may be spoken of the typical seed alone: by two one-sided signed-rank tests, corrected too.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from lab.study.results import Results, RunResult
 from lab.study.statistics import (
     FEWEST,
     LEVEL,
+    TIE,
     differences,
     hodges_lehmann,
     hodges_lehmann_interval,
@@ -72,7 +74,7 @@ class Endpoint:
         """What may be claimed of the first arm: `helps` or `harms` of the typical seed, `more` or `fewer`
         runs, `no effect beyond +-.02`, or `undecided`."""
         above, below = ("helps", "harms") if self.kind == "typical" else ("more", "fewer")
-        if self.holm < LEVEL and self.difference:
+        if self.holm < LEVEL and abs(self.difference) > TIE:
             return above if self.difference > 0 else below
         margin = f"{self.margin:g}".removeprefix("0")
         return f"no effect beyond \N{PLUS-MINUS SIGN}{margin}" if self.p_equivalent < LEVEL else "undecided"

@@ -13,6 +13,7 @@ from lab.writers import (
     decode_tables,
     distilled_tables,
     draft_tables,
+    endpoint_rates,
     family_tables,
     headline_tables,
     length_tables,
@@ -330,6 +331,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **distilled_tables.TABLES,
     **noise_tables.TABLES,
     **trust_tables.TABLES,
+    **endpoint_rates.TABLES,
 }
 
 NUMBERS: dict[str, Callable[[], str]] = {
