@@ -12,6 +12,7 @@ COMMANDS = {
     "doses": "study.doses",
     "speed": "speed",
     "verdicts": "writers.verdicts",
+    "endpoints": "writers.endpoint_verdicts",
     "rates": "writers.endpoint_rates",
     "needle": "needle.folder",
     "sums": "sums.runs",

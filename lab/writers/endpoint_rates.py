@@ -147,7 +147,14 @@ def rates_table() -> str:
     )
 
 
+def helps_on_words() -> str:
+    """The largest rate of false *helps* on word problems, of one test."""
+    rows = [row for row in read_rows(RESULT) if row["endpoint"] == "typical" and row["tests"] == 1]
+    return f"{max(row['helps'] for row in rows if not row['differences'].startswith(STUDIES['needle'])):.3f}"
+
+
 TABLES = {"endpoint-rates": rates_table}
+NUMBERS = {"endpoint-helps-words": helps_on_words}
 
 
 def main(arguments: list[str]) -> None:

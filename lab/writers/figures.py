@@ -20,6 +20,7 @@ from lab.writers import (
     noise_numbers,
     noise_tables,
     serve_tables,
+    testbed_tables,
     trust_tables,
     turn_tables,
 )
@@ -332,6 +333,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **noise_tables.TABLES,
     **trust_tables.TABLES,
     **endpoint_rates.TABLES,
+    **testbed_tables.TABLES,
 }
 
 NUMBERS: dict[str, Callable[[], str]] = {
@@ -352,4 +354,5 @@ NUMBERS: dict[str, Callable[[], str]] = {
     **distilled_tables.NUMBERS,
     **noise_numbers.NUMBERS,
     **trust_tables.NUMBERS,
+    **endpoint_rates.NUMBERS,
 }

@@ -1,6 +1,7 @@
 """Doses: sigmas and temperatures that would have held a KL, from runs whose KL follows a known law."""
 
 import pytest
+import yaml
 
 from lab.study import doses
 from lab.study.arms import Arm, Run
@@ -32,15 +33,25 @@ def test_the_strength_of_each_stage_holds_the_kl_under_the_law():
         stages_of(noisy, 0.04, 7)
 
 
-def test_the_command_prints_fields_of_an_arm(tmp_path, capsys):
-    study = tiny_study(arms={"none": None, "aqn": {"noise": True, "noise_stages": 2}})
-    runs = [
-        a_run(study.arms["aqn"], [0.0, 0.0, 0.1, 0.1], LAW[:4]),
-        a_run(study.arms["none"], [0.0] * 4, LAW[:4]),
-    ]
+def test_the_command_prints_arms_that_a_study_takes(tmp_path, capsys):
+    arms = {"none": None, "aqn": {"noise": True, "correction": "none", "noise_target_kl": 0.02},
+            "heat": {"temperature_stages": [1.0, 1.1]}}  # fmt: skip
+    study = tiny_study(arms=arms, steps=6, comparisons={})
+    kinds = (("aqn", [0.0, 0.0, 0.1, 0.1]), ("none", [0.0] * 4), ("heat", [0.0, 0.0, 0.1, 0.1]))
+    runs = [a_run(study.arms[name], strength, LAW[:4]) for name, strength in kinds]
     write_results(Results(study, runs), tmp_path / "results.json.gz")
     doses.main([str(tmp_path / "results.json.gz"), "0.01", "0.04", "--stages", "2"])
-    assert capsys.readouterr().out.splitlines() == [
-        "aqn, KL 0.01: noise_sigma_stages: [0.0, 0.05]",
-        "aqn, KL 0.04: noise_sigma_stages: [0.0, 0.1]",
-    ]
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found == {
+        "arms": {
+            "aqn_01": {"noise": True, "correction": "none", "noise_sigma_stages": [0.0, 0.05]},
+            "aqn_04": {"noise": True, "correction": "none", "noise_sigma_stages": [0.0, 0.1]},
+            "heat_01": {"temperature_stages": [1.0, 1.05]},
+            "heat_04": {"temperature_stages": [1.0, 1.1]},
+        }
+    }
+    assert tiny_study(**found, steps=6, comparisons={}).arms["aqn_04"].noise_sigma_stages == [0.0, 0.1]
+    doses.main([str(tmp_path / "results.json.gz"), "0.01", "--stages", "2", "--arms", "heat"])
+    assert list(yaml.safe_load(capsys.readouterr().out)["arms"]) == ["heat_01"]
+    with pytest.raises(QeRLError, match="has no arm x; it has none, aqn, heat"):
+        doses.main([str(tmp_path / "results.json.gz"), "0.01", "--arms", "x"])

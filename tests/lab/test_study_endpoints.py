@@ -10,10 +10,11 @@ from scipy import stats
 
 from lab.study import endpoints as ends
 from lab.study.endpoints import endpoints, fisher, newcombe, within
-from lab.study.results import Results
+from lab.study.results import Results, write_results
 from lab.study.runner import Runner
 from lab.study.statistics import hodges_lehmann, hodges_lehmann_interval, holm, signed_rank_above, wilcoxon
 from lab.study.store import Store
+from lab.writers import endpoint_verdicts
 from tests.support.study import FakeMake, tiny_study
 
 ARMS = {"none": None, "aqn": {"noise": True, "noise_stages": 2}, "late": None}
@@ -95,3 +96,14 @@ def test_equal_arms_have_no_effect_and_no_more_runs(tmp_path, monkeypatch):
     typical, share, *_ = endpoints(studied(tmp_path, collapse_below=0.1))
     assert typical.verdict == "no effect beyond \N{PLUS-MINUS SIGN}.02" and typical.p_equivalent < 0.05
     assert typical.p == 1 and share.verdict == "undecided" and share.counts == (0, 0)
+
+
+def test_the_command_prints_both_endpoints(tmp_path, capsys):
+    results = studied(tmp_path, collapse_below=0.45)
+    write_results(results, tmp_path / "results.json.gz")
+    endpoint_verdicts.main([str(tmp_path / "results.json.gz")])
+    first = capsys.readouterr().out.splitlines()[2]
+    typical, share, *_ = endpoints(results)
+    assert first.startswith(f"| aqn \N{MINUS SIGN} none | {typical.difference:+.3f} (")
+    assert f"| 0 and 8 of 8 | -1.000 ({share.interval[0]:+.3f} to {share.interval[1]:+.3f})" in first
+    assert first.endswith("| fewer |")

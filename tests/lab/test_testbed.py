@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import result
 from lab.study.arms import Arm, Run
 from lab.study.batched.trainer import BatchedTrainer, Settings
 from lab.study.named import find_task
@@ -26,6 +27,7 @@ from lab.testbed.language import (
     right,
 )
 from lab.testbed.problems import ID, LONGEST, Rows, rows_of, stream
+from lab.writers import testbed_tables
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat
 from qerl.models.load import load_model, load_tokenizer
@@ -173,7 +175,7 @@ def test_the_model_has_the_shapes_that_formats_and_kernels_take():
     assert 0 < rates[-1] < 2e-7
 
 
-def test_the_command_makes_a_model_for_studies_and_says_what_it_cost(tmp_path):
+def test_the_command_makes_a_model_for_studies_and_says_what_it_cost(tmp_path, monkeypatch):
     given = [word for name, size in TINY.items() for word in (f"--{name}", str(size))]
     given += ["--batch", "28", "--steps", "2", "--problems", "4", "--samples", "8"]
     given += ["--output_dir", str(tmp_path / "run"), "--out", str(tmp_path / "testbed.json")]
@@ -185,6 +187,12 @@ def test_the_command_makes_a_model_for_studies_and_says_what_it_cost(tmp_path):
     assert made["sha256"] == command.weights_hash(folder) and made["steps"] == 2 and made["seconds"] > 0
     assert [row["weights"] for row in priors] == ["bf16"] * len(ASKED) + ["nvfp4"] * len(ASKED)
     assert all(0 <= row["low"] <= row["sampled"] <= row["high"] <= 1 for row in priors)
+    monkeypatch.setattr(testbed_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(testbed_tables, "NAME", "testbed")
+    monkeypatch.setattr(result, "RESULTS", tmp_path)
+    lines = testbed_tables.priors().splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == 1 + len(ASKED)
+    assert made["sha256"][:16] in lines[-1]
     tokenizer = load_tokenizer(folder)
     found = find_task("testbed", {"reward": "deceptive", "train_size": 16, "test_size": 4})
     base = load_model(folder, "nvfp4", torch.float32, "cpu")
