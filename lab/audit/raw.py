@@ -7,7 +7,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,22 @@ class Judged:
         return f"no effect beyond ±{margin}" if self.equivalent < st.LEVEL else "undecided"
 
 
+@dataclass(frozen=True)
+class Side:
+    """One endpoint of a comparison: a difference with its interval, corrected p, counts of runs, verdict."""
+
+    difference: float
+    interval: tuple[float, float]
+    holm: float
+    counts: str
+    verdict: str = ""
+
+    def judged(self, above: str, below: str, otherwise: str) -> "Side":
+        """The same with its verdict."""
+        claimed = self.holm < st.LEVEL and abs(self.difference) > st.TIE
+        return replace(self, verdict=(above if self.difference > 0 else below) if claimed else otherwise)
+
+
 class Study:
     """A study's raw file.
 
@@ -168,6 +184,50 @@ class Study:
             for (pair, d), p, holm, equivalent in rows
             if len(d) > 1
         }  # fmt: skip
+
+    @cached_property
+    def endpoints(self) -> dict[tuple[str, str], tuple["Side", "Side"]]:
+        """The typical seed and the share of runs of all comparisons of which two seeds have run."""
+        margin = self.spec["equivalence"]
+        found = {pair: self.paired(*pair) for pair in self.pairs}
+        there = {pair: d for pair, d in found.items() if len(d) > 1}
+        counts = {pair: self._both(*pair) for pair in there}
+        tests = [st.signed_ranks(d) for d in there.values()]
+        tests += [st.fisher(*counts[pair], len(d)) for pair, d in there.items()]
+        corrected = st.holm([*tests, *[1.0] * (2 * (len(found) - len(there)))])
+        within = [max(st.ranks_above(margin + d), st.ranks_above(margin - d)) for d in there.values()]
+        equal = st.holm([*within, *[1.0] * (len(found) - len(there))])
+        sides = {}
+        for at, (pair, d) in enumerate(there.items()):
+            (a, b), runs = counts[pair], len(d)
+            centre = st.hodges_lehmann(d)
+            typical = Side(centre, st.centre_interval(d), corrected[at], "")
+            share = Side(
+                (a - b) / runs, st.newcombe(a, b, runs), corrected[len(there) + at], f"{a} and {b} of {runs}"
+            )
+            no_effect = f"no effect beyond ±{margin:g}".replace("±0", "±")
+            words = no_effect if equal[at] < st.LEVEL else "undecided"
+            sides[pair] = (
+                typical.judged("helps", "harms", words),
+                share.judged("more", "fewer", "undecided"),
+            )
+        return sides
+
+    def _both(self, first: str, second: str) -> tuple[int, int]:
+        """Runs of two arms that escaped, or collapsed in a study without escapes, over the seeds of both."""
+        seeds = self.by_seed(first, end).keys() & self.by_seed(second, end).keys()
+        one, other = (
+            sum(self._counts(run) for run in self.tested(arm) if run["seed"] in seeds)
+            for arm in (first, second)
+        )
+        return one, other
+
+    def _counts(self, run: Run) -> bool:
+        above = self.spec.get("escape_above")
+        if above is None:
+            return bool(end(run) < self.spec["collapse_below"])
+        last = run["evaluations"][self.spec["escape_key"]][-1] or 0.0
+        return run["diverged_at"] is None and last > above
 
     def _apart(self, first: str, second: str) -> int:
         """Seeds in which two arms, of which one has noise, sampled from others before it began."""

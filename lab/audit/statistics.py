@@ -61,12 +61,67 @@ def hodges_lehmann(d: Array) -> float:
     return float(np.median([(d[i] + d[j]) / 2 for i in range(len(d)) for j in range(i, len(d))]))
 
 
+def centre_interval(d: Array) -> tuple[float, float]:
+    """Interval of that centre, 95 % at least: the means of pairs in order, less as many at each end as there
+    are smallest sums of ranks that together have a chance of .025 at most."""
+    means = sorted((d[i] + d[j]) / 2 for i in range(len(d)) for j in range(i, len(d)))
+    ways = [1] + [0] * len(means)
+    for rank in range(1, len(d) + 1):
+        ways = [way + (ways[at - rank] if at >= rank else 0) for at, way in enumerate(ways)]
+    rejected, chance = -1, 0.0
+    while chance + ways[rejected + 1] / 2 ** len(d) <= LEVEL / 2:
+        rejected += 1
+        chance += ways[rejected] / 2 ** len(d)
+    cut = max(0, rejected)
+    return float(means[cut]), float(means[-1 - cut])
+
+
+def ranks_above(d: Array) -> float:
+    """One-sided p of the signed-rank test that the centre is above 0."""
+    return _tails(d)[1]
+
+
+def fisher(first: int, second: int, runs: int) -> float:
+    """Two-sided p of Fisher's exact test of two counts of equally many runs: the chance of all tables with
+    the same margins that are no likelier than this one."""
+    total = first + second
+    tables = {
+        k: math.comb(runs, k) * math.comb(runs, total - k)
+        for k in range(max(0, total - runs), min(runs, total) + 1)
+    }
+    return sum(w for w in tables.values() if w <= tables[first]) / math.comb(2 * runs, total)
+
+
+def newcombe(first: int, second: int, runs: int) -> tuple[float, float]:
+    """Newcombe's interval (1998, method 11) of the difference of two shares, from Wilson's with continuity
+    correction."""
+    (p, low_p, high_p), (q, low_q, high_q) = (_wilson(count, runs) for count in (first, second))
+    return p - q - math.hypot(p - low_p, high_q - q), p - q + math.hypot(high_p - p, q - low_q)
+
+
+def _wilson(count: int, runs: int) -> tuple[float, float, float]:
+    """A share with Wilson's interval, continuity corrected (Newcombe 1998, one share, method 4)."""
+    p, z = count / runs, NORMAL.inv_cdf(1 - LEVEL / 2)
+    ends = [0.0, 1.0]
+    for side, sign in enumerate((-1, 1)):
+        if count != (0, runs)[side]:
+            inside = z * z + sign * 2 - 1 / runs + 4 * p * (runs * (1 - p) - sign)
+            ends[side] = (2 * runs * p + z * z + sign * (1 + z * math.sqrt(inside))) / (2 * (runs + z * z))
+    return p, ends[0], ends[1]
+
+
 def signed_ranks(d: Array) -> float:
     """Two-sided p of Wilcoxon's signed-rank test of d: twice the share of the 2^N choices of signs whose sum
-    of ranks is as far out, counted in whole numbers over the sums of twice the midranks."""
+    of ranks is as far out."""
+    return min(1.0, 2 * min(_tails(d)))
+
+
+def _tails(d: Array) -> tuple[float, float]:
+    """Chance of a sum of ranks as low as that of d, and as high, counted in whole numbers over twice the
+    midranks."""
     kept = sorted((float(x) for x in d if abs(x) > TIE), key=abs)
     if not kept:
-        return 1.0
+        return 1.0, 1.0
     groups: list[list[float]] = []
     for x in kept:
         if groups and abs(x) - abs(groups[-1][-1]) <= TIE:
@@ -82,8 +137,7 @@ def signed_ranks(d: Array) -> float:
     ways = [1] + [0] * sum(ranks)
     for rank in ranks:
         ways = [way + (ways[at - rank] if at >= rank else 0) for at, way in enumerate(ways)]
-    tail = min(sum(ways[: positive + 1]), sum(ways[positive:]))
-    return min(1.0, 2 * tail / 2 ** len(ranks))
+    return sum(ways[: positive + 1]) / 2 ** len(ranks), sum(ways[positive:]) / 2 ** len(ranks)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -115,6 +115,16 @@ def comparisons(table: Table) -> Iterator[Cell]:
         yield from _cells(row, found, table.head)
 
 
+def two_endpoints(table: Table) -> Iterator[Cell]:
+    """Both endpoints of the comparisons of one study."""
+    one = study(table.files[0])
+    for row in table.rows:
+        first, second = row[0].split(MINUS)
+        typical, share = one.endpoints[first, second]
+        cells = [(signed(s.difference, *s.interval), p_value(s.holm), s.verdict) for s in (typical, share)]
+        yield from _cells(row, (*cells[0], share.counts, *cells[1]), table.head)
+
+
 def arms(table: Table) -> Iterator[Cell]:
     """Arms of one study."""
     one = study(table.files[0])
@@ -351,6 +361,6 @@ TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     "noise-unanswered": unanswered, "noise-controls": beside_controls, "noise-two-steps": hard,
     "trust-verdicts": trust, "trust-ends": trust_ends, "-comparisons": comparisons, "-ablations": comparisons,
     "wp12-formats": comparisons, "-arms": arms, "-rates": rates, "-reached": reached,
-    "noise-follows": follows, "noise-halves": halves, "-discovery": discovery,
+    "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints, "-discovery": discovery,
 }  # fmt: skip
 """By the name of a table, or how it ends."""

@@ -8,7 +8,7 @@ both are asked by themselves, of each comparison of a study:
   signed-rank test, and that test;
 - **the share**: of runs that end above `escape_above` in `escape_key` where a study has it, else of runs that
   end below `collapse_below`, by Fisher's exact test; the interval of the difference is Newcombe's (1998,
-  method 10).
+  method 11).
 
 Where most seeds do not differ at all, which the signed-rank test leaves out, the typical one does not, and no
 claim is made of it. Holm's correction counts all tests, two for each comparison. Of no effect beyond the
@@ -121,7 +121,7 @@ def fisher(first: int, second: int, runs: int) -> float:
 
 
 def newcombe(first: int, second: int, runs: int) -> tuple[float, float]:
-    """95 % interval of the difference of two shares, from Wilson's interval of each."""
+    """95 % interval of the difference of two shares, from Wilson's of each with continuity correction."""
     shares = np.array([first, second]) / runs
     (low_1, high_1), (low_2, high_2) = (score_interval(float(share), runs) for share in shares)
     difference = float(shares[0] - shares[1])

@@ -100,4 +100,4 @@ def measure(
     return found
 
 
-_AT_ONCE = 8192
+_AT_ONCE = 2048

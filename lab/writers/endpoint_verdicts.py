@@ -13,8 +13,13 @@ from lab.writers.study_tables import pair_words
 from qerl.report.runs import number
 
 
-def verdicts(results: Results) -> str:
-    """Table of both endpoints of each comparison that has run, in the study's order."""
+def verdicts(results: Results, file: str) -> str:
+    """Table of both endpoints of each comparison that has run, in the study's order.
+
+    Args:
+        results: Of the study.
+        file: The caption's last words, which say where the results are.
+    """
     found, spec = endpoints(results), results.study
     lines = []
     for typical, share in zip(found[::2], found[1::2], strict=True):
@@ -40,7 +45,8 @@ def verdicts(results: Results) -> str:
         lines,
         "Typical seed: Hodges and Lehmann's centre of the paired differences of area, first minus second, "
         f"and the signed-rank test. Runs that {runs}, and Fisher's test. Intervals are each of 95 %; p is "
-        f"corrected over both endpoints of all {sum(map(len, spec.comparisons.values()))} comparisons.",
+        f"corrected over both endpoints of all {sum(map(len, spec.comparisons.values()))} comparisons. "
+        f"{file}",
     )
 
 
@@ -61,4 +67,5 @@ def main(arguments: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m lab endpoints", description=__doc__.split("\n")[0])
     parser.add_argument("results", type=Path, help="a study's results.json.gz")
-    print(verdicts(read_results(parser.parse_args(arguments).results)), end="")
+    path = parser.parse_args(arguments).results
+    print(verdicts(read_results(path), f"File: {path.name}."), end="")

@@ -3,17 +3,21 @@
 import ast
 import copy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from lab.audit import command, raw
+from lab.audit import command, raw, tables
 from lab.audit import statistics as st
 from lab.audit.command import PAGES, ROOT, cells
 from lab.audit.tables import Cell
 from lab.study import statistics
+from lab.study.endpoints import newcombe
+from lab.study.results import read_results
+from lab.writers.endpoint_verdicts import verdicts
 
 
 def differing(page: str) -> list[str]:
@@ -116,3 +120,35 @@ def test_holm():
     p = [0.01, 0.04, 0.03, 0.005, 0.9]
     assert st.holm(p) == pytest.approx([0.04, 0.09, 0.09, 0.025, 0.9])
     assert st.holm(p) == pytest.approx(statistics.holm(p))
+
+
+def test_two_endpoints_are_those_of_the_laboratory(fresh, monkeypatch):
+    """Of a study that has run: its collapses, and its escapes as a study of word problems counts them."""
+    plain, said = read_results(raw.RESULTS / "noise-wp12.json.gz"), set()
+    for changes in ({}, {"escape_above": 0.1, "escape_key": "accuracy/steps_2"}):
+        results = replace(plain, study=replace(plain.study, **changes))
+        whole = raw.read("noise-wp12") | {"study": raw.read("noise-wp12")["study"] | changes}
+        monkeypatch.setattr(tables, "study", lambda name, whole=whole: raw.Study(whole))
+        text = verdicts(results, "File: noise-wp12.json.gz.")
+        found = [
+            c for c in cells(f"<!-- table x-endpoints -->\n{text}<!-- /table -->") if isinstance(c, Cell)
+        ]
+        assert len(found) == 7 * 40 and not [c for c in found if c.published != c.found]
+        said |= {c.found for c in found}
+    assert said >= {"helps", "harms", "undecided", "more", "no effect beyond \N{PLUS-MINUS SIGN}.02"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "runs"), [(0, 0, 8), (6, 1, 8), (5, 0, 32), (31, 32, 32), (16, 3, 64)]
+)
+def test_tests_of_shares_are_the_laboratory_s_and_scipy_s(first, second, runs):
+    table = [[first, runs - first], [second, runs - second]]
+    assert st.fisher(first, second, runs) == pytest.approx(stats.fisher_exact(table).pvalue, rel=1e-9)
+    assert st.newcombe(first, second, runs) == pytest.approx(newcombe(first, second, runs), abs=1e-6)
+
+
+@pytest.mark.parametrize("seeds", [4, 8, 32])
+def test_the_centre_s_interval_is_the_laboratory_s(seeds):
+    d = np.random.default_rng(seeds).normal(0.1, 1, seeds)
+    assert st.centre_interval(d) == pytest.approx(statistics.hodges_lehmann_interval(d), abs=1e-12)
+    assert st.ranks_above(d) == pytest.approx(statistics.signed_rank_above(d), rel=1e-9)
