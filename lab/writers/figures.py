@@ -13,12 +13,14 @@ from lab.writers import (
     decode_tables,
     distilled_tables,
     draft_tables,
+    endpoint_rates,
     family_tables,
     headline_tables,
     length_tables,
     noise_numbers,
     noise_tables,
     serve_tables,
+    testbed_tables,
     trust_tables,
     turn_tables,
 )
@@ -331,6 +333,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **distilled_tables.TABLES,
     **noise_tables.TABLES,
     **trust_tables.TABLES,
+    **endpoint_rates.TABLES,
+    **testbed_tables.TABLES,
 }
 
 NUMBERS: dict[str, Callable[[], str]] = {
@@ -351,4 +355,5 @@ NUMBERS: dict[str, Callable[[], str]] = {
     **distilled_tables.NUMBERS,
     **noise_numbers.NUMBERS,
     **trust_tables.NUMBERS,
+    **endpoint_rates.NUMBERS,
 }
