@@ -10,7 +10,10 @@ from transformers import TrainerCallback
 
 from qerl.trainer.step_log import used_bytes
 
-_LOGGED = ("loss", "grad_norm", "time/logprob", "sampling/kl", "dynamic_sampling/started_groups")
+_LOGGED = (
+    "loss", "grad_norm", "time/logprob", "sampling/kl", "dynamic_sampling/started_groups", "staleness/mean",
+    "staleness/max", "staleness/samples_under_way", "sampling/ratio/effective_sample_size",
+)  # fmt: skip
 
 
 class Rollout(Protocol):

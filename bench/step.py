@@ -18,6 +18,12 @@ trainer. Then the first step's rollout is a whole one, because its tail captures
 With `--dead` groups have no signal with this probability, and the step is DAPO's: groups enter one open
 rollout until enough have one, up to three times as many as it trains on.
 
+    python -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400 --max_staleness 2
+
+With `--max_staleness` rows are refilled across steps: samples go on over the update, and groups of coming
+steps start beside a tail. As many steps more are trained before those that are counted and behind them, so
+that each of these finds samples under way and leaves some.
+
     torchrun --nproc_per_node 2 -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400
 
 Under torchrun every process has a GPU and so many prompts, with lengths of its own, and all train one policy.
@@ -31,7 +37,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +95,7 @@ _DEVICE = torch.device("cuda")
 
 _BATCHES = 3
 """Groups that may enter with `--dead`, in batches of those of a step."""
-_TOLD = ("lora_experts", "teacher", "dead")
+_TOLD = ("lora_experts", "teacher", "dead", "max_staleness")
 """Options that a row says if they are given."""
 
 
@@ -103,7 +109,8 @@ class TimedEngine(RolloutEngine):
 
     Args:
         engine: The engine; one with sessions of which all know their sequences, as both of ours have.
-        lengths: Tokens of each completion of a call, or of those that may be started in an open one.
+        lengths: Tokens of each completion of a call, or of those that may be started in an open one; of one
+            that goes on, those of each step.
         profile_call: Number of the call after which kernels are recorded, until `trace` is stopped.
     """
 
@@ -112,6 +119,8 @@ class TimedEngine(RolloutEngine):
         self.model = engine.model
         self.rollout_gb = self.seconds = self.release_seconds = 0.0
         self.calls = self.tokens = 0
+        self._own: Iterator[SamplingParams] = iter(())  # parameters of the sequences to start
+        self._under_way: dict[int, int] = {}  # tokens of sequences that go on
         self.trace: torch.profiler.profile | None = None
 
     def generate(
@@ -146,31 +155,47 @@ class TimedEngine(RolloutEngine):
         norm_offsets: NormOffsets | None = None,
         growing: bool = False,
         longest_prompt: int | None = None,
+        going_on: Session | None = None,
     ) -> Iterator[Session]:
-        begin, tokens = time.perf_counter(), 0
-        own = iter([replace(params, max_tokens=length) for length in self._lengths])
-        with self.engine.session(params, norm_offsets, growing, longest_prompt) as session:
+        begin = time.perf_counter()
+        if going_on is None:
+            every = [replace(params, max_tokens=length) for length in self._lengths]
+            self._own, self._under_way = itertools.cycle(every), {}
+        own, under_way, tokens = self._own, self._under_way, -sum(self._under_way.values())
+        with self.engine.session(params, norm_offsets, growing, longest_prompt, going_on) as session:
             start, decode = session.start, session.next
 
-            def started(prompts: Any, samples: int, _: Any = None, seeds: Any = None) -> list[int]:
-                return start(prompts, samples, list(itertools.islice(own, len(prompts) * samples)), seeds)
+            def started(prompts: Any, samples: int, seeds: Any = None, begun: Any = None) -> list[int]:
+                assert begun is None, "nothing is saved or evaluated on the way"
+                new = start(prompts, samples, list(itertools.islice(own, len(prompts) * samples)), seeds)
+                under_way.update(dict.fromkeys(new, 0))
+                return new
 
             def counted(one_round: bool = False) -> list[Ended]:
                 nonlocal tokens
                 ended = decode(one_round)
-                tokens += sum(len(turn.completion.token_ids) for turn in ended)
+                for turn in ended:
+                    tokens += len(turn.completion.token_ids)
+                    del under_way[turn.index]
                 return ended
 
             with mock.patch.multiple(session, start=started, next=counted):
                 yield session
+            under_way.update((index, session.length(index)) for index in under_way)
         self.calls += 1
         torch.cuda.synchronize()
-        self.seconds, self.tokens = time.perf_counter() - begin, tokens
+        self.seconds, self.tokens = time.perf_counter() - begin, tokens + sum(under_way.values())
         self.rollout_gb = used_bytes(_DEVICE) / 1e9
 
+    def pause(self) -> None:
+        self._make_room(self.engine.pause)
+
     def release(self) -> None:
+        self._make_room(self.engine.release)
+
+    def _make_room(self, release: Callable[[], None]) -> None:
         start = time.perf_counter()
-        self.engine.release()
+        release()
         torch.cuda.synchronize()
         self.release_seconds = time.perf_counter() - start
         torch.cuda.reset_peak_memory_stats()
@@ -196,6 +221,7 @@ def measure(
     profile: bool = False,
     teacher: PreTrainedModel | None = None,
     dead: float = 0.0,
+    max_staleness: int = 0,
 ) -> list[dict[str, float]]:
     """Runs GRPO steps and returns what `Clock` saw of each, of all processes together.
 
@@ -215,11 +241,15 @@ def measure(
         profile: Print the kernels of the last update.
         teacher: Whose distributions the policy learns, beside nothing else; None for GRPO.
         dead: Probability that a group has no signal; above 0 others take their places.
+        max_staleness: Optimizer steps that groups may start early.
     """
     more: dict[str, Any] = {"algorithm": "distill", "teacher": "random"} if teacher is not None else {}
     if dead:
         more |= {"dynamic_sampling_batches": _BATCHES, "signal": "reward"}
-    watch = TimedEngine(engine, lengths, steps if profile else None)
+    if max_staleness:
+        more |= {"max_staleness": max_staleness}
+    first, last = max_staleness, max_staleness + steps + 1  # of the rows
+    watch = TimedEngine(engine, lengths, last - 1 if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder, taught_by(teacher):
         trainer = make_trainer(
@@ -227,7 +257,7 @@ def measure(
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=samples * prompts // microbatch,
             tokens_per_forward=tokens_per_forward, gradient_checkpointing_kwargs=checkpointing,
-            max_completion_length=tokens, max_steps=steps + 1, output_dir=folder, **more,
+            max_completion_length=tokens, max_steps=last + max_staleness, output_dir=folder, **more,
         )  # fmt: skip
         trainer.train()
     if watch.trace is not None:
@@ -236,7 +266,8 @@ def measure(
                 sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60
             )
         )
-    return clock.rows if _processes()[1] == 1 else of_all(gather_object([clock.rows]))
+    rows = clock.rows[first:last]
+    return rows if _processes()[1] == 1 else of_all(gather_object([rows]))
 
 
 @contextmanager
@@ -309,6 +340,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dead", type=float, default=0.0, help="share of groups without signal, which others replace"
     )
     parser.add_argument(
+        "--max_staleness", type=int, default=0, help="steps that groups may start early, rows being refilled"
+    )
+    parser.add_argument(
         "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="time that a peer has for a row"
     )
     parser.add_argument("--steps", type=int, default=3, help="steps counted, of which the median is shown")
@@ -338,6 +372,7 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
                 microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
                 tokens_per_forward=tokens_per_forward, checkpointing=checkpointing, lengths=lengths,
                 steps=args.steps, profile=args.profile, teacher=teacher, dead=args.dead,
+                max_staleness=args.max_staleness,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
@@ -373,7 +408,7 @@ def _settings(
         sequences=min(samples, MAX_ROWS), microbatch=microbatch,
         microbatches=samples // microbatch, processes=_processes()[1],
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),
-        **of_teacher(args.teacher, weights),
+        keeps_keys=args.max_staleness > 0, **of_teacher(args.teacher, weights),
     )  # fmt: skip
     choices = [tokens_per_forward] if tokens_per_forward else None, [every] if every else None
     found = fastest(sizes, work, total_bytes(_DEVICE), *choices)

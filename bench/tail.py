@@ -13,6 +13,12 @@ With `--dead` groups have no signal with this probability, and the rollout is DA
 call as the engine's trainer lets them (`qerl.trainer.dynamic_sampling`); beside it, one starts only once
 another has failed, rows are always full, or what is missing is sampled in further rollouts. Means over so
 many draws.
+
+    python -m bench tail --max_staleness 0 1 2 4 --steps rollout-7b-h200 --samples 128
+
+With `--max_staleness` rows are refilled across steps, as `qerl.trainer.refill` does it: seconds of decoding a
+step, and how many optimizer steps old its tokens are when they train. Means over the steps of a long run
+behind its first.
 """
 
 import argparse
@@ -30,6 +36,7 @@ from qerl.rollout.paged.limits import MAX_ROWS, ROW_COUNTS, rows_of_step
 from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.session import new_sequences
 from qerl.trainer.dynamic_sampling import Intake
+from qerl.trainer.refill import StalenessWindow
 
 POWERS = tuple(count for count in ROW_COUNTS if count & (count - 1) == 0)
 
@@ -260,6 +267,76 @@ def simulate_dapo(
     return found
 
 
+def refilled(
+    lengths: Sequence[int], group: int, wanted: int, max_staleness: int
+) -> list[tuple[list[int], list[int]]]:
+    """Of each optimizer step the rows of the step of each round, and how many of its tokens are 0, 1, 2 ...
+    steps old; rows are refilled across steps.
+
+    Args:
+        lengths: Tokens of each completion of all groups, whole steps of them.
+        group: Completions of a prompt.
+        wanted: Groups that a step trains on.
+        max_staleness: Optimizer steps that a group may start early.
+    """
+    window, pace, steps = StalenessWindow(wanted, max_staleness), Pace(), len(lengths) // (group * wanted)
+    left: dict[int, list[int]] = {}
+    tokens: dict[int, list[int]] = {}  # of each group, those drawn in each step
+    found: list[tuple[list[int], list[int]]] = []
+    present: int | None = None
+    for step in range(steps):
+        taken = list[int]()
+        present = present if max_staleness else None  # a new session
+        while any(number in left or number >= window.started for number in window.needed(step)):
+            running = sum(map(len, left.values()))
+            for number in window.start(step, steps, wanted - -(-running // group)):
+                left[number] = list(lengths[number * group : (number + 1) * group])
+                tokens[number] = [0] * steps
+            present = as_the_engine(sum(map(len, left.values())), present)
+            taken.append(present)
+            for number, own in list(left.items()):
+                tokens[number][step] += sum(min(count, pace.round_steps) for count in own)
+                left[number] = [count - pace.round_steps for count in own if count > pace.round_steps]
+                if not left[number]:
+                    del left[number]
+        trained = [tokens.pop(number) for number in window.needed(step)]
+        ages = range(min(step, max_staleness) + 1)
+        found.append((taken, [sum(own[step - age] for own in trained) for age in ages]))
+    return found
+
+
+def simulate_refilled(
+    spec: str,
+    samples: int,
+    most: int,
+    group: int,
+    measured: dict[int, float],
+    max_staleness: int,
+    steps: int = 60,
+) -> dict[str, Any]:
+    """Seconds of decoding a step, mean age and largest age of its tokens, and the share of row steps that is
+    wasted.
+
+    Args:
+        spec, samples, most, group, measured: As of `simulate`.
+        max_staleness: Optimizer steps that a group may start early.
+        steps: Optimizer steps; the first and the last, which nothing precedes or follows, are not counted.
+    """
+    lengths = draw_lengths(spec, samples * steps, most)
+    every = refilled(lengths, group, samples // group, max_staleness)[10 : -1 - max_staleness]
+    round_steps = Pace().round_steps
+    seconds = [sum(round_steps * milliseconds(rows, measured) for rows in taken) / 1e3 for taken, _ in every]
+    by_age = [sum(each[age] for _, each in every) for age in range(max_staleness + 1)]
+    computed = round_steps * sum(sum(taken) for taken, _ in every)
+    return {
+        "lengths": spec, "samples": samples, "most": most, "max_staleness": max_staleness,
+        "decode_s": statistics.fmean(seconds), "slowest_s": max(seconds),
+        "mean_age": sum(age * count for age, count in enumerate(by_age)) / sum(by_age),
+        "max_age": max(age for age, count in enumerate(by_age) if count),
+        "wasted": 1 - sum(by_age) / computed,
+    }  # fmt: skip
+
+
 def main(arguments: list[str]) -> None:
     """Runs `python -m bench tail` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench tail", description=__doc__.split("\n")[0])
@@ -271,12 +348,25 @@ def main(arguments: list[str]) -> None:
         "--steps", default="rollout-7b-h100", help="result whose nvfp4 rows say what steps take"
     )
     parser.add_argument("--dead", type=float, help="share of groups without signal, with dynamic sampling")
+    parser.add_argument(
+        "--max_staleness", type=int, nargs="+", help="steps that groups may start early, rows being refilled"
+    )
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
     measured = nvfp4_steps(args.steps)
     rows: list[dict[str, Any]] = []
     for spec in args.lengths:
         for samples in args.samples:
+            for early in args.max_staleness or ():
+                row = simulate_refilled(spec, samples, args.most, args.group, measured, early)
+                rows.append(row)
+                print(
+                    f"{spec} x {samples}, {early} steps early: {row['decode_s']:.2f} s of decoding a step, "
+                    f"tokens {row['mean_age']:.2f} steps old, at most {row['max_age']}; {row['wasted']:.1%} "
+                    "of row steps wasted"
+                )
+            if args.max_staleness:
+                continue
             if args.dead is not None:
                 for row in simulate_dapo(spec, samples, args.most, args.group, measured, args.dead):
                     rows.append(row)

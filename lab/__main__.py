@@ -9,11 +9,16 @@ from qerl.settings.words import with_underscores
 
 COMMANDS = {
     "study": "study.command",
+    "doses": "study.doses",
     "speed": "speed",
     "verdicts": "writers.verdicts",
+    "endpoints": "writers.endpoint_verdicts",
+    "rates": "writers.endpoint_rates",
     "needle": "needle.folder",
     "sums": "sums.runs",
+    "testbed": "testbed.command",
     "distilled": "distilled.runs",
+    "audit": "audit.command",
     "tables": "writers.tables",
     "draw": "writers.draw",
     "numbers": "writers.numbers",

@@ -21,6 +21,7 @@ class Arm:
         teacher: Arm whose adapter of the same seed is the teacher.
         begins_with: Arm whose adapter of the same seed is trained further.
         rate_of: Arm whose tuning chose its learning rate; None for that of its settings.
+        later: Whether it was added when answers were known, and runs on the plan's `later_seeds`.
     """
 
     recipe: str
@@ -29,6 +30,7 @@ class Arm:
     teacher: str | None = None
     begins_with: str | None = None
     rate_of: str | None = None
+    later: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,21 @@ class Plan:
 
     Attributes:
         seeds: Of the runs that answer.
+        later_seeds: Of arms that were added when these had been looked at.
         held_out: Problems that a policy is scored on.
         tuning: How learning rates are chosen.
         arms: By name, in the order in which a seed runs them.
     """
 
     seeds: tuple[int, ...]
+    later_seeds: tuple[int, ...]
     held_out: int
     tuning: Tuning
     arms: Mapping[str, Arm]
+
+    def seeds_of(self, arm: Arm) -> tuple[int, ...]:
+        """The seeds that an arm runs on."""
+        return self.later_seeds if arm.later else self.seeds
 
     def tuned(self) -> dict[str, None]:
         """Arms that others name in `rate_of`, as ordered keys."""
@@ -72,4 +80,5 @@ def read_plan(path: Path = PLAN) -> Plan:
     values = yaml12.load(path.read_text(encoding="utf-8"))
     tuning = Tuning(**{name: tuple(value) for name, value in values["tuning"].items()})
     arms = {name: Arm(**fields) for name, fields in values["arms"].items()}
-    return Plan(tuple(values["seeds"]), values["held_out"], tuning, arms)
+    seeds, later_seeds = tuple(values["seeds"]), tuple(values["later_seeds"])
+    return Plan(seeds, later_seeds, values["held_out"], tuning, arms)

@@ -321,7 +321,11 @@ def compute(
             )  # fmt: skip
             rates = chosen(plan, folder)
             print(", ".join(f"{arm} at {rate:g}" for arm, rate in rates.items()), flush=True)
-        run([Job(seed, plan, names, folder, rates, steps, False, threads) for seed in plan.seeds])
+        jobs = []
+        for seed in (*plan.seeds, *plan.later_seeds):
+            if own := tuple(name for name in names if seed in plan.seeds_of(plan.arms[name])):
+                jobs.append(Job(seed, plan, own, folder, rates, steps, False, threads))
+        run(jobs)
 
 
 def chosen(plan: Plan, folder: Folder) -> dict[str, float]:
@@ -345,7 +349,7 @@ def chosen(plan: Plan, folder: Folder) -> dict[str, float]:
 def gathered(plan: Plan, folder: Folder) -> list[Row]:
     """Results of all runs that have finished, those of the tuning last; ``tuning`` tells them apart."""
     tuning = plan.tuning
-    found = [folder.finished(name, seed) for name in plan.arms for seed in plan.seeds]
+    found = [folder.finished(name, seed) for name, arm in plan.arms.items() for seed in plan.seeds_of(arm)]
     tried = [
         folder.tuning(rate).finished(name, seed)
         for name in plan.tuned()
@@ -368,7 +372,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="the result file")
     args = parser.parse_args(arguments)
     plan = read_plan()
-    plan = replace(plan, seeds=tuple(args.seeds or plan.seeds), held_out=args.held_out or plan.held_out)
+    if args.seeds:
+        plan = replace(plan, seeds=tuple(args.seeds), later_seeds=())
+    plan = replace(plan, held_out=args.held_out or plan.held_out)
     if unknown := sorted({*(args.arms or ())} - plan.arms.keys()):
         raise QeRLError(f"The plan has no arm {unknown[0]!r}; it has {', '.join(plan.arms)}.")
     folder = Folder(args.output_dir, local_checkpoint(args.model), args.output_dir / "models")

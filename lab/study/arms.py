@@ -33,6 +33,9 @@ class Arm:
         noise_scale: `absolute`, Z = sigma eps, or `relative`, Z = sigma |w| eps.
         noise_target_kl: Mean KL(sampler || trainer) in nats per token to which sigma is driven at the
             schedule's start; it falls with the square of the schedule. None leaves sigma to the schedule.
+        noise_sigma_stages: sigma of each of as many stages of a run as there are numbers, in place of the
+            schedule; 0 for none. With numbers fitted on seeds that are not reported it holds a distance
+            without a controller (`lab.study.doses`).
         noise_per: One Z for a `step`, or one for each `sample`.
         noise_where: Whether the noise acts on the prompt too (`all`) or in decoding only (`decode`).
         noise_share: Share of the samples of each group that are drawn with noise.
@@ -70,6 +73,9 @@ class Arm:
     noise_schedule: NoiseKind = "exponential"
     noise_scale: Literal["absolute", "relative"] = "absolute"
     noise_target_kl: Positive | None = None
+    noise_sigma_stages: Annotated[list[NonNegative], Field(min_length=1)] | None = field(
+        default=None, hash=False
+    )
     noise_per: Literal["step", "sample"] = "step"
     noise_where: Literal["all", "decode"] = "all"
     noise_share: PositiveShare = 1.0
@@ -119,6 +125,8 @@ def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
         return "has noise in norms and in logits; choose one"
     if arm.noise_target_kl is not None and not (arm.noise or arm.logits_noise):
         return "has noise_target_kl, which needs `noise: true` or a logits_noise above 0"
+    if arm.noise_sigma_stages is not None and arm.noise_target_kl is not None:
+        return "has noise_sigma_stages, which fixes sigma, and noise_target_kl, which drives it; choose one"
     if arm.correction == "token_balance" and not (arm.noise and noisy < samples_per_prompt):
         return "has the correction token_balance, which needs `noise: true` and a noise_share below 1"
     if arm.match_entropy is not None and arm.temperature_stages is not None:

@@ -1,16 +1,18 @@
-"""From the names in a study's file to its model and its task: QeRL's, and the needle of the laboratory."""
+"""From the names in a study's file to its model and its task: QeRL's, and those of the laboratory."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lab.needle.folder import NEEDLE, needle_folder
 from lab.needle.task import Needle
+from lab.testbed.task import Testbed
 from qerl.models import hub
 from qerl.models.hub import LocalModel
 from qerl.tasks.base import Task
 from qerl.tasks.registry import TASKS, get_task
 
 TASKS[NEEDLE] = Needle
+TASKS["testbed"] = Testbed
 
 
 def find_model(name: str) -> LocalModel:

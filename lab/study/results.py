@@ -195,6 +195,12 @@ class Results:
         """Whether a run ends below the accuracy under which the study speaks of a collapse."""
         return result.accuracy[-1] < self.study.collapse_below
 
+    def escaped(self, result: RunResult) -> bool:
+        """Whether a run ends above the value over which the study, which has one, speaks of an escape."""
+        assert self.study.escape_above is not None
+        value = result.evaluations[self.study.escape_key][-1]
+        return result.diverged_at is None and (value or 0.0) > self.study.escape_above
+
 
 def write_results(results: Results, path: Path) -> None:
     """Write a study with all its curves as compressed JSON, whole or not at all; equal results give equal

@@ -62,6 +62,9 @@ class Study:
         runs_per_batch: Most runs that are computed side by side.
         tokens_per_forward: Most tokens in one forward pass of the update, over all runs of a batch.
         collapse_below: A run whose last accuracy is below this has collapsed.
+        escape_above: A run whose last value of `escape_key` is above this has escaped (see
+            `lab.study.endpoints`); None for a study that asks how many collapse.
+        escape_key: Key of an evaluation, as `accuracy` or `accuracy/steps_2`.
         equivalence: Difference of areas under the curve that does not matter.
         arms: The arms by name.
         comparisons: Pairs of arms by family, in which they are shown and drawn together. p values are
@@ -85,6 +88,8 @@ class Study:
     runs_per_batch: PositiveInt = 32
     tokens_per_forward: PositiveInt = 32768
     collapse_below: Share = 0.4
+    escape_above: Share | None = None
+    escape_key: Text = "accuracy"
     equivalence: Positive = 0.02
     comparisons: dict[str, list[Pair]] = field(default_factory=dict)
 
@@ -263,7 +268,7 @@ def _check_arms(study: Study) -> None:
     for name, arm in study.arms.items():
         if wrong := contradiction(arm, study.samples_per_prompt):
             raise QeRLError(f"the arm {name} {wrong}.")
-        if arm.scheduled:
+        if arm.scheduled and arm.noise_sigma_stages is None:
             try:
                 NoiseSchedule(
                     arm.noise_sigma_start,
@@ -274,11 +279,11 @@ def _check_arms(study: Study) -> None:
                 )
             except QeRLError as error:
                 raise QeRLError(f"arms.{name}: {error}") from None
-        stages = len(arm.temperature_stages or [])
-        if stages > study.steps:
-            raise QeRLError(
-                f"arms.{name}.temperature_stages has {stages} stages and the run only {study.steps} steps."
-            )
+        for key in ("temperature_stages", "noise_sigma_stages"):
+            if (stages := len(getattr(arm, key) or [])) > study.steps:
+                raise QeRLError(
+                    f"arms.{name}.{key} has {stages} stages and the run only {study.steps} steps."
+                )
         if arm.match_entropy is not None:
             followed = study.arms.get(arm.match_entropy)
             if followed is None:

@@ -94,17 +94,32 @@ class Comparison:
         margin = f"{self.equivalence:g}".removeprefix("0")
         equivalent = self.p_equivalent < LEVEL
         low, high = self.interval
-        agree = low * high > 0 and self.mean * _centre(np.array(self.differences)) > 0
+        agree = low * high > 0 and self.mean * hodges_lehmann(np.array(self.differences)) > 0
         if self.holm < LEVEL and agree:
             word = "helps" if self.mean > 0 else "harms"
             return f"{word}, by less than {margin}" if equivalent else word
         return f"no effect beyond \N{PLUS-MINUS SIGN}{margin}" if equivalent else "undecided"
 
 
-def _centre(d: np.ndarray) -> float:
-    """Hodges and Lehmann's estimate, the median of all pairs' means: what Wilcoxon's test says is not 0."""
+def hodges_lehmann(d: np.ndarray) -> float:
+    """Median of all pairs' means, each seed with itself too: what Wilcoxon's test says is not 0."""
+    return float(np.median(_means_of_pairs(d)))
+
+
+def _means_of_pairs(d: np.ndarray) -> np.ndarray:
     i, j = np.triu_indices(len(d))
-    return float(np.median((d[i] + d[j]) / 2))
+    return np.asarray((d[i] + d[j]) / 2)
+
+
+def hodges_lehmann_interval(d: np.ndarray) -> tuple[float, float]:
+    """Interval of the centre of d [seeds], of at least 95 %: the centres that the signed-rank test does not
+    reject, by its distribution without ties; of five seeds or fewer, which reject none, all that they say."""
+    seeds, chances = len(d), np.ones(1)
+    for rank in range(1, seeds + 1):
+        chances = (np.append(chances, np.zeros(rank)) + np.append(np.zeros(rank), chances)) / 2
+    rejected = int(np.searchsorted(np.cumsum(chances), LEVEL / 2, side="right"))  # sums of ranks 0, 1, ...
+    means, at = np.sort(_means_of_pairs(d)), max(0, rejected - 1)
+    return float(means[at]), float(means[len(means) - 1 - at])
 
 
 def compare(results: Results) -> list[Comparison]:
@@ -116,7 +131,7 @@ def compare(results: Results) -> list[Comparison]:
     if results.study.comparisons and not has_module("scipy"):
         raise QeRLError(f"The statistics of a study need scipy; run `{how_to_install('scipy')}`.")
     paired = [
-        (family, first, second, _paired(results, first, second))
+        (family, first, second, pairs_of_runs(results, first, second))
         for family, pairs in results.study.comparisons.items()
         for first, second in pairs
     ]
@@ -155,8 +170,8 @@ def compare(results: Results) -> list[Comparison]:
     return found
 
 
-def _paired(results: Results, first: str, second: str) -> list[tuple[RunResult, RunResult]]:
-    """Results of two arms for each test seed that both have finished."""
+def pairs_of_runs(results: Results, first: str, second: str) -> list[tuple[RunResult, RunResult]]:
+    """Results of two arms for each test seed that both have finished, in the order of the first."""
     others = {result.run.seed: result for result in results.tested(second)}
     return [(one, others[one.run.seed]) for one in results.tested(first) if one.run.seed in others]
 
@@ -214,7 +229,12 @@ def bca_ratio(part: np.ndarray, whole: np.ndarray) -> tuple[float, float]:
 
 
 def wilcoxon(d: np.ndarray) -> float:
-    """Exact two-sided p value of the signed-rank test on d [seeds]; 1 where all are zero.
+    """Exact two-sided p value of the signed-rank test on d [seeds]; 1 where all are zero."""
+    return min(1.0, 2 * min(signed_rank_above(d), signed_rank_above(-d)))
+
+
+def signed_rank_above(d: np.ndarray) -> float:
+    """Exact p value of the signed-rank test on d [seeds] against centres above 0; 1 where all are zero.
 
     Zeros are left out and differences that are equal share their mean rank (`TIE`); the distribution is that
     of these ranks when each sign is tossed, so it is exact with ties too.
@@ -231,7 +251,7 @@ def wilcoxon(d: np.ndarray) -> float:
     for rank in doubled:
         chances = (np.append(chances, np.zeros(rank)) + np.append(np.zeros(rank), chances)) / 2
     positive = int(doubled[d[by_size] > 0].sum())
-    return float(min(1.0, 2 * min(chances[: positive + 1].sum(), chances[positive:].sum())))
+    return float(min(1.0, chances[positive:].sum()))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -2,16 +2,17 @@
 
 from typing import Any
 
-from rich.console import Console
-
 from bench.result import RESULTS, Row, read_rows
 from lab.writers.captions import attention, files, row, rows, source, table
 from lab.writers.captions import card as gpu_of
 from qerl.kernels import needs
 from qerl.kernels.cards import CARDS, words
-from qerl.plan.command import plan_command
 from qerl.plan.context import longest_completion
+from qerl.plan.gpu import planned_gpu
+from qerl.plan.phases import MemoryPlan
 from qerl.plan.propose import fits
+from qerl.plan.settings import plan_settings
+from qerl.settings.recipe import load_config
 
 _SHOWN = " and ".join(words(one) for one in sorted(needs.RUN_ON))
 
@@ -98,7 +99,7 @@ def capped() -> str:
     )  # fmt: skip
     name = f"{found['prompts'] * found['samples']} x {found['completion_tokens']}, three steps"
     times = (f"{found[key]:.2f}" for key in ("rollout_s", "update_s", "total_s"))
-    plan = plan_command("7b", ["gsm8k", "nvfp4-lora", "24gb"], {}, 24, Console(quiet=True))
+    plan = _plan("7b", {}, 24, "gsm8k", "nvfp4-lora", "24gb")
     return table(
         head,
         [(name, *times, f"{found['peak_gb']:.2f}", f"{plan.capacity / 1e9:.2f}")],
@@ -149,7 +150,7 @@ def longest() -> str:
         for size in _LONGEST_ON:
             fields = {"max_prompt_length": _PROMPT, "num_generations": 8, "per_device_train_batch_size": 8}
             fields |= {"max_completion_length": 4096, "gradient_accumulation_steps": 8}
-            plan = plan_command(model, [], fields, size, Console(quiet=True))
+            plan = _plan(model, fields, size)
             here, there = (longest_completion(plan, offload) for offload in (False, True))
             assert here is not None and there is not None
             cells += [f"{here.work.completion_tokens}, {here.sequences}"]
@@ -209,7 +210,13 @@ def _longest(model: str, size: int) -> str | None:
     for tokens in reversed(_LENGTHS):
         fields = {"max_prompt_length": _PROMPT, "max_completion_length": tokens, "num_generations": 8}
         fields |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8}
-        plan = plan_command(model, [], fields, size, Console(quiet=True))
+        plan = _plan(model, fields, size)
         if fits(plan):
             return f"{tokens}, {plan.sequences}{' +' if plan.on_host else ''}"
     return None
+
+
+def _plan(model: str, fields: dict[str, Any], size: int, *recipes: str) -> MemoryPlan:
+    """What `qerl plan` would say, without its advice: what would fit instead takes most of its time."""
+    config = load_config([*recipes], fields | {"model": model}, required=("model",))
+    return plan_settings(config, planned_gpu(size).capacity, processes=1)

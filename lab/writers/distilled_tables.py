@@ -81,13 +81,13 @@ def first_step(run: Row, least: float) -> int:
     return next((step for step, right in scored if right >= least), 2 * steps[-1] - steps[-2])
 
 
-def taught_by_adapter() -> str:
+def taught_by_adapter(rl_arm: str = "wp1-rl", taught_arm: str = "wp1-taught") -> str:
     """A fresh adapter that learns from one that RL has taught, beside that RL."""
     if not _is_there():
         return _absent()
-    pairs = _runs("wp1-rl", "wp1-taught")
+    pairs = _runs(rl_arm, taught_arm)
     if len(pairs) < FEWEST:
-        return f"{NAME}.json has no two seeds of wp1-rl and wp1-taught.\n"
+        return f"{NAME}.json has no two seeds of {rl_arm} and {taught_arm}.\n"
     least = [rl["accuracy"][-1] - NEAR for rl, _ in pairs]
     lines: list[tuple[Any, ...]] = []
     when = []
@@ -110,7 +110,7 @@ def taught_by_adapter() -> str:
         f"first step within {NEAR:g} of RL's end", "that have one",
     )  # fmt: skip
     words = (
-        f"After {pairs[0][1]['steps'][-1]} steps minus its teacher at its end: {taught_minus_teacher()}; "
+        f"After {pairs[0][1]['steps'][-1]} steps minus its teacher at its end: {_minus_teacher(pairs)}; "
         f"first step, taught over RL: {_mean(ratio, 2)}; {len(pairs)} seeds, paired, with 95 % intervals. "
         "Steps are means (and least to most) of scores every two steps; a run without one counts two more "
         "than it has."
@@ -120,10 +120,11 @@ def taught_by_adapter() -> str:
 
 def taught_minus_teacher() -> str:
     """Accuracy of the adapters that were taught minus that of their teachers, both at their ends."""
-    if not _is_there():
-        return NOT_RUN
-    pairs = _runs("wp1-taught", "wp1-rl")
-    return estimate(np.array([taught["accuracy"][-1] - rl["accuracy"][-1] for taught, rl in pairs]))
+    return _minus_teacher(_runs("wp1-rl", "wp1-taught")) if _is_there() else NOT_RUN
+
+
+def _minus_teacher(pairs: Sequence[tuple[Row, ...]]) -> str:
+    return estimate(np.array([taught["accuracy"][-1] - rl["accuracy"][-1] for rl, taught in pairs]))
 
 
 def _closed(task: str, arm: str) -> tuple[np.ndarray, np.ndarray]:
@@ -225,6 +226,7 @@ def before_rl() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "distilled-adapter": taught_by_adapter,
+    "distilled-falling": lambda: taught_by_adapter("wp1-rl-later", "wp1-taught-falling"),
     "distilled-bits": taught_by_16_bits,
     "distilled-rl": before_rl,
 }

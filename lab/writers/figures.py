@@ -14,12 +14,14 @@ from lab.writers import (
     decode_tables,
     distilled_tables,
     draft_tables,
+    endpoint_rates,
     family_tables,
     headline_tables,
     length_tables,
     noise_numbers,
     noise_tables,
     serve_tables,
+    testbed_tables,
     trust_tables,
     turn_tables,
 )
@@ -305,6 +307,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "drafts": lambda: draft_tables.speed("acceptance-smollm2-trained-cpu", "drafts-7b-h200"),
     "steps": steps,
     "steps-lengths": length_tables.steps,
+    "refilled": length_tables.refilled,
     "steps-tokens": steps_tokens,
     "steps-rank": steps_rank,
     "before-after": before_after,
@@ -333,6 +336,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **distilled_tables.TABLES,
     **noise_tables.TABLES,
     **trust_tables.TABLES,
+    **endpoint_rates.TABLES,
+    **testbed_tables.TABLES,
 }
 
 NUMBERS: dict[str, Callable[[], str]] = {
@@ -353,4 +358,5 @@ NUMBERS: dict[str, Callable[[], str]] = {
     **distilled_tables.NUMBERS,
     **noise_numbers.NUMBERS,
     **trust_tables.NUMBERS,
+    **endpoint_rates.NUMBERS,
 }

@@ -1,4 +1,5 @@
-"""The table of steps whose completions end at drawn places, on one GPU and on two, beside TRL with vLLM."""
+"""Tables of steps whose completions end at drawn places: measured, on one GPU and on two, beside TRL with
+vLLM; and simulated, with rows that are refilled across steps."""
 
 from bench.result import RESULTS, Row
 from lab.writers.captions import RECOMPUTES, attention, files, recomputed, rows, source, table
@@ -31,6 +32,32 @@ def steps() -> str:
         f"steps after the first. {_apart(one[:1], found)}{RECOMPUTES} {source(*names)} {files(*names)}"
     )
     return table(head, [_line(row, one[:1]) for row in found], caption)
+
+
+_REFILLED = ("tail-refilled", "tail-refilled-8k")
+
+
+def refilled() -> str:
+    """Seconds of decoding a step by how many steps groups may start early, and how old tokens are then."""
+    found = [row for name in _REFILLED for row in rows(name)]
+    early = sorted({row["max_staleness"] for row in found})
+    lines = []
+    for spec, samples, most in dict.fromkeys((r["lengths"], r["samples"], r["most"]) for r in found):
+        of_lengths = {
+            row["max_staleness"]: row
+            for row in found
+            if (row["lengths"], row["samples"], row["most"]) == (spec, samples, most)
+        }
+        mean = spec.partition(":")[2]
+        cells = [f"{of_lengths[n]['decode_s']:.1f} s, {of_lengths[n]['mean_age']:.1f}" for n in early]
+        lines.append((f"{samples} samples, mean {mean} of at most {most}", *cells))
+    steps_of = dict.fromkeys(row["steps_of"] for row in found)
+    caption = (
+        "Seconds of decoding a step of 7B, and how many optimizer steps old its tokens are on average, by "
+        "`max_staleness`. Simulated: lognormal lengths, groups of 8, steps on a line through "
+        f"{', '.join(f'{name}.json' for name in steps_of)}. {files(*_REFILLED)}"
+    )
+    return table(("", *map(str, early)), lines, caption)
 
 
 def _apart(one: list[Row], found: list[Row]) -> str:

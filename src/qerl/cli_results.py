@@ -200,9 +200,9 @@ def add_export(commands: Any) -> None:
     sub.add_argument(
         "--rounding", choices=ROUNDINGS, help="of a base packed while it loads; default: the run's"
     )
-    text = "of a merged model; float16 keeps more of a small update; default: %(default)s"
-    sub.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help=text)
-    sub.add_argument("--outtype", choices=OUTTYPES, default="bf16", help="of GGUF; default: %(default)s")
+    text = "of a merged model; float16 keeps more of a small update; default: bfloat16"
+    sub.add_argument("--dtype", choices=("bfloat16", "float16"), help=text)
+    sub.add_argument("--outtype", choices=OUTTYPES, help="of GGUF; default: bf16")
     add("--converter", "PATH", "llama.cpp's convert_hf_to_gguf.py; default: the one on the path", Path)
     text = "whether Python code that comes with the base may run"
     sub.add_argument("--trust_remote_code", choices=_BOOLEAN, default="false", help=text)

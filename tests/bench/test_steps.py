@@ -93,6 +93,22 @@ def test_groups_without_signal_are_replaced_by_groups_of_their_own_lengths(monke
     assert all(0 < row["tokens"] <= sum(lengths) for row in rows)
 
 
+def test_steps_whose_rows_are_refilled_are_counted_behind_the_first_and_ahead_of_the_last():
+    """Every sample has its length, that of its place in a step; of the counted steps each leaves some."""
+    policy = random_policy(TINY, "bf16", 4, 64, device="cpu")
+    lengths = [1 + (5 * i) % 19 for i in range(2 * 4)]
+    rows = step.measure(
+        policy, PortableEngine(policy, 0), TINY, samples=4, prompts=2, microbatch=4, tokens_per_forward=40,
+        checkpointing={"every_n_layers": 2}, prompt_tokens=5, tokens=20, lengths=lengths, steps=4,
+        max_staleness=1,
+    )  # fmt: skip
+    assert len(rows) == 1 + 4
+    assert all(row["staleness/samples_under_way"] > 0 for row in rows)
+    assert all(row["staleness/max"] == 1 for row in rows[1:])
+    # What a step draws ahead the step before has drawn for it, give or take who ends where.
+    assert sum(row["tokens"] for row in rows[1:]) == pytest.approx(4 * sum(lengths), rel=0.3)
+
+
 def test_a_share_of_groups_is_dead_whenever_their_prompts_are_sampled():
     prompts = [f"w{i} w{i + 1}" for i in range(400) for _ in range(2)]
     one, other = (random_reward(prompts, prompts, dead=0.5) for _ in range(2))

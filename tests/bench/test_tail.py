@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.tail import RULES, milliseconds, rounds, simulate, simulate_dapo
+from bench.tail import RULES, milliseconds, refilled, rounds, simulate, simulate_dapo, simulate_refilled
 from qerl.rollout.paged.limits import MAX_ROWS, ROW_COUNTS, rows_of_step
 
 
@@ -64,3 +64,32 @@ def test_an_open_call_in_which_all_groups_have_a_signal_is_one_rollout():
     for row in simulate_dapo("uniform", 64, 512, 8, measured, dead=0.0, draws=2):
         if row["rule"] != "rows always full":
             assert row["started_groups"] == row["needed_groups"] == 8
+
+
+def test_rows_refilled_across_steps_shorten_what_a_step_decodes():
+    """Lognormal lengths of mean 400: what docs/training.md says of it, with steps made up."""
+    measured = {8: 2.8, 64: 4.1, 128: 6.3}
+    rows = [simulate_refilled("lognormal:400", 128, 1024, 8, measured, early, steps=30) for early in range(4)]
+    seconds = [row["decode_s"] for row in rows]
+    assert seconds == sorted(seconds, reverse=True) and seconds[2] < 0.7 * seconds[0]
+    assert [row["max_age"] for row in rows] == [0, 1, 2, 3]
+    ages = [row["mean_age"] for row in rows]
+    assert ages[0] == 0 and all(0 < age < most for most, age in enumerate(ages[1:], 1))
+
+
+def test_nothing_is_refilled_where_no_group_may_start_early():
+    """Each step is a rollout by itself, as the engine's scheduler runs it."""
+    lengths = [16 * (1 + 7 * i % 5) for i in range(3 * 16)]
+    found = refilled(lengths, 4, 4, 0)
+    alone = [rounds(lengths[at : at + 16], 4, 16, RULES["all sizes, at once"]) for at in (0, 16, 32)]
+    assert [taken for taken, _ in found] == alone
+    assert [ages for _, ages in found] == [[sum(lengths[at : at + 16])] for at in (0, 16, 32)]
+
+
+def test_every_token_is_drawn_once_and_none_is_too_old():
+    lengths = [1 + 37 * i % 200 for i in range(20 * 16)]
+    for early in range(1, 5):
+        found = refilled(lengths, 4, 4, early)
+        assert [sum(ages) for _, ages in found] == [sum(lengths[at : at + 16]) for at in range(0, 320, 16)]
+        assert all(len(ages) <= early + 1 for _, ages in found)
+        assert all(rows <= 16 for taken, _ in found for rows in taken)

@@ -100,10 +100,16 @@ def test_a_merged_model_is_scored_as_the_run_was(run, tmp_path, capsys):
     assert str(run.parent) not in (out / "README.md").read_text().replace(str(out), "")
 
 
+def test_another_format_than_the_run_had_is_said(run, tmp_path):
+    assert main(["export", str(run), str(tmp_path / "out"), "--rounding", "rtn"]) == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "to nvfp4 (rtn) and dequantised, while it was trained on nvfp4 (mse)" in text
+
+
 def test_merged_into_the_16_bit_weights_where_these_are_asked_for(run, tmp_path, capsys):
     assert main(["export", str(run), str(tmp_path / "out"), "--weights", "bf16"]) == 0
     text = (tmp_path / "out" / "README.md").read_text()
-    assert "merged into the 16-bit weights of the base, while it was trained on them rounded to nvfp4" in text
+    assert "merged into the 16-bit weights of the base, while it was trained on nvfp4 (mse)" in text
 
 
 def test_an_adapter_names_its_base_on_the_hub_and_loads_with_peft(run, tmp_path, capsys):
@@ -135,6 +141,7 @@ def test_gguf_is_made_of_the_merged_model_by_the_converter(run, converter, tmp_p
     words = called["words"]
     assert words[words.index("--outtype") + 1] == "q8_0"
     assert words[words.index("--model-name") + 1] == "mine-q8_0"
+    assert "The sums are in float16" in (out / "README.md").read_text(), "no bfloat16 in between"
     assert front_matter(out)["base_model_relation"] == "quantized"
     assert choices_of(Source(str(out / "mine-q8_0.gguf"))).of_run["weights"] == "bf16"
 
@@ -215,6 +222,9 @@ def test_a_push_that_fails_leaves_what_was_written(run, api, tmp_path, capsys):
         (["EMPTY", "OUT"], "holds neither an adapter nor a model"),
         (["BASE", "OUT", "--format", "adapter"], "holds a whole model and no adapter"),
         (["BASE", "OUT", "--model", "a/b"], "is a whole model, which has no base"),
+        (["BASE", "OUT", "--weights", "nvfp4"], "--weights is nvfp4, and"),
+        (["RUN", "OUT", "--format", "adapter", "--dtype", "float16"], "--dtype has no effect on --format"),
+        (["RUN", "OUT", "--outtype", "f16"], "--outtype has no effect on --format merged; remove it."),
         (["RUN", "OUT", "--format", "gguf", "--converter", "EMPTY"], "no convert_hf_to_gguf.py lies"),
         (["RUN", "OUT", "--format", "gguf"], "clone https://github.com/ggml-org/llama.cpp"),
         (["RUN", "OUT", "--base_model", "EMPTY"], "a local path; give the base's name on the Hub"),

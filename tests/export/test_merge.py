@@ -14,14 +14,16 @@ from qerl import add_lora
 from qerl.errors import QeRLError
 from qerl.export import merge
 from qerl.export.merge import write_merged
+from qerl.families.towers import decoder_name
 from qerl.fp4.checkpoint import open_checkpoint
 from qerl.fp4.format import MXFP4, dequantize
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
 from qerl.models.load import load_model
+from tests.models.test_published import DELTA, EXPERTS, QWEN36_27B, qwen36
 from tests.support.models import TINY, make_tiny_model, move_adapter
 from tests.support.published import write
-from tests.support.wrappers import make_wrapper, text_logits
+from tests.support.wrappers import QWEN_SIGHT, make_wrapper, text_logits
 
 IDS = torch.arange(3, 43).view(2, 20)
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -37,7 +39,7 @@ def base(tmp_path_factory):
 
 
 def merged(folder, out, weights, dtype=torch.bfloat16, targets=None, std=0.1):
-    """The policy of a fresh adapter that has moved, what was merged, and the folder that holds it."""
+    """The policy of a fresh adapter that has moved, and what was merged."""
     torch.manual_seed(0)
     model = load_model(folder, weights, torch.float32, "cpu")
     policy = move_adapter(add_lora(model, 4, 8, 0.0, targets), std)
@@ -127,7 +129,7 @@ def test_a_base_that_is_published_packed_becomes_whole(tmp_path, layout):
     as_the_policy(policy, AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
 
 
-@pytest.mark.parametrize("family", ["Gemma3", "Qwen3VL"])
+@pytest.mark.parametrize("family", ["Gemma3", "Gemma4", "Mistral3", "Qwen3_5", "Qwen3VL"])
 def test_a_model_for_images_stays_one(tmp_path, family):
     wrapper = make_wrapper(family)
     wrapper.bfloat16().save_pretrained(tmp_path / "base")
@@ -138,6 +140,42 @@ def test_a_model_for_images_stays_one(tmp_path, family):
     assert before.keys() == after.keys()
     towers = [name for name in before if "vision" in name or "visual" in name]
     assert towers and all(torch.equal(before[name].bfloat16(), after[name].bfloat16()) for name in towers)
+
+
+def test_nvidias_mixed_formats_with_a_packed_head_become_whole(tmp_path):
+    """Qwen3.6 27B: MLPs and head in NVFP4, attention and delta nets in FP8. Weights are compared, since the
+    logits of this tiny model move by more than a hundredth when all of its weights are rounded."""
+    made = make_wrapper("Qwen3_5", tied=False).bfloat16()
+    _, dense = write(tmp_path / "base", qwen36, QWEN36_27B, "modelopt", made)
+    policy, done = merged(tmp_path / "base", tmp_path / "out", "as-published")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == made.state_dict().keys()
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    for module, weight in dense.items():
+        own = decoder_name(f"{module}.weight").removesuffix(".weight")
+        layer, wanted = policy.get_base_model().get_submodule(own), weight.double()
+        if own in done.adapted:
+            a, b = (getattr(layer, of)["default"].weight.detach().double() for of in ("lora_A", "lora_B"))
+            wanted = wanted + 8 / 4 * b @ a
+        off = (stored[f"{module}.weight"].double() - wanted).abs() / wanted.abs().clamp(min=1e-6)
+        assert off.max() < UNIT[torch.bfloat16] * 1.001, module
+    assert len(dense) > len(done.adapted) > 6, "the head has no adapter"
+    type(made).from_pretrained(tmp_path / "out", dtype="auto")
+
+
+def test_merged_experts_of_another_layout_inside_of_a_wrapper(tmp_path):
+    """Qwen3.6 35B-A3B in 16 bits: experts [E, outputs, inputs], gates in front of ups; a shared expert."""
+    text = TINY | DELTA | EXPERTS | {"shared_expert_intermediate_size": 48}
+    torch.manual_seed(1)
+    made = transformers.Qwen3_5MoeForConditionalGeneration(
+        transformers.Qwen3_5MoeConfig(text_config=text, vision_config=QWEN_SIGHT)
+    )
+    made.bfloat16().save_pretrained(tmp_path / "base")
+    targets = ["o_proj", "in_proj_qkv", "gate_proj", "up_proj", "down_proj"]
+    policy, done = merged(tmp_path / "base", tmp_path / "out", "bf16", targets=targets)
+    assert sum(".experts." in name for name in done.adapted) == 2 * 4 * 3
+    theirs = type(made).from_pretrained(tmp_path / "out", dtype="auto")
+    as_the_policy(policy, theirs, mixture=True)
 
 
 def gpt_oss(folder, blocks):

@@ -17,7 +17,7 @@ from qerl.run_folder import table_path
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 from tests.support.agents import tool_tokenizer
-from tests.support.families import DELTA_NETS, MIXTURES, tiny
+from tests.support.families import DELTA_NETS, MIXTURE, tiny
 from tests.support.models import make_tiny_model, make_tiny_tokenizer, move_adapter
 from tests.support.runs import results, run_command, run_python, write_recipe
 
@@ -193,6 +193,7 @@ def forked(tmp_path_factory, tiny_runs):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "rewards.py").write_text(BY_PROCESS)
     runs = {
+        "whole": WHOLE,
         "chunks": CHUNKS,
         "unequal": UNEQUAL | {"reward_files": [f"{folder / 'rewards.py'}:by_process"]},
     }
@@ -207,12 +208,10 @@ def forked(tmp_path_factory, tiny_runs):
     make_tiny_tokenizer().save_pretrained(folder / "delta_nets")
     for name, limit in {"states": None, "states_chunks": 30}.items():
         runs[name] = STATES | {"model": str(folder / "delta_nets"), "tokens_per_forward": limit}
-    for mixture in MIXTURES:
-        tiny(mixture).save_pretrained(folder / f"{mixture}_model")
-        make_tiny_tokenizer().save_pretrained(folder / f"{mixture}_model")
-        for name, limit in {mixture: None, f"{mixture}_chunks": 30}.items():
-            model = str(folder / f"{mixture}_model")
-            runs[name] = EXPERTS | {"model": model, "tokens_per_forward": limit}
+    tiny(MIXTURE).save_pretrained(folder / "mixture")
+    make_tiny_tokenizer().save_pretrained(folder / "mixture")
+    for name, limit in {"experts": None, "experts_chunks": 30}.items():
+        runs[name] = EXPERTS | {"model": str(folder / "mixture"), "tokens_per_forward": limit}
     taught = move_adapter(add_lora(make_tiny_model(), rank=4, alpha=8, dropout=0.0))
     taught.save_pretrained(folder / "teacher")
     for name, limit in {"taught": None, "taught_chunks": 30}.items():
@@ -233,21 +232,12 @@ def forked(tmp_path_factory, tiny_runs):
     return folder
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory, tiny_runs):
-    """Folder of a run whose two processes one launcher has started."""
-    run = tmp_path_factory.mktemp("launched") / "whole"
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    run_python(*launch, "-m", "qerl", "train", write_recipe(tiny_runs, run, WHOLE))
-    return run
-
-
-def test_a_launcher_starts_two_processes(launched, forked):
+def test_two_processes_train_together(forked):
     """DAPO: ranks differ in samples, live groups, even in having a loss at all.
 
     In chunks, of which ranks have different numbers, the result is the same.
     """
-    rows, adapter = results(launched)
+    rows, adapter = results(forked / "whole")
     assert [row["noise/norms"] for row in rows[:4]] == [0, 0, 4, 4]
     assert any(torch.any(tensor != 0) for name, tensor in adapter.items() if "lora_B" in name)
     chunk_rows, chunk_adapter = results(forked / "chunks")
@@ -258,10 +248,10 @@ def test_a_launcher_starts_two_processes(launched, forked):
         torch.testing.assert_close(chunk_adapter[name], tensor, rtol=0, atol=1e-4)
 
 
-def test_launchers_of_two_machines_find_each_other(launched, tiny_runs, tmp_path):
+def test_launchers_of_two_machines_find_each_other(forked, tiny_runs, tmp_path):
     """The job of docs/training.md, with a stand-in for SLURM: its two launchers run here, side by side.
 
-    The adapter is that of one launcher with two processes, bit for bit.
+    The adapter is that of two processes of one machine, bit for bit.
     """
     job = tmp_path / "train.sh"
     job.write_text(documented_job())
@@ -279,7 +269,7 @@ def test_launchers_of_two_machines_find_each_other(launched, tiny_runs, tmp_path
     run_command("bash", "-eu", str(job), recipe, env=env)
     machines = [(tmp_path / f"machine-{node}.log").read_text() for node in (0, 1)]
     assert sum("step 1/4" in text for text in machines) == 1, "what is said is said by one of the two"
-    adapter, alone = results(tmp_path / "apart")[1], results(launched)[1]
+    adapter, alone = results(tmp_path / "apart")[1], results(forked / "whole")[1]
     assert adapter.keys() == alone.keys()
     for name, tensor in alone.items():
         assert torch.equal(adapter[name], tensor), name
@@ -319,10 +309,7 @@ def test_a_teacher_is_asked_by_each_process(forked):
         torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "adapted"),
-    [("states", "in_proj_qkv"), *((mixture, "experts.0.down_proj") for mixture in MIXTURES)],
-)
+@pytest.mark.parametrize(("kind", "adapted"), [("states", "in_proj_qkv"), ("experts", "experts.0.down_proj")])
 def test_layers_of_other_kinds_train_on_two_processes(forked, kind, adapted):
     """In chunks prompts are computed anew, states with them, and the result is the same. Chunks, like
     processes, have experts to which no token goes."""

@@ -17,6 +17,12 @@ SHORT = ("wp1-rl", "wp12-16bit", "wp12-reverse", "wp1-taught", "wp12-reverse-rl"
 """Arms of each kind: RL, not trained, a teacher that is a model, one that is an adapter, RL behind it."""
 
 
+def small(arm):
+    """An arm whose steps and completions are short."""
+    sizes = {"max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 8}
+    return replace(arm, settings={**arm.settings, **sizes, "gradient_accumulation_steps": 1})
+
+
 @pytest.fixture
 def folder(tiny_model, tiny_tokenizer, tmp_path):
     model = tmp_path / "model"
@@ -35,7 +41,8 @@ def test_the_plan_trains_half_as_long_with_a_teacher_and_asks_the_same_problems_
             folder.keep({"arm": other, "seed": 203})
             add_lora(tiny_model("llama"), 16, 32, 0.0).save_pretrained(folder.of(other, 203))
     assert set(plan.tuned()) < set(plan.tuning.arms)
-    assert not {*plan.tuning.seeds} & {*plan.seeds}
+    assert plan.later_seeds == tuple(range(208, 216))
+    assert not {*plan.tuning.seeds} & {*plan.seeds, *plan.later_seeds}
     rates = {"wp1-taught": 3e-3, "wp12-reverse": 4e-3}
     found = {name: runs.settings_of(plan, name, 203, folder, rates) for name in plan.arms}
     for name, config in found.items():
@@ -47,8 +54,9 @@ def test_the_plan_trains_half_as_long_with_a_teacher_and_asks_the_same_problems_
         assert config.seed == 203 and not config.noise and config.num_generations == 8
         assert (config.weights == "bf16") == name.endswith("16bit") == (config.model == str(folder.model))
         assert ("rtn" in name) == (config.rounding == "rtn")
-        of_teacher = 3e-3 if name == "wp1-taught" else 4e-3
+        of_teacher = 3e-3 if name.startswith("wp1-taught") else 4e-3
         assert config.learning_rate == (of_teacher if config.algorithm == "distill" else 2e-4)
+        assert (config.lr_scheduler_type == "linear") == name.endswith("falling")
     taught, rl = found["wp1-taught"], found["wp1-rl"]
     assert taught.max_steps == rl.max_steps / 2 and taught.teacher == f"adapter:{folder.of('wp1-rl', 203)}"
     assert taught.distillation_alpha == found["wp12-reverse"].distillation_alpha == 1.0
@@ -70,7 +78,7 @@ def test_a_seed_runs_whole_and_is_not_computed_again(folder, monkeypatch, capsys
     plan = replace(read_plan(), seeds=(203,), held_out=4)
     # No answer of a tiny model is right, so its RL moves nothing that could be taught.
     taught = replace(plan.arms["wp1-taught"], teacher="wp12-reverse")
-    plan = replace(plan, arms={name: plan.arms[name] for name in SHORT} | {"wp1-taught": taught})
+    plan = replace(plan, arms={name: small({**plan.arms, "wp1-taught": taught}[name]) for name in SHORT})
     job = runs.Job(203, plan, SHORT, folder, dict.fromkeys(plan.tuned(), 1e-3), steps=2)
     runs.run_seed(job)
     rows = {row["arm"]: row for row in runs.gathered(plan, folder)}
@@ -89,11 +97,19 @@ def test_a_seed_runs_whole_and_is_not_computed_again(folder, monkeypatch, capsys
         runs.run_seed(replace(job, plan=replace(plan, held_out=5)))
 
 
-@pytest.mark.slow
-def test_the_command_writes_a_result_of_two_seeds_in_two_processes(folder, tmp_path):
+def test_the_command_computes_what_it_is_told_and_writes_the_results(folder, tmp_path, monkeypatch):
+    told = []
+
+    def compute(plan, folder, arms, processes, steps):
+        told.append((arms, processes, steps, plan.held_out))
+        for seed in plan.seeds:
+            folder.keep({"arm": "wp12-16bit", "seed": seed})
+
+    monkeypatch.setattr(runs, "compute", compute)
     where = ["--model", str(folder.model), "--output_dir", str(tmp_path), "--out", str(tmp_path / "out.json")]
     words = [*where, "--processes", "2", "--seeds", "3", "4", "--arms", "wp12-16bit", "--held_out", "4"]
     assert not main(["distilled", *words])
+    assert told == [(["wp12-16bit"], 2, None, 4)]
     found = json.loads((tmp_path / "out.json").read_text())
     assert [(row["arm"], row["seed"]) for row in found["rows"]] == [("wp12-16bit", 3), ("wp12-16bit", 4)]
     assert found["command"] == "python -m lab distilled --processes 2"
@@ -103,7 +119,7 @@ def test_the_command_writes_a_result_of_two_seeds_in_two_processes(folder, tmp_p
 def test_the_rates_of_the_tuning_are_those_of_the_runs(folder):
     """Processes: two rates are tried, and what is chosen trains."""
     tuning = Tuning((5,), (1e-9, 1e-2), ("wp12-reverse",))
-    arms = {name: replace(arm, rate_of=None) for name, arm in read_plan().arms.items()}
+    arms = {name: replace(small(arm), rate_of=None) for name, arm in read_plan().arms.items()}
     arms["wp12-reverse"] = replace(arms["wp12-reverse"], rate_of="wp12-reverse")
     plan = replace(read_plan(), seeds=(203,), held_out=2, tuning=tuning, arms=arms)
     runs.compute(plan, folder, ["wp12-reverse"], processes=2, steps=1)

@@ -171,3 +171,37 @@ def test_studies_of_the_project_are_whole(files):
         arms = [study.arms[name] for name in pair]
         assert arms[0].correction == arms[1].correction, "noise and correction are told apart"
     assert {("none", False), ("token_one_sided", False)} <= controls
+
+
+PLANS = [
+    *(("matched", task) for task in ("testbed-chain", "testbed-lock", "words")),
+    ("wp12", "four-bits"),
+    ("wp12", "own-rates"),
+]
+
+
+@pytest.mark.parametrize("files", PLANS)
+def test_plans_are_whole_and_their_seeds_are_their_own(files):
+    """With the arms that a fit will write in place of `matched`'s doses."""
+    noise = {"noise": True, "noise_sigma_stages": [0.0, 0.1]}
+    doses = {
+        f"{name}_{kl}": noise for name in ("aqn", "sample", "relative") for kl in ("003", "01", "03", "1")
+    }
+    doses |= {f"temperature_{kl}": {"temperature_stages": [1.0, 1.1]} for kl in ("003", "01", "03", "1")}
+    values = {"arms": doses} if "matched" in files else {}
+    for name in files:
+        values = joined(values, read_mapping(FOLDER / f"{name}.yaml", "study"), name)
+    study = read_study("x", values)
+    assert len(study.test_seeds) >= 32 and min(study.test_seeds) > 131
+    assert study.escape_above is not None or study.collapse_below == 0.1
+    named = {name for pairs in study.comparisons.values() for pair in pairs for name in pair}
+    assert named <= study.arms.keys() and len(study.comparisons) >= 1
+
+
+def test_plans_share_no_seed():
+    plans = [
+        read_mapping(FOLDER / f"{name}.yaml", "study")
+        for name in ("matched", "four-bits", "own-rates", "doses")
+    ]
+    seeds = [seed for plan in plans for key in ("test_seeds", "tuning_seeds") for seed in plan.get(key, [])]
+    assert len(seeds) == len(set(seeds))

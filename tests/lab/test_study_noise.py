@@ -227,6 +227,14 @@ def test_a_temperature_by_stage_is_the_samplers_alone():
     assert rows[0]["sampling/kl"] < 1e-6 < rows[2]["sampling/kl"], "the policy stays at its own temperature"
 
 
+def test_sigma_by_stage_is_the_noise_of_a_schedule_with_these_numbers():
+    scheduled = a_batch(Run(an_arm(noise_stages=2, noise_sigma_start=0.05), 7, RATE))
+    fixed = a_batch(Run(an_arm(noise_sigma_stages=[0.0, 0.05]), 7, RATE))
+    both = [[row for _ in range(4) for row in batch.step()] for batch in (scheduled, fixed)]
+    assert [row["noise/sigma"] for row in both[1]] == [0.0, 0.0, 0.05, 0.05]
+    assert both[0] == both[1] and both[1][2]["sampling/kl"] > 1e-6
+
+
 def test_a_temperature_is_one_wherever_the_followed_run_has_no_noise():
     temperature = FollowingTemperature(Followed("x", [1.0, 2.0, 2.0, 2.0], [0.0, 0.1, 0.0, 0.1]))
     factors = []

@@ -88,6 +88,18 @@ def test_a_sweep_runs_every_seed_at_every_rate():
         ({"arms": {"a": {"temperature_stages": [1.0] * 9}}, "steps": 8}, "9 stages and the run only 8 steps"),
         ({"arms": {"a": {"temperature_stages": []}}}, "it must not be empty"),
         (
+            {"arms": {"a": {"noise": True, "noise_sigma_stages": [0.0] * 9}}, "steps": 8},
+            "noise_sigma_stages has 9 stages and the run only 8 steps",
+        ),
+        (
+            {"arms": {"a": {"noise": True, "noise_sigma_stages": [0, 0.1], "noise_target_kl": 0.1}}},
+            "which fixes sigma, and noise_target_kl, which drives it; choose one",
+        ),
+        (
+            {"arms": {"a": {"noise_sigma_stages": [0.1]}}, "comparisons": {}},
+            "does nothing without `noise: true`",
+        ),
+        (
             {"arms": {"a": {"use_rollout_logprobs": True}}},
             "whose ratio corrects for the sampler; set `correction: none`.",
         ),

@@ -22,8 +22,8 @@ def cache(tmp_path_factory):
     """A cache with a policy that was trained shorter than the real one: it is seldom right."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QERL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(policy, "ENOUGH", 0.02)
-        patch.setattr(runs, "HELD_OUT", 100)
+        patch.setattr(policy, "ENOUGH", 0.01)
+        patch.setattr(runs, "HELD_OUT", 300)
         runs.sums_folder()
         yield
 

@@ -21,9 +21,11 @@ from qerl.measure.model_config import declared
 from qerl.measure.random_model import adapted_linears
 from qerl.models.load import load_model
 from qerl.plan.command import plan_command
+from qerl.plan.instead import changes
 from qerl.plan.layers import LayerActivations
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
+from qerl.plan.propose import fastest
 from qerl.plan.render import verdict
 from qerl.plan.settings import published_bytes
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry, Pages
@@ -282,6 +284,21 @@ def test_layers_are_summed_by_their_own_sizes(every):
         assert 4 * count(mixed) == count(other) + 3 * count(sizes)
     with pytest.raises(QeRLError, match="layers of this model differ"):
         _ = mixed.spec
+
+
+def test_keys_that_stay_over_the_update_count_there_too():
+    """With them a step fits a card that one without could fill more; what does not fit is said to."""
+    plans = [make_plan(SIZES["7b"], work(keeps_keys=kept), GB80) for kept in (False, True)]
+    (keys,), (stay,) = ([each for each in plan.lines if each.name == "keys and values"] for plan in plans)
+    assert keys.update == 0 and stay.update == stay.rollout == keys.rollout > 0
+    assert plans[1].update - plans[0].update == keys.rollout and plans[1].rollout == plans[0].rollout
+    hybrid = make_plan(Sizes.by_name("qwen3.6-27b"), work(keeps_keys=True), GB80)
+    assert all(each.update == each.rollout > 0 for each in hybrid.lines if each.name == "states of layers")
+    tight = work(keeps_keys=True, sequences=256, microbatch=64)
+    without = dataclasses.replace(tight, keeps_keys=False)
+    capacity = next(n * 10**9 for n in range(8, 80) if fastest(SIZES["7b"], without, n * 10**9))
+    plan = make_plan(SIZES["7b"], tight, capacity)
+    assert changes(plan)[0].startswith("max_staleness: 0")
 
 
 def test_sequences_that_do_not_fit_wait():

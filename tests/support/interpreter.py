@@ -1,11 +1,15 @@
 """Triton's interpreter without what takes most of its time.
 
 While a kernel is interpreted, the functions of `triton.language` are replaced by ones that compute with
-NumPy. The interpreter replaces them anew for every device function that a kernel calls; once for a launch
-is enough. It also computes each sum and product of integers a second time in 64 bits, to find overflows
-of 32: compiled kernels are not checked so either, and no test here has sizes that come near. Each takes a
-third of the time. Its products are those of the operands' own dtype whatever precision is asked for, so here
-it takes one more of those that compilers know.
+NumPy. The interpreter replaces them anew for every launch and every device function that a kernel calls, and
+puts them back behind each; here each module's are replaced once and stay. It also computes each sum and
+product of integers a second time in 64 bits, to find overflows of 32: compiled kernels are not checked so
+either, and no test here has sizes that come near. What remains is mostly the description of values: types,
+shapes and their names are made for every value of every operation, a few hundred kinds of them millions of
+times. They do not change once they are made, so each kind is made once.
+
+Its products are those of the operands' own dtype whatever precision is asked for, so here it takes one more
+of those that compilers know.
 """
 
 import dataclasses
@@ -14,34 +18,99 @@ from collections.abc import Callable
 from typing import Any
 
 import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
 def hurry() -> None:
-    """Let a launch replace each of the language's modules once, and let integers overflow as on a GPU."""
+    """Replace the language's functions once, let integers overflow as on a GPU, make each type once."""
     builder = interpreter.interpreter_builder
     precisions = (*builder.options.allowed_dot_input_precisions, "bf16x3")
     builder.options = dataclasses.replace(
         builder.options, sanitize_overflow=False, allowed_dot_input_precisions=precisions
     )
-    whole, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
-    modules: dict[Callable, frozenset] = {}
-    launch: Any = scope_class()
-    replaced: set = set()
+    _replace_once()
+    _describe_once()
+    _compare_quickly()
+
+
+def _replace_once() -> None:
+    whole, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
+    replaced: set[Any] = set()
+    seen: set[Callable] = set()
 
     def patch(function: Callable) -> Any:
-        nonlocal launch
-        if function not in modules:
-            found = (value for value in function.__globals__.values() if inspect.ismodule(value))
-            modules[function] = frozenset(value for value in found if value is tl or value is tl.core)
-        in_launch = bool(launch._changes)  # they are undone when it ends
-        if in_launch and modules[function] <= replaced:
-            return scope_class()
-        scope = whole(function)
-        if not in_launch:
-            launch = scope
-            replaced.clear()
-        replaced.update(modules[function])
-        return scope
+        if function not in seen:
+            found = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+            modules = {value for value in found if value is tl or value is core}
+            if not modules <= replaced:
+                whole(function)
+                replaced.update(modules)
+            seen.add(function)
+        return nothing
 
-    interpreter._patch_lang = patch
+    def replace(owner: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        """The member with the interpreter's semantic; without the check that it has one, where it is that."""
+        plain = getattr(member, "__code__", None) is core.arange.__code__
+        call, semantic = member.__wrapped__ if plain else member, interpreter.interpreter_semantic
+
+        def interpreted(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return call(*args, **kwargs)
+
+        scope.set_attr(owner, name, interpreted)
+
+    interpreter._patch_lang, interpreter._patch_attr = patch, replace
+
+
+def _describe_once() -> None:
+    block, tensor, constant = core.block_type.__init__, core.tensor.__init__, core.constexpr
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+    numpys: dict[str, Any] = {}
+    of_numpy = interpreter._get_np_dtype
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple([s.value if type(s) is constant else s for s in shape])
+        if key not in blocks:
+            block(self, element_ty, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in shapes:
+            tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def numpy_type(type: Any) -> Any:
+        if type.name not in numpys:
+            numpys[type.name] = of_numpy(type)
+        return numpys[type.name]
+
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    interpreter._get_np_dtype = numpy_type
+
+
+def _compare_quickly() -> None:
+    unwrap, constant, several = core._unwrap_if_constexpr, core.constexpr, (list, tuple, core.tuple)
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def unwrapped(value: Any) -> Any:
+        if type(value) is constant:
+            return value.value
+        return unwrap(value) if isinstance(value, several) else value
+
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        left, right = (value.type.shape.values if value.type.is_block() else () for value in (lhs, rhs))
+        if left == right:
+            return lhs, rhs
+        if len(left) != len(right):
+            return broadcast(self, lhs, rhs)
+        shape = [b if a == 1 else a for a, b in zip(left, right, strict=True)]
+        return self.broadcast_impl_shape(lhs, shape), self.broadcast_impl_shape(rhs, shape)
+
+    core._unwrap_if_constexpr, TritonSemantic.broadcast_impl_value = unwrapped, broadcasted

@@ -63,6 +63,16 @@ def test_reward_rises(make, algorithm):
     assert logged[10]["noise/sigma"] == 0.05 and logged[10]["sampling/kl"] > 1e-5
 
 
+def test_reward_rises_from_samples_of_older_policies(make):
+    stops = [*"0123456789abcdefghijABCDEFGHIJ"]
+    lengths = {"max_completion_length": 16, "stop_strings": stops}
+    logged = rows(make(max_staleness=2, learning_rate=2e-2, max_steps=30, **lengths))
+    before, after = (sum(row["rewards/share/mean"] for row in part) / 4 for part in (logged[:4], logged[-4:]))
+    assert before < 0.7 and after > 0.9
+    assert max(row["staleness/max"] for row in logged) == 2
+    assert sum(row["staleness/mean"] for row in logged) / len(logged) > 0.5
+
+
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_no_weight(make, monkeypatch, max_grad_norm):
     """transformers logs its loss as 0, and the policy of NaN would end each answer at its first token."""

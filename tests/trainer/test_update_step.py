@@ -12,6 +12,7 @@ import math
 import random
 import weakref
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -215,8 +216,8 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("microbatches", [1, 4, 8])
-@pytest.mark.parametrize("name", OPTIONS)
+# All samples, half of a group each, and once a whole group.
+@pytest.mark.parametrize(("name", "microbatches"), [*product(OPTIONS, (1, 8)), ("dapo", 4)])
 def test_a_step_is_that_of_plain_passes_however_it_is_cut(step, name, microbatches):
     options = OPTIONS[name] | {"gradient_accumulation_steps": microbatches}
     options |= {"per_device_train_batch_size": 4 * GROUP // microbatches}

@@ -122,7 +122,7 @@ class Explorers:
             self._logits_noise(step, sigmas),
             [
                 run.arm.temperature
-                * _of_stage(run.arm, self._steps, step)
+                * of_stage(run.arm.temperature_stages or [1.0], self._steps, step)
                 * (1.0 if own is None else own.factor(step))
                 for run, own in zip(self._runs, self._temperatures, strict=True)
             ],
@@ -161,6 +161,8 @@ class Explorers:
     def _sigma(self, index: int, step: int) -> float:
         """Standard deviation of the noise of a run: of its norms, or of its logits."""
         arm, schedule, target = self._runs[index].arm, self._schedules[index], self._targets[index]
+        if arm.noise_sigma_stages is not None:
+            return of_stage(arm.noise_sigma_stages, self._steps, step)
         if schedule is None:
             return arm.logits_noise
         sigma = schedule.sigma(step)
@@ -218,18 +220,17 @@ class Explorers:
 
 def _schedule(arm: Arm, steps: int) -> NoiseSchedule | None:
     """sigma by step; None for a run whose noise has no schedule."""
-    if not arm.scheduled:
+    if not arm.scheduled or arm.noise_sigma_stages is not None:
         return None
     return NoiseSchedule(
         arm.noise_sigma_start, arm.noise_sigma_end, arm.noise_stages, steps, arm.noise_schedule
     )
 
 
-def _of_stage(arm: Arm, steps: int, step: int) -> float:
-    """Factor of the temperature that an arm names for the stage of a 0-based step; steps that are left over
-    belong to the last stage."""
-    factors = arm.temperature_stages or [1.0]
-    return factors[min(step // (steps // len(factors)), len(factors) - 1)]
+def of_stage(values: Sequence[float], steps: int, step: int) -> float:
+    """The value of the stage of a 0-based step, of as many stages as values; steps that are left over belong
+    to the last stage."""
+    return values[min(step // (steps // len(values)), len(values) - 1)]
 
 
 def _temperature(arm: Arm, steps: int, followed: Followed | None) -> FollowingTemperature | None:

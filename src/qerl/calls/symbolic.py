@@ -44,7 +44,7 @@ class _Process:
     def __init__(self) -> None:
         paths = [*filter(None, sys.path), str(Path(__file__).parents[2])]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],
+            [sys.executable, "-P", "-m", __name__, str(SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -152,7 +152,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _serve(questions: TextIO, replies: TextIO) -> None:
+def _serve(questions: TextIO, replies: TextIO, seconds: float) -> None:
     """Answer questions until there are no more."""
     from math_verify import parse, verify
 
@@ -171,7 +171,7 @@ def _serve(questions: TextIO, replies: TextIO) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     print(_READY, file=replies, flush=True)
     for line in questions:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             reply: dict[str, object] = {"equal": equal(*json.loads(line))}
         except MemoryError:
@@ -184,4 +184,4 @@ def _serve(questions: TextIO, replies: TextIO) -> None:
 
 if __name__ == "__main__":
     _replies, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no reply
-    _serve(sys.stdin, _replies)
+    _serve(sys.stdin, _replies, float(sys.argv[1]))

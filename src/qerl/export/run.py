@@ -15,7 +15,7 @@ default, they would lose what was trained.
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ from qerl.run_folder import (
     read_settings,
 )
 from qerl.trainer.card import CARD_FILE, is_hub_id
-from qerl.weight_formats import FORMATS, Rounding, WeightFormatName
+from qerl.weight_formats import AS_PUBLISHED, FORMATS, Rounding, WeightFormatName
 
 Format = Literal["merged", "adapter", "gguf"]
 
@@ -65,8 +65,8 @@ class Export:
         base_model: Name of the base in the card; None for that of the model.
         weights: Format of the base's linears under the adapter; None for the run's.
         rounding: Of a base that is packed as it is loaded; None for the run's.
-        dtype: Of a merged model.
-        outtype: Of a GGUF file, as its converter names it.
+        dtype: Of a merged model; None for bfloat16, or float16 where GGUF is made of it in another type.
+        outtype: Of a GGUF file, as its converter names it; None for bf16.
         converter: Path of llama.cpp's converter; None for the one on the path.
         trust_remote_code: True if Python code that comes with the base may run.
         repository: Where to push; None to push nowhere.
@@ -79,24 +79,21 @@ class Export:
     base_model: str | None = None
     weights: WeightFormatName | None = None
     rounding: Rounding | None = None
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    outtype: str = "bf16"
+    dtype: Literal["bfloat16", "float16"] | None = None
+    outtype: str | None = None
     converter: Path | None = None
     trust_remote_code: bool = False
     repository: Repository | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Policy:
-    """What is exported: where its adapter lies, its base, and what its run says of it."""
+    """What is exported: where its adapter lies, its base, how it is loaded, and what its run says of that."""
 
     adapter: Path | None
     base: str
     source: Source
-    choices: Choices = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.choices = choices_of(self.source)
+    choices: Choices
 
 
 def export(asked: Export, console: Console) -> None:
@@ -111,6 +108,7 @@ def export(asked: Export, console: Console) -> None:
     """
     if asked.out.exists():
         raise QeRLError(f"{asked.out} exists and is not overwritten; choose another folder or remove it.")
+    asked = _settled(asked)
     converter = find_converter(asked.converter) if asked.format == "gguf" else None
     policy = _policy(asked)
     if asked.base_model is not None and not is_hub_id(asked.base_model):
@@ -141,6 +139,22 @@ def export(asked: Export, console: Console) -> None:
     _say(console, f"Wrote {asked.out}. Score it with: {_eval_command(asked, policy)}")
 
 
+def _settled(asked: Export) -> Export:
+    """What is asked for, with nothing left open that does not depend on the run.
+
+    Raises:
+        QeRLError: An option has no effect on this format.
+    """
+    without = {"adapter": ("weights", "rounding", "dtype"), "merged": (), "gguf": ()}[asked.format]
+    if asked.format != "gguf":
+        without = (*without, "outtype", "converter")
+    if given := next((flag for flag in without if getattr(asked, flag) is not None), None):
+        raise QeRLError(f"--{given} has no effect on --format {asked.format}; remove it.")
+    outtype = asked.outtype or "bf16"
+    dtype = asked.dtype or ("bfloat16" if asked.format == "merged" or outtype == "bf16" else "float16")
+    return replace(asked, outtype=outtype, dtype=dtype)
+
+
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -160,14 +174,16 @@ def _policy(asked: Export) -> _Policy:
         if not base:
             raise QeRLError(f"{run / ADAPTER_CONFIG_FILE} names no base model; name it with --model.")
         source = Source(str(base), run, asked.weights, asked.rounding, trust_remote_code=trusts)
-        return _Policy(run, str(base), source)
+        return _Policy(run, str(base), source, choices_of(source))
     if (run / "config.json").is_file():
         if asked.format == "adapter":
             raise QeRLError(f"{run} holds a whole model and no adapter; export it as merged or gguf.")
-        if asked.model is not None:
-            raise QeRLError(f"--model is {asked.model}, and {run} is a whole model, which has no base.")
-        base = (read_settings(run) or {}).get("model") or run
-        return _Policy(None, str(base), Source(str(run), None, "bf16", trust_remote_code=trusts))
+        for flag in ("model", "weights", "rounding"):
+            if (value := getattr(asked, flag)) is not None:
+                raise QeRLError(f"--{flag} is {value}, and {run} is a whole model, which has no base.")
+        base, source = (read_settings(run) or {}).get("model") or run, Source(str(run), None, "bf16")
+        source = replace(source, trust_remote_code=trusts)
+        return _Policy(None, str(base), source, choices_of(source))
     last = last_checkpoint(run)
     advice = f"its last checkpoint is {last}" if last else "give the folder of a finished run or checkpoint"
     raise QeRLError(f"{run} holds neither an adapter nor a model; {advice}.")
@@ -208,6 +224,7 @@ def _write_merged(asked: Export, policy: _Policy, folder: Path, console: Console
     doubt = check_base(policy.adapter, loading.model) if policy.adapter is not None else ""
     if doubt:
         _say(console, doubt)
+    assert asked.dtype is not None
     model: Any = loading.load()
     if policy.adapter is not None:
         model = load_adapter(model, policy.adapter)
@@ -236,10 +253,10 @@ def _write_gguf(asked: Export, policy: _Policy, folder: Path, converter: Path, c
     whole.mkdir()
     how = _write_merged(asked, policy, whole, console)
     with console.status("Converting to GGUF"):
-        convert(converter, whole, folder / _gguf_name(asked), asked.outtype)
+        convert(converter, whole, folder / _gguf_name(asked), str(asked.outtype))
     (whole / CONFIG_FILE).rename(folder / CONFIG_FILE)
     shutil.rmtree(whole)
-    return f"{how} llama.cpp's {converter.name} made the file of that."
+    return f"{how} llama.cpp's {converter.name} made the file of that, in {asked.outtype}."
 
 
 def _gguf_name(asked: Export) -> str:
@@ -253,16 +270,19 @@ def _written(asked: Export) -> Path:
 
 def _how(policy: _Policy, loading: Loading, dtype: str, merged: Merged) -> str:
     """On which weights a merged model stands, in sentences."""
-    trained = policy.choices.of_run.get("weights")
-    packed = FORMATS[loading.weights].packed
-    stands = (
-        f"the base rounded to {loading.weights} ({loading.rounding or 'as published'}) and dequantised, on "
-        "which it was trained"
-        if packed
-        else "the 16-bit weights of the base"
+    of_run = policy.choices.of_run
+    trained, rounded = of_run.get("weights"), of_run.get("rounding")
+    stands = {
+        "bf16": "the 16-bit weights of the base",
+        AS_PUBLISHED: "the base as it was published, dequantised",
+    }.get(
+        loading.weights,
+        f"the base rounded to {loading.weights} ({loading.rounding or 'as published'}) and dequantised",
     )
-    if not packed and trained and trained != loading.weights:
-        stands += f", while it was trained on them rounded to {trained}"
+    if trained == loading.weights and (loading.rounding is None or rounded in (None, loading.rounding)):
+        stands += ", on which it was trained"
+    elif trained:
+        stands += f", while it was trained on {trained} ({rounded or 'as published'})"
     return (
         f"An adapter on {len(merged.adapted)} matrices was merged into {stands}. The sums are in {dtype}, "
         f"which keeps {merged.kept:.1%} of the update."

@@ -1,4 +1,8 @@
-"""The two phases of a step on one GPU: their parts of memory, and the rest for keys and values."""
+"""The two phases of a step on one GPU: their parts of memory, and the rest for keys and values.
+
+With rows refilled across steps (`max_staleness`) keys and values stay over the update, so both phases have
+them.
+"""
 
 from dataclasses import dataclass
 
@@ -111,8 +115,8 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         keys = max(keys, Cache(sampled, work).bytes(budget))
     lines = (
         *(Line(name, size, size) for name, size in resident.items() if size),
-        Line("keys and values", keys - states, 0),
-        *([Line("states of layers", states, 0)] if states else []),
+        Line("keys and values", keys - states, (keys - states) * work.keeps_keys),
+        *([Line("states of layers", states, states * work.keeps_keys)] if states else []),
         Line("gradients", 0, gradients),
         Line("activations kept", 0, update.kept),
         Line("one layer or the head", 0, update.working),

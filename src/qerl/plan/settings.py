@@ -273,4 +273,5 @@ def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
         lora_dropout=config.lora_dropout,
         shared_lora=config.lora_experts == "shared",
         copies_adapter=config.beta > 0 and config.adapter is not None,
+        keeps_keys=config.max_staleness > 0,
     )

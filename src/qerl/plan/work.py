@@ -42,6 +42,7 @@ class Work:
         may_offload: True if the plan may choose `offload`. Not for a server, which does not do it, nor where
             GPU and CPU share their memory, so that it wins nothing.
         host_bytes: Bytes of the CPU's memory that each process may take for it; None: not known.
+        keeps_keys: True if keys and values stay over the update (`max_staleness`).
         teacher: Sizes of a teacher, the model's own where it is the base or an adapter on it; None without
             one. Its prompts count as those of the policy, so what `teacher_prompt` adds is left out.
         teacher_bytes: Bytes of its weights beside the model's.
@@ -74,6 +75,7 @@ class Work:
     serves: bool = False
     max_sequences: int = MAX_ROWS
     published: int | None = None
+    keeps_keys: bool = False
     teacher: Sizes | None = None
     teacher_bytes: int = 0
 

@@ -124,6 +124,23 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """What a sequence has when it is started because an earlier session drew it (`Session.leave`).
+
+    Attributes:
+        token_ids, logprobs, entropies: Of its first tokens, as in `Completion`; they may be empty.
+        finish_reason: Why it has ended, as in `Completion`; None for a sequence that goes on.
+        choices: Of one that has ended, as in `Completion`.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+    finish_reason: FinishReason | None = None
+    choices: np.ndarray | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
 class RolloutResult:
     """All completions of one call, prompts in the order given, the samples of a prompt next to each other.
 
@@ -167,8 +184,10 @@ class Session(ABC):
     """Sequences that go on: tokens that the policy draws, tokens that others write, drawn ones again.
 
     All of a session's sequences are drawn with one state of the policy and one noise, each with sampling
-    parameters of its own. What the policy draws and what others write count together towards a sequence's
-    limit, its ``SamplingParams.max_tokens`` or the positions that its prompt leaves if these are fewer.
+    parameters of its own. A session that was left can be entered again with another state: that draws what
+    follows, behind keys and values that earlier states have computed. What the policy draws and what others
+    write count together towards a sequence's limit, its ``SamplingParams.max_tokens`` or the positions that
+    its prompt leaves if these are fewer.
 
     The uniform number of a token is keyed by the seed, the number of its prompt in the session, the sample,
     and the token's place in the completion, or by a seed of the sequence's own and that place. So a sequence
@@ -192,6 +211,7 @@ class Session(ABC):
         samples_per_prompt: int,
         params: Sequence[SamplingParams] | None = None,
         seeds: Sequence[int] | None = None,
+        begun: Sequence[Begun] | None = None,
     ) -> list[int]:
         """Begin sequences; they are decoded by `next`.
 
@@ -202,14 +222,16 @@ class Session(ABC):
                 it would draw in a session with these alone. None gives all of them the session's.
             seeds: For each sequence, in the same order, a seed of its own in the place of its parameters': it
                 draws what it would draw alone in a session with this seed.
+            begun: For each sequence, in the same order, what it has already; the keys and values of that are
+                computed anew. One that has ended is among those that the following `next` returns.
 
         Returns:
             The numbers of the new sequences, prompts in the order given, the samples of a prompt next to each
             other; the session counts from 0.
 
         Raises:
-            QeRLError: An empty prompt list, an empty prompt, another number of parameters or seeds than of
-                sequences, or no memory for one of them; what was started before goes on.
+            QeRLError: An empty prompt list, an empty prompt, another number of parameters, seeds or
+                beginnings than of sequences, or no memory for one of them; what was started before goes on.
         """
 
     @abstractmethod
@@ -240,6 +262,21 @@ class Session(ABC):
 
         Raises:
             QeRLError: Its turn has not ended.
+        """
+
+    @abstractmethod
+    def length(self, index: int) -> int:
+        """Tokens that a sequence has at present, drawn or written.
+
+        Raises:
+            QeRLError: It was finished.
+        """
+
+    @abstractmethod
+    def leave(self) -> dict[int, Begun]:
+        """What each sequence has whose turn has not ended, by its number; the session is over then.
+
+        It may be called outside of the session's context, before another session of the engine is opened.
         """
 
     @abstractmethod
@@ -310,8 +347,9 @@ class RolloutEngine(ABC):
         norm_offsets: NormOffsets | None = None,
         growing: bool = False,
         longest_prompt: int | None = None,
+        going_on: Session | None = None,
     ) -> AbstractContextManager[Session]:
-        """Sample in turns; leaving the context gives up all sequences.
+        """Sample in turns; leaving the context gives up all sequences, unless it is entered again.
 
         Within it neither the model may change nor another method of the engine be called.
 
@@ -322,17 +360,28 @@ class RolloutEngine(ABC):
                 decoded. An engine that takes memory by what was started then takes some more at once.
             longest_prompt: Tokens of the longest prompt that will be started, where that is known and no more
                 sequences will go on side by side than are started first: then memory is taken for these.
+            going_on: The last session of this engine, which is entered again with the policy and the noise as
+                they are now. Its sequences keep what they have; their keys and values, unless `release` was
+                called, are not computed again, whatever became of the weights.
 
         Raises:
-            QeRLError: The engine samples whole completions alone.
+            QeRLError: The engine samples whole completions alone, or another session was opened since.
         """
         raise QeRLError(
-            f"{type(self).__name__} samples whole completions alone; trajectories of several turns and "
-            "dynamic sampling need an engine with sessions, as those that qerl chooses by itself."
+            f"{type(self).__name__} samples whole completions alone; trajectories of several turns, "
+            "max_staleness and dynamic sampling need an engine with sessions, as those that qerl chooses by "
+            "itself."
         )
 
     def release(self) -> None:  # noqa: B027 - most engines hold nothing
         """Free the memory that only `generate` and sessions need; the next call takes it back."""
+
+    def pause(self) -> None:  # noqa: B027 - as above
+        """Free of that memory what the last session can go on without; keys and values stay."""
+
+    def reset(self) -> None:  # noqa: B027 - as above
+        """Free all that was sized by earlier calls, so that the next is computed as the first one of a new
+        process would be."""
 
 
 def check_model(model: nn.Module) -> None:

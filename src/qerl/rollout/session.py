@@ -19,6 +19,7 @@ import numpy as np
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import (
+    Begun,
     Completion,
     Ended,
     RolloutResult,
@@ -119,6 +120,20 @@ class Sequence:
         """
         return min(self.generated + steps + 1, self.max_tokens)
 
+    @property
+    def length(self) -> int:
+        """Tokens that it has: of one that is drawing the paged engine knows the number alone, the portable
+        engine the tokens alone."""
+        return max(self.generated, len(self.token_ids))
+
+    def begin(self, begun: Begun) -> None:
+        """Have what was drawn before; one that has ended has no room."""
+        self.token_ids, self.logprobs = list(begun.token_ids), list(begun.logprobs)
+        self.entropies, self.generated = list(begun.entropies), len(begun.token_ids)
+        if begun.finish_reason is not None:
+            self.finish_reason, self.choices = begun.finish_reason, begun.choices
+            self.max_tokens = len(begun.token_ids)
+
     def cut(self, checked: int) -> Cut | None:
         """Where its stops end its turn, if they do; so many of its tokens are known not to."""
         if not self.stops:
@@ -195,6 +210,9 @@ class TrackedSession(Session):
     def _drop(self, sequence: Sequence) -> None:
         """Give up what is held of a sequence that will not go on."""
 
+    def _read(self) -> None:
+        """Have what was drawn of all sequences on the host; none of them is decoded any more."""
+
     @abstractmethod
     def _decode(self) -> list[Sequence]:
         """Decode a round; gives the sequences that have ended their turn, tokens and reason up to date."""
@@ -205,11 +223,12 @@ class TrackedSession(Session):
         samples_per_prompt: int,
         params: abc.Sequence[SamplingParams] | None = None,
         seeds: abc.Sequence[int] | None = None,
+        begun: abc.Sequence[Begun] | None = None,
     ) -> list[int]:
         """See `Session.start`."""
         check_prompts(prompts, samples_per_prompt)
         count = len(prompts) * samples_per_prompt
-        for what, given in (("sampling parameters", params), ("seeds", seeds)):
+        for what, given in (("sampling parameters", params), ("seeds", seeds), ("beginnings", begun)):
             if given is not None:
                 check_one_each(what, given, count)
         own = [self._params] * count if params is None else list(params)
@@ -219,6 +238,8 @@ class TrackedSession(Session):
         for place, sequence in enumerate(added):
             shared = sequence.params.seed, sequence.prompt.number, sequence.sample
             sequence.key = shared if seeds is None else (seeds[place], 0, 0)
+            if begun is not None:
+                sequence.begin(begun[place])
         self._add(added)
         self._sequences |= {sequence.index: sequence for sequence in added}
         self._started += len(added)
@@ -251,6 +272,20 @@ class TrackedSession(Session):
         if self._speculative_tokens:
             sequence.prompt.finished.append(sequence.token_ids)
         self._drop(sequence)
+
+    def length(self, index: int) -> int:
+        """See `Session.length`."""
+        return self._unfinished(index).length
+
+    def leave(self) -> dict[int, Begun]:
+        """See `Session.leave`."""
+        self._read()
+        ended = {sequence.index: sequence.finish_reason for sequence in self._full}
+        return {
+            index: Begun(s.token_ids, s.logprobs, s.entropies, ended.get(index), s.choices)
+            for index, s in self._sequences.items()
+            if s.stage == "drawing"
+        }
 
     def next(self, one_round: bool = False) -> list[Ended]:
         """See `Session.next`."""

@@ -10,6 +10,7 @@ Fields that contradict each other are found by the plain functions of a group's 
 said, and on those of the finished settings.
 """
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -226,6 +227,10 @@ class Sampling(Group):
     it thinks as long as it likes."""
     thinking_end: Passage = "\n</think>\n\n"
     """Text that closes thoughts, with `</think>` in it."""
+    max_staleness: Annotated[int, Field(ge=0, le=4)] = 0
+    """Largest number of optimizer steps that a group may start ahead of the one that it trains in, in rows
+    that are free while the last samples of a rollout are drawn; unfinished samples and their keys and values
+    stay over the update, so samples come from older policies too. 0 samples each step by itself."""
     max_sequences: PositiveInt | None = None
     """Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged
     engine)."""
@@ -820,6 +825,44 @@ _NOT_IN_SFT = ("curriculum", "early_rewards", "tools", "environment")
 _OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss")
 
 
+_NEVER_STALE: dict[str, tuple[Any, str]] = {
+    "num_iterations": (1, "the age of a token is counted to the one update that it trains in"),
+    "dynamic_sampling_batches": (0, "which step a group trains in is settled before it is sampled"),
+    "curriculum": (False, "prompts of coming steps are sampled before it has learned of this one"),
+    "noise": (False, "a sample would be drawn under the noise of several steps"),
+    "early_rewards": (False, "rewards are called for all groups of a step together"),
+    "thinking_budget": (None, "samples that are kept over an update have one turn"),
+    "tools": ([], "samples that are kept over an update have one turn"),
+    "environment": (None, "samples that are kept over an update have one turn"),
+    "ignore_data_skip": (False, "groups of coming steps are begun in the order of the data"),
+}
+"""What fields have to be with `max_staleness`, and why."""
+
+
+def _stale_samples_are_corrected_for(settings: Any) -> None:
+    values = dict(settings.fields())
+    if not values["max_staleness"]:
+        return
+    for name, (needed, why) in _NEVER_STALE.items():
+        if values[name] not in (needed, None):
+            raise QeRLError(
+                f"{name} does not go with max_staleness, because {why}; set {name}: "
+                f"{json.dumps(needed)} or max_staleness: 0."
+            )
+    parts, microbatches = values["steps_per_generation"], values["gradient_accumulation_steps"]
+    if parts is not None and parts != microbatches:
+        raise QeRLError(
+            f"max_staleness is for rollouts of one optimizer step, and steps_per_generation is {parts} with "
+            f"gradient_accumulation_steps: {microbatches}; remove steps_per_generation, or set "
+            "max_staleness: 0."
+        )
+    if values["use_rollout_logprobs"] is False and not values["vllm_importance_sampling_correction"]:
+        raise QeRLError(
+            "max_staleness samples from older policies, and the loss takes no ratio to them; set "
+            "use_rollout_logprobs: true, vllm_importance_sampling_correction: true, or max_staleness: 0."
+        )
+
+
 def _demonstrations_are_not_sampled(settings: Any) -> None:
     sft = settings.loss.algorithm == "sft"
     for group in (settings.sampling, settings.loss, settings.noise, settings.data):
@@ -865,6 +908,7 @@ class Settings(Group):
         _evaluations_hold_whole_groups,
         _processes_hold_whole_groups,
         _demonstrations_are_not_sampled,
+        _stale_samples_are_corrected_for,
     )
 
     model: Model

@@ -16,6 +16,7 @@ is accepted and ignored, and where two of them say the same thing they must agre
 """
 
 import copy
+import inspect
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +182,8 @@ def complete(
     _check_fields(settings, acted_on, named, engine, others, rollout_func)
     if others.endpoints:
         _check_endpoints(settings)
+    if settings.max_staleness:
+        _check_staleness(settings, bool(others), rollout_func is not None, engine)
     columns = getattr(train_dataset, "column_names", None)
     if settings.teacher_prompt is not None and columns is not None:
         check_teacher_prompt(settings.teacher_prompt, columns)
@@ -424,6 +427,34 @@ def _check_endpoints(args: QeRLConfig) -> None:
         raise QeRLError(
             f"Agents behind the endpoint train on one process, and there are {args.world_size}, since "
             "histories that they write anew make samples of their own; start one."
+        )
+
+
+def _check_staleness(
+    args: QeRLConfig, others: bool, rollout_func: bool, engine: RolloutEngine | None
+) -> None:
+    """Refuse samples that cannot be kept over an update.
+
+    Raises:
+        QeRLError: Somebody answers the policy, or samples in the engine's place, there are several
+            processes, or the sessions of an engine of the user's own cannot go on.
+    """
+    if others or rollout_func:
+        who = "rollout_func samples by itself" if rollout_func else "tools or environments answer the policy"
+        raise QeRLError(
+            f"max_staleness keeps samples of one turn in the engine over an update, and {who}; set "
+            "max_staleness: 0."
+        )
+    if args.world_size > 1:
+        raise QeRLError(
+            f"max_staleness refills the rows of one process, and there are {args.world_size}; start one, or "
+            "set max_staleness: 0."
+        )
+    if engine is not None and "going_on" not in inspect.signature(engine.session).parameters:
+        raise QeRLError(
+            "max_staleness needs an engine whose session has the argument `going_on`, and that of "
+            f"{type(engine).__name__} has not; add it, as RolloutEngine.session has it, or set "
+            "max_staleness: 0."
         )
 
 

@@ -40,6 +40,11 @@ def sound_data(
             "dynamic_sampling_batches draws other prompts of the data set, which an IterableDataset cannot "
             "give; load it as a Dataset or set dynamic_sampling_batches: 0."
         )
+    if args.max_staleness and isinstance(train_dataset, IterableDataset):
+        raise QeRLError(
+            "max_staleness begins groups of coming steps, whose rows an IterableDataset cannot give ahead; "
+            "load it as a Dataset or set max_staleness: 0."
+        )
     return (
         sound_rows(train_dataset, "train_dataset", environments),
         sound_rows(eval_dataset, "eval_dataset", environments),

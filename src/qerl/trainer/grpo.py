@@ -83,6 +83,7 @@ from qerl.trainer.order import RepeatedRows, repeated_stream
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.reference import Reference, load_adapters
+from qerl.trainer.refill import Refill
 from qerl.trainer.resume.changes import checkpoint_of_a_trainer
 from qerl.trainer.resume.claim import claimed
 from qerl.trainer.resume.provenance import check_base, write_provenance
@@ -103,6 +104,9 @@ _NOT_CALLED = (
     "compute_loss", "_compute_loss", "_prepare_inputs", "_generate", "_generate_and_score_completions",
     "_calculate_rewards", "_get_per_token_logps_and_entropies",
 )  # fmt: skip
+
+LEAST_SAMPLE_SIZE = 0.5
+"""Effective sample size, as a share of the tokens, below which samples are said to be too old."""
 
 # What torch, safetensors and the system raise where a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
@@ -240,6 +244,7 @@ class QeRLTrainer(Trainer):
         self._due: list[Microbatch] = []  # of the optimizer step under way
         self._order: RepeatedRows | None = None  # none where the data are a stream
         self._writes_to: Path | None = None
+        self._warned = False  # of samples that are too old
 
     def _make_updates(self, policy: Any, recompute: Callable[[], bool]) -> tuple[Any, UpdatePath]:
         """The half of a step that makes gradients, and what it runs on."""
@@ -298,9 +303,12 @@ class QeRLTrainer(Trainer):
             state=lambda: self.state,
             teacher_positions=None if self._teacher is None else self._teacher.positions,
         )
-        choice = self._prompt_choice()
+        choice, refill = self._prompt_choice(), None
+        if args.max_staleness:
+            group, most = args.num_generations, args.max_staleness
+            refill = Refill(sampler, self._rows_of_step, group, most, self._log)
         self.rollouts = RolloutStep(
-            *(args, sampler, scorer, signal, choice, self._log, self.accelerator, lambda: self.state)
+            *(args, sampler, scorer, signal, choice, refill, self._log, self.accelerator, lambda: self.state)
         )
         if args.log_completions and args.log_completions_hub_repo and self.accelerator.is_main_process:
             repo, folder = args.log_completions_hub_repo, Path(str(args.output_dir)) / "completions"
@@ -333,10 +341,11 @@ class QeRLTrainer(Trainer):
         """Wraps transformers', which goes on from any folder, with whatever settings, and knows of nobody
         else who writes there. A training whose rewards taught nothing says so at its end."""
         self.rollouts.begin_training(self._noise(), self._prompt_choice())
-        self._buffer, self._due, self._microbatch = [], [], 0
+        self._buffer, self._due, self._microbatch, self._warned = [], [], 0, False
         self._log.begin("train")
         on_cpu = self.accelerator.device.type == "cpu"  # where a weight is dequantized once
         with contextlib.ExitStack() as block:
+            block.callback(self.rollouts.end_training)
             if on_cpu:
                 block.enter_context(dense_weights_kept(self.model))
                 if self._teacher is not None and self._teacher.model is not None:
@@ -453,13 +462,26 @@ class QeRLTrainer(Trainer):
     def end_step(self) -> None:
         """Log what is known of an optimizer step once it is done; reading the numbers waits for the
         device."""
-        for name, values in self.updates.metrics().items():
+        metrics = self.updates.metrics()
+        for name, values in metrics.items():
             self._log.metrics["train"][name] += values
+        self._warn_of_staleness(*metrics.get("sampling/ratio/effective_sample_size", ()))
         of_step = self._log.end_step()
         if "memory/peak_gb" in of_step and self.accelerator.num_processes > 1:
             own = torch.tensor([of_step["memory/peak_gb"]], device=self.accelerator.device)
             of_step["memory/peak_gb"] = float(self.accelerator.gather(own).max())
         self._log.add("train", of_step)
+
+    def _warn_of_staleness(self, effective: float = 1.0) -> None:
+        """Say once that samples of older policies count for little."""
+        if self._warned or not self.args.max_staleness or not effective < LEAST_SAMPLE_SIZE:
+            return
+        self._warned = True
+        logger.warning(
+            "The effective sample size of step %d is %.2f of its tokens: the policy has moved far from those "
+            "that drew them, of up to %d optimizer steps before; lower max_staleness, or learning_rate.",
+            *(self.state.global_step, effective, self.args.max_staleness),
+        )
 
     # Data
 
@@ -475,6 +497,12 @@ class QeRLTrainer(Trainer):
             seed = args.seed if args.shuffle_dataset else None
             self._order = RepeatedRows(rows, args.num_generations, prompts, self._rollout_every, seed)
         return self._loader(rows, args.per_device_train_batch_size * args.steps_per_generation, self._order)
+
+    def _rows_of_step(self, step: int) -> list[dict[str, Any]]:
+        """The rows of an optimizer step that is a rollout, as the loader of its epoch gives them."""
+        assert self._order is not None, "streams are refused"
+        rows = self._read_columns(self.train_dataset)
+        return [rows[index] for index in self._order.of_rollout(step)]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Replaces transformers': rows are as often as they are sampled; those of a stream are checked and
@@ -522,10 +550,14 @@ class QeRLTrainer(Trainer):
     def _eval_samples(self) -> int:
         return self.args.num_generations_eval or self.args.num_generations
 
+    def _read_columns(self, rows: Any) -> Any:
+        """A data set without the columns that nobody reads, by `remove_unused_columns`."""
+        if self.args.remove_unused_columns and (names := getattr(rows, "column_names", None)):
+            return rows.remove_columns([x for x in names if x not in ("prompt", *READY)])
+        return rows
+
     def _loader(self, rows: Any, batch: int, order: RepeatedRows | None) -> DataLoader:
-        args, streamed = self.args, order is None
-        if args.remove_unused_columns and (names := getattr(rows, "column_names", None)):
-            rows = rows.remove_columns([x for x in names if x not in ("prompt", *READY)])
+        args, streamed, rows = self.args, order is None, self._read_columns(rows)
         if streamed and args.dataloader_num_workers:
             logger.warning(
                 "A stream is read by one worker, which keeps groups whole: dataloader_num_workers is 0."

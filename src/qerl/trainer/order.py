@@ -6,7 +6,8 @@ microbatch. So a rollout's rows come `repeats` times, the first of them sampled 
 
     rows 0 0 1 1 | 0 0 1 1 | 2 2 3 3 | 2 2 3 3     samples = 2, prompts = 2, repeats = 2
 
-The order depends on (seed, epoch) alone: a resumed run meets the same data.
+The order depends on (seed, epoch) alone: a resumed run meets the same data, and what later rollouts read is
+known ahead of them.
 """
 
 import copy
@@ -45,13 +46,24 @@ class RepeatedRows(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = list(range(self._count))
-        if self._seed is not None:
-            draw = torch.Generator().manual_seed(derive_seed("order", self._seed, self.epoch))
-            order = torch.randperm(self._count, generator=draw).tolist()
+        order = self._order(self.epoch)
         whole = range(0, self._count - self._prompts + 1, self._prompts)
         rollouts = [order[start : start + self._prompts] * self._repeats for start in whole]
         return iter([index for rollout in rollouts for index in rollout for _ in range(self._samples)])
+
+    def of_rollout(self, number: int) -> list[int]:
+        """The indices of a rollout, counted over all epochs from 0, each as often as it is sampled."""
+        epoch, place = divmod(number, self._count // self._prompts)
+        start = place * self._prompts
+        return [
+            index for index in self._order(epoch)[start : start + self._prompts] for _ in range(self._samples)
+        ]
+
+    def _order(self, epoch: int) -> list[int]:
+        if self._seed is None:
+            return list(range(self._count))
+        draw = torch.Generator().manual_seed(derive_seed("order", self._seed, epoch))
+        return torch.randperm(self._count, generator=draw).tolist()
 
     def __len__(self) -> int:
         return self._count // self._prompts * self._prompts * self._samples * self._repeats

@@ -12,7 +12,8 @@
    where the loss reads them. When every rollout is used for one optimizer step, the policy has not moved
    since it sampled, and the update's own values are the old ones: no forward pass is made for them.
 
-A rollout holds whole groups, the samples of a group side by side.
+A rollout holds whole groups, the samples of a group side by side. With `max_staleness` some of them were
+begun in steps before, beside the tails of those (`qerl.trainer.refill`); all else is as without.
 
 **The open call** of dynamic sampling. The engine's session stays open, groups enter as those before them turn
 out to teach nothing (`qerl.trainer.dynamic_sampling` decides), and each is scored by itself as soon as its
@@ -46,6 +47,7 @@ from qerl.trainer.advantages import JUDGE, Signal, find_judge, in_parts
 from qerl.trainer.curriculum import settled_groups
 from qerl.trainer.dynamic_sampling import Intake
 from qerl.trainer.prompt_choice import PromptChoice
+from qerl.trainer.refill import Refill
 from qerl.trainer.rewards import WRITTEN_COLUMN, ScoredBatch, Scorer, stop_if_all_failed, tallied
 from qerl.trainer.sampler import Drawn, Row, Sampler, joined
 from qerl.trainer.step_log import HIDDEN, Record, StepLog
@@ -84,6 +86,7 @@ class RolloutStep:
         scorer: Calls the reward functions.
         signal: Makes advantages of rewards.
         prompts: Chooses rows; None takes them as they come.
+        refill: Draws the samples of training where rows are refilled across steps, else None.
         log: Takes what is logged.
         accelerator: Of the run.
         state: Gives transformers' state of the trainer.
@@ -101,11 +104,13 @@ class RolloutStep:
         scorer: Scorer,
         signal: Signal,
         prompts: PromptChoice | None,
+        refill: Refill | None,
         log: StepLog,
         accelerator: Accelerator,
         state: Callable[[], TrainerState],
     ) -> None:
         self.sampler, self._scorer, self._signal, self._prompts = sampler, scorer, signal, prompts
+        self._refill = refill
         self._args, self._log, self._accelerator, self._state = args, log, accelerator, state
         self._group = args.num_generations or 1
         self._problem_seeds = ProblemSeeds(args.seed)
@@ -150,6 +155,8 @@ class RolloutStep:
 
     def evaluate(self, rows: list[Row]) -> None:
         """Sample and score rows of an evaluation, of which nothing but what is logged is kept."""
+        if self._refill is not None:
+            self._refill.suspend()
         samples, rank = self._args.num_generations_eval or self._group, self._rank
         own = [problem_key(row) for row in rows[::samples]]
         every: list[list[str]] = gather_object([own])
@@ -166,18 +173,29 @@ class RolloutStep:
         """Begin a training: a step that was cut off before samples as it did, and nothing has been
         learned."""
         self.sampler.begin_training(noise)
+        if self._refill is not None:
+            self._refill.begin_training()
         self._prompts = prompts
         self.had_signal, self.without_signal = False, 0
 
+    def end_training(self) -> None:
+        """End a training, whether or not it came to its last step."""
+        if self._refill is not None:
+            self._refill.end_training()
+
     def save(self, folder: Path) -> None:
-        """Write into a checkpoint what the choice of prompts has learned."""
+        """Write into a checkpoint what the choice of prompts has learned, and what is under way."""
         if self._prompts is not None:
             self._prompts.save(folder)
+        if self._refill is not None:
+            self._refill.save(folder)
 
     def load(self, folder: Path) -> None:
         """Go on with what `save` has written."""
         if self._prompts is not None:
             self._prompts.load(folder)
+        if self._refill is not None:
+            self._refill.load(folder)
 
     def _sampled(
         self, rows: list[Row], mode: str = "train", seeds: Sequence[int] | None = None
@@ -187,7 +205,7 @@ class RolloutStep:
         if mode == "eval":
             size = self._args.num_generations_eval or size
         with self._expected(rows) if self._scorer.early else contextlib.nullcontext():
-            drawn = self.sampler.draw(rows, size, mode, seeds)
+            drawn = self._drawn(rows, size, mode, seeds)
             self.sampler.prepare(drawn, mode)
             part = drawn, self._to_score(drawn)
             self._score(*part)
@@ -195,6 +213,21 @@ class RolloutStep:
         if mode == "train":
             self._observe([part])
         return drawn.samples, records, entropy
+
+    def _drawn(self, rows: list[Row], size: int, mode: str, seeds: Sequence[int] | None) -> Drawn:
+        """Samples of rows, of which those of a training may have been begun in steps before."""
+        if self._refill is None or mode == "eval":
+            return self.sampler.draw(rows, size, mode, seeds)
+        state = self._state()
+        drawn = self._refill.draw(rows, state.global_step, state.max_steps)
+        ages = [age for sample in drawn.samples for age in sample.ages or ()]
+        found = {
+            "staleness/mean": sum(ages) / len(ages),
+            "staleness/max": float(max(ages)),
+            "staleness/samples_under_way": float(self._refill.under_way),
+        }
+        self._log.add(mode, found)
+        return drawn
 
     # The open call of dynamic sampling
 

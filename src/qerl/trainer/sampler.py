@@ -9,7 +9,8 @@ request of an agent is its last. Such a trajectory may have divided into several
 
 Seeds of a call are keyed by the step and the number of the call within it, so a resumed run draws what it
 would have. In an open call the seed of a sample is keyed by the number of its group as well, and so it draws
-the same whenever that enters.
+the same whenever that enters. A call may be entered again in later steps (`Sampler.refilled`): samples that
+have not ended then go on with the policy as it is by then.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from qerl.families.parts import base_model
 from qerl.families.sizes import positions_of
 from qerl.noise.draw import AdaptiveNoise
 from qerl.rollout.engine import (
+    Begun,
     Completion,
     NormOffsets,
     RolloutEngine,
@@ -210,16 +212,57 @@ class Sampler:
             yield Lists(self, functools.partial(self._drawn_by_agents, params, offsets), rows, size)
             return
         others = self._conversations is not None and self._conversations.has_others
-        opened = None if others else self.open(rows, size)  # what an environment shows is not known yet
-        longest = max(map(len, opened.ids)) if opened is not None else None
+        known = None if others else self.open(rows, size)  # what an environment shows is not known yet
+        longest = max(map(len, known.ids)) if known is not None else None
+
+        def opened(numbers: range) -> Drawn:
+            begin, count = numbers.start * size, len(numbers) * size
+            if known is not None:
+                return known.part(begin, count)
+            return self.open(rows[begin : begin + count], size, beside=begin > 0)
+
         with self._engine.session(params, offsets, growing=True, longest_prompt=longest) as session:
             if self.talks and self._conversations is not None:
                 with self._conversations.going_on(session, params) as trajectories:
-                    yield Sequences(self, rows, size, opened, params, trajectories)
+                    yield Sequences(self, opened, size, params, trajectories)
             else:
-                yield Sequences(self, rows, size, opened, params, session)
+                yield Sequences(self, opened, size, params, session)
             self._log.read_memory()
         self._engine.release()
+
+    @contextlib.contextmanager
+    def refilled(
+        self, call: "Sequences | None", opened: Callable[[range], Drawn], size: int, longest_prompt: int
+    ) -> Iterator["Sequences"]:
+        """A block in which groups are sampled of which some may not have ended when it is left.
+
+        Args:
+            call: Of an earlier block, whose samples go on with the policy as it is now; None for a new one.
+            opened: Opens the rows of groups.
+            size: Samples of a group.
+            longest_prompt: Tokens of the longest prompt that may be started.
+        """
+        seed = derive_seed("refilled", self._args.seed, self._rank)
+        session = None if call is None else call.session
+        opening = self._engine.session(
+            self._params(seed), growing=True, longest_prompt=longest_prompt, going_on=session
+        )
+        with opening as entered:
+            call = call or Sequences(self, opened, size, self._params(seed), entered)
+            yield call
+            self._log.read_memory()
+        if call.busy:
+            self._engine.pause()
+        else:
+            self._engine.release()
+
+    def release(self) -> None:
+        """Free the engine's memory, which samples that have not ended have held."""
+        self._engine.release()
+
+    def reset(self) -> None:
+        """Let the engine begin as in a new process, which is what a resumed run does."""
+        self._engine.reset()
 
     def close(self, drawn: Drawn) -> None:
         """Say that a group of an open call was scored; its environments are used again."""
@@ -318,6 +361,7 @@ class Sampler:
         drawn: Drawn,
         size: int,
         seeds: Sequence[int],
+        begun: Sequence[Begun] | None = None,
     ) -> list[int]:
         """Start the samples of opened rows in a session; the numbers of their sequences.
 
@@ -327,6 +371,7 @@ class Sampler:
             drawn: The rows that were opened last, or any where no environment has a part in them.
             size: Samples of a group.
             seeds: Of each sample.
+            begun: What each has already; None for nothing, as where they are conversations.
 
         Raises:
             QeRLError: A prompt has an unknown token, or no room for its completion.
@@ -340,7 +385,7 @@ class Sampler:
         model = self._engine.model
         config = None if model is None else base_model(model).config.get_text_config(decoder=True)
         check_request(prompts, samples, params, None if config is None else positions_of(config))
-        return session.start(prompts, samples, seeds=seeds)
+        return session.start(prompts, samples, seeds=seeds, begun=begun)
 
     def _call(self, mode: str) -> tuple[SamplingParams, NormOffsets]:
         """Sampling parameters and noise of the next call of the engine in this step."""
@@ -354,18 +399,20 @@ class Sampler:
             offsets = noise.offsets(step)
             self._log.add(mode, {"noise/sigma": noise.schedule.sigma(step)})
             self._log.add(mode, {"noise/norms": float(len(offsets))})
+        return self._params(derive_seed("rollout", self._args.seed, mode, step, call, self._rank)), offsets
+
+    def _params(self, seed: int) -> SamplingParams:
         args = self._args
-        params = SamplingParams(
+        return SamplingParams(
             max_tokens=args.max_completion_length,
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
             min_p=args.min_p or 0.0,
             stop_token_ids=tuple(self._eos),
-            seed=derive_seed("rollout", args.seed, mode, step, call, self._rank),
+            seed=seed,
             stops=self._stops,
         )
-        return params, offsets
 
     def tell_ended(self, drawn: Drawn, place: int, completion: Completion, first: int = 0) -> None:
         """Tell whoever asks for it that a sample has ended.
@@ -562,9 +609,8 @@ class Sequences:
 
     Args:
         sampler: Whose engine it is.
-        rows: Of all groups that may be sampled.
+        opened: Opens the rows of groups, given their numbers.
         size: Samples of a group.
-        opened: These rows with their prompts; None where environments show what is only known then.
         params: Of the session.
         session: The session, or the conversations in it.
 
@@ -575,13 +621,12 @@ class Sequences:
     def __init__(
         self,
         sampler: Sampler,
-        rows: list[Row],
+        opened: Callable[[range], Drawn],
         size: int,
-        opened: Drawn | None,
         params: SamplingParams,
         session: Session | Trajectories,
     ) -> None:
-        self._sampler, self._rows, self._size, self._opened = sampler, rows, size, opened
+        self._sampler, self._opened, self._size = sampler, opened, size
         self._params, self._session, self.samples = params, session, 0
         self._of: dict[int, tuple[int, int]] = {}  # group and place of a sequence
         self._groups: dict[int, Drawn] = {}
@@ -592,21 +637,53 @@ class Sequences:
         """Whether samples are under way."""
         return self._session.busy
 
-    def start(self, numbers: range) -> None:
-        """Begin the groups of these numbers."""
+    @property
+    def session(self) -> Session:
+        """The session, of samples that are no conversations."""
+        assert not isinstance(self._session, Trajectories)
+        return self._session
+
+    def start(self, numbers: range, begun: Sequence[Begun] | None = None) -> None:
+        """Begin the groups of these numbers.
+
+        Args:
+            numbers: Of the groups.
+            begun: What each of their samples has already, if any has something.
+        """
         size = self._size
-        begin, count = numbers.start * size, len(numbers) * size
-        if self._opened is not None:
-            drawn = self._opened.part(begin, count)
-        else:
-            drawn = self._sampler.open(self._rows[begin : begin + count], size, beside=begin > 0)
+        drawn = self._opened(numbers)
         places = [(number, place) for number in numbers for place in range(size)]
         seeds = _seeds_of(self._params, places)
-        indices = self._sampler.begin(self._session, self._params, drawn, size, seeds)
+        indices = self._sampler.begin(self._session, self._params, drawn, size, seeds, begun)
         self._of |= zip(indices, places, strict=True)
         for i, number in enumerate(numbers):
             self._groups[number], self._found[number] = drawn.part(i * size, size), {}
-        self.samples += count
+        self.samples += len(places)
+
+    def lengths(self) -> dict[int, list[int]]:
+        """Tokens that the samples have so far of each group that has not ended."""
+        found = {group: [0] * self._size for group in self._groups}
+        for group, ended in self._found.items():
+            for place, (completion, _) in ended.items():
+                found[group][place] = len(completion.token_ids)
+        for index, (group, place) in self._of.items():
+            found[group][place] = self.session.length(index)
+        return found
+
+    def left(self) -> dict[int, list[Begun]]:
+        """What the samples have of each group that has not ended, with which another call can `start` it;
+        this one is over then."""
+        begun = self.session.leave()
+        under_way = {place: begun[index] for index, place in self._of.items()}
+        return {
+            group: [
+                under_way[group, place]
+                if (group, place) in under_way
+                else begun_of(self._found[group][place][0])
+                for place in range(self._size)
+            ]
+            for group in self._groups
+        }
 
     def next(self, one_round: bool) -> list[tuple[int, Drawn]]:
         """The groups that have ended since; one at least, unless one round was asked for or none is under
@@ -641,6 +718,12 @@ class Sequences:
         read, tokens = sum(map(len, drawn.ids)), sum(map(sum, written))
         self._sampler.take(drawn, RolloutResult(completions, read, tokens, 0.0))
         return drawn
+
+
+def begun_of(completion: Completion) -> Begun:
+    """A completion as what a sequence has that has ended."""
+    c = completion
+    return Begun(c.token_ids, c.logprobs, c.entropies, c.finish_reason, c.choices)
 
 
 def _seeds_of(params: SamplingParams, places: Sequence[tuple[int, int]]) -> list[int]:

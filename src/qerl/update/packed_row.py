@@ -67,6 +67,7 @@ class Sample:
         teacher_prompt: Token ids of the prompt behind which a teacher sees the tokens; None for `prompt`.
         choices: Experts that the sampler chose for its first tokens, prompt included, as of
             `qerl.rollout.engine.Completion.choices`; None where nobody knows any.
+        ages: Of each token the optimizer steps between its draw and its update; None where all are 0.
         forks: Other samples of the same trajectory, whose agent has written its history anew; they get its
             rewards and its advantage, and stand beside it in an update.
     """
@@ -86,6 +87,7 @@ class Sample:
     reference_logprobs: list[float] | None = None
     teacher_prompt: list[int] | None = None
     choices: np.ndarray | None = field(default=None, compare=False)
+    ages: list[int] | None = None
     forks: list["Sample"] = field(default_factory=list)
 
     @property

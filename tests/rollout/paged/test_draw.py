@@ -144,7 +144,7 @@ FILTERS = [
 def test_the_same_tokens_are_left_out_as_by_a_sort(monkeypatch, filters, spread):
     """In FP64 by a sort, in FP32 by a search, over flat rows and peaked ones, in several blocks."""
     monkeypatch.setattr(filter_kernels, "BLOCK_V", 64)
-    rows, vocabulary, temperature, eps = 6, 1000, 0.8, 1e-5
+    rows, vocabulary, temperature, eps = 3, 1000, 0.8, 1e-5
     generator = torch.Generator().manual_seed(2)
     logits_TV = spread * torch.randn(rows, vocabulary, generator=generator)
     squares_PT = 32 * torch.rand(2, rows, generator=generator) + 1
@@ -203,8 +203,12 @@ def test_every_row_draws_by_its_own_settings_what_it_draws_among_its_like():
     uniform_T, squares_PT = torch.rand(rows, generator=generator), torch.full((1, rows), 64.0)
     params = [SamplingParams(max_tokens=1, **kind) for kind in KINDS] * 4
     mixed = drawn_by(settings_of(*params), logits_TV, uniform_T, squares_PT, width)
+    each = [
+        drawn_by(settings_of(*[own] * rows), logits_TV, uniform_T, squares_PT, width)
+        for own in params[: len(KINDS)]
+    ]
     for place, own in enumerate(params):
-        alike = drawn_by(settings_of(*[own] * rows), logits_TV, uniform_T, squares_PT, width)
+        alike = each[place % len(KINDS)]
         assert mixed.done_T[place] == alike.done_T[place]
         assert mixed.out_token_TM[place] == alike.out_token_TM[place]
         assert torch.equal(mixed.out_stats_2TM[:, place], alike.out_stats_2TM[:, place])

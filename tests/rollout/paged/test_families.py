@@ -34,22 +34,35 @@ from tests.support.models import move_adapter, pack
 PACE = Pace(round_steps=4, prefill_tokens=(96,))
 
 
-BIASED = {"attention_bias": True, "mlp_bias": True, "layer_rope_theta": [1e4] * 4}
-
-
-OFTEN = ("gemma4_text", {})  # has most of what a layer can have
+OFTEN = "gemma4_text"  # has most of what a layer can have
 ELSEWHERE = ("llama", "qwen2", "qwen3")  # test_engine.py runs them
-EACH = [OFTEN, *((n, {}) for n in NAMES if n not in (OFTEN[0], *ELSEWHERE)), ("granite_swa", BIASED)]
+ALTERNATE = ("gpt_oss", OFTEN)
+"""With two layers of each of two kinds: a layer's place among its like is not that among all."""
+
+_TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+_STATES = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+FEWER = {
+    "gemma3_text": _TWO_KINDS,
+    "olmo3": _TWO_KINDS,
+    "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+    "qwen3_5_text": _STATES,
+    "qwen3_5_moe_text": _STATES,
+    # With the biases that others lack, of attention and of what follows it.
+    "granite_swa": {
+        "num_hidden_layers": 2, "layer_rope_theta": [0, 1e5], "attention_bias": True, "mlp_bias": True,
+    },
+}  # fmt: skip
+"""A layer of each kind, where two layers are not enough as they are."""
+EACH = [OFTEN, *(name for name in NAMES if name not in (OFTEN, *ELSEWHERE))]
 
 
 @pytest.fixture(
-    params=[each if each == OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in EACH], ids=str
+    params=[each if each == OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in EACH]
 )
 def model(request):
-    """Of each family; with biases Granite SWA has the attention of gpt-oss, windows and sinks in turn."""
     torch.manual_seed(1)
-    name, changes = request.param
-    adapted = add_lora(tiny(name, **changes), rank=4, alpha=8, dropout=0.0)
+    changes = {} if request.param in ALTERNATE else FEWER.get(request.param, {"num_hidden_layers": 2})
+    adapted = add_lora(tiny(request.param, **changes), rank=4, alpha=8, dropout=0.0)
     return move_adapter(adapted, 0.1).eval()
 
 
@@ -73,7 +86,7 @@ def test_completions_are_those_of_the_model(model):
 def test_adapters_of_experts():
     """Of some linears, one for all experts; then of none; then of all linears, one of each expert."""
     torch.manual_seed(1)
-    model = tiny("gpt_oss")
+    model = tiny("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"])
     model = add_lora(model, rank=4, alpha=8, dropout=0.0, target_modules=["q_proj", "up_proj"])
     share(model)
     move_adapter(model, 0.1).eval()

@@ -57,11 +57,11 @@ def test_the_scheduler_needs_no_torch():
 
 
 @pytest.mark.slow
-def test_no_block_leaks_after_100_000_random_requests():
+def test_no_block_leaks_after_20_000_random_requests():
     rng = random.Random(0)
     blocks = BlockManager(60, 8)
     requests = preempted = 0
-    while requests < 100_000:
+    while requests < 20_000:
         scheduler = Scheduler(
             blocks, rows=rng.choice([1, 4, 16]), pace=Pace(round_steps=rng.choice([1, 4, 16]))
         )
@@ -72,7 +72,7 @@ def test_no_block_leaks_after_100_000_random_requests():
         lengths = {sample: rng.randint(1, most) for sample in added}
         preempted += run(scheduler, lengths, consistent if requests < 5_000 else None)[1]
         assert blocks.free == blocks.count
-    assert preempted > 1_000
+    assert preempted > 200
 
 
 def test_a_group_prefills_its_prompt_once_and_shares_its_blocks():

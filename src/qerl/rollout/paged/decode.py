@@ -171,6 +171,10 @@ class DecodeGraphs:
     ) -> None:
         self._decoder, self._cache, self._machine, self.drafted = decoder, cache, machine, drafted
         self.small_rows = max(1, min(small_rows // (drafted + 1), FEW_ROWS)) if drafted else small_rows
+        self.close()
+
+    def close(self) -> None:
+        """Forget the present steps, and what sequences and tables those to come are made for."""
         self._max_new = self._table_width = 0
         self.forget()
 

@@ -28,6 +28,7 @@ from qerl.rollout.engine import (
     RolloutEngine,
     RolloutResult,
     SamplingParams,
+    Session,
     WhenEnded,
     check_drafts,
     check_keys,
@@ -98,6 +99,7 @@ class PagedEngine(RolloutEngine):
         self._pad_token_id, self._max_sequences = pad_token_id, max_sequences
         self._machine, self._pace = machine, pace
         self.rows_per_call = 8 * max_sequences  # rows are refilled until an eighth of the call is left
+        self._last: PagedSession | None = None  # the session that has the blocks of the cache
         self._device = base_model(model).device
         self._positions = positions_of(config) or 0
         kv_dtype = None if kv_cache_dtype == "auto" else KV_DTYPES[kv_cache_dtype]
@@ -122,6 +124,19 @@ class PagedEngine(RolloutEngine):
             self.prefill.forget()
             self.cache.give_up()
 
+    def pause(self) -> None:
+        """See ``RolloutEngine.pause``: the buffers of passes over prompts go."""
+        with current(self._device):
+            self.prefill.forget()
+
+    def reset(self) -> None:
+        """See ``RolloutEngine.reset``: how many blocks there are decides when sequences wait, and so which
+        are computed together."""
+        with current(self._device):
+            self.graphs.close()
+            self.prefill.forget()
+            self.cache.close()
+
     def generate(
         self,
         prompts: abc.Sequence[abc.Sequence[int]],
@@ -143,10 +158,14 @@ class PagedEngine(RolloutEngine):
         norm_offsets: NormOffsets | None = None,
         growing: bool = False,
         longest_prompt: int | None = None,
+        going_on: Session | None = None,
     ) -> Iterator[PagedSession]:
         """See ``RolloutEngine.session``."""
         with torch.no_grad(), current(self._device):
-            self._read_weights(norm_offsets or {})
+            renewed = self._read_weights(norm_offsets or {})
+            if going_on is not None:
+                yield self._entered(going_on, renewed, longest_prompt)
+                return
             parts = EngineParts(
                 self.cache,
                 self.graphs,
@@ -155,10 +174,25 @@ class PagedEngine(RolloutEngine):
                 self._max_sequences,
                 self._pace,
             )
-            yield PagedSession(params, self._positions, self._pad_token_id, parts, growing, longest_prompt)
+            self._last = PagedSession(
+                params, self._positions, self._pad_token_id, parts, growing, longest_prompt
+            )
+            yield self._last
 
-    def _read_weights(self, norm_offsets: NormOffsets) -> None:
-        """Copy what training may have changed, and drop what was captured with buffers that were replaced."""
-        if self._binding.refresh(norm_offsets):
+    def _entered(self, going_on: Session, renewed: bool, longest_prompt: int | None) -> PagedSession:
+        """A session that goes on."""
+        if self._last is None or going_on is not self._last:
+            raise QeRLError(
+                "Another session of the paged engine was opened since, and its keys and values lie where "
+                "those of this one were; call Session.leave before, and start with what that gives."
+            )
+        self._last.enter(renewed, longest_prompt)
+        return self._last
+
+    def _read_weights(self, norm_offsets: NormOffsets) -> bool:
+        """Copy what training may have changed, and drop what was captured with buffers that were replaced;
+        gives whether there were any."""
+        if renewed := self._binding.refresh(norm_offsets):
             self.graphs.forget()
             self.prefill.forget()
+        return renewed

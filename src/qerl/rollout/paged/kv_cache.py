@@ -56,9 +56,14 @@ class KVCache:
         return cache
 
     @property
+    def given_up(self) -> bool:
+        """Whether keys and values were lost by `give_up`, and `take_back` has not been called."""
+        return self._memory.given_up
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that are free once the cache is closed."""
-        return 0 if self._memory.given_up else self.geometry.bytes(self.blocks)
+        return 0 if self.given_up else self.geometry.bytes(self.blocks)
 
     def serves(self, wanted: Units, least: Units) -> bool:
         """True if a call can run with the blocks there are.

@@ -4,6 +4,9 @@ Between turns a sequence's keys and values stay in its blocks, so what others wr
 and while they write the rows are used by others. A session begins with the cache that the last one left; one
 that turns out too small is replaced with all captured steps, and what lay in it is computed again. So a
 session that grows takes more at once than its sequences need (`BlockDemand.ahead`).
+
+A session that is entered again goes on with the blocks, tables and rows that it had when it was left, on
+weights that the engine has read anew.
 """
 
 from collections.abc import Callable
@@ -99,6 +102,29 @@ class PagedSession(TrackedSession):
     def _drop(self, sequence: Sequence) -> None:
         self._scheduler.finish(sequence)
 
+    def enter(self, renewed: bool, longest_prompt: int | None) -> None:
+        """Go on after it was left.
+
+        Args:
+            renewed: Whether captured steps were dropped since, because the weights are elsewhere.
+            longest_prompt: As in `RolloutEngine.session`.
+        """
+        self._longest_prompt = max(self._longest_prompt, longest_prompt or 0)
+        if renewed or self._parts.cache.given_up:
+            self._suspend()
+        self._parts.cache.take_back()
+
+    def _suspend(self) -> None:
+        """Let all sequences wait, of which what the cache held will be computed again."""
+        self._read()
+        self._step = None
+        self._scheduler.suspend(self._memory())
+
+    def _read(self) -> None:
+        """See `TrackedSession._read`."""
+        if self._step is not None:
+            self._step.rows.end(self._scheduler.running)
+
     def give_up_idle(self) -> None:
         """Give up the blocks of sequences that wait for others, as when memory were short."""
         while self._scheduler.reclaim():
@@ -192,13 +218,10 @@ class PagedSession(TrackedSession):
             parts.cache.check_affordable(least, parts.budget(parts.cache.held_bytes))
         if self._growing:
             taken, rows = demand.ahead(self._most_positions), min(parts.max_sequences, count_for(rows))
-        if self._step is not None:
-            self._step.rows.end(self._scheduler.running)
-            self._step = None
         parts.graphs.forget()
         parts.prefill.forget()
         parts.cache.close()
-        self._scheduler.suspend(self._memory())  # before what may fail: nobody holds what is closed
+        self._suspend()  # before what may fail: nobody holds what is closed
         parts.cache.reserve(taken.blocks(rows), least, parts.budget(0))
         parts.graphs.make_room(taken.completion_tokens, taken.table_width)
         self._scheduler.suspend(self._memory())

@@ -48,6 +48,7 @@ from qerl.rollout.engine import (
     RolloutEngine,
     RolloutResult,
     SamplingParams,
+    Session,
     WhenEnded,
     check_drafts,
     check_model,
@@ -196,7 +197,7 @@ class PortableSession(TrackedSession):
         self._max_sequences, self._kept_bytes = max_sequences, kept_bytes
         self._growing = growing
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
-        self._joining: list[Sequence] = []  # those that go on or, where the session grows, begin
+        self._joining: list[Sequence] = []  # with tokens already or, where the session grows, without
         self._kept: dict[Sequence, Kept] = {}
         self._has_states = any(layers_with_state(base_model(model).config))
         self._uniforms: dict[Sequence, np.ndarray] = {}
@@ -204,7 +205,7 @@ class PortableSession(TrackedSession):
         self._runner: Runner | None = None
 
     def _add(self, sequences: list[Sequence]) -> None:
-        if self._growing:
+        if self._growing or any(sequence.token_ids for sequence in sequences):
             self._joining += [sequence for sequence in sequences if sequence.room]
             return
         prompts = len({sequence.prompt for sequence in sequences})
@@ -453,9 +454,14 @@ class PortableEngine(RolloutEngine):
         norm_offsets: NormOffsets | None = None,
         growing: bool = False,
         longest_prompt: int | None = None,
+        going_on: Session | None = None,
     ) -> Iterator[PortableSession]:
         """See ``RolloutEngine.session``."""
         with self._ready(norm_offsets or {}):
+            if going_on is not None:
+                assert isinstance(going_on, PortableSession), "it is a session of this engine"
+                yield going_on
+                return
             yield PortableSession(
                 params,
                 self._positions,

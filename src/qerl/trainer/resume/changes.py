@@ -28,6 +28,7 @@ from qerl.run_folder import (
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.foreign import without_gone
 from qerl.settings.recipe import FIELDS, read_mapping, resolved
+from qerl.trainer.refill import UNDER_WAY_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ _EFFECTS = {
     "task": "steps that are done count as passed over in the new data",
     "task_options": "steps that are done count as passed over in the new data",
     "processes": "each step has other prompts",
+    "max_staleness": "at 0 what is under way there is given up, and drawn anew",
 }
 
 
@@ -188,7 +190,7 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
         if _value(then, name) != _value(now, name) and not (in_hand and name in ("model", "adapter"))
     ]
     shown = {name: f"{name} {_value(then, name)} -> {_value(now, name)}" for name in changes}
-    half_used = any(name.startswith("rollouts_") for name in manifest.files)
+    half_used = any(name.startswith(("rollouts_", UNDER_WAY_FILE)) for name in manifest.files)
     for name in changes:
         if name in _FIXED:
             raise QeRLError(

@@ -1,0 +1,366 @@
+"""Cells of the generated tables beside what the raw files say.
+
+`TABLES` has, by the name of a table or what it ends with, the function that computes its cells; of which file
+they are, the table's own caption says where it says it.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lab.audit import statistics as st
+from lab.audit.raw import (
+    Run,
+    Study,
+    Value,
+    area,
+    end,
+    first_quarter,
+    logged,
+    noisy,
+    probe,
+    start,
+    study,
+    subtract,
+    two_steps,
+)
+from lab.audit.words import (
+    EARLIER,
+    MINUS,
+    NOT_RUN,
+    TASKS,
+    deviation,
+    estimate,
+    interval_of,
+    later,
+    over_seeds,
+    p_value,
+    plain,
+    signed,
+)
+
+ARMS = {
+    "uncorrected, as in the paper": ("aqn_uncorrected", "none_uncorrected"),
+    "corrected": ("aqn", "none"),
+    "NVFP4": "none", "BF16": "bf16", "NF4": "nf4", "MXFP4": "mxfp4",
+    "token truncation": "truncation", "no correction": "uncorrected",
+}  # fmt: skip
+"""Arms by the words of a page."""
+
+SETTINGS = ("", "_stale_2", "_stale_4", "_stale_4_fast")
+CLEAN = ("none", "none_uncorrected", "none_one_sided")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A generated table of a page.
+
+    Attributes:
+        name: Of its mark.
+        head: Its columns.
+        rows: Cells of each row.
+        text: All of it, the caption below the rows too.
+    """
+
+    name: str
+    head: list[str]
+    rows: list[list[str]]
+    text: str
+
+    @property
+    def files(self) -> list[str]:
+        """Result files that the caption names."""
+        return re.findall(r"([\w.-]+)\.json\.gz", self.text)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a page says somewhere, and what the raw files say."""
+
+    where: str
+    published: str
+    found: str
+
+
+def answers(table: Table) -> Iterator[Cell]:
+    """Differences, seeds and verdicts of each question."""
+    for row in table.rows:
+        first, second = row[1].split(MINUS)
+        for name, cell in zip(table.files, row[2:], strict=True):
+            judged = study(name).judged.get((first, second))
+            found = later(study(name), first, second)
+            if judged is not None:
+                seeds = len(judged.differences)
+                found = f"{interval_of(judged)}, {seeds} seeds: **{judged.verdict}**"
+            yield Cell(f"{row[1]}, {name}", cell, found)
+
+
+def comparisons(table: Table) -> Iterator[Cell]:
+    """Planned comparisons of one study."""
+    one = study(table.files[0])
+    count = re.search(r"over all (\d+) comparisons", table.text)
+    yield Cell("comparisons of the study", count[1] if count else "", str(len(one.pairs)))
+    for row in table.rows:
+        first, second = row[0].split(MINUS)
+        judged = one.judged[first, second]
+        low, high = judged.interval
+        fell, seeds = judged.collapses, len(judged.differences)
+        found = (
+            f"{judged.differences.mean():+.3f}", f"{low:+.3f} to {high:+.3f}", p_value(judged.holm),
+            f"{judged.detectable:.3f}", f"{fell[0]} and {fell[1]} of {seeds}", judged.verdict,
+        )  # fmt: skip
+        yield from _cells(row, found, table.head)
+
+
+def two_endpoints(table: Table) -> Iterator[Cell]:
+    """Both endpoints of the comparisons of one study."""
+    one = study(table.files[0])
+    for row in table.rows:
+        first, second = row[0].split(MINUS)
+        typical, share = one.endpoints[first, second]
+        cells = [(signed(s.difference, *s.interval), p_value(s.holm), s.verdict) for s in (typical, share)]
+        yield from _cells(row, (*cells[0], share.counts, *cells[1]), table.head)
+
+
+def arms(table: Table) -> Iterator[Cell]:
+    """Arms of one study."""
+    one = study(table.files[0])
+    for row in table.rows:
+        runs = one.tested(row[0])
+        found = (
+            f"{one.rate(row[0]):g}",
+            f"{np.mean([start(run) for run in runs]):.3f}",
+            deviation([area(run) for run in runs]),
+            deviation([end(run) for run in runs]),
+            f"{one.collapsed(row[0])} of {len(runs)}",
+            str(sum(end(run) < start(run) for run in runs)),
+            str(sum(run["diverged_at"] is not None for run in runs)),
+            ", ".join(sorted({run["facts"]["commit"] for run in runs})),
+        )
+        yield from _cells(row, found, table.head)
+
+
+def rates(table: Table) -> Iterator[Cell]:
+    """Arms of one study at each rate of its tuning seeds."""
+    one = study(table.files[0])
+    below, seeds = one.spec["collapse_below"], one.spec["tuning_seeds"]
+    for row in table.rows:
+        found = []
+        for rate in map(float, table.head[1:]):
+            runs = one.of(row[0], rate, seeds)
+            bold = "**" * (rate == one.rate(row[0]))
+            words = f"{bold}{deviation([area(run) for run in runs])}{bold}"
+            found.append(f"{words}, {sum(end(run) < below for run in runs)}")
+        yield from _cells(row, found, table.head)
+
+
+def paper(table: Table) -> Iterator[Cell]:
+    """What AQN changes; corrected on `wp12`, the mean of two studies by seed."""
+    for row in table.rows:
+        words, task = re.fullmatch(r"(.*?), (\w+)(?:, two runs of each seed)?", row[0]).groups()  # type: ignore[union-attr]
+        names = [TASKS[task], *([EARLIER] if "two runs" in row[0] else [])]
+        fell = [sum(study(name).collapsed(arm) for name in names) for arm in ARMS[words]]
+        of = [sum(len(study(name).tested(arm)) for name in names) for arm in ARMS[words]]
+        first, second = ARMS[words]
+        ends = [
+            estimate(np.mean([study(name).paired(first, second, value) for name in names], axis=0))
+            for value in (area, end)
+        ]
+        found = (*ends, " and ".join(f"{a} of {b}" for a, b in zip(fell, of, strict=True)))
+        yield from _cells(row, found, table.head)
+
+
+def learned(table: Table) -> Iterator[Cell]:
+    """What each format learns above its start, on `wp12`."""
+    values = (lambda run: area(run) - start(run), lambda run: end(run) - start(run))
+    for row in table.rows:
+        first, second = (str(ARMS[word]) for word in row[0].split(MINUS))
+        found = [over_seeds(study(TASKS["wp12"]).paired(first, second, value)) for value in values]
+        yield from _cells(row, found, table.head)
+
+
+def entropies(table: Table) -> Iterator[Cell]:
+    """Entropies of formats, of a probe and while training."""
+    one, trained = probe("probe"), study(TASKS["wp12"])
+    for row in table.rows:
+        first, second = (str(ARMS.get(word, "nvfp4-rtn")) for word in row[0].split(MINUS))
+        own = {"none": "nvfp4"}.get(first, first)
+        pairs = [[f"format-{task}-{arm}-0-plain" for arm in (own, second)] for task in ("wp12", "wp2")]
+        found = [signed(*more(*pair)) for more in (one.entropy_more, one.prefix_more) for pair in pairs]
+        found.append(over_seeds(trained.paired(first, second, logged("rollout/entropy"))))
+        yield from _cells(row, found, table.head)
+
+
+def unanswered(table: Table) -> Iterator[Cell]:
+    """Undecided comparisons on word problems, with what would have been found."""
+    for task, words in re.findall(r"- Undecided on `(\w+)`, [^:]*: (.*)\.", table.text):
+        found = [
+            f"{first}{MINUS}{second} ({judged.detectable:.3f})"
+            for (first, second), judged in study(TASKS[task]).judged.items()
+            if judged.verdict == "undecided" and not judged.apart
+        ]
+        yield Cell(f"undecided on {task}", words, ", ".join(found))
+
+
+def beside_controls(table: Table) -> Iterator[Cell]:
+    """Arms with noise beside their control, and beside the mean of four arms without."""
+    one = study(TASKS["wp12"])
+    four = [*(one.by_seed(arm, area) for arm in CLEAN), study(EARLIER).by_seed("none", area)]
+    mean = {seed: float(np.mean([arm[seed] for arm in four])) for seed in four[0]}
+    for row in table.rows:
+        first, second = row[0].split(MINUS)
+        both = one.paired(first, second), subtract(one.by_seed(first, area), mean)
+        found = [cell for d in both for cell in (estimate(d), p_value(st.signed_ranks(d)))]
+        yield from _cells(row, found, table.head)
+
+
+def hard(table: Table) -> Iterator[Cell]:
+    """Problems of two steps that each arm has right at the end."""
+    one = study(table.files[0])
+    for row in table.rows:
+        values = list(one.by_seed(row[0], two_steps).values())
+        d = one.paired(row[0], "none", two_steps)
+        more = ["", ""] if row[0] == "none" else [estimate(100 * d, 1), p_value(st.signed_ranks(d))]
+        escaped = f"{sum(value > 0.1 for value in values)} of {len(values)}"
+        found = (plain([100 * v for v in values], 1), *more, escaped, f"{100 * max(values):.1f}")
+        yield from _cells(row, found, table.head)
+
+
+def reached(table: Table) -> Iterator[Cell]:
+    """How far the noise of each arm moved the sampler."""
+    one = study(table.files[0])
+    for row in table.rows:
+        runs = one.tested(row[0])
+        at, first = noisy(runs[0]), first_quarter(runs[0])
+        sigma = [np.mean([run["steps"]["noise/sigma"][step] for run in runs]) for step in (at[0], at[-1])]
+        control, entropy = _without_noise(one, row[0]), logged("rollout/entropy", at)
+        more = [] if control is None else one.paired(row[0], control, entropy).tolist()
+        found = (
+            f"{at[0] + 1} to {at[-1] + 1}", *(f"{value:.2g}" for value in sigma),
+            *(plain([logged("sampling/kl", steps)(run) for run in runs], 4) for steps in (first, at)),
+            plain([logged("sampling/ratio/effective_sample_size", at)(run) for run in runs]),
+            plain(more) if more else "",
+        )  # fmt: skip
+        yield from _cells(row, found, table.head)
+
+
+def _without_noise(one: Study, arm: str) -> str | None:
+    """The arm without noise that has all other fields of one, or all but the correction."""
+    arms = one.spec["arms"]
+
+    def other(name: str, *left_out: str) -> list[tuple[str, Any]]:
+        fields = arms[name].items()
+        return [
+            (k, v) for k, v in fields if not k.startswith(("noise", "logits_noise")) and k not in left_out
+        ]
+
+    clean = [name for name, fields in arms.items() if not fields["noise"] and not fields["logits_noise"]]
+    same = [name for name in clean if other(name) == other(arm)]
+    usual = [
+        name
+        for name in clean
+        if arms[name]["correction"] == "token_truncate"
+        and other(name, "correction") == other(arm, "correction")
+    ]
+    return next(iter(same + usual), None)
+
+
+def follows(table: Table) -> Iterator[Cell]:
+    """What a temperature adds to the entropy that follows that of an arm with noise."""
+    for row in table.rows:
+        task, arm, followed, first, last = re.fullmatch(
+            r"(\w+): (\w+) after (\w+), steps (\d+) to (\d+)", row[0]
+        ).groups()  # type: ignore[union-attr]
+        one, at = study(TASKS[task]), list(range(int(first) - 1, int(last)))
+        entropy = logged("rollout/entropy", at)
+        pairs = ((followed, "none"), (arm, "none"), (arm, followed))
+        found = (
+            plain([logged("sampling/kl", at)(run) for run in one.tested(followed)], 4),
+            *(estimate(one.paired(*pair, entropy)) for pair in pairs),
+            plain([logged("temperature", at)(run) for run in one.tested(arm)]),
+        )
+        yield from _cells(row, found, table.head)
+
+
+def discovery(table: Table) -> Iterator[Cell]:
+    """When each arm has a first right sample, and when half of its samples are right."""
+    one = study(table.files[0])
+    for row in table.rows:
+        found = [plain([logged("rollout/entropy", [0])(run) for run in one.tested(row[0])])]
+        for least in (1e-12, 0.5 - 1e-9):
+            when = _first_step(least)
+            found.append(plain([when(run) for run in one.tested(row[0])], 1))
+            found.append("" if row[0] == "none" else estimate(one.paired(row[0], "none", when), 1))
+        yield from _cells(row, found, table.head)
+
+
+def _first_step(least: float) -> Value:
+    """The first step, from 1, of which at least this share is right; one past the last if none is."""
+
+    def when(run: Run) -> float:
+        values = [value or 0.0 for value in run["steps"]["rewards/accuracy/mean"]]
+        return float(next((at for at, value in enumerate(values, 1) if value > least), len(values) + 1))
+
+    return when
+
+
+def halves(table: Table) -> Iterator[Cell]:
+    """What noisy and clean samples of the same groups find."""
+    for row in table.rows:
+        task, arm = row[0].split(": ")
+        runs, found = study(TASKS[task]).tested(arm), []
+        for keys in (("noisy", "clean"), ("only_noisy", "only_clean")):
+            both = [[logged(key, noisy(run))(run) for run in runs] for key in keys]
+            low, high = st.percentile(more := np.array(both[0]) - both[1])
+            found += [*(plain(values) for values in both), signed(more.mean(), low, high)]
+        yield from _cells(row, found, table.head)
+
+
+def trust(table: Table) -> Iterator[Cell]:
+    """Verdicts of the study of trust regions."""
+    one = study(table.files[0])
+    for row in table.rows:
+        for setting, cell in zip(SETTINGS, row[1:], strict=True):
+            judged = one.judged.get((_loss(row[0]) + setting, "truncation" + setting))
+            found = NOT_RUN if judged is None else f"{interval_of(judged)}: **{judged.verdict}**"
+            yield Cell(row[0] + setting, cell, found)
+
+
+def trust_ends(table: Table) -> Iterator[Cell]:
+    """Ends, collapses and bounds of the study of trust regions, and its KL."""
+    one = study(table.files[0])
+    for row in table.rows:
+        for setting, cell in zip(SETTINGS, row[1:], strict=True):
+            if row[0].startswith("KL"):
+                found = plain(list(one.by_seed("truncation" + setting, logged("sampling/kl")).values()), 4)
+            elif runs := one.tested(arm := _loss(row[0]) + setting):
+                held = 100 * np.mean([logged("clip_ratio")(run) for run in runs])
+                mean = np.mean([end(run) for run in runs])
+                found = f"{mean:.3f}, {one.collapsed(arm)} of {len(runs)}, {held:.2g} %"
+            else:
+                found = NOT_RUN
+            yield Cell(row[0] + setting, cell, found)
+
+
+def _loss(words: str) -> str:
+    """The arm of a loss in words."""
+    named = re.match(r"`(\w+)`", words)
+    return named[1] if named else str(ARMS[words])
+
+
+def _cells(row: Sequence[str], found: Sequence[str], head: Sequence[str]) -> Iterator[Cell]:
+    for column, cell, own in zip(head[1:], row[1:], found, strict=True):
+        yield Cell(f"{row[0]}, {column}", cell, own)
+
+
+TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
+    "noise-answers": answers, "noise-paper": paper, "noise-learned": learned, "noise-entropies": entropies,
+    "noise-unanswered": unanswered, "noise-controls": beside_controls, "noise-two-steps": hard,
+    "trust-verdicts": trust, "trust-ends": trust_ends, "-comparisons": comparisons, "-ablations": comparisons,
+    "wp12-formats": comparisons, "-arms": arms, "-rates": rates, "-reached": reached,
+    "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints, "-discovery": discovery,
+}  # fmt: skip
+"""By the name of a table, or how it ends."""

@@ -1,0 +1,62 @@
+"""How the pages write numbers, and by what names the files go that they speak of."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lab.audit import statistics as st
+from lab.audit.raw import Judged, Study, study
+
+MINUS = " \N{MINUS SIGN} "
+NOT_RUN = "not run"
+TASKS = {"wp12": "noise-wp12", "wp1": "noise-wp1", "needle": "noise-needle"}
+EARLIER, TRUST, TRAINED = "noise-wp12-6b0a637", "trust-regions-wp12", ("probe-trained", "probe-seeds")
+
+
+def signed(mean: float, low: float, high: float, digits: int = 3) -> str:
+    """A difference with its interval."""
+    return f"{mean:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+
+
+def estimate(d: st.Array, digits: int = 3) -> str:
+    """The mean of paired differences with its BCa interval."""
+    return signed(d.mean(), *st.bca(d), digits) if len(d) > 1 else NOT_RUN
+
+
+def over_seeds(d: st.Array) -> str:
+    """The same and the seeds."""
+    return f"{estimate(d)}, {len(d)} seeds" if len(d) > 1 else NOT_RUN
+
+
+def plain(values: Sequence[float], digits: int = 3) -> str:
+    """The mean of one value a seed, with its percentile interval."""
+    known = np.array([value for value in values if np.isfinite(value)])
+    low, high = st.percentile(known)
+    return f"{known.mean():.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def deviation(values: Sequence[float]) -> str:
+    """The mean of one value a seed, with its standard deviation."""
+    return f"{np.mean(values):.3f} ({np.std(values, ddof=1):.3f})"
+
+
+def p_value(p: float) -> str:
+    """To three digits."""
+    return f"{p:.3g}"
+
+
+def later(one: Study, first: str, second: str) -> str:
+    """A pair that its study did not plan."""
+    d = one.paired(first, second)
+    return f"{estimate(d)}, p {p_value(st.signed_ranks(d))} uncorrected" if len(d) > 1 else NOT_RUN
+
+
+def interval_of(judged: Judged) -> str:
+    """The mean of a comparison with its interval."""
+    return signed(judged.differences.mean(), *judged.interval)
+
+
+def sentence(name: str, first: str, second: str) -> str:
+    """A comparison as sentences have it."""
+    judged = study(name).judged.get((first, second))
+    return later(study(name), first, second) if judged is None else f"{interval_of(judged)}, {judged.verdict}"

@@ -1,0 +1,116 @@
+"""From runs on seeds that are not reported to the sigmas or temperatures that hold a KL, stage by stage.
+
+    python -m lab doses runs/doses/results.json.gz 0.003 0.01 0.03 0.1 > runs/doses.yaml
+
+An arm that explores at strength x (sigma of a noise, or temperature minus 1) has a KL of c x^2 while x is
+small, in nats per token. Each arm of the study that explores gives c in each stage, as the mean of KL / x^2
+over its runs and the stage's steps, so x = sqrt(KL / c) holds that distance there. The first stage, and any
+other in which the arm does not explore, stays as it is. What is printed is a part of a
+study, arms with `noise_sigma_stages` or `temperature_stages`: no controller, which would lag.
+
+Beyond small x the law fails: fit at strengths near those that are wanted, and look at `sampling/kl` of what
+runs.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from lab.study.arms import Arm
+from lab.study.results import SIGMA, Results, RunResult, read_results
+from qerl.errors import QeRLError
+
+KL, TEMPERATURE = "sampling/kl", "temperature"
+
+
+def stages_of(runs: Sequence[RunResult], wanted: float, stages: int) -> list[float] | None:
+    """Strength in each stage that holds a KL; None of runs that do not explore.
+
+    Args:
+        runs: Of one arm, with noise in its norms or another temperature.
+        wanted: KL(sampler || trainer), nats per token.
+        stages: How many.
+
+    Returns:
+        sigma of each stage, 0 where the runs have none, or factors of the temperature, 1 where that is 1.
+    """
+    steps = len(runs[0].steps[KL])
+    if steps < stages:
+        raise QeRLError(f"The runs have {steps} steps and the doses {stages} stages; lower --stages.")
+    noisy = any(value for run in runs for value in run.steps[SIGMA])
+    base = runs[0].run.arm.temperature
+    if not noisy and not any((value or base) != base for run in runs for value in run.steps[TEMPERATURE]):
+        return None
+    found, length = [], steps // stages
+    for stage in range(stages):
+        end = steps if stage == stages - 1 else (stage + 1) * length
+        curvature = [
+            kl / x**2
+            for run in runs
+            for at in range(stage * length, end)
+            if (x := _strength(run, at, noisy, base)) and (kl := run.steps[KL][at]) is not None
+        ]
+        x = math.sqrt(wanted / fmean(curvature)) if curvature and fmean(curvature) > 0 else 0.0
+        found.append(float(f"{x if noisy else 1 + x:.4g}"))
+    return found
+
+
+def _strength(run: RunResult, at: int, noisy: bool, base: float) -> float:
+    """sigma of a 0-based step, or what its factor of the temperature is above 1."""
+    if noisy:
+        return run.steps[SIGMA][at] or 0.0
+    return (run.steps[TEMPERATURE][at] or base) / base - 1
+
+
+def arms_at(
+    results: Results, wanted: Sequence[float], stages: int, names: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Arms as a study's file has them: of these each that explores, at each KL; `aqn` at 0.03 is `aqn_03`."""
+    found = {}
+    usual = asdict(Arm(""))
+    for name in names:
+        arm = results.study.arms[name]
+        kept = {
+            key: value for key, value in asdict(arm).items() if value != usual[key] and key not in _FITTED
+        }
+        runs = results.of(name)
+        for kl in wanted if runs else ():
+            strengths = stages_of(runs, kl, stages)
+            if strengths is not None:
+                key = "noise_sigma_stages" if arm.noise else "temperature_stages"
+                found[f"{name}_{f'{kl:f}'.rstrip('0').partition('.')[2]}"] = kept | {key: strengths}
+    return found
+
+
+_FITTED = (
+    "name", "noise_target_kl", "noise_sigma_start", "noise_sigma_end", "noise_stages", "noise_schedule",
+    "noise_sigma_stages", "temperature_stages",
+)  # fmt: skip
+"""Fields that strengths by stage replace."""
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `python -m lab doses` with these arguments.
+
+    Raises:
+        QeRLError: The file holds no results of a study, or not of an arm.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lab doses", description=__doc__.split("\n")[0])
+    parser.add_argument("results", type=Path, help="a study's results.json.gz")
+    parser.add_argument("kl", type=float, nargs="+", help="nats per token, below 1")
+    parser.add_argument("--stages", type=int, default=5)
+    parser.add_argument("--arms", nargs="+", help="of the study; all that explore")
+    args = parser.parse_args(arguments)
+    results = read_results(args.results)
+    if unknown := set(args.arms or ()) - results.study.arms.keys():
+        raise QeRLError(f"{args.results} has no arm {min(unknown)}; it has {', '.join(results.study.arms)}.")
+    found = arms_at(results, args.kl, args.stages, args.arms or list(results.study.arms))
+    print("arms:")
+    for name, fields in found.items():
+        print(f"  {name}: {yaml.safe_dump(fields, default_flow_style=True, width=10**6).strip()}")

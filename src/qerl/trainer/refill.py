@@ -1,0 +1,279 @@
+"""Rows refilled across steps: the rows that a rollout's tail leaves free draw groups of coming steps.
+
+A rollout waits for the longest of its samples, and its last rows decode alone. Here the engine's session
+outlives the step. Groups of coming steps start where there is room, samples that have not ended by the time
+of the update go on behind it, and the update takes the card in between: the two alternate, they do not share
+it.
+
+**Which group trains when** is settled before anything is sampled. W groups train in a step, and group n
+trains in step n // W, however long it takes. In step s only groups below (s + 1 + max_staleness) W may start
+(`StalenessWindow`). So groups are used in order of start, which does not prefer short answers, no token is
+older than `max_staleness` optimizer steps when it trains, and what a step trains on depends on no clock. No
+more samples run at a time than a step trains on, for which memory is planned.
+
+**What a stale sample is.** Its tokens were drawn by several adapters: each behind an update by those that the
+update left. Keys and values that were computed before are kept (PipelineRL, arXiv 2509.19128; compare AReaL,
+arXiv 2505.24298, which computes them again), so a token may be drawn behind keys of older adapters than its
+own. Its log-probability and entropy are those of the distribution that it was drawn from, kept at drawing;
+the loss's ratio, or its correction, is taken to these, whatever made them. `Sample.ages` has the age of each
+token: optimizer steps between its draw and its update.
+
+**Resuming.** What is under way is in the checkpoint, as tokens with their log-probabilities, not as keys. A
+run that saves drops its keys as well, and computes them again from the tokens with the adapters of then, as
+the resumed run does: so both go on with the same bits. An evaluation, which needs the cache, does the same.
+Ctrl-C saves where the run would not have: what is resumed from there is right, and differs from a run that
+nobody stopped by what recomputed keys differ.
+
+Rewards are called when a group trains, with all groups of the step, as without this.
+
+Given up: several processes, several turns, groups that are replaced for want of a signal, and noise, whose
+draw belongs to a step and not to a sample. `qerl.settings.groups` refuses them.
+
+Legend: W groups of a step.
+"""
+
+import base64
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qerl.errors import QeRLError
+from qerl.rollout.engine import Begun
+from qerl.trainer.dynamic_sampling import prompt_of
+from qerl.trainer.sampler import Drawn, Row, Sampler, Sequences, begun_of, joined
+from qerl.trainer.step_log import StepLog
+
+UNDER_WAY_FILE = "under_way.json"
+"""In a checkpoint: groups that have started and not trained."""
+
+
+class StalenessWindow:
+    """Which groups may start, in order of their numbers. Plain arithmetic: it samples nothing.
+
+    Args:
+        wanted: W.
+        max_staleness: Optimizer steps that a group may start early.
+
+    Attributes:
+        started: Groups that were started, all below this number.
+    """
+
+    def __init__(self, wanted: int, max_staleness: int) -> None:
+        self._wanted, self._max_staleness = wanted, max_staleness
+        self.started = 0
+
+    def needed(self, step: int) -> range:
+        """The groups that train in a step."""
+        return range(step * self._wanted, (step + 1) * self._wanted)
+
+    def allowed(self, step: int, steps: int) -> int:
+        """The number below which groups may start in a step of a run of so many."""
+        return min(step + 1 + self._max_staleness, steps) * self._wanted
+
+    def start(self, step: int, steps: int, room: int) -> range:
+        """The numbers of the groups to start now.
+
+        Args:
+            step: Optimizer step, from 0.
+            steps: Of the run.
+            room: Groups that may run beside those that do.
+        """
+        begin = self.started
+        self.started = max(begin, min(begin + room, self.allowed(step, steps)))
+        return range(begin, self.started)
+
+
+class Refill:
+    """Draws the groups of a step, and those of coming steps meanwhile.
+
+    Args:
+        sampler: Draws samples.
+        rows_of: The rows of an optimizer step, each as often as it is sampled, side by side.
+        size: Samples of a group.
+        max_staleness: Optimizer steps that a group may start early.
+        log: Takes seconds.
+
+    Attributes:
+        under_way: Samples that have begun and not ended, as the last step left them.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        rows_of: Callable[[int], list[Row]],
+        size: int,
+        max_staleness: int,
+        log: StepLog,
+    ) -> None:
+        self._sampler, self._rows_of, self._size, self._log = sampler, rows_of, size, log
+        self._max_staleness = max_staleness
+        self.begin_training()
+
+    def begin_training(self) -> None:
+        """Begin a training, with nothing under way."""
+        self.under_way = 0
+        self._window: StalenessWindow | None = None  # W is known with the first rows
+        self._call: Sequences | None = None
+        self._opened: dict[int, Drawn] = {}  # of steps whose groups may start
+        self._ended: dict[int, Drawn] = {}  # groups that wait for their step
+        self._begun: dict[int, list[Begun]] = {}  # groups that an earlier call has begun
+        self._prompts: dict[int, list[int]] = {}  # of these
+        self._drawn_in: dict[int, list[list[int]]] = {}  # by group and sample, the step of each token
+        self._tokens = 0  # drawn in this step
+
+    def end_training(self) -> None:
+        """Give up what is under way."""
+        if self._call is not None:
+            self.begin_training()
+            self._sampler.release()
+
+    def draw(self, rows: list[Row], step: int, steps: int) -> Drawn:
+        """The samples that train in a step, with their ages.
+
+        Args:
+            rows: Of the step, each as often as it is sampled, side by side.
+            step: Optimizer step, from 0.
+            steps: Of the run.
+
+        Raises:
+            QeRLError: The rows are not those that were announced.
+        """
+        begin, size, wanted = time.perf_counter(), self._size, len(rows) // self._size
+        if self._window is None:
+            self._window = StalenessWindow(wanted, self._max_staleness)
+            self._window.started = max(self._begun, default=step * wanted - 1) + 1
+        window, self._tokens = self._window, 0
+        self._open(rows, step, -(-max(window.allowed(step, steps), window.started) // wanted))
+        longest = max(len(ids) for drawn in self._opened.values() for ids in drawn.ids)
+        call, self._call = self._call, None  # a call that fails is over
+        with self._sampler.refilled(call, self._rows, size, longest) as call:
+            if self._begun:
+                self._begin_again(call)
+            while not all(group in self._ended for group in window.needed(step)):
+                # Whole groups: a sample too many would take a decode step of twice as many rows.
+                if numbers := window.start(step, steps, wanted - -(-call.samples // size)):
+                    call.start(numbers)
+                for group, drawn in call.next(one_round=True):
+                    self._ended[group] = drawn
+                    self._stamp(group, [len(sample.tokens) for sample in drawn.samples], step)
+            for group, lengths in call.lengths().items():
+                self._stamp(group, lengths, step)
+        self._call, self.under_way = call, call.samples
+        seconds = time.perf_counter() - begin
+        self._log.add_seconds("rollout", seconds)
+        found = joined([self._taken(group, step) for group in window.needed(step)], self._tokens, seconds)
+        del self._opened[step]
+        return found
+
+    def suspend(self) -> None:
+        """Keep of what is under way the tokens alone, so that others may use the engine."""
+        if self._call is None:
+            return
+        whole = {
+            group: [begun_of(completion) for completion in drawn.result.completions]
+            for group, drawn in self._ended.items()
+            if drawn.result is not None
+        }
+        self._begun = self._call.left() | whole
+        self._prompts = {group: self._prompt(group) for group in self._begun}
+        self._call, self._ended = None, {}
+
+    def save(self, folder: Path) -> None:
+        """Write what is under way into a checkpoint, and go on as a run that is resumed from it does."""
+        self.suspend()
+        self._sampler.reset()
+        groups = [
+            {
+                "group": group,
+                "prompt": self._prompts[group],
+                "samples": [_plain(*each) for each in zip(samples, self._drawn_in[group], strict=True)],
+            }
+            for group, samples in sorted(self._begun.items())
+        ]
+        if groups:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / UNDER_WAY_FILE).write_text(json.dumps(groups), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Go on with what `save` has written, if there is anything."""
+        self.begin_training()
+        file = folder / UNDER_WAY_FILE
+        for group in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
+            number, samples = group["group"], group["samples"]
+            self._prompts[number] = group["prompt"]
+            self._drawn_in[number] = [each.pop("drawn_in") for each in samples]
+            self._begun[number] = [_begun(each) for each in samples]
+
+    def _begin_again(self, call: Sequences) -> None:
+        """Start groups with what an earlier call has drawn of them."""
+        begun, self._begun = self._begun, {}
+        numbers = range(min(begun), max(begun) + 1)
+        if any(self._prompt(number) != self._prompts.get(number) for number in numbers):
+            raise QeRLError(
+                "The checkpoint has samples under way of other prompts than these settings and data give; "
+                "set those back, or set max_staleness: 0, which gives them up."
+            )
+        call.start(numbers, [each for number in numbers for each in begun[number]])
+
+    # Rows
+
+    def _prompt(self, group: int) -> list[int]:
+        """The tokens of a group's prompt."""
+        return self._rows(range(group, group + 1)).ids[0]
+
+    def _open(self, rows: list[Row], step: int, end: int) -> None:
+        """Open the rows of steps up to the last of which a group may start."""
+        if [*map(prompt_of, rows)] != [*map(prompt_of, self._rows_of(step))]:
+            raise QeRLError(
+                f"Step {step + 1} has other prompts than its samples were begun with, because an epoch was "
+                "ended early or its first steps were passed over; set max_staleness: 0 with such a callback."
+            )
+        for number in range(step, end):
+            if number not in self._opened:
+                self._opened[number] = self._sampler.open(self._rows_of(number), self._size)
+
+    def _rows(self, numbers: range) -> Drawn:
+        """The opened rows of groups."""
+        parts = []
+        for group in numbers:
+            assert self._window is not None, "it says which start"
+            step = group // len(self._window.needed(0))
+            place = group - self._window.needed(step).start
+            parts.append(self._opened[step].part(place * self._size, self._size))
+        return joined(parts, 0, 0.0)
+
+    # Ages
+
+    def _stamp(self, group: int, lengths: list[int], step: int) -> None:
+        """Note that the samples of a group have so many tokens, those that are new from this step."""
+        for drawn_in, length in zip(
+            self._drawn_in.setdefault(group, [[] for _ in lengths]), lengths, strict=True
+        ):
+            self._tokens += length - len(drawn_in)
+            drawn_in += [step] * (length - len(drawn_in))
+
+    def _taken(self, group: int, step: int) -> Drawn:
+        """A group that trains now."""
+        drawn = self._ended.pop(group)
+        for sample, drawn_in in zip(drawn.samples, self._drawn_in.pop(group), strict=True):
+            sample.ages = [step - then for then in drawn_in]
+        return drawn
+
+
+def _plain(begun: Begun, drawn_in: list[int]) -> dict[str, Any]:
+    """What JSON has of a sample; `_begun` reads it, without the steps of its tokens."""
+    found = vars(begun) | {"drawn_in": drawn_in}
+    if begun.choices is not None:
+        found["choices"] = begun.choices.shape, base64.b64encode(begun.choices.tobytes()).decode()
+    return found
+
+
+def _begun(plain: dict[str, Any]) -> Begun:
+    if (choices := plain["choices"]) is not None:
+        shape, content = choices
+        plain["choices"] = np.frombuffer(base64.b64decode(content), np.uint8).reshape(shape)
+    return Begun(**plain)

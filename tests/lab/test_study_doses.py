@@ -1,0 +1,57 @@
+"""Doses: sigmas and temperatures that would have held a KL, from runs whose KL follows a known law."""
+
+import pytest
+import yaml
+
+from lab.study import doses
+from lab.study.arms import Arm, Run
+from lab.study.doses import stages_of
+from lab.study.results import Results, RunResult, write_results
+from qerl.errors import QeRLError
+from tests.support.study import tiny_study
+
+
+def a_run(arm: Arm, strength: list[float], curvature: list[float]) -> RunResult:
+    """A run whose KL is curvature x strength^2 in each step."""
+    kl = [c * x * x for c, x in zip(curvature, strength, strict=True)]
+    noise = {"noise/sigma": strength, "temperature": [1.0] * len(kl)}
+    warm = {"noise/sigma": [0.0] * len(kl), "temperature": [arm.temperature * (1 + x) for x in strength]}
+    return RunResult(Run(arm, 0, 2e-4), {"sampling/kl": kl} | (noise if arm.noise else warm), [0, 4],
+                     {"accuracy": [0.0, 0.0]})  # fmt: skip
+
+
+LAW = [1.0, 1.0, 4.0, 4.0, 100.0, 100.0]
+
+
+def test_the_strength_of_each_stage_holds_the_kl_under_the_law():
+    noisy = [a_run(Arm("a", noise=True), [0.0, 0.0, x, x, x, x], LAW) for x in (0.1, 0.3)]
+    assert stages_of(noisy, 0.04, 3) == pytest.approx([0.0, 0.1, 0.02])
+    warm = [a_run(Arm("w", temperature=1.5), [0.0, 0.0, 0.2, 0.2, 0.1, 0.1], LAW)]
+    assert stages_of(warm, 0.04, 3) == pytest.approx([1.0, 1.1, 1.02])
+    assert stages_of([a_run(Arm("n"), [0.0] * 6, LAW)], 0.04, 3) is None
+    with pytest.raises(QeRLError, match="6 steps and the doses 7 stages"):
+        stages_of(noisy, 0.04, 7)
+
+
+def test_the_command_prints_arms_that_a_study_takes(tmp_path, capsys):
+    arms = {"none": None, "aqn": {"noise": True, "correction": "none", "noise_target_kl": 0.02},
+            "heat": {"temperature_stages": [1.0, 1.1]}}  # fmt: skip
+    study = tiny_study(arms=arms, steps=6, comparisons={})
+    kinds = (("aqn", [0.0, 0.0, 0.1, 0.1]), ("none", [0.0] * 4), ("heat", [0.0, 0.0, 0.1, 0.1]))
+    runs = [a_run(study.arms[name], strength, LAW[:4]) for name, strength in kinds]
+    write_results(Results(study, runs), tmp_path / "results.json.gz")
+    doses.main([str(tmp_path / "results.json.gz"), "0.01", "0.04", "--stages", "2"])
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found == {
+        "arms": {
+            "aqn_01": {"noise": True, "correction": "none", "noise_sigma_stages": [0.0, 0.05]},
+            "aqn_04": {"noise": True, "correction": "none", "noise_sigma_stages": [0.0, 0.1]},
+            "heat_01": {"temperature_stages": [1.0, 1.05]},
+            "heat_04": {"temperature_stages": [1.0, 1.1]},
+        }
+    }
+    assert tiny_study(**found, steps=6, comparisons={}).arms["aqn_04"].noise_sigma_stages == [0.0, 0.1]
+    doses.main([str(tmp_path / "results.json.gz"), "0.01", "--stages", "2", "--arms", "heat"])
+    assert list(yaml.safe_load(capsys.readouterr().out)["arms"]) == ["heat_01"]
+    with pytest.raises(QeRLError, match="has no arm x; it has none, aqn, heat"):
+        doses.main([str(tmp_path / "results.json.gz"), "0.01", "--arms", "x"])

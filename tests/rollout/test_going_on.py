@@ -1,0 +1,195 @@
+"""Sessions that are entered again, and sequences that begin with what an earlier session drew of them."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
+
+from qerl.errors import QeRLError
+from qerl.lora.adapter import add_lora
+from qerl.rollout.engine import Begun, SamplingParams
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.memory import PlainMemory
+from qerl.rollout.paged.scheduler import Pace
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.rollout.stops import StopTokens
+from tests.support.machine import Eager
+from tests.support.models import move_adapter
+
+PROMPTS = [[5, 7, 11], [9, 4]]
+SAMPLES = 2
+PARAMS = SamplingParams(max_tokens=9, seed=5)
+ENGINES = ["portable", pytest.param("paged", marks=pytest.mark.slow)]
+
+
+class Forgetful(Eager):
+    """Memory that is given up comes back as NaN, as on a GPU it might."""
+
+    def memory(self, size):
+        return Forgotten(size, "cpu")
+
+
+class Forgotten(PlainMemory):
+    given_up = False
+
+    def give_up(self):
+        self.given_up = True
+        self._bytes.fill_(255)
+
+    def take_back(self):
+        self.given_up = False
+
+
+@pytest.fixture
+def make(tiny_model):
+    def build(kind):
+        torch.manual_seed(0)
+        model = tiny_model("qwen3", vocab_size=61, num_hidden_layers=1)
+        model = move_adapter(add_lora(model, rank=4, alpha=8, dropout=0.0)).eval()
+        if kind == "portable":
+            return PortableEngine(model, 0)
+        pace = Pace(round_steps=2, spare_rounds=0, prefill_tokens=(8, 72))
+        return PagedEngine(model, 0, 4, machine=Forgetful(), pace=pace)
+
+    return build
+
+
+def drawn(session, found=None):
+    found = {} if found is None else found
+    while session.busy:
+        found |= {turn.index: turn.completion for turn in session.next_finished()}
+    return found
+
+
+def whole(engine):
+    with engine.session(PARAMS) as session:
+        session.start(PROMPTS, SAMPLES)
+        return drawn(session)
+
+
+def same(found, expected):
+    assert sorted(found) == sorted(expected)
+    for index, completion in found.items():
+        assert completion.token_ids == expected[index].token_ids
+        assert completion.finish_reason == expected[index].finish_reason
+        assert completion.logprobs == pytest.approx(expected[index].logprobs, abs=1e-5)
+        assert completion.entropies == pytest.approx(expected[index].entropies, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_session_that_is_entered_again_goes_on_with_its_keys(make, kind):
+    engine = make(kind)
+    expected = whole(engine)
+    with engine.session(PARAMS) as session:
+        indices = session.start(PROMPTS, SAMPLES)
+        session.next(one_round=True)
+        session.next(one_round=True)
+    lengths = [session.length(index) for index in indices]
+    assert all(0 < length < 9 for length in lengths)
+    engine.pause()
+    computed = session.prefilled_tokens
+    with engine.session(PARAMS, going_on=session) as entered:
+        assert entered is session
+        found = drawn(session)
+    assert session.prefilled_tokens == computed, "nothing is computed again"
+    same(found, expected)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_what_is_left_is_what_another_session_begins_with(make, kind):
+    """One sequence has ended, and comes first as it ended; the others go on."""
+    engine = make(kind)
+    expected = whole(engine)
+    stop = expected[1].token_ids[2]
+    ends = {i: e.token_ids.index(stop) + 1 for i, e in expected.items() if stop in e.token_ids}
+    params = SamplingParams(max_tokens=9, seed=5, stops=(StopTokens([stop]),))
+    with engine.session(params) as session:
+        session.start(PROMPTS, SAMPLES)
+        found = {}
+        while not found:
+            found = {turn.index: turn.completion for turn in session.next_finished(one_round=True)}
+        assert 1 in found
+    left = session.leave()
+    assert sorted(left) == sorted(set(range(4)) - set(found))
+    for index, begun in left.items():
+        assert begun.token_ids == expected[index].token_ids[: len(begun.token_ids)]
+        assert begun.finish_reason is None and len(begun.token_ids) > 0
+    ended = {i: Begun(c.token_ids, c.logprobs, c.entropies, c.finish_reason) for i, c in found.items()}
+    begun = [(left | ended)[index] for index in range(4)]
+    with engine.session(params) as session:
+        indices = session.start(PROMPTS, SAMPLES, begun=begun)
+        assert [session.length(index) for index in indices] == [len(each.token_ids) for each in begun]
+        first = session.next()
+        assert {turn.index for turn in first} == set(found)
+        again = {turn.index: turn.completion for turn in first}
+        assert {i: c.token_ids for i, c in again.items()} == {i: c.token_ids for i, c in found.items()}
+        for turn in first:
+            session.finish(turn.index)
+        again = drawn(session, again)
+    for index, completion in again.items():
+        assert completion.token_ids == expected[index].token_ids[: ends.get(index, 9)]
+        assert completion.logprobs == pytest.approx(expected[index].logprobs[: ends.get(index, 9)], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_session_that_nobody_asked_is_left_with_what_it_was_begun_with(make, kind):
+    engine = make(kind)
+    begun = [Begun([3, 4], [-1.0, -2.0], [1.0, 1.0]), Begun([5], [-3.0], [1.0], "stop")]
+    with engine.session(PARAMS) as session:
+        session.start([[7, 8], [9]], 1, begun=begun)
+    assert session.leave() == dict(enumerate(begun))
+    with engine.session(PARAMS) as session, pytest.raises(QeRLError, match="3 beginnings for 2 sequences"):
+        session.start([[7, 8], [9]], 1, begun=[*begun, begun[0]])
+
+
+@pytest.mark.slow
+def test_keys_that_were_given_up_are_computed_again(make):
+    engine = make("paged")
+    expected = whole(engine)
+    for lose in (engine.release, widen(engine)):
+        with engine.session(PARAMS) as session:
+            session.start(PROMPTS, SAMPLES)
+            session.next(one_round=True)
+        computed = session.prefilled_tokens
+        lose()
+        with engine.session(PARAMS, going_on=session):
+            found = drawn(session)
+        assert session.prefilled_tokens > computed
+        same(found, expected)
+
+
+def widen(engine):
+    """Loading an adapter of a higher rank replaces the buffers that captured steps read."""
+
+    def load():
+        engine.model.add_adapter(
+            "wider", type(engine.model.peft_config["default"])(r=20, target_modules=["q_proj"])
+        )
+
+    return load
+
+
+@pytest.mark.slow
+def test_a_session_whose_cache_another_has_used_is_not_entered(make):
+    engine = make("paged")
+    with engine.session(PARAMS) as session:
+        session.start(PROMPTS, SAMPLES)
+        session.next(one_round=True)
+    engine.generate([[3]], 1, PARAMS)
+    with pytest.raises(QeRLError, match="Another session of the paged engine was opened since"):
+        engine.session(PARAMS, going_on=session).__enter__()
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_reset_has_what_a_new_one_has(make):
+    engine = make("paged")
+    expected = whole(engine)
+    taken = engine.cache.blocks
+    engine.generate([[1] * 3], 4, SamplingParams(max_tokens=70, seed=1, stop_token_ids=(*range(20),)))
+    assert engine.cache.blocks > taken
+    engine.reset()
+    assert not any(engine.cache.blocks) and not engine.graphs.steps and not engine.graphs.serves(1, 1)
+    same(whole(engine), expected)
+    assert engine.cache.blocks == taken
