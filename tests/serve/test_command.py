@@ -40,6 +40,10 @@ def test_mistakes_are_told_before_the_model_is_loaded(capsys, tmp_path):
         assert "as in Qwen/Qwen3-8B" in said(
             capsys, "some/model", "--port", "0", "--served_name", name, *folder
         )
+    for adapters in (["nowhere"], ["x=nowhere"]):
+        assert "There is no nowhere/adapter_config.json" in said(
+            capsys, "some/model", "--port", "0", "--adapter", *adapters, *folder
+        )
     assert "no effect without noise" in said(capsys, "some/model", "--noise_stages", "4", *folder)
     assert "no effect without a teacher" in said(capsys, "some/model", "--teacher_weights", "bf16", *folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -107,13 +111,13 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
         "qerl_serve.server.Server.run", lambda self, listening: served.append(self.clients.limits)
     )
     words = ["--resident", "5", "--max_models", "6", "--max_rank", "7", "--held_gb", "0.5"]
-    words += ["--served_name", "Qwen/Qwen3-8B"]
+    words += ["--served_name", "Qwen/Qwen3-8B", "--adapter", "mine=a/b", "--adapter", "c"]
     words += ["--teacher", "some/teacher", "--teacher", "another", "--teacher_weights", "mxfp4"]
     assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path), *words]) == 0
     assert f"Serving {BASE}, and to teach it some/teacher, another, at http" in capsys.readouterr().out
     (options,), (limits,) = opened, served
     assert (options.resident, options.max_models, options.max_rank) == (5, 6, 7)
-    assert options.served_name == "Qwen/Qwen3-8B"
+    assert (options.served_name, options.adapters) == ("Qwen/Qwen3-8B", ("mine=a/b", "c"))
     assert (options.teachers, options.teacher_weights) == (("some/teacher", "another"), "mxfp4")
     assert (limits.held, limits.max_models, limits.max_rank) == (500_000_000, 6, 7)
 

@@ -46,6 +46,11 @@ def add_serve(commands: Any) -> None:
         help="by which clients ask for the model; default: MODEL, and the folder where it lies",
     )  # fmt: skip
     sub.add_argument(
+        "--adapter", action="append", default=[], metavar="[NAME=]DIR",
+        help="folder of a LoRA adapter on the model, which clients sample from and go on training as "
+        "tinker://imported/weights/NAME; may be given again for more of them; default of NAME: the folder's",
+    )  # fmt: skip
+    sub.add_argument(
         "--teacher", action="append", default=[], metavar="MODEL",
         help="another model, which samples and scores for recipes of distillation and is not trained; may be "
         "given again for more of them",
@@ -143,6 +148,7 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
         BackendOptions(
             model=args.model,
             served_name=args.served_name,
+            adapters=tuple(args.adapter),
             teachers=tuple(args.teacher),
             teacher_weights=args.teacher_weights,
             folder=args.output_dir,
