@@ -183,10 +183,19 @@ def test_what_is_no_json_gets_a_sentence(client: Client):
     for limit in ("\u00b2", "9" * 5000):
         answer = client.http.get("/api/v1/checkpoints", params={"limit": limit})
         assert answer.status_code == 200 and answer.json()["cursor"]["limit"] == 100
-    for method, path in (("POST", "nowhere"), ("POST", "sessions/search"), ("GET", "asample"), ("PATCH", "")):
+    for method, path in (("POST", "nowhere"), ("GET", "asample"), ("PATCH", "")):
         answer = client.http.request(method, f"/api/v1/{path}")
         assert answer.status_code == 404
         assert f"This server has no {method} /api/v1/{path};" in answer.json()["detail"]
+    run = "training_runs/s:train:0/checkpoints/weights/a"
+    for method, path, told in (
+        ("POST", f"{run}/publish", "publishes nothing"), ("DELETE", f"{run}/publish", "publishes nothing"),
+        ("POST", "sessions/search", "list them"), ("PUT", "sessions/s/project", "display_name"),
+        ("GET", "sessions/s/trace_export", "no traces"), ("GET", "billing/usage/events", "no bills"),
+        ("GET", "auth/apikey/me", "export TINKER_API_KEY"), ("POST", "retrieve_futures", "retrieve_future."),
+    ):  # fmt: skip
+        answer = client.http.request(method, f"/api/v1/{path}")
+        assert answer.status_code == 404 and told in answer.json()["detail"]
     answer = client.raw("retrieve_future", request_id="gone")
     assert answer.status_code == 404 and "fetched long ago" in answer.json()["detail"]
     assert client.raw("retrieve_future", request_id="s:sample:0:1").status_code == 410

@@ -37,7 +37,7 @@ from qerl_serve.messages import read_forward_backward
 from qerl_serve.metrics import Metrics
 from qerl_serve.names import split_path
 from qerl_serve.samples import Samples
-from qerl_serve.service_routes import ServiceRoutes
+from qerl_serve.service_routes import METHODS, ServiceRoutes
 from qerl_serve.training import Training
 from qerl_serve.types import Reader
 
@@ -294,7 +294,7 @@ async def _nowhere(request: Request) -> Response:
     raise HTTPException(404, f"This server has no {asked}; docs/serve.md of QeRL says what it offers.")
 
 
-_ANY = Route("/{path:path}", _nowhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+_ANY = Route("/{path:path}", _nowhere, methods=METHODS)
 """After all others: what is nowhere."""
 
 
