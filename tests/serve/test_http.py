@@ -16,6 +16,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl_serve.checkpoints import EXPIRY_FILE
 from qerl_serve.gate import Gate
+from qerl_serve.owners import Keys
 from tests.support.http import Client, connected
 from tests.support.wire import BASE, KEY
 
@@ -74,7 +75,7 @@ def test_bodies_that_are_on_their_way_are_bounded_together(declared: bool):
     async def app(scope: Any, receive: Any, send: Any) -> None:
         order.append(f"{scope['client']} read {len((await receive())['body'])}")
 
-    gate = Gate(app, KEY, 6000, 6000, 10_000)
+    gate = Gate(app, Keys(KEY, {}), 6000, 6000, 10_000)
 
     async def upload(name: str, *pieces: int, ends: bool = True) -> None:
         left = list(pieces)
@@ -122,7 +123,7 @@ def through_the_gate(
 
     fields = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": path, "headers": fields}
-    asyncio.run(Gate(app, KEY, 20_000, 20_000, 20_000)(scope, receive, send))
+    asyncio.run(Gate(app, Keys(KEY, {}), 20_000, 20_000, 20_000)(scope, receive, send))
     return bodies, [state for state in states if state], len(waiting)
 
 

@@ -138,6 +138,7 @@ class ServiceRoutes:
         samplers = list(self._clients.samplers.values())
         return {
             "id": session.id,
+            "owner": session.owner,
             "sdk_version": session.sdk_version,
             "silent_seconds": round(time.monotonic() - session.seen),
             "models": [
