@@ -48,7 +48,7 @@ adapters: setup
 		$(PYTHON) -m venv .venv-$$name; \
 		$(BIN)/python $(SITE) > $$(.venv-$$name/bin/python $(SITE))/tests.pth; \
 		.venv-$$name/bin/pip install --quiet --editable ".[$$name]"; \
-		.venv-$$name/bin/python -m pytest tests/*/test_$$name.py; \
+		PATH="$(CURDIR)/.venv-$$name/bin:$$PATH" .venv-$$name/bin/python -m pytest tests/*/test_$$name.py; \
 	done
 
 # The client's versions that docs/serve.md names; `newest` is whatever is published, and what CI tries.

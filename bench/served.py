@@ -23,6 +23,7 @@ from qerl_serve.checkpoints import Store
 from qerl_serve.command import listen
 from qerl_serve.limits import Limits
 from qerl_serve.open import BackendOptions, make_backend, make_base
+from qerl_serve.owners import Keys
 from qerl_serve.server import Server
 from qerl_serve.types import ModelInfo
 from qerl_serve.worker import Worker
@@ -127,7 +128,7 @@ def serving(served: Served) -> Iterator[Serving]:
         )  # fmt: skip
         backend = make_backend(options, base, Store(options.folder, {"base": BASE}, {"model": BASE}))
         limits = Limits(served.positions, max_rank=served.rank, max_models=served.adapters)
-        server = Server(backend, limits, KEY)
+        server = Server(backend, limits, Keys(KEY, {}))
         thread = threading.Thread(target=server.run, args=(listening,), daemon=True)
         peak = Peak(device)
         thread.start()

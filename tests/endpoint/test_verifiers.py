@@ -2,20 +2,26 @@
 
 import itertools
 import shutil
+from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 pytest.importorskip("verifiers.v1", reason="needs the package verifiers")
 
 import verifiers.v1 as vf
 
-from tests.support.endpoint import check_logprobs, play, tiny_engine
+from qerl.environments.registry import get_environment
+from qerl.trainer.grpo import QeRLTrainer
+from qerl.user_code import load_object
+from tests.support.agents import SayingEngine
+from tests.support.endpoint import TOKENIZER, check_logprobs, play, tiny_engine, user
+from tests.support.tools import make_args, make_policy
+from tests.support.trainer import logged
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("uv") is None, reason="verifiers runs its harness by uv"),
-]
+pytestmark = pytest.mark.slow
 
+EXAMPLE = "docs/examples/verifiers_calculator.py:play"
 NUMBER = itertools.count()
 
 
@@ -30,6 +36,7 @@ class Letters(vf.Task[Letter]):
         return text.count(self.data.letter) / max(len(text), 1)
 
 
+@pytest.mark.skipif(shutil.which("uv") is None, reason="verifiers runs its harness by uv")
 def test_verifiers_plays_and_scores(monkeypatch):
     async def agent(endpoint, row):
         variable = f"QERL_TEST_KEY_{next(NUMBER)}"  # where verifiers looks for a key
@@ -58,3 +65,84 @@ def test_verifiers_plays_and_scores(monkeypatch):
         check_logprobs(engine.model, trajectory)
         text = "".join(each["content"] for each in trajectory.messages if each["role"] == "assistant")
         assert environment.reward == pytest.approx(text.count(row["letter"]) / max(len(text), 1))
+
+
+def test_the_example_plays_with_its_calculator_and_is_right_or_wrong():
+    said = {0: "12 + 5 =", 1: "12 - 5 ="}
+
+    def say(row, so_far):
+        if "user" not in so_far:  # the calculator has not spoken
+            return said[row.prompt_number]
+        return f"#### {17 if '17' in so_far else 'seven'}"
+
+    rows = [{"prompt": [user(text)], "answer": "17"} for text in ("Twelve and five?", "Five and twelve?")]
+    environments, found = play(
+        load_object(EXAMPLE, "agent"), rows, engine=SayingEngine(TOKENIZER, say), max_tokens=200
+    )
+    assert [environment.error for environment in environments] == [None, None]
+    assert [environment.reward for environment in environments] == [1.0, 0.0]
+    for trajectory, value in zip(found, ("17", "7"), strict=True):
+        assert trajectory.turns == 2 and not trajectory.forks
+        assert [each["content"] for each in trajectory.messages if each["role"] == "user"][-1] == value
+
+
+def test_a_run_is_trained_on_what_verifiers_played(tmp_path):
+    """The rewards are those of its traces, and the trained tokens those that were sampled, turn by turn."""
+    agent = tmp_path / "letters.py"
+    agent.write_text(LETTERS.format(folder=str(Path(EXAMPLE).parent.resolve())))
+    samples = []
+    trainer = QeRLTrainer(
+        make_policy(),
+        [],
+        make_args(tmp_path, max_completion_length=400, max_steps=2, beta=0.0),
+        Dataset.from_list([{"prompt": [user(text)], "answer": text} for text in ("ab", "cd", "ef")]),
+        processing_class=TOKENIZER,
+        environment_factory=get_environment(f"endpoint:{agent}:play", {"timeout": 200.0}),
+    )
+    train = trainer.rollouts.train
+
+    def kept(*args):
+        found = train(*args)
+        samples.append(found.samples)
+        return found
+
+    trainer.rollouts.train = kept
+    trainer.train()
+    trainer._conversations.__exit__()
+    rows = logged(trainer)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["loss"] != 0 and row["rollout/turns"] == 3
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
+    played = [float(line) for line in (tmp_path / "rewards.txt").read_text().split()]
+    trained = [sample.rewards[0] for step in samples for sample in step]
+    assert sorted(trained) == pytest.approx(sorted(played))
+    assert len(set(played)) > 3
+
+
+LETTERS = """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, "{folder}")
+import verifiers.v1 as vf
+import verifiers_calculator as example
+
+
+class Letters(vf.Task[example.Sum]):
+    @vf.reward
+    async def share(self, trace) -> float:
+        text = "".join(str(message.content) for message in trace.assistant_messages)
+        return text.count("e") / max(len(text), 1)
+
+
+example.Sums = Letters
+example.Calculator = type("Again", (), {{"respond": lambda self, text: "Again."}})
+
+
+async def play(endpoint, row):
+    reward = await example.play(endpoint, row)
+    with (Path(__file__).parent / "rewards.txt").open("a") as file:
+        print(reward, file=file)
+    return reward
+"""

@@ -13,7 +13,7 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 import qerl_serve.command as command
 from qerl.cli import main
 from qerl.errors import QeRLError
-from qerl_serve.gate import Gate
+from qerl_serve.owners import Keys, Owner
 from tests.support.families import MIXTURE, tiny
 from tests.support.models import make_tiny_tokenizer
 from tests.support.wire import BASE, KEY, FakeBackend, RunningServer
@@ -39,6 +39,10 @@ def test_mistakes_are_told_before_the_model_is_loaded(capsys, tmp_path):
     for name in ("tinker://x", "", "a b", "/models/x"):
         assert "as in Qwen/Qwen3-8B" in said(
             capsys, "some/model", "--port", "0", "--served_name", name, *folder
+        )
+    for adapters in (["nowhere"], ["x=nowhere"]):
+        assert "There is no nowhere/adapter_config.json" in said(
+            capsys, "some/model", "--port", "0", "--adapter", *adapters, *folder
         )
     assert "no effect without noise" in said(capsys, "some/model", "--noise_stages", "4", *folder)
     assert "no effect without a teacher" in said(capsys, "some/model", "--teacher_weights", "bf16", *folder)
@@ -104,16 +108,22 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr("qerl_serve.open.open_backend", open_backend)
     monkeypatch.setattr(
-        "qerl_serve.server.Server.run", lambda self, listening: served.append(self.clients.limits)
+        "qerl_serve.server.Server.run",
+        lambda self, listening: served.append((self.clients.limits, self.keys)),
     )
     words = ["--resident", "5", "--max_models", "6", "--max_rank", "7", "--held_gb", "0.5"]
-    words += ["--served_name", "Qwen/Qwen3-8B"]
+    words += ["--served_name", "Qwen/Qwen3-8B", "--adapter", "mine=a/b", "--adapter", "c"]
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("alice: {key: tml-of-alice-0123456789, share: 0.5}\n")
+    keys.chmod(0o600)
+    words += ["--keys", str(keys)]
     words += ["--teacher", "some/teacher", "--teacher", "another", "--teacher_weights", "mxfp4"]
     assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path), *words]) == 0
     assert f"Serving {BASE}, and to teach it some/teacher, another, at http" in capsys.readouterr().out
-    (options,), (limits,) = opened, served
+    (options,), ((limits, known),) = opened, served
+    assert known.owner(b"tml-of-alice-0123456789") == Owner("alice", 0.5)
     assert (options.resident, options.max_models, options.max_rank) == (5, 6, 7)
-    assert options.served_name == "Qwen/Qwen3-8B"
+    assert (options.served_name, options.adapters) == ("Qwen/Qwen3-8B", ("mine=a/b", "c"))
     assert (options.teachers, options.teacher_weights) == (("some/teacher", "another"), "mxfp4")
     assert (limits.held, limits.max_models, limits.max_rank) == (500_000_000, 6, 7)
 
@@ -155,7 +165,7 @@ def test_of_two_first_starts_one_key_stays(monkeypatch, tmp_path):
 
 def test_an_empty_key_lets_nobody_in():
     with pytest.raises(QeRLError, match="key is empty"):
-        Gate(lambda scope, receive, send: None, "", 1, 1, 1)
+        Keys("", {})
 
 
 def test_an_open_address_is_warned_of():

@@ -16,6 +16,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl_serve.checkpoints import EXPIRY_FILE
 from qerl_serve.gate import Gate
+from qerl_serve.owners import Keys
 from tests.support.http import Client, connected
 from tests.support.wire import BASE, KEY
 
@@ -74,7 +75,7 @@ def test_bodies_that_are_on_their_way_are_bounded_together(declared: bool):
     async def app(scope: Any, receive: Any, send: Any) -> None:
         order.append(f"{scope['client']} read {len((await receive())['body'])}")
 
-    gate = Gate(app, KEY, 6000, 6000, 10_000)
+    gate = Gate(app, Keys(KEY, {}), 6000, 6000, 10_000)
 
     async def upload(name: str, *pieces: int, ends: bool = True) -> None:
         left = list(pieces)
@@ -122,7 +123,7 @@ def through_the_gate(
 
     fields = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": path, "headers": fields}
-    asyncio.run(Gate(app, KEY, 20_000, 20_000, 20_000)(scope, receive, send))
+    asyncio.run(Gate(app, Keys(KEY, {}), 20_000, 20_000, 20_000)(scope, receive, send))
     return bodies, [state for state in states if state], len(waiting)
 
 
@@ -183,10 +184,19 @@ def test_what_is_no_json_gets_a_sentence(client: Client):
     for limit in ("\u00b2", "9" * 5000):
         answer = client.http.get("/api/v1/checkpoints", params={"limit": limit})
         assert answer.status_code == 200 and answer.json()["cursor"]["limit"] == 100
-    for method, path in (("POST", "nowhere"), ("POST", "sessions/search"), ("GET", "asample"), ("PATCH", "")):
+    for method, path in (("POST", "nowhere"), ("GET", "asample"), ("PATCH", "")):
         answer = client.http.request(method, f"/api/v1/{path}")
         assert answer.status_code == 404
         assert f"This server has no {method} /api/v1/{path};" in answer.json()["detail"]
+    run = "training_runs/s:train:0/checkpoints/weights/a"
+    for method, path, told in (
+        ("POST", f"{run}/publish", "publishes nothing"), ("DELETE", f"{run}/publish", "publishes nothing"),
+        ("POST", "sessions/search", "list them"), ("PUT", "sessions/s/project", "display_name"),
+        ("GET", "sessions/s/trace_export", "no traces"), ("GET", "billing/usage/events", "no bills"),
+        ("GET", "auth/apikey/me", "export TINKER_API_KEY"), ("POST", "retrieve_futures", "retrieve_future."),
+    ):  # fmt: skip
+        answer = client.http.request(method, f"/api/v1/{path}")
+        assert answer.status_code == 404 and told in answer.json()["detail"]
     answer = client.raw("retrieve_future", request_id="gone")
     assert answer.status_code == 404 and "fetched long ago" in answer.json()["detail"]
     assert client.raw("retrieve_future", request_id="s:sample:0:1").status_code == 410

@@ -18,11 +18,14 @@ os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from tinker import types
 
 from qerl.update.losses import Datum
+from qerl_serve.imported import read_imported, save_imported
 from qerl_serve.names import split_path
+from tests.serve.test_imported import made
 from tests.support import by_hand
 from tests.support.serve import small_model, tiny_backend
 
@@ -164,3 +167,25 @@ def test_a_step_is_the_one_that_torch_alone_makes(tmp_path, kind):
     print(f"{kind}: largest change {change:.3g}, largest difference {off:.2g}, {off / change:.1g} of it")
     assert change > 1e-3
     assert off < 1e-5 * change
+
+
+def test_a_client_goes_on_from_an_adapter_that_was_trained_elsewhere(tmp_path):
+    folder = made(tmp_path / "elsewhere", r=4)
+    backend = tiny_backend(tmp_path / "server")
+    path = save_imported(read_imported(f"mine={folder}", 16), backend._base, backend._store)
+    with torch.no_grad():
+        logits_TV = PeftModel.from_pretrained(small_model(), folder)(
+            input_ids=torch.tensor([TOKENS[0]])
+        ).logits[0]
+    expected = logits_TV.log_softmax(-1)[range(len(TOKENS[0]) - 1), TOKENS[0][1:]].tolist()
+    with RunningServer(backend, context=512) as server:
+        service = tinker.ServiceClient(base_url=server.url)
+        sampler = result(service.create_sampling_client(model_path=path))
+        scored = result(sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS[0])))
+        assert scored[1:] == pytest.approx(expected, abs=1e-5)
+        model = result(service.create_training_client_from_state(path))
+        assert model.get_info().lora_rank == 4
+        passed = model.forward(datums()[:1], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
+        assert passed == pytest.approx(expected, abs=1e-5)
+        losses = train(model, 3)
+        assert losses[-1] < losses[0]

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
 import torch
+from starlette.routing import Match
 from tinker import types
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what later versions will call otherwise
@@ -52,6 +54,22 @@ def datum(tokens: list[int], weights: list[float]) -> types.Datum:
         model_input=types.ModelInput.from_ints(tokens),
         loss_fn_inputs={"target_tokens": tokens, "weights": weights},
     )
+
+
+ROUTE = re.compile(r"""["'](?:/)?(api/v1/[^"' ]*)["']""")
+
+
+def test_every_route_of_the_client_is_answered_or_refused_by_name(server: RunningServer):
+    """A route that a newer client brings is found here, and not by its users."""
+    package = Path(tinker.__file__).parent
+    sources = [path.read_text() for path in package.rglob("*.py") if not path.stem.endswith("_test")]
+    asked = {route for source in sources for route in ROUTE.findall(source)}
+    known = [route for route in server.server.app.routes if route.path != "/{path:path}"]
+    assert len(asked) > 20
+    for path in asked:
+        named = re.sub(r"\{[^}]*checkpoint_id[^}]*\}", "weights/name", path)
+        scope = {"type": "http", "method": "GET", "path": "/" + re.sub(r"\{[^}]*\}", "x", named)}
+        assert any(route.matches(scope)[0] is not Match.NONE for route in known), path
 
 
 RENAMED = {"TopkLogprobs": "TopkPromptLogprobs", "length": "prompt_length"}

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from qerl.update.losses import Datum
 from qerl_serve import descriptors as wire
+from qerl_serve.owners import Keys, Owner
 from qerl_serve.server import Server
 from tests.support.wire import BASE, KEY, FakeBackend, limits
 
@@ -76,11 +77,13 @@ class Client:
 
 
 @contextlib.contextmanager
-def connected(folder: Path, backend: Any = None, **changes: float) -> Iterator[Client]:
+def connected(
+    folder: Path, backend: Any = None, owners: dict[str, Owner] | None = None, **changes: float
+) -> Iterator[Client]:
     """A client of a server that runs in this process, with these limits changed; by default its backend
     counts."""
     backend = FakeBackend(folder / "saved") if backend is None else backend
-    server = Server(backend, limits(**changes), KEY)
+    server = Server(backend, limits(**changes), Keys(KEY, owners or {}))
     server.start()
     with TestClient(server.app, headers={"X-API-Key": KEY}, raise_server_exceptions=False) as http:
         yield Client(http, server, backend)

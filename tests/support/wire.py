@@ -22,6 +22,7 @@ from qerl.update.losses import Datum, LossOutput
 from qerl_serve.command import listen
 from qerl_serve.limits import Limits
 from qerl_serve.names import SCHEME, split_path
+from qerl_serve.owners import Keys
 from qerl_serve.server import Server
 from qerl_serve.types import (
     AdamParams,
@@ -275,7 +276,7 @@ class RunningServer:
 
     def __init__(self, backend: Any, **changes: float) -> None:
         self.backend, self.ended = backend, None
-        self.server = Server(backend, limits(**changes), KEY)
+        self.server = Server(backend, limits(**changes), Keys(KEY, {}))
         self._socket = listen("127.0.0.1", 0)
         self.address = self._socket.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"

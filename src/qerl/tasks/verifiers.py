@@ -7,7 +7,8 @@ right.
 
 Given up: tasks that need a container, tool servers or a user who talks back, and rewards that read the
 machine on which an agent ran. verifiers runs such episodes by a program of its own, an agent that calls the
-model over HTTP; the engine of a training run serves no such calls. They are refused.
+model over HTTP; here they are refused, and played through the endpoint of a run instead
+(`qerl.agents.outside`, docs/examples/verifiers_calculator.py).
 """
 
 import asyncio
@@ -151,8 +152,8 @@ def _load(taskset: str, limit: int, config: dict[str, Any]) -> list[Any]:
     for task in tasks:
         if reason := _needs_more(task):
             raise QeRLError(
-                f"Task verifiers:{taskset} {reason}, which only verifiers' own episodes have; use a task set "
-                "whose problems are answered in one turn and judged by their text."
+                f"Task verifiers:{taskset} {reason}, which only verifiers' own episodes have; let "
+                "verifiers play them with environment: endpoint:PATH.py:function (docs/agents.md)."
             )
     return tasks
 

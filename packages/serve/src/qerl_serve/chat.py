@@ -12,7 +12,6 @@ on them are refused.
 """
 
 import asyncio
-import hmac
 import secrets
 import threading
 import uuid
@@ -29,13 +28,14 @@ from qerl.endpoint.history import History, Turn
 from qerl.endpoint.http import check_model
 from qerl.endpoint.reply import Choice, Outcome, Reply
 from qerl.rollout.engine import Completion
+from qerl_serve import owners
 from qerl_serve.clients import Clients
 from qerl_serve.futures import Answer, Busy, Failure, Future, TooLarge, failure_of
 from qerl_serve.requests import TOKEN_BYTES
 from qerl_serve.types import Backend, Reader, SampleRequest, SampleResult
 
 KEPT_TOKENS = 1_000_000
-"""Tokens of the conversations of one model that are kept; a token takes some 40 bytes."""
+"""Tokens of an owner's conversations with one model that are kept; a token takes some 40 bytes."""
 
 KEPT_POLICIES = 8
 """Policies of saved weights that stay open."""
@@ -61,30 +61,27 @@ class _Drawing:
 
 
 class ChatDesk:
-    """See `qerl.endpoint.http.Desk`.
+    """See `qerl.endpoint.http.Desk`; the gate has looked at the key.
 
     Args:
         clients: Queue and futures.
-        api_key: Of the server.
         reader: Reads and writes texts of the base.
     """
 
-    def __init__(self, clients: Clients, api_key: str, reader: Reader) -> None:
-        self._clients, self._key, self._reader = clients, api_key, reader
+    def __init__(self, clients: Clients, reader: Reader) -> None:
+        self._clients, self._reader = clients, reader
         self._templates = Templates(reader.tokenizer, None)
         self._bases = [base.name for base in clients.bases.values() if base.trainable]
         self._lock = threading.Lock()  # of the histories, which the worker writes to
-        self._histories: dict[str, History] = {}
+        self._histories: dict[tuple[str, str], History] = {}  # of an owner with a model
         self._open: OrderedDict[str, str] = OrderedDict()  # the backend's keys by source, the last used last
 
     async def models(self, key: str) -> Sequence[str]:
         """See `Desk.models`."""
-        self._check_key(key)
         return [*self._bases, *await self._saved()]
 
     async def ask(self, key: str, asked: Asked) -> Reply:
         """See `Desk.ask`; each request is drawn anew."""
-        self._check_key(key)
         source = await self._source(asked.model)
         reply = Reply(uuid.uuid4().hex, asked.n)
         if asked.n > self._clients.limits.num_samples:
@@ -92,7 +89,7 @@ class ChatDesk:
                 f"n is {asked.n}; this server draws {self._clients.limits.num_samples}.", param="n"
             )
         with self._lock:
-            history = self._histories.setdefault(source, History(KEPT_TOKENS))
+            history = self._histories.setdefault((owners.now().name, source), History(KEPT_TOKENS))
             # Texts and ids are what a client has whole; only messages stand for other tokens than they say.
             place = self._templates.place(asked, history if asked.is_chat else History())
             turns = [history.begin(place) for _ in range(asked.n)]
@@ -111,14 +108,6 @@ class ChatDesk:
     def left(self, reply: Reply) -> None:
         """See `Desk.left`; what nobody waits for is not finished."""
         reply.wanted = False
-
-    def _check_key(self, key: str) -> None:
-        if not hmac.compare_digest(key.encode(), self._key.encode()):
-            raise ApiError(
-                "The API key is not this server's; export OPENAI_API_KEY as `qerl serve` printed it.",
-                401,
-                code="invalid_api_key",
-            )
 
     async def _source(self, name: str) -> str:
         """What the backend knows the model of a name by.

@@ -24,6 +24,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import BaseRoute, Route
 
 from qerl.errors import QeRLError
+from qerl_serve import owners
 from qerl_serve.clients import Clients
 from qerl_serve.names import SCHEME, split_path
 from qerl_serve.requests import Ttl, read
@@ -98,10 +99,12 @@ class CheckpointRoutes:
         """Live models and models with saved weights, by id; the live ones first."""
         saved = await self._saved()
         runs = {}
-        for model in list(self._clients.models.values()):
-            if model.info is not None:
+        for model_id in list(self._clients.models):
+            model = self._clients.model(model_id)
+            if model is not None and model.info is not None:
                 mine = [item for item in saved if split_path(item.path)[0] == model.id]
-                runs[model.id] = _described_run(model.id, model.info, model.used, mine, model.notes)
+                owner = self._clients.owner_of(model.id)
+                runs[model.id] = _described_run(model.id, owner, model.info, model.used, mine, model.notes)
         for checkpoint in saved:
             run = split_path(checkpoint.path)[0]
             if run not in runs:
@@ -110,14 +113,31 @@ class CheckpointRoutes:
                 except (HTTPException, QeRLError):  # it was deleted since it was listed, or is damaged
                     continue
                 mine = [item for item in saved if split_path(item.path)[0] == run]
-                runs[run] = _described_run(run, info, checkpoint.time, mine, checkpoint.notes.run)
+                notes = checkpoint.notes
+                runs[run] = _described_run(run, notes.owner, info, checkpoint.time, mine, notes.run)
         return runs
 
+    async def _check_owner(self, request: Request) -> None:
+        """Refuse to change what is another owner's; what is damaged is nobody's.
+
+        Raises:
+            HTTPException: 403, it is; 404, there is nothing.
+        """
+        try:
+            saved = await self._checkpoint(request)
+        except QeRLError:
+            return
+        if not owners.now().may(saved.notes.owner):
+            whose = saved.notes.owner or "the server"
+            raise HTTPException(403, f"{saved.path} belongs to {whose}, who alone may change it.")
+
     async def _delete(self, request: Request) -> Response:
+        await self._check_owner(request)
         await self._call(methodcaller("delete_checkpoint", _path(request)))
         return Response(status_code=204)
 
     async def _ttl(self, request: Request) -> Response:
+        await self._check_owner(request)
         expires = read(Ttl, await request.body()).expires()
         await self._call(methodcaller("expire_checkpoint", _path(request), expires))
         return Response(status_code=204)
@@ -201,13 +221,18 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _described_run(
-    run: str, info: WeightsInfo, used: float, saved: Sequence[Checkpoint], notes: Mapping[str, str]
+    run: str,
+    owner: str,
+    info: WeightsInfo,
+    used: float,
+    saved: Sequence[Checkpoint],
+    notes: Mapping[str, str],
 ) -> dict[str, Any]:
     last = {split_path(item.path)[1]: _described(item) for item in reversed(saved)}
     return {
         "training_run_id": run,
         "base_model": info.base_model,
-        "model_owner": "local",
+        "model_owner": owner or "local",
         "is_lora": True,
         "lora_rank": info.lora_rank,
         "last_request_time": _date(used),

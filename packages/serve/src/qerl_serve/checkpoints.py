@@ -273,6 +273,7 @@ class Store:
             "steps": adapter.steps,
             "run_notes": dict(notes.run),
             "notes": dict(notes.own),
+            "owner": notes.owner,
         }
         (part / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
         (part / POLICY_FILE).write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
@@ -359,7 +360,8 @@ def _described(path: str, folder: Path) -> Checkpoint:
         state = read_json(folder / STATE_FILE)
     except QeRLError:  # it is damaged
         state = {}
-    notes = Notes(state.get("run_notes") or {}, state.get("notes") or {}, _read_expiry(folder))
+    owner = str(state.get("owner") or "")
+    notes = Notes(state.get("run_notes") or {}, state.get("notes") or {}, _read_expiry(folder), owner)
     size = sum(file.stat().st_size for file in folder.iterdir())
     return Checkpoint(path, folder, size, (folder / MANIFEST_FILE).stat().st_mtime, notes)
 

@@ -16,6 +16,7 @@ from operator import methodcaller
 from typing import Any
 
 from qerl.errors import QeRLError
+from qerl_serve import owners
 from qerl_serve.futures import Busy, Failure, Future, Futures
 from qerl_serve.limits import Limits
 from qerl_serve.names import check_id
@@ -30,9 +31,10 @@ EXPIRY_S = 60.0
 
 @dataclass(eq=False)
 class Session:
-    """One client, with its description of itself."""
+    """One client of an owner, with its description of itself."""
 
     id: str
+    owner: str
     sdk_version: str
     seen: float
     began: float
@@ -106,22 +108,54 @@ class Clients:
     ) -> str:
         """A new session's id."""
         session = Session(
-            uuid.uuid4().hex, sdk_version[:40], time.monotonic(), time.time(), display_name, notes or {}
+            uuid.uuid4().hex,
+            owners.now().name,
+            sdk_version[:40],
+            time.monotonic(),
+            time.time(),
+            display_name,
+            notes or {},
         )
         with self.lock:
             self.sessions[session.id] = session
         logger.info("Session %s began (client version %r).", session.id, session.sdk_version)
         return session.id
 
+    def session(self, session_id: str) -> Session | None:
+        """A session, if it is there and whoever asks may know."""
+        found = self.sessions.get(session_id)
+        return found if found is not None and owners.now().may(found.owner) else None
+
+    def model(self, model_id: str) -> Model | None:
+        """A model, if it is there and whoever asks may know."""
+        found = self.models.get(model_id)
+        return found if found is not None and self.session(found.session_id) is not None else None
+
+    def sampler(self, sampler_id: str) -> Sampler | None:
+        """A sampler, if it is there and whoever asks may know."""
+        found = self.samplers.get(sampler_id)
+        return found if found is not None and self.session(found.session_id) is not None else None
+
+    def owner_of(self, model_id: str) -> str:
+        """The name of a model's owner; empty once it is gone."""
+        model = self.models.get(model_id)
+        session = None if model is None else self.sessions.get(model.session_id)
+        return "" if session is None else session.owner
+
     def heartbeat(self, session_id: str) -> bool:
-        """Note that a client lives; False if the session is unknown."""
-        session = self.sessions.get(session_id)
+        """Note that a client lives; False if the session is unknown, or another owner's."""
+        session = self.session(session_id)
         if session is not None:
             session.seen = time.monotonic()
         return session is not None
 
-    def finish(self, session_id: str, reason: str = "its client ended it") -> None:
-        """End a session, if it is known, and drop all that it has."""
+    def finish(self, session_id: str) -> None:
+        """End a session on its client's request, if it is known."""
+        if self.session(session_id) is not None:
+            self._finish(session_id, "its client ended it")
+
+    def _finish(self, session_id: str, reason: str) -> None:
+        """End a session, if it is there, and drop all that it has."""
         with self.lock:
             if self.sessions.pop(session_id, None) is None:
                 return
@@ -142,26 +176,41 @@ class Clients:
         self.futures.end(session_id, Failure(f"The session of this request ended: {reason}.", "user"))
 
     def make_room(self, session_id: str) -> None:
-        """Make room for one more model of a session: if the server is full, the client with the longest
-        silence is taken for dead already after `Limits.gone_s`.
+        """Make room for one more model of a session: if its owner's share or the server is full, the client
+        with the longest silence is taken for dead already after `Limits.gone_s`.
 
         Raises:
             Busy: All other clients with models live; some will end.
             QeRLError: The session itself has all models.
         """
+        owner, most = owners.now(), self.limits.max_models
+        share = max(1, int(owner.share * most))
+        if owner.share < 1:
+            full = f"{owner.name} has {share} models, their share of the {most} of this server"
+            self._make_room(session_id, share, full, owner.name)
+        self._make_room(
+            session_id, most, f"The server holds {most} models, its limit (`qerl serve --max_models`)"
+        )
+
+    def _make_room(self, session_id: str, most: int, full: str, owner: str | None = None) -> None:
+        """Make room among the models of an owner; of all where that is None."""
         with self.lock:
-            if len(self.models) < self.limits.max_models:
+            counted = {
+                model.session_id: session.owner
+                for model in self.models.values()
+                if (session := self.sessions.get(model.session_id)) is not None
+            }
+            among = {id_ for id_, whose in counted.items() if owner in (None, whose)}
+            if sum(model.session_id in among for model in self.models.values()) < most:
                 return
-            holders = {model.session_id for model in self.models.values()} & self.sessions.keys()
-            others = holders - {session_id}
-            full = f"The server holds {len(self.models)} models, its limit (`qerl serve --max_models`)"
+            others = among - {session_id}
             if not others:
                 raise QeRLError(f"{full}, all of them yours; unload one, or start it with more.")
             now = time.monotonic()
             silent, longest = max((now - self.sessions[other].seen, other) for other in others)
             if silent < self.limits.gone_s:
                 raise Busy(f"{full}, and the clients of all of them live; try again once one has ended.")
-            self.finish(
+            self._finish(
                 longest, f"its client was silent for {silent:.0f} seconds, and another needed the room"
             )
 
@@ -170,7 +219,7 @@ class Clients:
         now = time.monotonic()
         for session in list(self.sessions.values()):
             if now - session.seen > self.limits.silence_s:
-                self.finish(session.id, f"its client was silent for {self.limits.silence_s:.0f} seconds")
+                self._finish(session.id, f"its client was silent for {self.limits.silence_s:.0f} seconds")
         self.futures.sweep(now)
         if now - self._looked_for_expired > EXPIRY_S:
             self._looked_for_expired = now
@@ -216,7 +265,7 @@ class Clients:
         Raises:
             QeRLError: There is no such model, or it is still being made.
         """
-        model = self.models.get(check_id(model_id, "model_id"))
+        model = self.model(check_id(model_id, "model_id"))
         if model is None:
             raise QeRLError(unknown("model", model_id))
         if model.info is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.errors import QeRLError
 from qerl.settings.words import add_command, number_from
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUNDINGS
+from qerl_serve.owners import KEY_LENGTH, KEY_START, Keys, may_be_key, read_keys
 
 if TYPE_CHECKING:
     from qerl.noise.schedule import NoiseSchedule
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 
 KEY_FILE = "api_key"
 KEY_VARIABLE = "QERL_API_KEY"
-KEY_START = "tml-"
-"""Clients refuse keys that begin otherwise."""
-KEY_LENGTH = 20
-"""A shorter key may be guessed: whoever has a link to a download, which it signs, can try them all."""
 
 _TEXT = """\
 Serve MODEL to clients of the Tinker API: they sample, compute losses and train LoRA adapters, many at once,
@@ -44,6 +41,11 @@ def add_serve(commands: Any) -> None:
     sub.add_argument(
         "--served_name", metavar="NAME",
         help="by which clients ask for the model; default: MODEL, and the folder where it lies",
+    )  # fmt: skip
+    sub.add_argument(
+        "--adapter", action="append", default=[], metavar="[NAME=]DIR",
+        help="folder of a LoRA adapter on the model, which clients sample from and go on training as "
+        "tinker://imported/weights/NAME; may be given again for more of them; default of NAME: the folder's",
     )  # fmt: skip
     sub.add_argument(
         "--teacher", action="append", default=[], metavar="MODEL",
@@ -63,6 +65,11 @@ def add_serve(commands: Any) -> None:
         help=f"begins with {KEY_START} and has {KEY_LENGTH} characters or more; default: the environment's "
         f"{KEY_VARIABLE}, which other users of this machine cannot read, else one of its own, kept in "
         f"DIR/{KEY_FILE}",
+    )  # fmt: skip
+    sub.add_argument(
+        "--keys", type=Path, metavar="FILE",
+        help="further keys, each with its owner and a share of the limits, as docs/serve.md describes; "
+        "default: the server's own alone",
     )  # fmt: skip
     sub.add_argument(
         "--output_dir", type=Path, default=Path("runs/serve"), metavar="DIR",
@@ -132,8 +139,9 @@ def _serve(args: argparse.Namespace) -> None:
     noise = _noise(args)
     with listen(args.host, args.port) as listening:
         api_key = _own_key(args)
+        keys = Keys(api_key, {} if args.keys is None else read_keys(args.keys))
         backend = _open(args, noise)
-        _run(args, backend, api_key, listening)
+        _run(args, backend, keys, listening)
 
 
 def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
@@ -143,6 +151,7 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
         BackendOptions(
             model=args.model,
             served_name=args.served_name,
+            adapters=tuple(args.adapter),
             teachers=tuple(args.teacher),
             teacher_weights=args.teacher_weights,
             folder=args.output_dir,
@@ -180,7 +189,7 @@ def _noise(args: argparse.Namespace) -> "NoiseSchedule | None":
     )
 
 
-def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: socket.socket) -> None:
+def _run(args: argparse.Namespace, backend: "Backend", keys: Keys, listening: socket.socket) -> None:
     from qerl_serve.connections import room_for_connections
     from qerl_serve.limits import Limits
     from qerl_serve.server import Server
@@ -194,12 +203,12 @@ def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: 
         held=int(args.held_gb * 1e9),
     )
     # A stream that is no terminal is often a log, which others can read.
-    shown = api_key if args.console.file.isatty() else _where_key_is(args)
+    shown = keys.own if args.console.file.isatty() else _where_key_is(args)
     args.console.print(
         greeting(base.name, args.host, listening.getsockname()[1], shown, args.output_dir, args.teacher),
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
-    Server(backend, limits, api_key).run(listening)
+    Server(backend, limits, keys).run(listening)
 
 
 def greeting(
@@ -279,7 +288,7 @@ def _own_key(args: argparse.Namespace) -> str:
     given = _given_key(args)
     if given is not None:
         where, key = given
-        if not _may_be_key(key):
+        if not may_be_key(key):
             raise QeRLError(
                 f"{where} must begin with {KEY_START}, as clients demand, and have at least {KEY_LENGTH} "
                 "characters; without it the server makes a key of its own."
@@ -289,16 +298,12 @@ def _own_key(args: argparse.Namespace) -> str:
     if not path.exists():
         _write_key(path)
     key = path.read_text().strip()
-    if not _may_be_key(key):
+    if not may_be_key(key):
         raise QeRLError(
             f"{path} holds no key: one begins with {KEY_START} and has at least {KEY_LENGTH} characters. "
             "Delete the file, and a new key is made."
         )
     return key
-
-
-def _may_be_key(key: str) -> bool:
-    return key.startswith(KEY_START) and len(key) >= KEY_LENGTH
 
 
 def _where_key_is(args: argparse.Namespace) -> str:

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from qerl.errors import QeRLError
+from qerl_serve import owners
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Future:
         kind: Of the request, as `forward_backward`.
         session_id: The session that it ends with.
         told: Called when a client has fetched a failure.
+        owner: Whose request it is.
         bytes: Of the request while it waits, of the result once it is there.
         outcome: The result, None while there is none.
         settled, fetched: Times of the result and of its first fetch, in seconds of `time.monotonic`.
@@ -73,6 +75,7 @@ class Future:
     session_id: str
     told: Callable[[], None] | None = None
     bytes: int = 0
+    owner: str = field(default_factory=lambda: owners.now().name)
     outcome: Answer | Failure | None = None
     settled: float | None = None
     fetched: float | None = None
@@ -160,10 +163,11 @@ class Futures:
             TooLarge: It alone exceeds the bytes of all.
             Busy: There are too many, or with it they are too large.
         """
-        if future.bytes > self._max_bytes:
+        share = owners.now().share
+        if future.bytes > (most := share * self._max_bytes):
             raise TooLarge(
-                f"The request takes {future.bytes} bytes, and this server holds {self._max_bytes} of all "
-                "requests together (`qerl serve --held_gb`); send less at a time."
+                f"The request takes {future.bytes} bytes, and this server holds {most:.0f} of your requests "
+                "together (`qerl serve --held_gb`); send less at a time."
             )
         with self._lock:
             if len(self._futures) >= self._max_count:
@@ -171,6 +175,8 @@ class Futures:
                     f"The server has {len(self._futures)} requests that wait or were not fetched, its limit; "
                     "fetch results before you send more."
                 )
+            if share < 1:
+                self._check_share(future, share, awaited)
             if self._bytes + future.bytes > self._max_bytes:
                 self._make_room(future.bytes, awaited)
             kept = self._futures.setdefault(future.request_id, future)
@@ -215,6 +221,26 @@ class Futures:
             if self._futures.get(future.request_id) is future:
                 self._bytes += size - future.bytes
                 future.bytes = size
+
+    def _check_share(self, future: Future, share: float, awaited: bool) -> None:
+        """Refuse a request with which its owner has too much; results that have arrived do not count, and
+        beside one that others wait for no requests do.
+
+        Raises:
+            Busy: They have.
+        """
+        until = time.monotonic() - ARRIVED_S
+        mine = [
+            each
+            for each in self._futures.values()
+            if each.owner == future.owner and not (each.fetched and each.fetched < until)
+        ]
+        size = sum(each.bytes for each in mine if not awaited or each.settled is not None)
+        if len(mine) >= share * self._max_count or size + future.bytes > share * self._max_bytes:
+            raise Busy(
+                f"{future.owner} has {len(mine)} requests that wait and results, of {size} bytes, and with "
+                f"this one more than a share of {share:g} of what this server holds; wait a little."
+            )
 
     def _make_room(self, size: int, awaited: bool) -> None:
         """Forget results that have arrived, the first fetched first, until this number of bytes fits.

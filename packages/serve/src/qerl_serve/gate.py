@@ -1,4 +1,4 @@
-"""The checks before all routes: the key, and the size of a body.
+"""The checks before all routes: the key, which says whose a request is, and the size of a body.
 
 A body is read whole before a route sees it, so an unfinished one is not run. While it comes it counts among
 the bodies that come, and beside too many of them it is refused, to be sent again. (Waiting requests are
@@ -6,7 +6,6 @@ counted elsewhere, since a body that comes may be the one that they wait for.) A
 than a prompt of the whole context, because it is parsed in the thread that answers all clients.
 """
 
-import hmac
 import re
 from typing import Any
 
@@ -15,7 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qerl.endpoint.bodies import ApiError
 from qerl.endpoint.http import PREFIX
-from qerl.errors import QeRLError
+from qerl_serve import owners
+from qerl_serve.owners import Keys
 
 OPEN = ("/metrics", "/api/v1/healthz", "/api/v1/download/")
 """Paths that need no key; downloads are signed instead."""
@@ -41,19 +41,14 @@ class Gate:
 
     Args:
         app: The application behind it.
-        api_key: Expected key.
+        keys: One of which is expected.
         max_tensors: Bytes of a body of tensors.
         max_json: Bytes of any other.
         max_coming: Bytes of all incoming bodies together.
-
-    Raises:
-        QeRLError: The key is empty, which would let everyone in.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str, max_tensors: int, max_json: int, max_coming: int) -> None:
-        if not api_key:
-            raise QeRLError("The server's key is empty; give it one that begins with tml-.")
-        self._app, self._api_key = app, api_key.encode()
+    def __init__(self, app: ASGIApp, keys: Keys, max_tensors: int, max_json: int, max_coming: int) -> None:
+        self._app, self._keys = app, keys
         self._max_tensors, self._max_json, self._max_coming = max_tensors, max_json, max_coming
         self._coming = 0
 
@@ -65,7 +60,7 @@ class Gate:
         maximum = self._max_tensors if scope["path"] == TENSORS else self._max_json
         if scope["path"].startswith(OPEN):
             body: bytes | None = b""  # no open path reads one
-        elif not hmac.compare_digest(_key_of(scope["path"], headers), self._api_key):
+        elif (owner := self._keys.owner(_key_of(scope["path"], headers))) is None:
             name = "OPENAI_API_KEY" if scope["path"].startswith(PREFIX) else "TINKER_API_KEY"
             await _refuse(
                 401,
@@ -74,6 +69,7 @@ class Gate:
             )  # fmt: skip
             return
         else:
+            owners.enter(owner)
             try:
                 body = await self._body(headers, receive, maximum)
             except _CutOffError:

@@ -5,9 +5,9 @@ A request that takes the model is answered at once with the id of a future, by w
 as soon as there is a result, or says after half a minute to ask again. Refusals are JSON with one sentence
 under `detail`.
 
-Every route but /metrics, healthz and signed downloads asks for the server's key, in the header X-API-Key or
-as OpenAI's clients send it, so neither another user of this machine nor a page in a browser can use a server
-that listens locally.
+Every route but /metrics, healthz and signed downloads asks for a key (`qerl_serve.owners`), in the header
+X-API-Key or as OpenAI's clients send it, so neither another user of this machine nor a page in a browser can
+use a server that listens locally.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from starlette.routing import BaseRoute, Route
 from qerl.endpoint import http as chat
 from qerl.endpoint.bodies import ApiError
 from qerl.errors import QeRLError
-from qerl_serve import requests
+from qerl_serve import owners, requests
 from qerl_serve.chat import ChatDesk
 from qerl_serve.checkpoint_routes import CheckpointRoutes
 from qerl_serve.clients import Clients
@@ -36,8 +36,9 @@ from qerl_serve.gate import Gate
 from qerl_serve.messages import read_forward_backward
 from qerl_serve.metrics import Metrics
 from qerl_serve.names import split_path
+from qerl_serve.owners import Keys
 from qerl_serve.samples import Samples
-from qerl_serve.service_routes import ServiceRoutes
+from qerl_serve.service_routes import METHODS, ServiceRoutes
 from qerl_serve.training import Training
 from qerl_serve.types import Reader
 
@@ -55,7 +56,7 @@ class Api:
     Args:
         clients: Records, queue and futures.
         metrics: For /metrics.
-        api_key: Expected value of X-API-Key.
+        keys: One of which requests have.
         works: True while the worker runs, without which no request is ever answered.
         reader: For OpenAI's routes, which are there where it is.
     """
@@ -64,25 +65,25 @@ class Api:
         self,
         clients: Clients,
         metrics: Metrics,
-        api_key: str,
+        keys: Keys,
         works: Callable[[], bool],
         reader: Reader | None,
     ) -> None:
-        self._clients, self._api_key = clients, api_key
+        self._clients, self._keys = clients, keys
         self._samples = Samples(clients)
         self._training = Training(clients, self._samples)
         self._service = ServiceRoutes(clients, metrics, works)
-        self._checkpoints = CheckpointRoutes(clients, api_key)
+        self._checkpoints = CheckpointRoutes(clients, keys.own)
         self._chat: list[BaseRoute] = []
         if reader is not None:
-            self._chat = chat.Routes(ChatDesk(clients, api_key, reader), rewarded=False).routes()
+            self._chat = chat.Routes(ChatDesk(clients, reader), rewarded=False).routes()
 
     def app(self) -> Starlette:
         """The application."""
         limits, bases = self._clients.limits, self._clients.bases.values()
         gate = Middleware(
             Gate,
-            api_key=self._api_key,
+            keys=self._keys,
             max_tensors=limits.body,
             max_json=limits.json(max(base.max_context_length for base in bases)),
             max_coming=max(limits.held, limits.body),
@@ -181,11 +182,12 @@ class Api:
         return Response(status_code=204)
 
     async def _sessions(self, _: Request) -> Response:
-        return JSONResponse({"sessions": list(self._clients.sessions)})
+        ids = [id_ for id_ in list(self._clients.sessions) if self._clients.session(id_) is not None]
+        return JSONResponse({"sessions": ids})
 
     async def _session(self, request: Request) -> Response:
         session_id = request.path_params["session_id"]
-        session = self._clients.sessions.get(session_id)
+        session = self._clients.session(session_id)
         if session is None:
             raise HTTPException(404, f"This server knows no session {session_id}.")
         models, samplers = list(self._clients.models.values()), list(self._clients.samplers.values())
@@ -226,7 +228,7 @@ class Api:
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def _sampler(self, request: Request) -> Response:
-        sampler = self._clients.samplers.get(request.path_params["sampler_id"])
+        sampler = self._clients.sampler(request.path_params["sampler_id"])
         if sampler is None:
             raise HTTPException(404, f"This server knows no sampler {request.path_params['sampler_id']}.")
         return JSONResponse(
@@ -247,7 +249,7 @@ class Api:
     async def _retrieve(self, request: Request) -> Response:
         request_id = requests.read(requests.Retrieve, await request.body()).request_id
         future = self._clients.futures.get(request_id)
-        if future is None:
+        if future is None or not owners.now().may(future.owner):
             # A client sends a request for samples again after 410; others are not for repeating.
             raise HTTPException(
                 410 if ":sample:" in request_id else 404,
@@ -267,7 +269,7 @@ class Api:
         """Give up samples; other requests are not given up, because those after them wait for them."""
         request_id = requests.read(requests.Retrieve, await request.body()).request_id
         future = self._clients.futures.get(request_id)
-        if future is not None and future.kind == "sample":
+        if future is not None and future.kind == "sample" and owners.now().may(future.owner):
             future.settle(Failure("Its client has cancelled this request.", "user"))
             future.fetch()  # nobody else will
         return Response(status_code=204)
@@ -294,7 +296,7 @@ async def _nowhere(request: Request) -> Response:
     raise HTTPException(404, f"This server has no {asked}; docs/serve.md of QeRL says what it offers.")
 
 
-_ANY = Route("/{path:path}", _nowhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+_ANY = Route("/{path:path}", _nowhere, methods=METHODS)
 """After all others: what is nowhere."""
 
 

@@ -6,6 +6,7 @@ since the engines take what is left for keys and values by turns.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from qerl_serve.adapters import Adapters
 from qerl_serve.backend import ModelBackend
 from qerl_serve.bases import Base
 from qerl_serve.checkpoints import Store
+from qerl_serve.imported import read_imported, save_imported
 from qerl_serve.seats import Seats
 from qerl_serve.types import ModelInfo
 
@@ -49,6 +51,7 @@ class BackendOptions:
         model: Hub id, local folder or .gguf file.
         folder: Of saved weights.
         served_name: The clients' name for the model; None stands for its own names.
+        adapters: Folders of adapters to begin with, each as DIR or NAME=DIR.
         teachers: Models beside it that are sampled from and score, each by its own names.
         teacher_weights: Format of those; None as for `weights`.
         weights, rounding, dtype: As for `qerl eval`; None takes those of a packed checkpoint, else nvfp4.
@@ -69,6 +72,7 @@ class BackendOptions:
     model: str
     folder: Path
     served_name: str | None = None
+    adapters: tuple[str, ...] = ()
     teachers: tuple[str, ...] = ()
     teacher_weights: WeightFormatName | None = None
     weights: WeightFormatName | None = None
@@ -104,6 +108,9 @@ def open_backend(options: BackendOptions) -> ModelBackend:
     Raises:
         QeRLError: A model cannot be loaded, or an option is impossible on this machine.
     """
+    imported = [read_imported(word, options.max_rank) for word in options.adapters]
+    if twice := [name for name, count in Counter(each.name for each in imported).items() if count > 1]:
+        raise QeRLError(f"Two adapters have the name {twice[0]}; give names with --adapter NAME=DIR.")
     student = _loading(options, options.model, options.weights)
     teachers = [_loading(options, name, options.teacher_weights) for name in options.teachers]
     _check_names(student, teachers, options.served_name)
@@ -117,7 +124,10 @@ def open_backend(options: BackendOptions) -> ModelBackend:
     settings = {"model": options.model, "weights": student.weights, "tuning": "lora"}
     if student.rounding is not None:
         facts["rounding"] = settings["rounding"] = student.rounding
-    return make_backend(options, base, Store(options.folder, facts, settings), beside)
+    store = Store(options.folder, facts, settings)
+    for each in imported:
+        save_imported(each, base, store)
+    return make_backend(options, base, store, beside)
 
 
 def make_base(

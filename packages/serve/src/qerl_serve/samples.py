@@ -97,7 +97,7 @@ class Samples:
         count = min(max(body.num_samples, 0), clients.limits.num_samples)
         sequences = [f"{request_id}:{number}" for number in range(count)]
         with clients.lock:
-            sampler = clients.samplers.get(sampler_id)
+            sampler = clients.sampler(sampler_id)
             if sampler is None:
                 return clients.refused("sample", "", self._unknown(sampler_id)), sequences
             clients.heartbeat(sampler.session_id)

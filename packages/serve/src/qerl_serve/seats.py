@@ -70,12 +70,13 @@ class Seats:
     Attributes:
         model: The base with its seats, for the engine and the update.
         max_rank: The largest rank of an adapter.
+        targets: Last names of the linears that adapters can have, by the field of a shape that asks for them.
         every_n_layers: Every n-th layer is computed again for backward at present; 0 if none ever was, as on
             a CPU.
     """
 
     def __init__(self, base: PreTrainedModel, max_rank: int) -> None:
-        self._targets = _targets(base)
+        self.targets = _targets(base)
         self.max_rank = max_rank
         self.every_n_layers = 0
         self.model: PeftModel = adapt(base, self._config(Shape(max_rank)))
@@ -174,7 +175,7 @@ class Seats:
                 "or start the server with a larger --max_rank."
             )
         names = [
-            name for kind, names in self._targets.items() if getattr(shape, kind) for name in sorted(names)
+            name for kind, names in self.targets.items() if getattr(shape, kind) for name in sorted(names)
         ]
         if not names:
             raise QeRLError(

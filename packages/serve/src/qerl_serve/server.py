@@ -13,6 +13,7 @@ from qerl_serve.futures import Failure
 from qerl_serve.http import Api
 from qerl_serve.limits import Limits
 from qerl_serve.metrics import Metrics
+from qerl_serve.owners import Keys
 from qerl_serve.types import Backend
 from qerl_serve.worker import Worker
 
@@ -25,22 +26,24 @@ class Server:
     Args:
         backend: The model; from now on only the worker touches it.
         limits: Of clients.
-        api_key: Expected of clients; it begins with `tml-`, as clients demand.
+        keys: Of which clients have one; they begin with `tml-`, as clients demand.
 
     Attributes:
+        keys: As given.
         app: The ASGI application.
         clients: Their records.
         worker: The thread in which the backend runs, once `start` was called.
     """
 
-    def __init__(self, backend: Backend, limits: Limits, api_key: str) -> None:
+    def __init__(self, backend: Backend, limits: Limits, keys: Keys) -> None:
+        self.keys = keys
         self.metrics = Metrics()
         self.clients = Clients(backend.models, limits)
         self.worker = Worker(self.clients.queue, backend, self.metrics)
         self.worker.on_break = lambda why: self._end(Failure(why, "server"))
         self.metrics.watch(lambda: {**self.clients.gauges(), **self.worker.gauges})
         self.app: Starlette = Api(
-            self.clients, self.metrics, api_key, self.worker.is_alive, backend.reader
+            self.clients, self.metrics, keys, self.worker.is_alive, backend.reader
         ).app()
         self._http: _Http | None = None
 

@@ -4,7 +4,7 @@ New behaviours of clients are switched by flags that the server sends, of which 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -27,8 +27,38 @@ FLAGS = {
 }
 """Behaviours of clients that their server decides; those that are not named here are off unless asked for."""
 
+_NO_PROJECTS = "This server has no projects"
+_NO_ACCOUNTS = "This server has no accounts"
+_ASKED_FOR = "Clients ask for this where a server says so in client/config, which this one does not"
+REFUSED = {
+    "training_runs/{run}/checkpoints/{kind}/{name}/publish": "This server publishes nothing: save with "
+    "save_weights_external, and give others the files behind its links.",
+    "copy_weights": f"{_NO_PROJECTS} to copy weights into: load them by their path, which all clients can.",
+    "sessions/search": "This server does not search sessions: list them, and ask for each by its id.",
+    "sessions/{session_id}/project": f"{_NO_PROJECTS}: give the session a display_name or user_metadata.",
+    "sessions/{session_id}/trace_export": "This server keeps no traces: /metrics counts requests.",
+    "audit": f"{_NO_ACCOUNTS} and no log of who did what: `qerl serve --status` shows who is there.",
+    "billing/{rest:path}": f"{_NO_ACCOUNTS} and no bills: the list of checkpoints has their sizes.",
+    "auth/{rest:path}": f"{_NO_ACCOUNTS} to log in to: export TINKER_API_KEY as `qerl serve` printed it.",
+    "create_custom_loss": "This server runs no client's code: forward_backward_custom computes a loss at the "
+    "client.",
+    "retrieve_futures": f"{_ASKED_FOR}: ask for each result with retrieve_future.",
+    "join_sampling_session": f"{_ASKED_FOR}: create a sampling session of your own.",
+}
+"""Routes of the hosted service that are not here, each with the reason and what there is instead."""
+
 _SAMPLES = 2000
 """Samples for which a client waits at once by itself, each with a connection."""
+
+
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+def _refuse(why: str) -> Callable[[Request], Awaitable[Response]]:
+    async def route(_: Request) -> Response:
+        raise HTTPException(404, why)
+
+    return route
 
 
 class ServiceRoutes:
@@ -54,6 +84,7 @@ class ServiceRoutes:
             Route("/api/v1/telemetry", self._telemetry, methods=["POST"]),
             Route("/api/v1/healthz", self._health, methods=["GET"]),
             Route("/api/v1/get_server_capabilities", self._capabilities, methods=["GET"]),
+            *(Route(f"/api/v1/{path}", _refuse(why), methods=METHODS) for path, why in REFUSED.items()),
         ]
 
     async def _config(self, _: Request) -> Response:
@@ -107,6 +138,7 @@ class ServiceRoutes:
         samplers = list(self._clients.samplers.values())
         return {
             "id": session.id,
+            "owner": session.owner,
             "sdk_version": session.sdk_version,
             "silent_seconds": round(time.monotonic() - session.seen),
             "models": [

@@ -51,14 +51,19 @@ def _updates(gauges: dict[str, float]) -> str:
 
 
 def _table(status: dict[str, Any]) -> Table:
-    table = Table("session", "client", "heard of", "model", "rank", "steps", "samplers", box=None)
+    table = Table("session", "owner", "client", "heard of", "model", "rank", "steps", "samplers", box=None)
     for session in status["sessions"]:
-        who = (session["id"][:8], session["sdk_version"], f"{session['silent_seconds']} s ago")
+        who = (
+            session["id"][:8],
+            session["owner"],
+            session["sdk_version"],
+            f"{session['silent_seconds']} s ago",
+        )
         models = [
             (model["id"].partition(":")[2], str(model["rank"]), str(model["steps"]))
             for model in session["models"]
         ]
         for row, model in enumerate(models or [("none", "", "")]):
-            cells = (*(("", "", "") if row else who), *model, "" if row else str(session["samplers"]))
+            cells = (*(("", "", "", "") if row else who), *model, "" if row else str(session["samplers"]))
             table.add_row(*(Text(visible(cell)) for cell in cells))  # some of it is a client's text
     return table

@@ -195,7 +195,9 @@ class Training:
 
     def _notes(self, body: SaveWeights | SaveExternal, own: Mapping[str, str]) -> Notes:
         model = self._clients.models.get(body.model_id)
-        return Notes({} if model is None else model.notes, own, body.expires())
+        return Notes(
+            {} if model is None else model.notes, own, body.expires(), self._clients.owner_of(body.model_id)
+        )
 
     def _submit(self, body: OfModel, kind: str, run: Run, size: int) -> str:
         """Enqueue a request of a model, of ``size`` bytes.
@@ -206,7 +208,7 @@ class Training:
         """
         clients = self._clients
         model_id = check_id(body.model_id, "model_id")
-        model = clients.models.get(model_id)
+        model = clients.model(model_id)
         if model is None:
             return clients.refused(kind, "", unknown("model", model_id))
         model.used = time.time()

@@ -170,11 +170,13 @@ class Notes:
         run: Texts about its model, by key.
         own: Texts about these weights, by key.
         expires: Seconds since the epoch from which on they may be deleted; None keeps them.
+        owner: Who may delete them beside the server's own key; empty for no other.
     """
 
     run: Mapping[str, str] = field(default_factory=dict)
     own: Mapping[str, str] = field(default_factory=dict)
     expires: float | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,153 @@
+"""Keys with an owner: what is one's own is not there for others, and nobody has more than their share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+pytest.importorskip("google.protobuf", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
+
+from qerl.errors import QeRLError
+from qerl_serve.owners import Keys, Owner, read_keys
+from tests.support.http import Client, connected
+from tests.support.wire import KEY
+
+ALICE, BOB = "tml-of-alice-0123456789", "tml-of-bob-0123456789ab"
+
+
+def other(client: Client, key: str) -> Client:
+    """A client of another key at the same server."""
+    http = TestClient(client.server.app, headers={"X-API-Key": key}, raise_server_exceptions=False)
+    http.portal = client.http.portal  # of whose loop the server's records are
+    return Client(http, client.server, client.backend)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[tuple[Client, Client, Client]]:
+    """The server's own client, Alice's with half of its limits, and Bob's."""
+    owners = {ALICE: Owner("alice", 0.5), BOB: Owner("bob")}
+    with connected(tmp_path, owners=owners, held=40_000, body=40_000) as server:
+        yield server, other(server, ALICE), other(server, BOB)
+
+
+def test_what_is_ones_own_is_not_there_for_others(three):
+    server, alice, bob = three
+    model, sampler = alice.model(), alice.sampler()
+    asked = alice.post("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": 0.1})
+    for refused in (
+        bob.ask("optim_step", model_id=model, seq_id=2, adam_params={"learning_rate": 0.1}),
+        bob.result(bob.send_pass(model, 2, [1]).json()["request_id"]),
+        bob.ask("asample", sampling_session_id=sampler, prompt={"chunks": [{"tokens": [1]}]}),
+        bob.ask("save_weights", model_id=model, seq_id=2, path="mine"),
+        bob.ask("unload_model", model_id=model),
+    ):
+        assert "This server knows no" in refused["error"]
+    assert bob.raw("get_info", model_id=model).status_code == 400
+    assert bob.raw("session_heartbeat", session_id=alice.session).status_code == 410
+    assert bob.raw("retrieve_future", request_id=asked["request_id"]).status_code == 404
+    assert bob.raw("create_sampling_session", session_id=alice.session, base_model="x").status_code == 400
+    bob.raw(f"sessions/{alice.session}/finish")
+    bob.raw("cancel_future", request_id=asked["request_id"])
+    for path in (f"sessions/{alice.session}", f"samplers/{sampler}", f"training_runs/{model}"):
+        assert bob.http.get(f"/api/v1/{path}").status_code == 404
+        for whose in (alice, server):
+            assert whose.http.get(f"/api/v1/{path}").status_code == 200
+    assert bob.http.get("/api/v1/sessions").json()["sessions"] == [bob.session]
+    assert set(server.http.get("/api/v1/sessions").json()["sessions"]) == {
+        each.session for each in (server, alice, bob)
+    }
+    assert alice.result(asked["request_id"])["metrics"]
+    assert {each["owner"] for each in server.http.get("/status").json()["sessions"]} == {"", "alice", "bob"}
+
+
+def test_what_is_saved_is_read_by_all_and_deleted_by_its_owner(three):
+    server, alice, bob = three
+    model = alice.model()
+    path = alice.ask("save_weights", model_id=model, seq_id=1, path="a")["path"]
+    run = bob.http.get("/api/v1/training_runs").json()["training_runs"][0]
+    assert run["model_owner"] == "alice"
+    made = bob.ask("load_weights", session_id=bob.session, model_seq_id=0, path=path, optimizer=True)
+    assert "error" not in made
+    checkpoint = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+    for refused in (
+        bob.http.delete(checkpoint),
+        bob.http.put(f"{checkpoint}/ttl", json={"ttl_seconds": 3600}),
+    ):
+        assert refused.status_code == 403 and "belongs to alice" in refused.json()["detail"]
+    assert alice.http.put(f"{checkpoint}/ttl", json={"ttl_seconds": 3600}).status_code == 204
+    assert alice.http.delete(checkpoint).status_code == 204
+    own = server.model()
+    server.ask("save_weights", model_id=own, seq_id=1, path="a")
+    assert alice.http.delete(checkpoint.replace(model, own)).status_code == 403
+    bob.ask("save_weights", model_id=made["model_id"], seq_id=1, path="b")
+    assert server.http.delete(checkpoint.replace(model, made["model_id"])[:-1] + "b").status_code == 204
+
+
+def test_nobody_has_more_models_than_their_share(three):
+    server, alice, bob = three
+    alice.model(0), alice.model(1)
+    base = alice.backend.models[0].name
+    third = {"session_id": alice.session, "model_seq_id": 2, "base_model": base, "lora_config": {"rank": 4}}
+    told = alice.ask("create_model", **third)["error"]
+    assert "alice has 2 models, their share of the 4 of this server, all of them yours" in told
+    again = other(alice, ALICE)  # another script of hers: the first may be over
+    answer = again.raw("create_model", **third | {"session_id": again.session})
+    assert answer.status_code == 429 and "their share" in answer.json()["detail"]
+    bob.model(0), bob.model(1)  # what is left is there for others
+    server.server.clients.sessions[alice.session].seen -= 100
+    assert again.model(0)  # a silent client of one's own makes room
+    assert sum(id_.startswith(bob.session) for id_ in server.server.clients.models) == 2
+
+
+def test_nobody_holds_more_than_their_share(three):
+    _, alice, bob = three
+    model = alice.model()
+    assert "held" not in alice.send_pass(model, 5, [1] * 100).text  # waits for those before it
+    refusals = [alice.send_pass(model, 6 + n, [1] * 500).status_code for n in range(6)]
+    assert refusals[0] == 200 and refusals[-1] == 429
+    theirs = bob.model()
+    assert bob.send_pass(theirs, 2, [1] * 500).status_code == 200
+    assert alice.send_pass(model, 1, [1] * 100).status_code == 200  # for which the others wait
+
+
+def test_a_key_that_is_nobodys_is_refused():
+    keys = Keys(KEY, {ALICE: Owner("alice")})
+    assert keys.owner(ALICE.encode()) == Owner("alice") and keys.owner(KEY.encode()) == Owner()
+    assert keys.owner(b"") is keys.owner(KEY[:-1].encode()) is None
+    with pytest.raises(QeRLError, match="The key of alice is the server's own"):
+        Keys(ALICE, {ALICE: Owner("alice")})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "names no owners"),
+        ("- a", "names no owners"),
+        ("alice: tml-x", "an owner is NAME"),
+        (f"alice: {{key: {ALICE}, models: 3}}", "an owner is NAME"),
+        ("alice: {key: tml-short}", "alice: a key begins with tml- and has at least 20"),
+        (f"alice: {{key: {ALICE}, share: 0}}", "the share is 0"),
+        (f"alice: {{key: {ALICE}, share: 1.5}}", "the share is 1.5"),
+        (f"alice: {{key: {ALICE}, share: true}}", "the share is True"),
+        (f"alice: {{key: {ALICE}}}\nbob: {{key: {ALICE}}}", "bob: alice has the same key"),
+        ("alice: {key: *x}", "cannot be read"),
+    ],
+)
+def test_a_file_of_keys_is_read_or_refused(tmp_path, text, told):
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    file.chmod(0o600)
+    with pytest.raises(QeRLError, match=told):
+        read_keys(file)
+
+
+def test_a_file_of_keys_names_owners_and_is_nobody_elses(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"alice: {{key: {ALICE}, share: 0.5}}\nbob: {{key: {BOB}}}\n")
+    file.chmod(0o600)
+    assert read_keys(file) == {ALICE: Owner("alice", 0.5), BOB: Owner("bob", 1.0)}
+    file.chmod(0o640)
+    with pytest.raises(QeRLError, match="chmod 600"):
+        read_keys(file)
