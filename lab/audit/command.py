@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lab.audit.cells import Cell, Table
 from lab.audit.sentences import number
-from lab.audit.tables import TABLES, Cell, Table
+from lab.audit.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/method.md", "docs/noise-results.md")
+PAGES = ("README.md", "docs/method.md", "docs/noise-results.md", "docs/training.md")
 
 _TABLE = re.compile(r"<!-- table (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 _NUMBER = re.compile(r"<!-- number (\S+) -->(.*?)<!-- / -->", re.DOTALL)

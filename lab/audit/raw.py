@@ -300,8 +300,10 @@ class Probe:
 
 @cache
 def read(name: str) -> dict[str, Any]:
-    """The content of a result file."""
-    plain: dict[str, Any] = json.loads(gzip.decompress((RESULTS / f"{name}.json.gz").read_bytes()))
+    """The content of a result file, whose name has its suffix if it is not packed."""
+    file = RESULTS / (name if name.endswith(".json") else f"{name}.json.gz")
+    content = file.read_bytes()
+    plain: dict[str, Any] = json.loads(gzip.decompress(content) if file.suffix == ".gz" else content)
     return plain
 
 

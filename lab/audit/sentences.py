@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from lab.audit import distilled
 from lab.audit.raw import Judged, area, end, first_quarter, logged, probe, study, subtract, two_steps
 from lab.audit.words import EARLIER, TASKS, TRAINED, TRUST, estimate, sentence, signed
 
@@ -130,4 +131,5 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "probe-better": lambda: probes_better(["probe"]),
     "probe-trained-better": lambda: probes_better(TRAINED),
     "probe-trained-better-reference": lambda: probes_better(TRAINED, "clean-reference"),
+    **distilled.NUMBERS,
 }

@@ -35,18 +35,28 @@ def bca(d: Array, resamples: int = 10_000) -> tuple[float, float]:
     """Efron's bias-corrected and accelerated interval of the mean of d, 95 %."""
     if np.ptp(d) == 0:
         return float(d[0]), float(d[0])
-    count, mean = len(d), d.mean()
-    means = times(count, resamples) @ d / count
-    below = (np.sum(means < mean) + np.sum(means <= mean)) / (2 * resamples)
+    means = times(len(d), resamples) @ d / len(d)
+    return _corrected(means, d.mean(), (d.sum() - d) / (len(d) - 1))
+
+
+def bca_ratio(part: Array, whole: Array, resamples: int = 10_000) -> tuple[float, float]:
+    """The same of the mean of part [N] by that of whole [N]; seeds are drawn in pairs."""
+    drawn = times(len(part), resamples)
+    left_out = (part.sum() - part) / (whole.sum() - whole)
+    return _corrected((drawn @ part) / (drawn @ whole), part.sum() / whole.sum(), left_out)
+
+
+def _corrected(resampled: Array, found: float, left_out: Array) -> tuple[float, float]:
+    """BCa interval of a statistic, from what it is of each resample [R] and without each seed [N]."""
+    below = (np.sum(resampled < found) + np.sum(resampled <= found)) / (2 * len(resampled))
     bias = NORMAL.inv_cdf(float(below))
-    left_out = (d.sum() - d) / (count - 1)
     away = left_out.mean() - left_out
     acceleration = float(np.sum(away**3) / (6 * np.sum(away**2) ** 1.5))
     ends = []
     for tail in (LEVEL / 2, 1 - LEVEL / 2):
         z = bias + NORMAL.inv_cdf(tail)
         ends.append(NORMAL.cdf(bias + z / (1 - acceleration * z)))
-    low, high = np.quantile(means, ends)
+    low, high = np.quantile(resampled, ends)
     return float(low), float(high)
 
 

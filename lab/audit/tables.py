@@ -5,13 +5,14 @@ they are, the table's own caption says where it says it.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from lab.audit import distilled
 from lab.audit import statistics as st
+from lab.audit.cells import Cell, Table, row_of_cells
 from lab.audit.raw import (
     Run,
     Study,
@@ -54,37 +55,6 @@ SETTINGS = ("", "_stale_2", "_stale_4", "_stale_4_fast")
 CLEAN = ("none", "none_uncorrected", "none_one_sided")
 
 
-@dataclass(frozen=True)
-class Table:
-    """A generated table of a page.
-
-    Attributes:
-        name: Of its mark.
-        head: Its columns.
-        rows: Cells of each row.
-        text: All of it, the caption below the rows too.
-    """
-
-    name: str
-    head: list[str]
-    rows: list[list[str]]
-    text: str
-
-    @property
-    def files(self) -> list[str]:
-        """Result files that the caption names."""
-        return re.findall(r"([\w.-]+)\.json\.gz", self.text)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What a page says somewhere, and what the raw files say."""
-
-    where: str
-    published: str
-    found: str
-
-
 def answers(table: Table) -> Iterator[Cell]:
     """Differences, seeds and verdicts of each question."""
     for row in table.rows:
@@ -112,7 +82,7 @@ def comparisons(table: Table) -> Iterator[Cell]:
             f"{judged.differences.mean():+.3f}", f"{low:+.3f} to {high:+.3f}", p_value(judged.holm),
             f"{judged.detectable:.3f}", f"{fell[0]} and {fell[1]} of {seeds}", judged.verdict,
         )  # fmt: skip
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def two_endpoints(table: Table) -> Iterator[Cell]:
@@ -122,7 +92,7 @@ def two_endpoints(table: Table) -> Iterator[Cell]:
         first, second = row[0].split(MINUS)
         typical, share = one.endpoints[first, second]
         cells = [(signed(s.difference, *s.interval), p_value(s.holm), s.verdict) for s in (typical, share)]
-        yield from _cells(row, (*cells[0], share.counts, *cells[1]), table.head)
+        yield from row_of_cells(row, (*cells[0], share.counts, *cells[1]), table.head)
 
 
 def arms(table: Table) -> Iterator[Cell]:
@@ -140,7 +110,7 @@ def arms(table: Table) -> Iterator[Cell]:
             str(sum(run["diverged_at"] is not None for run in runs)),
             ", ".join(sorted({run["facts"]["commit"] for run in runs})),
         )
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def rates(table: Table) -> Iterator[Cell]:
@@ -154,7 +124,7 @@ def rates(table: Table) -> Iterator[Cell]:
             bold = "**" * (rate == one.rate(row[0]))
             words = f"{bold}{deviation([area(run) for run in runs])}{bold}"
             found.append(f"{words}, {sum(end(run) < below for run in runs)}")
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def paper(table: Table) -> Iterator[Cell]:
@@ -170,7 +140,7 @@ def paper(table: Table) -> Iterator[Cell]:
             for value in (area, end)
         ]
         found = (*ends, " and ".join(f"{a} of {b}" for a, b in zip(fell, of, strict=True)))
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def learned(table: Table) -> Iterator[Cell]:
@@ -179,7 +149,7 @@ def learned(table: Table) -> Iterator[Cell]:
     for row in table.rows:
         first, second = (str(ARMS[word]) for word in row[0].split(MINUS))
         found = [over_seeds(study(TASKS["wp12"]).paired(first, second, value)) for value in values]
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def entropies(table: Table) -> Iterator[Cell]:
@@ -191,7 +161,7 @@ def entropies(table: Table) -> Iterator[Cell]:
         pairs = [[f"format-{task}-{arm}-0-plain" for arm in (own, second)] for task in ("wp12", "wp2")]
         found = [signed(*more(*pair)) for more in (one.entropy_more, one.prefix_more) for pair in pairs]
         found.append(over_seeds(trained.paired(first, second, logged("rollout/entropy"))))
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def unanswered(table: Table) -> Iterator[Cell]:
@@ -214,7 +184,7 @@ def beside_controls(table: Table) -> Iterator[Cell]:
         first, second = row[0].split(MINUS)
         both = one.paired(first, second), subtract(one.by_seed(first, area), mean)
         found = [cell for d in both for cell in (estimate(d), p_value(st.signed_ranks(d)))]
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def hard(table: Table) -> Iterator[Cell]:
@@ -226,7 +196,7 @@ def hard(table: Table) -> Iterator[Cell]:
         more = ["", ""] if row[0] == "none" else [estimate(100 * d, 1), p_value(st.signed_ranks(d))]
         escaped = f"{sum(value > 0.1 for value in values)} of {len(values)}"
         found = (plain([100 * v for v in values], 1), *more, escaped, f"{100 * max(values):.1f}")
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def reached(table: Table) -> Iterator[Cell]:
@@ -244,7 +214,7 @@ def reached(table: Table) -> Iterator[Cell]:
             plain([logged("sampling/ratio/effective_sample_size", at)(run) for run in runs]),
             plain(more) if more else "",
         )  # fmt: skip
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def _without_noise(one: Study, arm: str) -> str | None:
@@ -282,7 +252,7 @@ def follows(table: Table) -> Iterator[Cell]:
             *(estimate(one.paired(*pair, entropy)) for pair in pairs),
             plain([logged("temperature", at)(run) for run in one.tested(arm)]),
         )
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def discovery(table: Table) -> Iterator[Cell]:
@@ -294,7 +264,7 @@ def discovery(table: Table) -> Iterator[Cell]:
             when = _first_step(least)
             found.append(plain([when(run) for run in one.tested(row[0])], 1))
             found.append("" if row[0] == "none" else estimate(one.paired(row[0], "none", when), 1))
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def _first_step(least: float) -> Value:
@@ -316,7 +286,7 @@ def halves(table: Table) -> Iterator[Cell]:
             both = [[logged(key, noisy(run))(run) for run in runs] for key in keys]
             low, high = st.percentile(more := np.array(both[0]) - both[1])
             found += [*(plain(values) for values in both), signed(more.mean(), low, high)]
-        yield from _cells(row, found, table.head)
+        yield from row_of_cells(row, found, table.head)
 
 
 def trust(table: Table) -> Iterator[Cell]:
@@ -351,16 +321,12 @@ def _loss(words: str) -> str:
     return named[1] if named else str(ARMS[words])
 
 
-def _cells(row: Sequence[str], found: Sequence[str], head: Sequence[str]) -> Iterator[Cell]:
-    for column, cell, own in zip(head[1:], row[1:], found, strict=True):
-        yield Cell(f"{row[0]}, {column}", cell, own)
-
-
 TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     "noise-answers": answers, "noise-paper": paper, "noise-learned": learned, "noise-entropies": entropies,
     "noise-unanswered": unanswered, "noise-controls": beside_controls, "noise-two-steps": hard,
     "trust-verdicts": trust, "trust-ends": trust_ends, "-comparisons": comparisons, "-ablations": comparisons,
     "wp12-formats": comparisons, "-arms": arms, "-rates": rates, "-reached": reached,
     "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints, "-discovery": discovery,
+    **distilled.TABLES,
 }  # fmt: skip
 """By the name of a table, or how it ends."""
