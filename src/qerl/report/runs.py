@@ -154,8 +154,8 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> Series | None:
 def shown_series(run: Run, metric: Metric) -> Series | None:
     """A metric of a run, None where it was not logged or says nothing of the run.
 
-    That is an accuracy of 0 throughout where rewards of the user's own judge problems of the user's own: their
-    answers may be none, so that nothing was ever right. The tasks that come with QeRL have right answers.
+    That is an accuracy of 0 throughout where rewards of the user's own judge problems of the user's own,
+    whose answers need not be what is judged. The tasks that come with QeRL have right answers.
     """
     found = series(run.rows, metric.key)
     settings = run.settings or {}
