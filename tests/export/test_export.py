@@ -335,6 +335,14 @@ def test_gguf_in_32_bits_is_made_of_sums_in_32_bits(run, converter, tmp_path):
     assert "The sums are in float32" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_folder_that_is_named_like_a_file_is_a_folder(run, tmp_path, capsys):
+    """As one that was written before such names were refused."""
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    (tmp_path / "out").rename(tmp_path / "x.gguf")
+    assert main(["eval", str(tmp_path / "x.gguf"), "--limit", "1"]) == 0
+    assert "weights bf16" in capsys.readouterr().out
+
+
 def test_the_last_line_names_a_task_of_ones_own_again(run, tmp_path, capsys):
     mine = tmp_path / "mine"
     shutil.copytree(run, mine)

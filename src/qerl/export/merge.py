@@ -257,7 +257,8 @@ def _merge(
     sum_NK = _rounded(name, weight_NK + delta_NK, dtype)
     if not sum_NK.isfinite().all():
         raise QeRLError(
-            f"{name} is not finite with its adapter, which diverged; export an earlier checkpoint."
+            f"{name} with its adapter has numbers that are not finite; export an earlier checkpoint, or "
+            "fetch the base again."
         )
     merged.adapted.add(name)
     merged.added += float(((sum_NK.float() - weight_NK) * delta_NK).sum(dtype=torch.float64))
