@@ -20,6 +20,8 @@ LINES = {
     "qerl eval m --weights nv": {"nvfp4"},
     "qerl export run out --hub_": {"--hub_model_id", "--hub_private_repo", "--hub_token"},
     "qerl completion f": {"fish"},
+    "qerl train gsm8k --dry_run --lora_r": {"--lora_r"},
+    "qerl demo --tools --lora_r": {"--lora_r"},
 }
 BASH = """
 source "$1"
@@ -55,14 +57,20 @@ def test_bash(tmp_path, capsys):
         found = completed("bash", "--norc", "-c", BASH, "bash", str(path), line)
         assert words <= found, line
         assert all(word.startswith(line.rpartition(" ")[2]) for word in found), line
-    assert not completed("bash", "--norc", "-c", BASH, "bash", str(path), "qerl train --output_dir ru")
+    for line in ("qerl train --output_dir ru", "qerl train --output_dir g", "qerl eval m --adapter "):
+        assert not completed("bash", "--norc", "-c", BASH, "bash", str(path), line), "a file's name"
+    inner = BASH.replace("COMP_WORDS=($line)", "COMP_WORDS=(${line//=/ = })")  # as bash does it
+    assert completed("bash", "--norc", "-c", inner, "bash", str(path), "qerl plan --loss_type=da") == {"dapo"}
+    assert "dapo" in completed("bash", "--norc", "-c", inner, "bash", str(path), "qerl plan --loss_type=")
+    recipes = completed("bash", "--norc", "-c", BASH, "bash", str(path), "qerl train --dry_run gsm")
+    assert "gsm8k" in recipes, "a flag takes no value"
 
 
 @needs("zsh")
 def test_zsh_runs_the_script_of_bash(tmp_path, capsys):
     path = script("zsh", tmp_path, capsys)
-    begin, _, rest = path.read_text().partition("\n")
-    assert begin == "autoload -U +X bashcompinit && bashcompinit"
+    begin, _, rest = path.read_text().partition("bashcompinit && bashcompinit\n")
+    assert "autoload -U +X compinit && compinit" in begin, "a bare ~/.zshrc has not started it"
     completed("zsh", "-f", "-n", str(path))
     path.write_text(rest.rpartition("complete -o")[0])  # which needs a terminal
     for line, words in LINES.items():

@@ -3,7 +3,8 @@
 The script holds all words, so that TAB answers at once: naming the fields at each TAB would import TRL, which
 takes seconds. It is written anew after an update of the package. zsh runs the script of bash.
 
-Words that are paths, and all that a script knows nothing of, are completed as file names.
+Words that are paths, values of options that take any, and all that a script knows nothing of, are completed
+as file names.
 """
 
 import argparse
@@ -18,6 +19,13 @@ from qerl.settings.recipe import type_of
 
 SHELLS = ("bash", "zsh", "fish")
 
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }
+autoload -U +X bashcompinit && bashcompinit
+"""
+"""What zsh needs for a script of bash: its own completion, which a bare ~/.zshrc has not started, and
+bash's."""
+
 
 @dataclass
 class Words:
@@ -25,10 +33,12 @@ class Words:
 
     Attributes:
         options: Its options, each with the values that it takes; none where any may be given.
+        flags: Those of them that take no value.
         positional: Words that stand for themselves.
     """
 
     options: dict[str, list[str]] = field(default_factory=dict)
+    flags: set[str] = field(default_factory=set)
     positional: list[str] = field(default_factory=list)
 
 
@@ -47,7 +57,7 @@ def script(shell: str, commands: dict[str, argparse.ArgumentParser], with_fields
     if shell == "fish":
         return "\n".join(_fish(known, fields, with_fields)) + "\n"
     text = "\n".join(_bash(known, fields, with_fields)) + "\n"
-    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if shell == "zsh" else text
+    return f"{_ZSH}{text}" if shell == "zsh" else text
 
 
 def _settable() -> Iterator[str]:
@@ -76,17 +86,23 @@ def _words_of(parser: argparse.ArgumentParser) -> Words:
         choices = [str(choice) for choice in action.choices or ()]
         if action.option_strings:
             words.options[action.option_strings[-1]] = choices
+            words.flags |= {action.option_strings[-1]} if action.nargs == 0 else set()
         else:
             words.positional += choices
     return words
 
 
 def _bash(known: dict[str, Words], fields: dict[str, list[str]], with_fields: set[str]) -> Iterator[str]:
-    """One function, which looks at the command, the word before and how this one begins."""
+    """One function, which looks at the command, the word before and how this one begins.
+
+    bash takes ``--option=value`` for three words.
+    """
     yield "_qerl() {"
     yield '    local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" words=""'
     yield '    local command="${COMP_WORDS[1]}"'
     yield f'    local fields="{" ".join(fields)}"'
+    yield '    if [[ "$cur" == "=" ]]; then cur=""; fi'
+    yield '    if [[ "$prev" == "=" ]]; then prev="${COMP_WORDS[COMP_CWORD-2]}"; fi'
     yield "    COMPREPLY=()"
     yield "    if [[ $COMP_CWORD -eq 1 ]]; then"
     yield f'        COMPREPLY=($(compgen -W "{" ".join([*known, "--version", "--help"])}" -- "$cur"))'
@@ -101,8 +117,11 @@ def _bash(known: dict[str, Words], fields: dict[str, list[str]], with_fields: se
         if choices:
             every = "|".join(f'"{name} {option}"' for name in sorted(with_fields))
             yield f'        {every}) words="{" ".join(choices)}" ;;'
+    flags = (f'"{name} {flag}"' for name, words in known.items() for flag in sorted(words.flags))
+    yield f"        {'|'.join(flags)}) ;;"
+    yield '        *" -"*) [[ "$cur" == -* ]] || return ;;'
     yield "    esac"
-    yield '    if [[ -z "$words" ]]; then'
+    yield '    if [[ -z "$words" || "$cur" == -* ]]; then'
     yield '        case "$command" in'
     for name, words in known.items():
         more = " $fields" if name in with_fields else ""
@@ -121,15 +140,15 @@ def _fish(known: dict[str, Words], fields: dict[str, list[str]], with_fields: se
     yield f"complete -c qerl -f -n {first} -a '{' '.join(known)}'"
     yield f"complete -c qerl -n {first} -l version"
 
-    def option(where: str, name: str, choices: list[str]) -> str:
-        values = f" -xa '{' '.join(choices)}'" if choices else ""
+    def option(where: str, name: str, choices: list[str], valued: bool = True) -> str:
+        values = f" -xa '{' '.join(choices)}'" if choices else " -rF" if valued else ""
         return (
             f"complete -c qerl -n '__fish_seen_subcommand_from {where}' -l {name.removeprefix('--')}{values}"
         )
 
     for command, words in known.items():
         for name, choices in words.options.items():
-            yield option(command, name, choices)
+            yield option(command, name, choices, name not in words.flags)
         if words.positional:
             here = f"'__fish_seen_subcommand_from {command}'"
             yield f"complete -c qerl -n {here} -a '{' '.join(words.positional)}'"

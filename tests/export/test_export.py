@@ -1,6 +1,8 @@
 """`qerl export` as a user types it: what is written, what its card says, what is refused, what is pushed."""
 
 import json
+import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,7 +62,7 @@ def converter(tmp_path):
 @pytest.fixture
 def api(monkeypatch):
     """A stand-in for the Hub, which keeps what it is asked."""
-    asked = SimpleNamespace(tokens=[], made=[], pushed=[], error=None)
+    asked = SimpleNamespace(tokens=[], made=[], pushed=[], deleted=[], error=None, nobody=None)
 
     class Api:
         def __init__(self, token=None):
@@ -68,13 +70,18 @@ def api(monkeypatch):
 
         def create_repo(self, repo_id, *, private, exist_ok):
             asked.made.append((repo_id, private, exist_ok))
-            return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"me/{repo_id}")
 
-        def upload_folder(self, *, repo_id, folder_path, commit_message, ignore_patterns):
+        def whoami(self):
+            if asked.nobody:
+                raise asked.nobody
+            return {"name": "me"}
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message, ignore_patterns, delete_patterns):
             if asked.error:
                 raise asked.error
             kept = {path.name for path in Path(folder_path).iterdir()} - set(ignore_patterns)
             asked.pushed.append((repo_id, kept))
+            asked.deleted += delete_patterns
             return f"https://huggingface.co/{repo_id}"
 
     monkeypatch.setattr(hub, "HfApi", Api)
@@ -97,7 +104,8 @@ def test_a_merged_model_is_scored_as_the_run_was(run, tmp_path, capsys):
     card = front_matter(out)
     assert card["license"] == "apache-2.0" and card["library_name"] == "transformers"
     assert "base_model" not in card, "a local path is no name of the Hub"
-    assert str(run.parent) not in (out / "README.md").read_text().replace(str(out), "")
+    text = (out / "README.md").read_text()
+    assert str(run.parent) not in text and str(tmp_path) not in text and 'model="path/to/out"' in text
 
 
 def test_another_format_than_the_run_had_is_said(run, tmp_path):
@@ -157,7 +165,7 @@ def test_a_converter_on_the_path_is_found(run, converter, tmp_path, monkeypatch)
     ("script", "said"),
     [
         ("raise ValueError('this model is not known')", "did not convert the merged model (ValueError: this"),
-        ("import no_such_thing", "run `pip install no_such_thing`."),
+        ("import no_such_thing", "install the package that has the Python module no_such_thing."),
         ("", "(exit status 0)"),
     ],
 )
@@ -172,14 +180,21 @@ def test_a_converter_that_fails_is_one_sentence_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama.cpp"]
 
 
-def test_a_run_that_tuned_all_weights_is_written_in_16_bits(run, tmp_path):
+def test_a_run_that_tuned_all_weights_is_written_in_16_bits(run, api, tmp_path, capsys):
     whole = tmp_path / "whole"
     make_tiny_model("llama").save_pretrained(whole)
     make_tiny_tokenizer().save_pretrained(whole)
     (whole / "config.yaml").write_text(
         yaml.safe_dump({"tuning": "full", "model": "a/b", "task": "arithmetic"})
     )
-    assert main(["export", str(whole), str(tmp_path / "out")]) == 0
+    of_run = {".env", "metrics.jsonl", "trainer_state.json", "checkpoint.json", "policy.json"}
+    for name in of_run:
+        (whole / name).write_text("{}")
+    assert main(["export", str(whole), str(tmp_path / "out"), "--push_to_hub"]) == 0
+    assert not {path.name for path in (tmp_path / "out").iterdir()} & of_run
+    ((_, pushed),) = api.pushed
+    assert {"model.safetensors", "tokenizer.json", "README.md"} <= pushed and "config.yaml" not in pushed
+    assert "from --weights" not in capsys.readouterr().out, "nobody gave it"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for name, tensor in make_tiny_model("llama").state_dict().items():
         assert torch.equal(theirs.state_dict()[name], tensor.bfloat16()), name
@@ -200,18 +215,23 @@ def test_pushed_by_the_names_of_trl(run, api, tmp_path, capsys):
 
 
 def test_a_repository_has_the_name_of_the_folder_and_the_token_of_the_environment(run, api, tmp_path):
-    words = ["export", str(run), str(tmp_path / "mine"), "--format", "adapter"]
+    words = ["export", str(run), str(tmp_path / "mine"), "--format", "adapter", "--base_model", "some/base"]
     assert main([*words, "--push_to_hub", "true"]) == 0
-    assert api.made == [("mine", None, True)] and set(api.tokens) == {None}
+    assert api.made == [("me/mine", None, True)] and set(api.tokens) == {None}
     assert api.pushed[0][0] == "me/mine"
 
 
 def test_a_push_that_fails_leaves_what_was_written(run, api, tmp_path, capsys):
     api.error = OSError("no route to host")
-    out = tmp_path / "out"
-    assert main(["export", str(run), str(out), "--format", "adapter", "--push_to_hub"]) == 2
+    out = tmp_path / "two words"
+    words = ["export", str(run), str(out), "--format", "adapter", "--base_model", "some/base"]
+    assert main([*words, "--push_to_hub", "--hub_model_id", "me/out", "--hub_private_repo"]) == 2
     said = capsys.readouterr().err
-    assert "was written and not pushed (no route to host)" in said and f"`hf upload me/out {out}`" in said
+    assert "was written and not pushed (no route to host)" in said
+    again = shlex.split(said.split("`")[1])
+    assert again[:5] == ["hf", "upload", "me/out", str(out), "--private"]
+    assert again[5:9] == ["--exclude", "config.yaml", "--exclude", "policy.json"]
+    assert "adapter_config.json" in again[again.index("--delete") :]
     assert (out / "adapter_model.safetensors").is_file()
 
 
@@ -220,6 +240,18 @@ def test_a_push_that_fails_leaves_what_was_written(run, api, tmp_path, capsys):
     [
         (["RUN", "RUN"], "exists and is not overwritten"),
         (["EMPTY", "OUT"], "holds neither an adapter nor a model"),
+        (["NOWHERE", "OUT"], "There is no"),
+        (["BASE", "OUT"], "holds a model and no config.yaml of a run that tuned it"),
+        (["PEFT", "OUT"], "nothing says on which weights the adapter was trained; give --weights, bf16"),
+        (["RUN", "out.gguf"], "leave .gguf out of its name, and give --format gguf"),
+        (["RUN", "FILE/out"], "which is a file; choose another folder."),
+        (["RUN", "OUT", "--weights", "nf4"], "nf4 weights are not merged with an adapter; --weights bf16"),
+        (["RUN", "OUT", "--weights", "bf16", "--rounding", "rtn"], "--rounding rtn has no effect on"),
+        (["RUN", "OUT", "--base_model", "/tmp/x"], "no name on the Hub; give the base's as owner/name."),
+        (
+            ["RUN", "OUT", "--format", "adapter", "--push_to_hub"],
+            "nobody else could load it; give",
+        ),
         (["BASE", "OUT", "--format", "adapter"], "holds a whole model and no adapter"),
         (["BASE", "OUT", "--model", "a/b"], "is a whole model, which has no base"),
         (["BASE", "OUT", "--weights", "nvfp4"], "--weights is nvfp4, and"),
@@ -227,26 +259,95 @@ def test_a_push_that_fails_leaves_what_was_written(run, api, tmp_path, capsys):
         (["RUN", "OUT", "--outtype", "f16"], "--outtype has no effect on --format merged; remove it."),
         (["RUN", "OUT", "--format", "gguf", "--converter", "EMPTY"], "no convert_hf_to_gguf.py lies"),
         (["RUN", "OUT", "--format", "gguf"], "clone https://github.com/ggml-org/llama.cpp"),
-        (["RUN", "OUT", "--base_model", "EMPTY"], "a local path; give the base's name on the Hub"),
+        (["RUN", "OUT", "--base_model", "EMPTY"], "no name on the Hub; give the base's as owner/name"),
         (["RUN", "OUT", "--hub_model_id", "me/x"], "nothing is pushed; add --push_to_hub"),
         (["RUN", "OUT", "--model", "OTHER"], "whose norms or embeddings are not those of"),
     ],
 )
-def test_what_cannot_be_exported_is_one_sentence(run, tmp_path, monkeypatch, words, said, capsys):
+def test_what_cannot_be_exported_is_one_sentence(run, api, tmp_path, monkeypatch, words, said, capsys):
     monkeypatch.setenv("PATH", "")
     other = tmp_path / "other"
     make_tiny_model("llama", seed=5).save_pretrained(other)
     (tmp_path / "empty").mkdir()
     places = {"RUN": run, "OUT": tmp_path / "out", "BASE": run.parent / "base", "EMPTY": tmp_path / "empty"}
-    places["OTHER"] = other
+    places |= {"OTHER": other, "PEFT": tmp_path / "peft", "NOWHERE": tmp_path / "nowhere"}
+    shutil.copytree(run, tmp_path / "peft", ignore=shutil.ignore_patterns("config.yaml"))
+    (tmp_path / "file").write_text("")
+    places["FILE/out"] = tmp_path / "file" / "out"
     assert main(["export", *(str(places.get(word, word)) for word in words)]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not api.made
 
 
-def test_an_adapter_with_more_than_pairs_of_matrices_is_refused(run, tmp_path, capsys):
+def test_an_adapter_with_more_than_pairs_of_matrices_is_refused(run, api, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(run.parent / "base")
     policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
     policy.save_pretrained(tmp_path / "more")
-    assert main(["export", str(tmp_path / "more"), str(tmp_path / "out"), "--weights", "bf16"]) == 2
+    words = ["export", str(tmp_path / "more"), str(tmp_path / "out"), "--weights", "bf16", "--push_to_hub"]
+    assert main(words) == 2
     assert "beside its pairs of matrices" in capsys.readouterr().err
+    assert not api.made, "no empty repository is left"
+
+
+def test_who_pushes_is_known_before_the_work(run, api, tmp_path, capsys):
+    api.nobody = OSError("token not found")
+    words = ["export", str(run), str(tmp_path / "out"), "--push_to_hub", "--hub_model_id", "me/x"]
+    assert main(words) == 2
+    assert "does not say who pushes (token not found)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["merged", "gguf"])
+def test_weights_of_an_earlier_push_do_not_win(run, api, converter, tmp_path, format):
+    """PEFT's config beside a merged model would be followed, and so would model.safetensors beside an index;
+    GGUF files lie beside others."""
+    words = ["export", str(run), str(tmp_path / "out"), "--push_to_hub", "--format", format]
+    assert main([*words, *(["--converter", str(converter)] if format == "gguf" else [])]) == 0
+    stale = {"adapter_config.json", "model.safetensors", "model.safetensors.index.json", "config.json"}
+    assert set(api.deleted) >= stale if format == "merged" else not api.deleted
+
+
+def test_a_base_that_is_no_longer_there_is_no_name_of_the_hub(run, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    gone = str(tmp_path / "gone" / "base")
+    for name in ("adapter_config.json", "policy.json", "config.yaml"):
+        path = moved / name
+        path.write_text(path.read_text().replace(str(run.parent / "base"), gone))
+    assert main(["export", str(moved), str(tmp_path / "out"), "--format", "adapter"]) == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "base_model" not in front_matter(tmp_path / "out") and str(tmp_path) not in text
+    assert "huggingface.co//" not in text and 'from_pretrained("path/to/base")' in text
+
+
+def test_the_card_of_another_trainers_adapter_does_not_say_that_it_was_trained_here(run, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(run.parent / "base")
+    policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    policy.save_pretrained(tmp_path / "peft")
+    assert main(["export", str(tmp_path / "peft"), str(tmp_path / "out"), "--weights", "bf16"]) == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "exported with QeRL." in text and "trained with QeRL" not in text
+
+
+def test_gguf_in_32_bits_is_made_of_sums_in_32_bits(run, converter, tmp_path):
+    words = ["export", str(run), str(tmp_path / "out"), "--format", "gguf", "--outtype", "f32"]
+    assert main([*words, "--converter", str(converter)]) == 0
+    assert "The sums are in float32" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_folder_that_is_named_like_a_file_is_a_folder(run, tmp_path, capsys):
+    """As one that was written before such names were refused."""
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    (tmp_path / "out").rename(tmp_path / "x.gguf")
+    assert main(["eval", str(tmp_path / "x.gguf"), "--limit", "1"]) == 0
+    assert "weights bf16" in capsys.readouterr().out
+
+
+def test_the_last_line_names_a_task_of_ones_own_again(run, tmp_path, capsys):
+    mine = tmp_path / "mine"
+    shutil.copytree(run, mine)
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["task"] = "mine.py:Mine"
+    (mine / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["export", str(mine), str(tmp_path / "out")]) == 0
+    assert f"qerl eval {tmp_path / 'out'} --task mine.py:Mine\n" in capsys.readouterr().out

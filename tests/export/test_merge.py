@@ -1,6 +1,7 @@
 """Merged models: the adapter's logits on its base, in transformers' own classes, and one sum rounded once."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from qerl.fp4.rounding import quantize
 from qerl.models.load import load_model
 from tests.models.test_published import DELTA, EXPERTS, QWEN36_27B, qwen36
 from tests.support.models import TINY, make_tiny_model, move_adapter
-from tests.support.published import write
+from tests.support.published import fp8, write
 from tests.support.wrappers import QWEN_SIGHT, make_wrapper, text_logits
 
 IDS = torch.arange(3, 43).view(2, 20)
@@ -235,3 +236,57 @@ def test_an_adapter_of_a_layer_without_a_matrix_of_its_own_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     with Progress(disable=True) as progress, pytest.raises(QeRLError, match="changes lm_head, which"):
         write_merged(policy, open_checkpoint(tmp_path / "base"), tmp_path / "out", torch.bfloat16, progress)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "channel", "block"])
+def test_fp8_that_no_loaded_module_holds_is_dequantised(tmp_path, kind):
+    """A head that predicts further tokens comes in FP8, too, and is not loaded; the result has no scales."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 48]}
+    declared = {
+        "quant_method": "compressed-tensors", "format": "float-quantized",
+        "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"],
+    }  # fmt: skip
+    write(tmp_path / "base", lambda m: "fp8" if "_proj" in m else None, declared, fp8_kind=kind)
+    file = tmp_path / "base" / "model.safetensors"
+    codes, scale, wanted = fp8(torch.randn(64, 96), kind)
+    name = "mtp.layers.0.self_attn.q_proj.weight"
+    save_file(load_file(file) | {name: codes, f"{name}_scale": scale}, file, {"format": "pt"})
+    merged(tmp_path / "base", tmp_path / "out", "as-published")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert not [name for name in stored if "scale" in name]
+    assert torch.equal(stored[name], wanted.float().bfloat16())
+
+
+def test_codes_that_cannot_be_dequantised_are_refused(tmp_path):
+    """As the tower of a model for images may be packed, of which the text decoder alone is loaded."""
+    made = make_wrapper("Qwen3_5", tied=False).bfloat16()
+    write(tmp_path / "base", qwen36, QWEN36_27B, "modelopt", made)
+    file = tmp_path / "base" / "model.safetensors"
+    packed = {"model.visual.more.weight": torch.zeros(8, 8, dtype=torch.uint8)}
+    save_file(load_file(file) | packed, file, {"format": "pt"})
+    with pytest.raises(QeRLError, match=r"holds model\.visual\.more\.weight as codes"):
+        merged(tmp_path / "base", tmp_path / "out", "as-published")
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_a_number_beyond_float16_is_refused(base, tmp_path, name):
+    shutil.copytree(base, tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    stored = load_file(file)
+    stored[name][3, 5] = 1e5
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(QeRLError, match=r"has numbers up to 9.984e.04, beyond the largest of torch.float16"):
+        merged(tmp_path / "base", tmp_path / "out", "bf16", torch.float16)
+    assert torch.isfinite(load_file(file)[name]).all()
+
+
+def test_an_adapter_that_diverged_is_refused(base, tmp_path):
+    policy = move_adapter(add_lora(load_model(base, "bf16", torch.float32, "cpu"), 4, 8, 0.0))
+    policy.get_base_model().model.layers[0].self_attn.q_proj.lora_B["default"].weight.data[1, 1] = torch.nan
+    with (
+        Progress(disable=True) as progress,
+        pytest.raises(QeRLError, match="q_proj with its adapter has numbers"),
+    ):
+        (tmp_path / "out").mkdir()
+        write_merged(policy, open_checkpoint(base), tmp_path / "out", torch.bfloat16, progress)

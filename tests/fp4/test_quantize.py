@@ -90,6 +90,8 @@ def test_group_that_spans_shards_shares_its_global_scale(source, tmp_path):
 def test_config_index_and_other_files(source, tmp_path):
     (source / "pytorch_model.bin").write_text("a pickle")
     (source / "LICENSE").write_text("terms")
+    for name in (".env", "config.yaml", "metrics.jsonl", "trainer_state.json", "policy.json", "rewards.py"):
+        (source / name).write_text("of a run")
     target = tmp_path / "target"
     quantize_checkpoint(source, target)
     config = json.loads((target / "config.json").read_text())

@@ -10,12 +10,12 @@ def lines(capsys):
     return [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
 
 
-def scored(run, accuracy):
-    folder = run / "eval"
+def scored(run, accuracy, folder=None, **more):
+    folder = folder or run / "eval"
     folder.mkdir()
     result = {
         "task": "gsm8k", "problems": 100, "samples": 1, "accuracy": accuracy,
-        "interval": [accuracy - 0.1, accuracy + 0.1], "source": {"adapter": str(run)},
+        "interval": [accuracy - 0.1, accuracy + 0.1], "source": {"adapter": str(run)}, **more,
     }  # fmt: skip
     (folder / "result.json").write_text(json.dumps(result))
 
@@ -35,6 +35,28 @@ def test_settings_metrics_and_scores_side_by_side(tmp_path, capsys, monkeypatch)
     assert "gsm8k, accuracy, 100 problems 50.0 (40.0 to 60.0) -" in said
 
 
+def test_scores_of_other_policies_are_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    a = make_run(tmp_path / "a", 2)
+    scored(a, 0.5)
+    scored(a, 0.3, tmp_path / "base", source={"model": "some/base"})
+    assert main(["compare", str(a), "--scores", str(tmp_path / "base")]) == 0
+    assert "some/base: 30.0 (20.0 to 40.0) of gsm8k, accuracy, 100 problems" in lines(capsys)
+
+
+def test_scores_that_were_sampled_otherwise_are_not_in_one_row(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    a, b, c = (make_run(tmp_path / name, 2) for name in "abc")
+    scored(a, 0.5, settings={"max_tokens": 256, "temperature": 0.0, "seed": 0})
+    scored(b, 0.7, settings={"max_tokens": 4096, "temperature": 0.0, "seed": 1})
+    scored(c, 0.6, settings={"max_tokens": 4096, "temperature": 0.0, "seed": 2})
+    assert main(["compare", str(a), str(b), str(c)]) == 0
+    said = lines(capsys)
+    assert "gsm8k, accuracy, 100 problems, max_tokens 256 50.0 (40.0 to 60.0) - -" in said
+    last = "gsm8k, accuracy, 100 problems, max_tokens 4096 - 70.0 (60.0 to 80.0) 60.0 (50.0 to 70.0)"
+    assert last in said
+
+
 def test_a_run_without_steps_waits(tmp_path, capsys):
     a = make_run(tmp_path / "a", 1)
     (a / "metrics.jsonl").write_text("")
@@ -50,6 +72,10 @@ def test_accuracy_that_judges_nothing_is_left_out(tmp_path, capsys):
     wrong = make_run(tmp_path / "wrong", settings={"model": "m"}, **never)
     assert main(["compare", str(wrong)]) == 0
     assert any("Accuracy of samples, % 0" in line for line in lines(capsys)), "it is the reward, and is 0"
+    added = make_run(tmp_path / "added", settings={"task": "gsm8k", "reward_files": ["r.py:f"]}, **never)
+    assert main(["compare", str(added)]) == 0
+    said = lines(capsys)
+    assert any("Accuracy of samples, % 0" in line for line in said), "its answers judge beside the other"
     assert main(["report", str(own), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "Accuracy of samples" not in page and "Reward" in page

@@ -64,7 +64,7 @@ def choices_of(source: Source) -> Choices:
             adapter.
     """
     folder = Path(source.model).expanduser() if source.adapter is None else source.adapter
-    if source.adapter is None and folder.suffix == ".gguf":
+    if source.adapter is None and folder.suffix == ".gguf" and folder.is_file():
         folder = folder.parent
     of_run, where = _read_run(folder, whole=source.adapter is None)
     if source.adapter is not None:

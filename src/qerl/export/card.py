@@ -61,7 +61,7 @@ ollama run hf.co/{saved_as}"""
 
 _GGUF_HERE = """\
 llama-cli -m {saved_as} -p "What is 6 times 7?"
-echo "FROM {saved_as}" > Modelfile && ollama create {name} -f Modelfile && ollama run {name}"""
+echo "FROM ./{saved_as}" > Modelfile && ollama create {name} -f Modelfile && ollama run {name}"""
 
 _EXAMPLES = {"adapter": _ADAPTER, "merged": _MERGED, "gguf": _GGUF}
 _KINDS = {
@@ -83,17 +83,21 @@ class Facts:
     Attributes:
         format: ``adapter``, ``merged`` or ``gguf``.
         name: Of the card.
-        saved_as: What the example loads: the name on the Hub, or the folder or .gguf file.
+        repository: Its name on the Hub, which the example loads; None where it is not pushed.
+        file: Name of the .gguf file, which the example loads then.
         base: The base model's name; on the Hub if it is no local path.
         run: Folder of what was exported, whose own card has tags and data sets.
+        by_qerl: True if a run of QeRL trained it.
         how: How these weights were made, in sentences.
     """
 
     format: str
     name: str
-    saved_as: str
+    repository: str | None
+    file: str
     base: str
     run: Path
+    by_qerl: bool
     how: str
 
 
@@ -112,14 +116,17 @@ def exported_card(facts: Facts) -> ModelCard:
         tags=tags,
         **_license(facts.base),
     )
-    example = _GGUF_HERE if facts.saved_as.endswith(".gguf") else _EXAMPLES[facts.format]
+    base = facts.base if is_hub_id(facts.base) else f"path/to/{Path(facts.base).name}"
+    here = facts.file if facts.format == "gguf" else f"path/to/{facts.name}"
+    example = _GGUF_HERE if facts.format == "gguf" and not facts.repository else _EXAMPLES[facts.format]
     text = _TEXT.format(
         data=data.to_yaml(),
         name=facts.name,
-        what=f"This is a {_KINDS[facts.format]} {linked(facts.base)}, trained with QeRL.",
+        what=f"This is a {_KINDS[facts.format]} {linked(facts.base)}, "
+        f"{'trained' if facts.by_qerl else 'exported'} with QeRL.",
         how=facts.how,
         language="sh" if facts.format == "gguf" else "python",
-        example=example.format(base=facts.base, saved_as=facts.saved_as, name=facts.name),
+        example=example.format(base=base, saved_as=facts.repository or here, name=facts.name),
         versions=library_versions(),
     )
     return ModelCard(text)

@@ -63,7 +63,7 @@ def convert(converter: Path, model: Path, out: Path, outtype: str) -> None:
         last = lines[-1].rstrip(".") if lines else f"exit status {done.returncode}"
         lacking = re.search(r"No module named '(\w+)", last)
         advice = (
-            f"run `pip install {lacking[1]}`"
+            f"install the package that has the Python module {lacking[1]}"
             if lacking
             else "try a newer llama.cpp, or export --format merged and convert that"
         )

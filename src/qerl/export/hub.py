@@ -1,6 +1,7 @@
 """Pushing what was exported to the Hub, by the names that transformers and TRL have for it."""
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,13 @@ from huggingface_hub.utils import httpx  # the client it speaks through, whose n
 
 from qerl.errors import QeRLError, first_line
 from qerl.run_folder import CONFIG_FILE, POLICY_FILE
+
+WEIGHT_FILES = (
+    "config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
+    "pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_config.json", "adapter_model.safetensors",
+    "adapter_model.bin",
+)  # fmt: skip
+"""Names of which one that is left from an earlier push would be loaded in the place of what is pushed."""
 
 
 @dataclass(frozen=True)
@@ -26,31 +34,41 @@ class Repository:
     hub_private_repo: bool | None = None
     hub_token: str | None = None
 
-    def make(self, folder: Path) -> str:
-        """The id of the repository, which is made if it is not there; ``folder`` is what will be pushed.
+    def name(self, folder: Path) -> str:
+        """The id of the repository to which a folder will be pushed, with its owner. Nothing is made yet.
+
+        Raises:
+            QeRLError: The Hub does not answer or knows no such user.
+        """
+        with _errors_said("The Hub does not say who pushes", "or remove --push_to_hub"):
+            own = self._api().whoami()["name"]
+        asked = self.hub_model_id or folder.name
+        return asked if "/" in asked else f"{own}/{asked}"
+
+    def push(self, name: str, folder: Path, replaced: Sequence[str]) -> str:
+        """Upload a folder into its repository, which is made if it is not there, without what says where and
+        on what it was trained here; the address of the commit.
+
+        Args:
+            name: Of :meth:`name`.
+            folder: What to push.
+            replaced: Names of files that go from the repository unless the folder has them.
 
         Raises:
             QeRLError: The Hub does not answer or refuses.
         """
-        with _errors_said("The repository cannot be made"):
-            made = self._api().create_repo(
-                self.hub_model_id or folder.name, private=self.hub_private_repo, exist_ok=True
-            )
-        return str(made.repo_id)
-
-    def push(self, name: str, folder: Path) -> str:
-        """Upload a folder, without what says where and on what it was trained here; the address of the
-        commit.
-
-        Raises:
-            QeRLError: The Hub does not answer or refuses.
-        """
-        with _errors_said(f"{folder} was written and not pushed", f"`hf upload {name} {folder}` tries again"):
+        withheld = (CONFIG_FILE, POLICY_FILE)
+        again = ["hf", "upload", name, str(folder), *(["--private"] if self.hub_private_repo else [])]
+        for flag, names in (("--exclude", withheld), ("--delete", replaced)):
+            again += [word for each in names for word in (flag, each)]
+        with _errors_said(f"{folder} was written and not pushed", f"`{shlex.join(again)}` tries again"):
+            self._api().create_repo(name, private=self.hub_private_repo, exist_ok=True)
             done = self._api().upload_folder(
                 repo_id=name,
                 folder_path=folder,
                 commit_message="Exported by QeRL",
-                ignore_patterns=[CONFIG_FILE, POLICY_FILE],
+                ignore_patterns=[*withheld],
+                delete_patterns=[*replaced],
             )
         return str(done)
 
@@ -59,12 +77,11 @@ class Repository:
 
 
 @contextmanager
-def _errors_said(what: str, then: str = "") -> Iterator[None]:
+def _errors_said(what: str, then: str) -> Iterator[None]:
     """A block in which a Hub that does not answer or refuses ends in a sentence that begins so."""
     try:
         yield
     except (OSError, ValueError, httpx.HTTPError) as error:  # ValueError: an id that is none
-        more = f"; {then}" if then else ", or remove --push_to_hub"
         raise QeRLError(
-            f"{what} ({first_line(error)}); see to the network, HF_TOKEN and --hub_model_id{more}."
+            f"{what} ({first_line(error)}); see to the network, HF_TOKEN and --hub_model_id; {then}."
         ) from error

@@ -44,7 +44,7 @@ from qerl.fp4.checkpoint import (
     write_shard,
 )
 from qerl.fp4.linear import PackedLinear
-from qerl.fp4.published import ACTIVATIONS, FP8_SCALES
+from qerl.fp4.published import ACTIVATIONS, FP8_SCALES, block_shape, dequantize_fp8
 from qerl.lora.adapter import adapter_file
 from qerl.lora.kinds import active_adapter, why_not
 
@@ -98,18 +98,18 @@ def write_merged(
     dtype: torch.dtype,
     progress: Progress,
 ) -> Merged:
-    """Write a model as a folder in 16 bits.
+    """Write a model as a folder that is not quantised.
 
     Args:
         model: Loaded from the checkpoint, in any format, with its adapter if it has one; stays as it is.
         checkpoint: Names what is written, and holds what passes through.
         folder: Exists and is empty.
-        dtype: bfloat16 or float16.
+        dtype: bfloat16 or float16; float32 for a GGUF file of it.
         progress: Gets a bar.
 
     Raises:
         QeRLError: The adapter computes another formula than LoRA's, or changes a layer that the checkpoint
-            does not hold by itself.
+            does not hold by itself; or a number cannot be had in that dtype.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     linears = {name: module for name, module in base.named_modules() if _is_linear(module)}
@@ -151,12 +151,12 @@ def _written(
     if checkpoint.quantization is not None and (last in _SCALES or last.endswith("_scales")):
         return
     if own is None:  # of a tower
-        yield name, tensor
+        yield name, _decoded(checkpoint, name, tensor, dtype)
         return
     parts = dict(checkpoint.separated(own, tensor))
     modules = {part: part.rpartition(".")[0] for part in parts}
     if not any(part.endswith((".weight", ".weight_packed")) and modules[part] in linears for part in parts):
-        yield name, _passed(checkpoint, tensor, dtype)
+        yield name, _passed(checkpoint, name, tensor, dtype)
         return
     if list(parts) == [own]:
         weight = _merge(modules[own], linears[modules[own]], tensor, dtype, merged)
@@ -171,12 +171,55 @@ def _written(
     yield name.removesuffix("_blocks"), whole
 
 
-def _passed(checkpoint: Checkpoint, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _passed(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor that is no linear's weight: in the new dtype if it had that of the model."""
     config = checkpoint.config
     declared = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     own = (torch.float32,) if declared == "float32" else (torch.bfloat16, torch.float16)
-    return tensor.to(dtype) if tensor.dtype in own else tensor
+    return _rounded(name, tensor, dtype) if tensor.dtype in own else _decoded(checkpoint, name, tensor, dtype)
+
+
+def _decoded(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of no module that was loaded, such as of a head that predicts further tokens: as it is, or
+    dequantised where it is in FP8, since the result has no scales.
+
+    Raises:
+        QeRLError: It holds other codes.
+    """
+    if checkpoint.quantization is None or tensor.dtype.itemsize > 1 or tensor.dtype == torch.bool:
+        return tensor
+    places = [f"{name.rpartition('.')[0]}.{kind}" for kind in FP8_SCALES]
+    scale = next(
+        (
+            stored
+            for shard, headers in checkpoint.shards.items()
+            if any(place in headers for place in places)
+            for place, stored in checkpoint.read(shard)
+            if place in places
+        ),
+        None,
+    )
+    if tensor.dtype != torch.float8_e4m3fn or tensor.ndim != 2 or scale is None:
+        raise QeRLError(
+            f"{checkpoint.folder} holds {name} as codes ({tensor.dtype}), in a part that is not loaded "
+            "and so not dequantised; name the 16-bit base with --model and --weights bf16."
+        )
+    return _rounded(name, dequantize_fp8(tensor, scale, block_shape(checkpoint.quantization)), dtype)
+
+
+def _rounded(name: str, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in another dtype.
+
+    Raises:
+        QeRLError: A number of it is beyond the largest one of that dtype.
+    """
+    rounded = exact.to(dtype)
+    if exact.dtype != dtype and rounded.isinf().any() and not torch.equal(rounded.isinf(), exact.isinf()):
+        largest = exact[exact.isfinite()].abs().max().item()
+        raise QeRLError(
+            f"{name} has numbers up to {largest:.4g}, beyond the largest of {dtype}; give --dtype bfloat16."
+        )
+    return rounded
 
 
 def _adapter_of(name: str, layer: nn.Module) -> str | None:
@@ -207,11 +250,16 @@ def _merge(
         loaded = cast(torch.Tensor, base.weight)
         weight_NK = (stored if plain else loaded).to(loaded.device, torch.float32)
     if adapter is None:
-        return weight_NK.to("cpu", dtype)
+        return _rounded(name, weight_NK, dtype).cpu()
     lora = cast(LoraLinear, layer)
     a_RK, b_NR = lora.lora_A[adapter].weight.float(), lora.lora_B[adapter].weight.float()
     delta_NK = lora.scaling[adapter] * (b_NR @ a_RK)
-    sum_NK = (weight_NK + delta_NK).to(dtype)
+    sum_NK = _rounded(name, weight_NK + delta_NK, dtype)
+    if not sum_NK.isfinite().all():
+        raise QeRLError(
+            f"{name} with its adapter has numbers that are not finite; export an earlier checkpoint, or "
+            "fetch the base again."
+        )
     merged.adapted.add(name)
     merged.added += float(((sum_NK.float() - weight_NK) * delta_NK).sum(dtype=torch.float64))
     merged.wanted += float(delta_NK.square().sum(dtype=torch.float64))

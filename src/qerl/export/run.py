@@ -28,7 +28,7 @@ from qerl.errors import QeRLError
 from qerl.eval.policy import choices_of
 from qerl.export.card import Facts, exported_card
 from qerl.export.gguf import convert, find_converter
-from qerl.export.hub import Repository
+from qerl.export.hub import WEIGHT_FILES, Repository
 from qerl.export.merge import Merged, check_mergeable, write_merged
 from qerl.fp4.checkpoint import new_checkpoint, open_checkpoint, write_json
 from qerl.lora.adapter import adapter_file, check_adapter, load_adapter
@@ -45,9 +45,11 @@ from qerl.run_folder import (
     read_settings,
 )
 from qerl.trainer.card import CARD_FILE, is_hub_id
+from qerl.user_code import named_again
 from qerl.weight_formats import AS_PUBLISHED, FORMATS, Rounding, WeightFormatName
 
 Format = Literal["merged", "adapter", "gguf"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 LOSSY = 0.9
 """Share of the update below which rounding to 16 bits is worth a warning."""
@@ -65,7 +67,8 @@ class Export:
         base_model: Name of the base in the card; None for that of the model.
         weights: Format of the base's linears under the adapter; None for the run's.
         rounding: Of a base that is packed as it is loaded; None for the run's.
-        dtype: Of a merged model; None for bfloat16, or float16 where GGUF is made of it in another type.
+        dtype: Of a merged model; None for bfloat16, or where GGUF is made of it float32 for f32, and float16
+            for f16 and q8_0.
         outtype: Of a GGUF file, as its converter names it; None for bf16.
         converter: Path of llama.cpp's converter; None for the one on the path.
         trust_remote_code: True if Python code that comes with the base may run.
@@ -79,7 +82,7 @@ class Export:
     base_model: str | None = None
     weights: WeightFormatName | None = None
     rounding: Rounding | None = None
-    dtype: Literal["bfloat16", "float16"] | None = None
+    dtype: Dtype | None = None
     outtype: str | None = None
     converter: Path | None = None
     trust_remote_code: bool = False
@@ -108,14 +111,25 @@ def export(asked: Export, console: Console) -> None:
     """
     if asked.out.exists():
         raise QeRLError(f"{asked.out} exists and is not overwritten; choose another folder or remove it.")
+    if asked.out.suffix == ".gguf":
+        raise QeRLError(
+            f"{asked.out} is to be a folder and is named like a file; leave .gguf out of its name, and give "
+            "--format gguf for a GGUF file in it."
+        )
     asked = _settled(asked)
     converter = find_converter(asked.converter) if asked.format == "gguf" else None
     policy = _policy(asked)
     if asked.base_model is not None and not is_hub_id(asked.base_model):
-        raise QeRLError(f"--base_model is {asked.base_model}, a local path; give the base's name on the Hub.")
+        raise QeRLError(
+            f"--base_model is {asked.base_model}, which is no name on the Hub; give the base's as owner/name."
+        )
     named = asked.base_model or policy.base
-    repository = asked.repository.make(asked.out) if asked.repository else None
-    saved_as = repository or str(_written(asked))
+    if asked.repository and asked.format == "adapter" and not is_hub_id(named):
+        raise QeRLError(
+            f"The adapter's base is {named}, which is no name on the Hub, so nobody else could load it; give "
+            "--base_model, as owner/name."
+        )
+    repository = asked.repository.name(asked.out) if asked.repository else None
 
     with new_checkpoint(asked.out) as folder:
         if asked.format == "adapter":
@@ -124,17 +138,18 @@ def export(asked: Export, console: Console) -> None:
             how = _write_merged(asked, policy, folder, console)
         else:
             how = _write_gguf(asked, policy, folder, converter, console)
-        facts = Facts(asked.format, asked.out.name, saved_as, named, asked.run, how)
+        by_qerl, file = policy.choices.where is not None, _gguf_name(asked)
+        facts = Facts(asked.format, asked.out.name, repository, file, named, asked.run, by_qerl, how)
         exported_card(facts).save(folder / CARD_FILE)
     if asked.repository and repository:
+        replaced = () if asked.format == "gguf" else WEIGHT_FILES  # GGUF files lie beside others
         with console.status(f"Pushing to {repository}"):
-            address = asked.repository.push(repository, asked.out)
+            address = asked.repository.push(repository, asked.out, replaced)
         _say(console, f"Pushed to {address}.")
     if not is_hub_id(named):
         _say(
             console,
-            f"The card names no base model, since {named} is a local path; --base_model takes its name on "
-            "the Hub.",
+            f"The card names no base model, since {named} is no name on the Hub; --base_model takes one.",
         )
     _say(console, f"Wrote {asked.out}. Score it with: {_eval_command(asked, policy)}")
 
@@ -151,7 +166,8 @@ def _settled(asked: Export) -> Export:
     if given := next((flag for flag in without if getattr(asked, flag) is not None), None):
         raise QeRLError(f"--{given} has no effect on --format {asked.format}; remove it.")
     outtype = asked.outtype or "bf16"
-    dtype = asked.dtype or ("bfloat16" if asked.format == "merged" or outtype == "bf16" else "float16")
+    of_gguf: dict[str, Dtype] = {"bf16": "bfloat16", "f32": "float32"}
+    dtype = asked.dtype or ("bfloat16" if asked.format == "merged" else of_gguf.get(outtype, "float16"))
     return replace(asked, outtype=outtype, dtype=dtype)
 
 
@@ -163,9 +179,11 @@ def _policy(asked: Export) -> _Policy:
     """The policy in the run folder.
 
     Raises:
-        QeRLError: There is none, or nothing says what its base is.
+        QeRLError: There is none, or nothing says what its base is, or in which format it was trained.
     """
     run, trusts = asked.run, asked.trust_remote_code
+    if not run.exists():
+        raise QeRLError(f"There is no {run}; give the folder of a finished run, a checkpoint or an adapter.")
     if (run / ADAPTER_CONFIG_FILE).is_file():
         adapter_file(run)
         check_adapter(run)
@@ -174,7 +192,13 @@ def _policy(asked: Export) -> _Policy:
         if not base:
             raise QeRLError(f"{run / ADAPTER_CONFIG_FILE} names no base model; name it with --model.")
         source = Source(str(base), run, asked.weights, asked.rounding, trust_remote_code=trusts)
-        return _Policy(run, str(base), source, choices_of(source))
+        choices = choices_of(source)
+        if choices.where is None and asked.weights is None and asked.format != "adapter":
+            raise QeRLError(
+                f"{run} has no {CONFIG_FILE}, so nothing says on which weights the adapter was trained; give "
+                "--weights, bf16 for those of a 16-bit base."
+            )
+        return _Policy(run, str(base), source, choices)
     if (run / "config.json").is_file():
         if asked.format == "adapter":
             raise QeRLError(f"{run} holds a whole model and no adapter; export it as merged or gguf.")
@@ -183,7 +207,13 @@ def _policy(asked: Export) -> _Policy:
                 raise QeRLError(f"--{flag} is {value}, and {run} is a whole model, which has no base.")
         base, source = (read_settings(run) or {}).get("model") or run, Source(str(run), None, "bf16")
         source = replace(source, trust_remote_code=trusts)
-        return _Policy(None, str(base), source, choices_of(source))
+        choices = choices_of(source)
+        if choices.where is None:
+            raise QeRLError(
+                f"{run} holds a model and no {CONFIG_FILE} of a run that tuned it, so there is nothing "
+                "to export; use it as it is."
+            )
+        return _Policy(None, str(base), source, choices)
     last = last_checkpoint(run)
     advice = f"its last checkpoint is {last}" if last else "give the folder of a finished run or checkpoint"
     raise QeRLError(f"{run} holds neither an adapter nor a model; {advice}.")
@@ -217,10 +247,13 @@ def _write_merged(asked: Export, policy: _Policy, folder: Path, console: Console
     loading = decide(policy.source, policy.choices)
     if FORMATS[loading.weights].package is not None:
         raise QeRLError(
-            f"The adapter was trained on {loading.weights} weights, which are not merged; --weights bf16 "
-            "merges it into the 16-bit ones."
+            f"{loading.weights} weights are not merged with an adapter; --weights bf16 merges it into the "
+            "16-bit ones."
         )
-    _say(console, f"Settings: {policy.choices}.")
+    if asked.rounding and loading.weights == "bf16":
+        raise QeRLError(f"--rounding {asked.rounding} has no effect on --weights bf16; remove it.")
+    if policy.adapter is not None:
+        _say(console, f"Settings: {policy.choices}.")
     doubt = check_base(policy.adapter, loading.model) if policy.adapter is not None else ""
     if doubt:
         _say(console, doubt)
@@ -263,11 +296,6 @@ def _gguf_name(asked: Export) -> str:
     return f"{asked.out.name}-{asked.outtype}.gguf"
 
 
-def _written(asked: Export) -> Path:
-    """What others load: the folder, or the file in it."""
-    return asked.out / _gguf_name(asked) if asked.format == "gguf" else asked.out
-
-
 def _how(policy: _Policy, loading: Loading, dtype: str, merged: Merged) -> str:
     """On which weights a merged model stands, in sentences."""
     of_run = policy.choices.of_run
@@ -297,9 +325,10 @@ def _write_settings(settings: Mapping[str, Any], folder: Path) -> None:
 
 def _eval_command(asked: Export, policy: _Policy) -> str:
     """The shell command that scores what was written."""
-    words = [str(_written(asked))]
+    words = [str(asked.out / _gguf_name(asked) if asked.format == "gguf" else asked.out)]
     if asked.format == "adapter":
         words = [policy.base, "--adapter", *words]
     if "task" not in policy.choices.of_run:
         words += ["--task", "TASK"]
+    words += named_again(policy.choices.of_run)
     return shlex.join(["qerl", "eval", *words])

@@ -29,6 +29,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,13 @@ from qerl.fp4.published import ACTIVATIONS, Header, Held, check_declared, stored
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_WRITTEN = ("config.json", "hf_quant_config.json")
-_NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+_COPIED = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges*", "tekken.json",
+    "*.model", "*.tiktoken", "chat_template*", "*.jinja", "generation_config.json", "*processor_config.json",
+    "readme.md", "license*", "licence*", "notice*", "use_policy*",
+)  # fmt: skip
+"""Lower-case patterns of what belongs to a model beside its weights. All else in a folder stays there: a
+run's folder has its records, and whatever else its owner keeps in it."""
 
 
 @dataclass(frozen=True)
@@ -264,10 +270,12 @@ def quantization_config(format: BlockFormat, ignore: Iterable[str]) -> dict[str,
 
 
 def copy_other_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy what lies beside the weights and is not config.json: tokenizer, chat template, generation
-    settings, licence; not the weights once more in other formats."""
+    """Copy what belongs to the model beside its weights and config.json: tokenizer, chat template, generation
+    settings, card, licence; Python files where its config names classes in them."""
+    patterns = (*_COPIED, "*.py") if "auto_map" in checkpoint.config else _COPIED
     for file in checkpoint.folder.iterdir():
-        if file.is_file() and file.name not in _WRITTEN and not file.name.endswith(_NOT_COPIED):
+        chosen = any(fnmatch(file.name.lower(), pattern) for pattern in patterns)
+        if chosen and file.is_file() and not file.name.startswith("."):
             shutil.copyfile(file, folder / file.name)
 
 
@@ -289,10 +297,14 @@ def new_checkpoint(target: Path) -> Iterator[Path]:
     Remains of a killed run are reported, because it may still be writing.
 
     Raises:
-        QeRLError: ``target`` exists, another run is writing it, or the disk refuses (full, read-only).
+        QeRLError: ``target`` exists or lies below a file, another run is writing it, or the disk refuses
+            (full, read-only).
     """
     if target.exists():
         raise QeRLError(f"{target} exists and is not overwritten; choose another folder or remove it first.")
+    above = next(place for place in target.absolute().parents if place.exists())
+    if not above.is_dir():
+        raise QeRLError(f"{target} lies below {above}, which is a file; choose another folder.")
     try:
         with new_folder(target) as partial:
             yield partial

@@ -69,10 +69,10 @@ def local_checkpoint(name: str | Path | LocalModel) -> Path:
     if isinstance(name, LocalModel):
         return name.folder
     path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        return gguf_to_folder(path)
     if path.is_dir():
         return _checked_folder(path, path)
+    if path.suffix == ".gguf":
+        return gguf_to_folder(path)
     return _from_hub(str(name), READ, "*.safetensors")
 
 
@@ -85,10 +85,10 @@ def local_config(name: str | Path | LocalModel) -> Path:
     if isinstance(name, LocalModel):
         return name.folder
     path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        raise QeRLError(f"{name} has no config.json; name the model that it was made from.")
     if path.is_dir():
         return _checked_folder(path, path)
+    if path.suffix == ".gguf":
+        raise QeRLError(f"{name} has no config.json; name the model that it was made from.")
     return _from_hub(str(name), CONFIG, "config.json")
 
 

@@ -1,6 +1,7 @@
 """`qerl plan`: what fits on a GPU and how long it takes, printed before anything is loaded."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ def plan_command(
     serves, adapters = adapters is not None, 1 if adapters is None else adapters
     _check_number("processes", processes, "GPUs")
     _check_number("adapters", adapters, "adapters")
-    if price is not None and (isinstance(price, bool) or not isinstance(price, int | float) or price < 0):
+    if price is not None and (type(price) not in (int, float) or not 0 <= price < math.inf):
         raise QeRLError(f"--price is {price}; it must be what a GPU costs for an hour, such as 2.5.")
     if name is not None:
         if fields.get("model", name) != name:
@@ -99,8 +100,7 @@ def plan_command(
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     if not serves and fits(plan):
-        steps = config.max_steps if config.max_steps > 0 else None
-        said = step_in_words(plan, planned.name, steps, price)
+        said = step_in_words(plan, planned.name, config, price)
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     if adapters > 1:
         console.print(_adapters_in_words(plan), markup=False, highlight=False, soft_wrap=True)

@@ -90,7 +90,7 @@ def plan_beyond_host(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
 
 def propose_settings(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
     """The plan of the fastest settings that fit, whatever is set now; None where nothing fits."""
-    return propose(plan.sizes, plan.work, plan.capacity, _samples(config))
+    return propose(plan.sizes, plan.work, plan.capacity, rollout_samples(config))
 
 
 def refuse_full_tuning_that_cannot_fit(
@@ -148,7 +148,7 @@ def _choices(config: QeRLConfig) -> tuple[list[int] | None, list[int] | None, bo
     return [tokens] if tokens else None, every, given.get("offload")
 
 
-def _samples(config: QeRLConfig) -> int:
+def rollout_samples(config: QeRLConfig) -> int:
     """Number of samples of one rollout."""
     return config.per_device_train_batch_size * (config.steps_per_generation or 1)
 
@@ -260,7 +260,7 @@ def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
         prompt_tokens=prompt,
         completion_tokens=completion,
         group=group,
-        sequences=min(config.max_sequences or MAX_ROWS, _samples(config), MAX_ROWS),
+        sequences=min(config.max_sequences or MAX_ROWS, rollout_samples(config), MAX_ROWS),
         max_sequences=min(config.max_sequences or MAX_ROWS, MAX_ROWS),
         microbatch=config.per_device_train_batch_size,
         microbatches=config.gradient_accumulation_steps,

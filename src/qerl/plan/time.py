@@ -6,9 +6,12 @@ whole GRPO steps of random models, all completions at full length, on one GPU.
 
 The nearest measured step is carried over to the step that is planned. Its rollout grows with the length of a
 completion, and with the cube root of the sequences that decode side by side (from 8 to 128 of them a 7B
-model's rollout grew 2.5-fold); those that wait their turn come after. Its update grows with the tokens that
-are computed. Each measured step was so made of the nearest other one of its model and card: none was off by
-more than a third (`tests/plan/test_time.py`).
+model's rollout grew 2.5-fold); those that wait their turn come after. The optimizer steps that learn from a
+rollout share its time. Their update grows with the tokens that are computed. Each measured step was so made
+of the nearest other one of its model and card: none was off by more than a third (`tests/plan/test_time.py`).
+
+What was measured is a step of GRPO with LoRA, no KL penalty and one turn. So none is said of a run that does
+other work in a step (`why_not_said`), and the exchange of gradients between GPUs is left out.
 
 Given up: prefill of long prompts and attention at long contexts by themselves, which are in the measured
 step as they were there; so lengths must not be far from those measured.
@@ -25,13 +28,16 @@ from typing import Any
 from qerl.families.sizes import Sizes
 from qerl.plan.parts import Weights
 from qerl.plan.phases import MemoryPlan
+from qerl.plan.settings import rollout_samples
+from qerl.settings.config import QeRLConfig
 from qerl.weight_formats import FORMATS
 
 SAME_SIZE = 0.05
 """Largest relative difference in weights of models that count as of one size."""
 
-NEAR_PROMPT, NEAR_COMPLETION = 4, 8
-"""Largest factors between lengths of a measured step and of one that it is carried over to."""
+NEAR_PROMPT, NEAR_COMPLETION, NEAR_SEQUENCES = 4, 8, 16
+"""Largest factors between a measured step and one that it is carried over to: of lengths, and of sequences
+that decode side by side."""
 
 ROWS_EXPONENT = 1 / 3
 """Exponent with which a rollout's time grows with the sequences side by side."""
@@ -106,12 +112,13 @@ def carried_over(step: Step, samples: int, sequences: int, group: int, prompt: i
     return Estimate(rollout, step.update_s * computed / step.computed, step)
 
 
-def estimate(plan: MemoryPlan, card: str) -> Estimate | None:
+def estimate(plan: MemoryPlan, card: str, config: QeRLConfig) -> Estimate | None:
     """The time of the step that a plan is of; None where no step of such a model was measured on that card.
 
     Args:
         plan: Of a run, and one that fits.
         card: Name of the GPU.
+        config: Settings of the run, of which the plan is.
     """
     work = plan.work
     of_model = [
@@ -122,16 +129,32 @@ def estimate(plan: MemoryPlan, card: str) -> Estimate | None:
         and work.teacher is None
         and _alike(Sizes.by_name(step.shape), plan.sizes)
     ]
-    samples = work.microbatch * work.microbatches
-    rows = min(samples, plan.sequences)
+    rollout, samples = rollout_samples(config), work.microbatch * work.microbatches
+    rows = min(rollout, plan.sequences)
     step = nearest(of_model, rows, work.prompt_tokens, work.completion_tokens) if rows else None
     if step is None:
         return None
-    return carried_over(step, samples, rows, work.group, work.prompt_tokens, work.completion_tokens)
+    lengths = work.group, work.prompt_tokens, work.completion_tokens
+    rolled, updated = (carried_over(step, count, rows, *lengths) for count in (rollout, samples))
+    served = config.num_iterations * rollout / samples
+    return Estimate(rolled.rollout_s / served, updated.update_s, step)
+
+
+def why_not_said(config: QeRLConfig) -> str | None:
+    """What a run does that no measured step did; None where its steps are of their kind."""
+    reasons = (
+        (config.algorithm == "sft", "supervised fine-tuning"),
+        (config.lora_dropout > 0, "a run with lora_dropout"),
+        (config.beta > 0, "a run with a KL penalty (beta)"),
+        (bool(config.environment or config.tools), "a run with an environment or tools"),
+        (config.max_staleness > 0, "a run with max_staleness"),
+        (bool(config.dynamic_sampling_batches), "a run with dynamic sampling"),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 def nearest(steps: Iterable[Step], rows: int, prompt: int, tokens: int) -> Step | None:
-    """The step whose sequences and lengths are nearest; None where no lengths are near."""
+    """The step whose sequences and lengths are nearest, of two the one of more tokens; None where none is."""
 
     def apart(one: int, other: int) -> float:
         return abs(math.log(one / other))
@@ -139,15 +162,20 @@ def nearest(steps: Iterable[Step], rows: int, prompt: int, tokens: int) -> Step 
     near = [
         step
         for step in steps
-        if apart(prompt, step.prompt_tokens) <= math.log(NEAR_PROMPT)
+        if apart(rows, step.samples) <= math.log(NEAR_SEQUENCES)
+        and apart(prompt, step.prompt_tokens) <= math.log(NEAR_PROMPT)
         and apart(tokens, step.completion_tokens) <= math.log(NEAR_COMPLETION)
     ]
     return min(
         near,
         key=lambda step: (
-            apart(rows, step.samples)
-            + apart(tokens, step.completion_tokens)
-            + apart(prompt, step.prompt_tokens)
+            round(
+                apart(rows, step.samples)
+                + apart(tokens, step.completion_tokens)
+                + apart(prompt, step.prompt_tokens),
+                6,
+            ),
+            -step.computed,
         ),
         default=None,
     )
@@ -160,23 +188,23 @@ def _alike(one: Sizes, other: Sizes) -> bool:
     return kinds[0] == kinds[1] and one.layers == other.layers and abs(first / second - 1) < SAME_SIZE
 
 
-def in_words(plan: MemoryPlan, card: str | None, steps: int | None, price: Any = None) -> str:
+def in_words(plan: MemoryPlan, card: str | None, config: QeRLConfig, price: Any = None) -> str:
     """A sentence or two: seconds of a step, hours of the run, and what these cost.
 
     Args:
         plan: See `estimate`.
         card: Name of the GPU; None where only its memory is known.
-        steps: Optimizer steps of the run; None where the length of the data decides.
+        config: Settings of the run; without max_steps the length of the data decides how long it is.
         price: Of a GPU for an hour, in any currency; None where it is not given.
     """
-    found = None if card is None else estimate(plan, card)
+    reason = why_not_said(config)
+    found = None if card is None or reason else estimate(plan, card, config)
     if found is None:
         cards = sorted({step.card for step in measured()})
-        where = (
-            "a GPU that is known by its memory alone"
-            if card is None
-            else f"such steps of this model on {card}"
+        elsewhere = (
+            f"such steps of this model on {card}" if card else "a GPU that is known by its memory alone"
         )
+        where = reason or elsewhere
         return (
             f"How long a step takes is not known for {where}; steps were measured on {' and '.join(cards)}."
         )
@@ -187,7 +215,10 @@ def in_words(plan: MemoryPlan, card: str | None, steps: int | None, price: Any =
         f"{step.samples} samples of {step.prompt_tokens} + {step.completion_tokens} tokens, which took "
         f"{_short(step.rollout_s + step.update_s)} on {step.card} ({step.date})."
     )
-    if steps is None:
+    if plan.work.processes > 1:
+        said += " That was one GPU; what several exchange comes on top and was not measured."
+    steps = config.max_steps
+    if steps < 1:
         return f"{said} Set max_steps for the time of the run."
     hours = found.total_s * steps / 3600
     said += f" {steps} steps take about {timedelta(seconds=round(3600 * hours))}"

@@ -35,9 +35,11 @@ def compare(folders: Sequence[Path], console: Console, scores: Sequence[Path] = 
         raise QeRLError(f"None of the runs has a step in its {METRICS_FILE} yet; wait for the first step.")
     console.print(_table("settings that differ", runs, _settings(runs)))
     console.print(_table("mean of the last tenth", runs, _metrics(runs)))
-    found = _scores(runs, read_scores(runs, scores))
+    found, others = _scores(runs, read_scores(runs, scores))
     if found:
         console.print(_table("held-out score, %, with its 95 % interval", runs, found))
+    for other in others:
+        console.print(other, markup=False, highlight=False, soft_wrap=True)
 
 
 Rows = list[tuple[str, list[str]]]
@@ -76,17 +78,31 @@ def _metrics(runs: Sequence[Run]) -> Rows:
     return rows
 
 
-def _scores(runs: Sequence[Run], scores: Sequence[Score]) -> Rows:
-    """A row for each task and number of samples, with a line for each policy of a run that was scored."""
+def _scores(runs: Sequence[Run], scores: Sequence[Score]) -> tuple[Rows, list[str]]:
+    """A row for each kind of score, with a line for each policy of a run that was scored; and a sentence for
+    each other policy, such as the base model."""
     rows: dict[str, list[str]] = {}
-    for score in scores:
-        if score.run is None:
-            continue
-        result = score.result
-        name = f"{result.task}, {score.measure}, {result.problems} problems"
-        low, high = (100 * end for end in result.interval)
+    others = []
+    for score, kind in zip(scores, _kinds(scores), strict=True):
+        low, high = (100 * end for end in score.result.interval)
         of_checkpoint = f" ({score.checkpoint})" if score.checkpoint else ""
-        cell = f"{100 * result.accuracy:.1f} ({low:.1f} to {high:.1f}){of_checkpoint}"
-        cells = rows.setdefault(name, ["-"] * len(runs))
+        cell = f"{100 * score.result.accuracy:.1f} ({low:.1f} to {high:.1f}){of_checkpoint}"
+        if score.run is None:
+            others.append(f"{score.what}: {cell} of {kind}")
+            continue
+        cells = rows.setdefault(kind, ["-"] * len(runs))
         cells[score.run] = cell if cells[score.run] == "-" else f"{cells[score.run]}\n{cell}"
-    return list(rows.items())
+    return list(rows.items()), others
+
+
+def _kinds(scores: Sequence[Score]) -> list[str]:
+    """What each score is of, with those sampling settings in which scores that are else alike differ."""
+    asked: dict[str, list[dict[str, Any]]] = {}
+    names = [f"{each.result.task}, {each.measure}, {each.result.problems} problems" for each in scores]
+    for name, score in zip(names, scores, strict=True):
+        asked.setdefault(name, []).append(score.result.settings)
+    kinds = []
+    for name, score in zip(names, scores, strict=True):
+        keys = [key for key in differing(asked[name]) if key != "seed"]
+        kinds.append(", ".join((name, *(f"{key} {score.result.settings.get(key, '-')}" for key in keys))))
+    return kinds

@@ -154,13 +154,14 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> Series | None:
 def shown_series(run: Run, metric: Metric) -> Series | None:
     """A metric of a run, None where it was not logged or says nothing of the run.
 
-    That is an accuracy of 0 throughout where rewards of the user's own judge: the task's answers do not, so
-    that nothing was ever right.
+    That is an accuracy of 0 throughout where rewards of the user's own judge problems of the user's own,
+    whose answers need not be what is judged. The tasks that come with QeRL have right answers.
     """
     found = series(run.rows, metric.key)
     settings = run.settings or {}
     own = bool(settings.get("reward_files")) or any(key.startswith("judge.") for key in settings)
-    if found and own and metric.key in ACCURACIES and not any(found.values):
+    ours = str(settings.get("task", "")).isidentifier()  # no FAMILY:NAME, no file
+    if found and own and not ours and metric.key in ACCURACIES and not any(found.values):
         return None
     return found
 

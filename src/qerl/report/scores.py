@@ -6,7 +6,7 @@ model they scored; what is left, such as the base model, stands for itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Result:
     accuracy: float
     interval: tuple[float, float]
     source: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The model card that is written beside a trained model."""
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from qerl.families.parts import base_model
 
 CARD_FILE = "README.md"
 
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _LIBRARIES = ("trl", "transformers", "peft", "torch")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model's name is one of the Hub, and no folder or file of this machine."""
-    return bool(name) and not Path(name).expanduser().exists()
+    """Whether a model's name is ``owner/name`` of the Hub, and no folder or file of this machine."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 def linked(name: str) -> str:
