@@ -7,6 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
@@ -71,6 +74,8 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
         args = QeRLConfig(**settings(tmp_path / folder, **fields | changes))
         made = PortableEngine(model, tiny_tokenizer.pad_token_id)
         if engine == "paged":
+            if torch.cuda.is_available():
+                pytest.skip("tests/gpu runs the engine itself")
             pace = Pace(round_steps=2, spare_rounds=1, prefill_tokens=(64,))
             made = PagedEngine(model, tiny_tokenizer.pad_token_id, 8, machine=Eager(), pace=pace)
         return QeRLTrainer(
