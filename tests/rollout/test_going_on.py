@@ -178,7 +178,7 @@ def test_a_session_whose_cache_another_has_used_is_not_entered(make):
         session.start(PROMPTS, SAMPLES)
         session.next(one_round=True)
     engine.generate([[3]], 1, PARAMS)
-    with pytest.raises(QeRLError, match="Another session of the paged engine was opened since"):
+    with pytest.raises(QeRLError, match="This session is over"):
         engine.session(PARAMS, going_on=session).__enter__()
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import random
 
 import numpy as np
@@ -283,11 +284,72 @@ def test_samples_under_way_of_other_prompts_are_refused(make, tmp_path):
     other = make("portable", "whole", seed=5, **changes)
     with pytest.raises(QeRLError, match=r"samples under way of other prompts .* max_staleness: 0"):
         other.train(resume_from_checkpoint=checkpoint)
-    with pytest.raises(QeRLError, match=r"half used, so it cannot be resumed with .*num_generations 4 -> 2"):
+    with pytest.raises(QeRLError, match=r"samples under way .* num_generations 4 -> 2; .* max_staleness: 0"):
         make("portable", "whole", num_generations=2, **changes).train(resume_from_checkpoint=checkpoint)
-    without = make("portable", "whole", max_staleness=0, **changes)
-    without.train(resume_from_checkpoint=checkpoint)
-    assert without.state.global_step == 4
+    for given_up in ({}, {"num_generations": 2}):
+        without = make("portable", "whole", max_staleness=0, **changes | given_up)
+        without.train(resume_from_checkpoint=checkpoint)
+        assert without.state.global_step == 4
+
+
+def test_what_runs_together_and_when_keys_are_computed_again_is_said(make, tmp_path, caplog):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make("portable", "whole", **changes).train()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    for max_staleness, said in ((2, True), (0, False)):
+        caplog.clear()
+        other = {"save_steps": 3, "eval_delay": 1, "logging_steps": 7}
+        trainer = make("portable", "whole", **changes | other | {"max_staleness": max_staleness})
+        trainer.train(resume_from_checkpoint=checkpoint)
+        (told,) = (m for m in map(logging.LogRecord.getMessage, caplog.records) if "Other settings" in m)
+        assert ("save_steps 2 -> 3" in told) == ("eval_delay" in told) == said
+        assert "logging_steps" not in told
+
+
+@pytest.mark.parametrize(("changes", "redrawn"), [({"max_staleness": 1}, True), ({"max_steps": 3}, False)])
+def test_a_resume_gives_up_what_the_new_settings_would_not_have(make, tmp_path, changes, redrawn):
+    """What is too old for a lower bound, and groups that no step trains on, or that would begin too early."""
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    make("portable", "whole", **saved).train()
+    file = tmp_path / "whole" / "checkpoint-2" / UNDER_WAY_FILE
+    first = json.loads(file.read_text())[0]
+    assert all(each["token_ids"] for each in first["samples"])
+    trainer = make("portable", "whole", **saved | changes)
+    trainer.get_train_dataloader()
+    prompts = [prompt for step in prompts_in_order(trainer, 6) for prompt in step[::GROUP]]
+    aged = [{**each, "drawn_in": [0] * len(each["token_ids"])} for each in first["samples"]]
+    groups = [{"group": number, "prompt": prompts[number], "samples": aged} for number in range(4, 10)]
+    (tmp_path / UNDER_WAY_FILE).write_text(json.dumps(groups))  # the checkpoint's manifest knows its own
+    load = trainer.rollouts._refill.load
+    trainer.rollouts._refill.load = lambda folder: load(tmp_path)
+    samples, _ = steps_of(trainer, resume_from_checkpoint=str(file.parent))
+    last = changes.get("max_steps", 6)
+    assert trainer.state.global_step == last
+    assert [[s.prompt for s in each] for each in samples] == prompts_in_order(trainer, last)[2:]
+    refound = [
+        s.tokens[: len(a["token_ids"])] == a["token_ids"]
+        for s, a in zip(samples[0], aged * WANTED, strict=True)
+    ]
+    ages = [age for each in samples for s in each for age in s.ages]
+    if redrawn:
+        assert max(ages) <= 1 and not all(refound)
+    else:
+        assert max(ages) == 2 and all(refound)
+
+
+@pytest.mark.parametrize("damage", ["lost", "twice"])
+def test_a_checkpoint_without_a_group_that_is_needed_is_refused(make, tmp_path, damage):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make("portable", "whole", **changes).train()
+    file = tmp_path / "whole" / "checkpoint-2" / UNDER_WAY_FILE
+    groups = json.loads(file.read_text())
+    groups = groups[1:] if damage == "lost" else [groups[0] | {"group": groups[0]["group"] - 1}, *groups]
+    file.write_text(json.dumps(groups))
+    refill = (trainer := make("portable", "whole", **changes)).rollouts._refill
+    refill.load(file.parent)
+    trainer.get_train_dataloader()
+    with pytest.raises(QeRLError, match=r"samples of the groups .* and step 3 begins with group 4; take"):
+        refill.draw(trainer._rows_of_step(2), 2, 4)
 
 
 def test_an_epoch_that_is_ended_early_is_said(make):
@@ -297,7 +359,7 @@ def test_an_epoch_that_is_ended_early_is_said(make):
 
     trainer = make()
     trainer.add_callback(Impatient())
-    with pytest.raises(QeRLError, match=r"Step 3 has other prompts .* because an epoch was ended early"):
+    with pytest.raises(QeRLError, match=r"Step 3 has other prompts .* a callback has ended an epoch early"):
         trainer.train()
 
 

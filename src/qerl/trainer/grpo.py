@@ -257,7 +257,10 @@ class QeRLTrainer(Trainer):
                 routing_of(self._reference.model, args.replay_routing)
         if args.teacher is not None:
             self._teacher = Teacher(args, policy, path.by_segment, self.processing_class)
-        updates = UpdateStep(args, self._base, path, self.accelerator, recompute, self._teacher)
+        updates = UpdateStep(
+            *(args, self._base, path, self.accelerator, recompute, self._teacher),
+            make_room=lambda: self.rollouts.make_room(),
+        )
         return updates, path
 
     def _start_rollouts(self, given: Any, rollout_func: Callable[..., Any] | None) -> None:
