@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import random
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from qerl.errors import QeRLError
-from qerl.rollout.engine import Begun
+from qerl.rollout.engine import Begun, RolloutEngine, SamplingParams, Session
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
@@ -277,6 +278,66 @@ def test_behind_a_save_and_an_evaluation_keys_are_those_of_the_adapters_of_then(
     assert spanning
 
 
+@pytest.mark.parametrize("engine", ["portable", pytest.param("paged", marks=pytest.mark.slow)])
+def test_whoever_samples_between_steps_changes_no_token(make, engine):
+    """What was drawn stays, and what follows is that of a run without, up to rounding."""
+
+    class Curious(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            under_way.append(trainer.rollouts._refill.under_way)
+            if state.global_step % 2:
+                trainer.rollout([[5, 6, 7]], 3)
+            else:
+                trainer.engine.generate([[5, 6, 7]], 3, SamplingParams(4))
+
+    fields = {"learning_rate": 0.0, "max_steps": 4}
+    expected, _ = steps_of(make(engine, **fields))
+    trainer, under_way = make(engine, **fields), []
+    trainer.add_callback(Curious())
+    found, _ = steps_of(trainer)
+    assert under_way[0] and under_way[1]
+    for one, other in zip(found, expected, strict=True):
+        assert [s.tokens for s in one] == [s.tokens for s in other]
+        assert [s.ages for s in one] == [s.ages for s in other]
+        for a, b in zip(one, other, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["portable", pytest.param("paged", marks=pytest.mark.slow)])
+def test_memory_that_runs_out_in_the_update_takes_the_keys_first(make, engine, caplog):
+    """The step is redone, the samples go on, and no limit is lowered for the rest of the run."""
+    fields = {"learning_rate": 0.0, "max_steps": 4}
+    expected, _ = steps_of(make(engine, **fields))
+    trainer, failed, released = make(engine, **fields), [], []
+    attempt, release = trainer.updates._attempt, trainer.engine.release
+
+    def scarce(model, microbatches, step):
+        if trainer.rollouts._refill._call is not None and trainer.rollouts._refill._call.busy:
+            failed.append(step)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return attempt(model, microbatches, step)
+
+    trainer.updates._attempt = scarce
+    trainer.engine.release = lambda: (released.append(trainer.state.global_step + 1), release())
+    found, _ = steps_of(trainer)
+    assert len(failed) >= 2 and set(failed) <= set(released)
+    assert trainer.updates.retry.max_tokens is None and not trainer.updates.retry._recomputes
+    assert "keys and values of samples under way being given up" in caplog.text
+    assert [[s.tokens for s in each] for each in found] == [[s.tokens for s in each] for each in expected]
+
+
+@pytest.mark.parametrize("changes", [{"save_only_model": True}, {"save_steps": 4}])
+def test_a_save_that_nobody_resumes_from_drops_no_key(make, tmp_path, changes):
+    trainer, reset = (
+        make("portable", save_strategy="steps", **{"save_steps": 2, "max_steps": 4} | changes),
+        [],
+    )
+    trainer.engine.reset = lambda: reset.append(trainer.state.global_step)
+    trainer.train()
+    assert (tmp_path / "run" / "checkpoint-4").is_dir() and not reset
+    assert not [*(tmp_path / "run").rglob(UNDER_WAY_FILE)]
+
+
 def test_samples_under_way_of_other_prompts_are_refused(make, tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     make("portable", "whole", **changes).train()
@@ -398,6 +459,7 @@ def test_a_training_that_ends_early_holds_nothing(make):
             {"loss_type": "dapo", "vllm_importance_sampling_correction": False},
             "the loss takes no ratio to them",
         ),
+        ({"algorithm": "distill", "teacher": "t"}, "a divergence from a teacher alone takes no ratio"),
         ({"max_staleness": 5}, "max_staleness is 5; it must be"),
     ],
 )
@@ -484,6 +546,78 @@ def test_what_is_under_way_is_read_as_it_was_written():
         assert (read.choices is None) == (begun.choices is None)
         if begun.choices is not None:
             assert np.array_equal(read.choices, choices)
+
+
+class HandsOn(PortableEngine):
+    """Whatever it is asked, it is asked of another."""
+
+    changed = staticmethod(lambda session: session)
+
+    @contextmanager
+    def session(self, *args, **kwargs):
+        with super().session(*args, **kwargs) as session:
+            yield self.changed(session)
+
+
+class Older(Session):
+    """A session as it was before samples were kept over updates."""
+
+    def __init__(self, session):
+        self._session = session
+
+    def start(self, prompts, samples_per_prompt, params=None, seeds=None):
+        return self._session.start(prompts, samples_per_prompt, params, seeds)
+
+    def go_on(self, index, token_ids):
+        return self._session.go_on(index, token_ids)
+
+    def room(self, index):
+        return self._session.room(index)
+
+    def finish(self, index):
+        return self._session.finish(index)
+
+    def next(self, one_round=False):
+        return self._session.next(one_round)
+
+    @property
+    def busy(self):
+        return self._session.busy
+
+
+class WithMethods(Older):
+    def length(self, index):
+        return self._session.length(index)
+
+    def leave(self):
+        return self._session.leave()
+
+
+def test_an_engine_that_hands_its_arguments_on_is_taken(make, monkeypatch):
+    monkeypatch.setattr("tests.trainer.test_refill.PortableEngine", HandsOn)
+    trainer = make(max_steps=3)
+    trainer.train()
+    assert type(trainer.engine) is HandsOn and trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Older, "Older has no method length"), (WithMethods, "argument `begun`, and that of WithMethods")],
+)
+def test_sessions_that_cannot_go_on_are_refused_before_anything_is_drawn(make, monkeypatch, kind, said):
+    """And serve dynamic sampling as before."""
+    monkeypatch.setattr("tests.trainer.test_refill.PortableEngine", HandsOn)
+    monkeypatch.setattr(HandsOn, "changed", staticmethod(kind))
+    with pytest.raises(QeRLError, match=said):
+        make().train()
+    trainer = make(max_staleness=0, dynamic_sampling_batches=1, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_an_engine_without_sessions_is_refused(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(ScriptedEngine, "session", RolloutEngine.session)
+    test_an_engine_whose_sessions_cannot_go_on_is_refused(tiny_model, tiny_tokenizer, tmp_path)
 
 
 def test_an_engine_whose_sessions_cannot_go_on_is_refused(tiny_model, tiny_tokenizer, tmp_path):
