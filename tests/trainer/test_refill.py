@@ -19,12 +19,12 @@ from transformers import TrainerCallback
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Begun, RolloutEngine, SamplingParams, Session
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.scheduler import Pace
+from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.refill import UNDER_WAY_FILE, StalenessWindow, _begun, _plain
+from qerl.trainer.refill import UNDER_WAY_FILE, StalenessWindow, _of_plain, _plain
 from tests.support.machine import Eager
 from tests.support.models import move_adapter
 from tests.support.trainer import GROUP, ScriptedEngine, logged, settings, sum_reward
@@ -33,6 +33,10 @@ WANTED = 2
 DATA = Dataset.from_dict({"prompt": [f"prompt {i} " + "x" * (i % 5) for i in range(9)]})
 LETTERS = [*"abcdefghijklmnopqrstuvw"]
 """Each ends a completion, so that lengths differ: 23 of 100 tokens."""
+OLDEST = 2
+"""Largest age of a token in these trainings where it is not bounded: 3 and 4 bound nothing here."""
+BLOCKS = 7
+"""Room for so many blocks of keys, of which each sample and each prompt needs one at least."""
 
 
 # Which groups start
@@ -125,7 +129,7 @@ def test_each_group_trains_once_in_order_and_no_token_is_too_old(make, engine, m
     assert all(len(s.ages) == len(s.tokens) for each in samples for s in each)
     assert all(s.ages == sorted(s.ages, reverse=True) for each in samples for s in each)
     assert all(min(each) >= 0 and max(each) <= min(step, max_staleness) for step, each in enumerate(ages))
-    assert max(map(max, ages)) >= min(max_staleness, 2), "rows are free often enough"
+    assert max(map(max, ages)) == min(max_staleness, OLDEST), "rows are free often enough"
     assert any(len(set(s.ages)) > 1 for each in samples for s in each), "some span an update"
     rows = logged(trainer)
     assert [row["staleness/max"] for row in rows] == [max(each) for each in ages]
@@ -436,7 +440,84 @@ def test_a_training_that_ends_early_holds_nothing(make):
     refill = trainer.rollouts._refill
     assert released == [True] and refill._call is None and not refill._drawn_in
     trainer.train()
-    assert trainer.state.global_step == 2, "another training begins with nothing under way"
+    assert released == [True] * 2 and refill._call is None and not refill._drawn_in
+
+
+def test_another_training_begins_with_nothing_under_way(make):
+    """And trains on the groups of its first steps, behind one that was stopped with others under way."""
+
+    class Stopper(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop |= stops and state.global_step == 2
+
+    stops, trainer = True, make()
+    trainer.add_callback(Stopper())
+    trainer.train()
+    stops = False
+    seen, _ = steps_of(trainer)
+    assert trainer.state.global_step == 6
+    assert [[s.prompt for s in each] for each in seen] == prompts_in_order(trainer, 6)
+    assert {age for s in seen[0] for age in s.ages} == {0}
+
+
+def test_a_reward_that_fails_leaves_nothing_that_a_next_training_would_go_on_with(make):
+    trainer, calls = make(), []
+    score = trainer.rollouts._score
+
+    def failing(*part):
+        calls.append(part)
+        if len(calls) == 3:
+            raise KeyError("reward")
+        return score(*part)
+
+    trainer.rollouts._score = failing
+    with pytest.raises(KeyError):
+        trainer.train()
+    refill = trainer.rollouts._refill
+    assert refill._call is None and not (refill._drawn_in or refill._ended or refill._begun)
+    samples, _ = steps_of(trainer)
+    assert [[s.prompt for s in each] for each in samples] == prompts_in_order(trainer, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"gradient_accumulation_steps": 2, "per_device_train_batch_size": GROUP}, 6),
+        ({"num_train_epochs": 2, "max_steps": -1}, 8),
+    ],
+    ids=["accumulation", "epochs"],
+)
+def test_microbatches_and_epochs_are_as_without(make, changes, steps):
+    trainer = make(**changes)
+    samples, _ = steps_of(trainer)
+    assert trainer.state.global_step == steps
+    assert [[s.prompt for s in each] for each in samples] == prompts_in_order(trainer, steps)
+    assert max(age for each in samples for s in each for age in s.ages) == 2
+    assert not trainer.rollouts._refill._drawn_in
+
+
+def test_what_no_old_sample_did_is_not_laid_to_them(make, caplog):
+    trainer = make()
+    for oldest, said in ((0.0, False), (1.0, True)):
+        trainer._log.metrics["train"]["staleness/max"] = [2.0, oldest]
+        trainer._warn_of_staleness(0.1)
+        assert ("effective sample size" in caplog.text) == said
+
+
+@pytest.mark.slow
+def test_samples_wait_for_memory_and_draw_the_same(make):
+    """Room for few of them: some are preempted and computed again, and groups of coming steps start still."""
+    fields = {"learning_rate": 0.0, "max_steps": 4, "max_completion_length": 24}
+    trainer = make("paged", **fields)
+    width = trainer.engine.cache.geometry.bytes((1,))
+    object.__setattr__(trainer.engine._machine, "bytes_for_cache", BLOCKS * width)
+    preempted, preempt = [], Scheduler._preempt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_preempt", lambda own, each: preempted.append(each) or preempt(own, each))
+        samples, _ = steps_of(trainer)
+    expected, _ = steps_of(make("portable", **fields))
+    assert preempted and max(age for each in samples for s in each for age in s.ages) > 0
+    assert [[s.tokens for s in each] for each in samples] == [[s.tokens for s in each] for each in expected]
 
 
 # What is refused
@@ -541,7 +622,7 @@ def test_what_is_under_way_is_read_as_it_was_written():
     ):
         plain = json.loads(json.dumps(_plain(begun, [3] * len(begun.token_ids))))
         assert plain.pop("drawn_in") == [3] * len(begun.token_ids)
-        read = _begun(plain)
+        read = _of_plain(plain)
         assert repr(read) == repr(begun)
         assert (read.choices is None) == (begun.choices is None)
         if begun.choices is not None:

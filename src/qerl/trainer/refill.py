@@ -19,8 +19,10 @@ the loss's ratio, or its correction, is taken to these, whatever made them. `Sam
 token: optimizer steps between its draw and its update.
 
 **Resuming.** What is under way is in the checkpoint, as tokens with their log-probabilities, not as keys. A
-run that saves drops its keys as well, and computes them again from the tokens with the adapters of then, as
-the resumed run does: so both go on with the same bits. An evaluation, which needs the cache, does the same.
+run that saves drops its keys as well, with all that the engine has captured, and computes them again from the
+tokens with the adapters of then, as the resumed run does: so both go on with the same bits. Keys are computed
+again, too, behind an evaluation or whoever else has used the engine between two steps, and where the update
+ran out of memory. A resume with a lower bound on ages draws anew what has grown too old for it.
 Ctrl-C saves where the run would not have: what is resumed from there is right, and differs from a run that
 nobody stopped by what recomputed keys differ.
 
@@ -152,7 +154,7 @@ class Refill:
         self._open(rows, step, -(-max(window.allowed(step, steps), window.started) // wanted))
         longest = max(len(ids) for drawn in self._opened.values() for ids in drawn.ids)
         call, self._call = self._call, None  # a call that fails is over
-        with self._sampler.refilled(call, self._rows, size, longest) as call:
+        with self._sampler.refilled(call, self._drawn_of, size, longest) as call:
             if self._begun:
                 self._begin_again(call)
             while not all(group in self._ended for group in window.needed(step)):
@@ -218,7 +220,7 @@ class Refill:
             number, samples = group["group"], group["samples"]
             self._prompts[number] = group["prompt"]
             self._drawn_in[number] = [each.pop("drawn_in") for each in samples]
-            self._begun[number] = [_begun(each) for each in samples]
+            self._begun[number] = [_of_plain(each) for each in samples]
 
     def _resumed(self, window: StalenessWindow, step: int, steps: int) -> int:
         """How many groups of a checkpoint are under way, without what these settings would not have begun or
@@ -259,7 +261,7 @@ class Refill:
 
     def _prompt(self, group: int) -> list[int]:
         """The tokens of a group's prompt."""
-        return self._rows(range(group, group + 1)).ids[0]
+        return self._drawn_of(range(group, group + 1)).ids[0]
 
     def _open(self, rows: list[Row], step: int, end: int) -> None:
         """Open the rows of steps up to the last of which a group may start."""
@@ -274,7 +276,7 @@ class Refill:
             if number not in self._opened:
                 self._opened[number] = self._sampler.open(self._rows_of(number), self._size)
 
-    def _rows(self, numbers: range) -> Drawn:
+    def _drawn_of(self, numbers: range) -> Drawn:
         """The opened rows of groups."""
         parts = []
         for group in numbers:
@@ -303,14 +305,14 @@ class Refill:
 
 
 def _plain(begun: Begun, drawn_in: list[int]) -> dict[str, Any]:
-    """What JSON has of a sample; `_begun` reads it, without the steps of its tokens."""
+    """What JSON has of a sample; `_of_plain` reads it, without the steps of its tokens."""
     found = vars(begun) | {"drawn_in": drawn_in}
     if begun.choices is not None:
         found["choices"] = begun.choices.shape, base64.b64encode(begun.choices.tobytes()).decode()
     return found
 
 
-def _begun(plain: dict[str, Any]) -> Begun:
+def _of_plain(plain: dict[str, Any]) -> Begun:
     if (choices := plain["choices"]) is not None:
         shape, content = choices
         plain["choices"] = np.frombuffer(base64.b64decode(content), np.uint8).reshape(shape)
