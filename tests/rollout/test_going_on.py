@@ -1,5 +1,8 @@
 """Sessions that are entered again, and sequences that begin with what an earlier session drew of them."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -171,15 +174,48 @@ def widen(engine):
     return load
 
 
-@pytest.mark.slow
-def test_a_session_whose_cache_another_has_used_is_not_entered(make):
-    engine = make("paged")
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("by", ["another", "leave", "reset", "error", "other engine"])
+def test_a_session_that_is_over_is_not_entered_and_says_what_it_has(make, kind, by):
+    engine = make(kind)
+    if by == "reset" and kind == "portable":
+        pytest.skip("it has nothing to reset")
+    expected = whole(engine)
+    try:
+        with engine.session(PARAMS) as session:
+            session.start(PROMPTS, SAMPLES)
+            session.next(one_round=True)
+            if by == "error":
+                raise KeyError
+    except KeyError:
+        pass
+    assert session.over == (by == "error")
+    if by == "another":
+        engine.generate([[3, 1, 4]], 4, PARAMS)
+    elif by in ("leave", "reset"):
+        getattr(session if by == "leave" else engine, by)()
+    other = make(kind) if by == "other engine" else engine
+    with pytest.raises(QeRLError, match=r"This session is over, .* call its method leave"):
+        other.session(PARAMS, going_on=session).__enter__()
+    if by != "error":
+        for index, begun in session.leave().items():
+            assert begun.token_ids and session.length(index) == len(begun.token_ids)
+            assert begun.token_ids == expected[index].token_ids[: len(begun.token_ids)]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_engine_keeps_no_session_and_no_step_of_one(make, kind):
+    engine = make(kind)
     with engine.session(PARAMS) as session:
         session.start(PROMPTS, SAMPLES)
         session.next(one_round=True)
-    engine.generate([[3]], 1, PARAMS)
-    with pytest.raises(QeRLError, match="Another session of the paged engine was opened since"):
-        engine.session(PARAMS, going_on=session).__enter__()
+    kept = [weakref.ref(session)]
+    if kind == "paged":
+        kept.append(weakref.ref(session._step))
+    del session
+    engine.reset()
+    gc.collect()
+    assert [each() for each in kept] == [None] * len(kept)
 
 
 @pytest.mark.slow

@@ -2,24 +2,29 @@
 
 import copy
 import json
+import logging
 import random
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from qerl.errors import QeRLError
-from qerl.rollout.engine import Begun
+from qerl.rollout.engine import Begun, RolloutEngine, SamplingParams, Session
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.refill import UNDER_WAY_FILE, StalenessWindow, _begun, _plain
+from qerl.trainer.refill import UNDER_WAY_FILE, StalenessWindow, _of_plain, _plain
 from tests.support.machine import Eager
 from tests.support.models import move_adapter
 from tests.support.trainer import GROUP, ScriptedEngine, logged, settings, sum_reward
@@ -28,6 +33,10 @@ WANTED = 2
 DATA = Dataset.from_dict({"prompt": [f"prompt {i} " + "x" * (i % 5) for i in range(9)]})
 LETTERS = [*"abcdefghijklmnopqrstuvw"]
 """Each ends a completion, so that lengths differ: 23 of 100 tokens."""
+OLDEST = 2
+"""Largest age of a token in these trainings where it is not bounded: 3 and 4 bound nothing here."""
+BLOCKS = 7
+"""Room for so many blocks of keys, of which each sample and each prompt needs one at least."""
 
 
 # Which groups start
@@ -71,6 +80,8 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
         args = QeRLConfig(**settings(tmp_path / folder, **fields | changes))
         made = PortableEngine(model, tiny_tokenizer.pad_token_id)
         if engine == "paged":
+            if torch.cuda.is_available():
+                pytest.skip("tests/gpu runs the engine itself")
             pace = Pace(round_steps=2, spare_rounds=1, prefill_tokens=(64,))
             made = PagedEngine(model, tiny_tokenizer.pad_token_id, 8, machine=Eager(), pace=pace)
         return QeRLTrainer(
@@ -118,7 +129,7 @@ def test_each_group_trains_once_in_order_and_no_token_is_too_old(make, engine, m
     assert all(len(s.ages) == len(s.tokens) for each in samples for s in each)
     assert all(s.ages == sorted(s.ages, reverse=True) for each in samples for s in each)
     assert all(min(each) >= 0 and max(each) <= min(step, max_staleness) for step, each in enumerate(ages))
-    assert max(map(max, ages)) >= min(max_staleness, 2), "rows are free often enough"
+    assert max(map(max, ages)) == min(max_staleness, OLDEST), "rows are free often enough"
     assert any(len(set(s.ages)) > 1 for each in samples for s in each), "some span an update"
     rows = logged(trainer)
     assert [row["staleness/max"] for row in rows] == [max(each) for each in ages]
@@ -271,6 +282,66 @@ def test_behind_a_save_and_an_evaluation_keys_are_those_of_the_adapters_of_then(
     assert spanning
 
 
+@pytest.mark.parametrize("engine", ["portable", pytest.param("paged", marks=pytest.mark.slow)])
+def test_whoever_samples_between_steps_changes_no_token(make, engine):
+    """What was drawn stays, and what follows is that of a run without, up to rounding."""
+
+    class Curious(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            under_way.append(trainer.rollouts._refill.under_way)
+            if state.global_step % 2:
+                trainer.rollout([[5, 6, 7]], 3)
+            else:
+                trainer.engine.generate([[5, 6, 7]], 3, SamplingParams(4))
+
+    fields = {"learning_rate": 0.0, "max_steps": 4}
+    expected, _ = steps_of(make(engine, **fields))
+    trainer, under_way = make(engine, **fields), []
+    trainer.add_callback(Curious())
+    found, _ = steps_of(trainer)
+    assert under_way[0] and under_way[1]
+    for one, other in zip(found, expected, strict=True):
+        assert [s.tokens for s in one] == [s.tokens for s in other]
+        assert [s.ages for s in one] == [s.ages for s in other]
+        for a, b in zip(one, other, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["portable", pytest.param("paged", marks=pytest.mark.slow)])
+def test_memory_that_runs_out_in_the_update_takes_the_keys_first(make, engine, caplog):
+    """The step is redone, the samples go on, and no limit is lowered for the rest of the run."""
+    fields = {"learning_rate": 0.0, "max_steps": 4}
+    expected, _ = steps_of(make(engine, **fields))
+    trainer, failed, released = make(engine, **fields), [], []
+    attempt, release = trainer.updates._attempt, trainer.engine.release
+
+    def scarce(model, microbatches, step):
+        if trainer.rollouts._refill._call is not None and trainer.rollouts._refill._call.busy:
+            failed.append(step)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return attempt(model, microbatches, step)
+
+    trainer.updates._attempt = scarce
+    trainer.engine.release = lambda: (released.append(trainer.state.global_step + 1), release())
+    found, _ = steps_of(trainer)
+    assert len(failed) >= 2 and set(failed) <= set(released)
+    assert trainer.updates.retry.max_tokens is None and not trainer.updates.retry._recomputes
+    assert "keys and values of samples under way being given up" in caplog.text
+    assert [[s.tokens for s in each] for each in found] == [[s.tokens for s in each] for each in expected]
+
+
+@pytest.mark.parametrize("changes", [{"save_only_model": True}, {"save_steps": 4}])
+def test_a_save_that_nobody_resumes_from_drops_no_key(make, tmp_path, changes):
+    trainer, reset = (
+        make("portable", save_strategy="steps", **{"save_steps": 2, "max_steps": 4} | changes),
+        [],
+    )
+    trainer.engine.reset = lambda: reset.append(trainer.state.global_step)
+    trainer.train()
+    assert (tmp_path / "run" / "checkpoint-4").is_dir() and not reset
+    assert not [*(tmp_path / "run").rglob(UNDER_WAY_FILE)]
+
+
 def test_samples_under_way_of_other_prompts_are_refused(make, tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     make("portable", "whole", **changes).train()
@@ -278,11 +349,72 @@ def test_samples_under_way_of_other_prompts_are_refused(make, tmp_path):
     other = make("portable", "whole", seed=5, **changes)
     with pytest.raises(QeRLError, match=r"samples under way of other prompts .* max_staleness: 0"):
         other.train(resume_from_checkpoint=checkpoint)
-    with pytest.raises(QeRLError, match=r"half used, so it cannot be resumed with .*num_generations 4 -> 2"):
+    with pytest.raises(QeRLError, match=r"samples under way .* num_generations 4 -> 2; .* max_staleness: 0"):
         make("portable", "whole", num_generations=2, **changes).train(resume_from_checkpoint=checkpoint)
-    without = make("portable", "whole", max_staleness=0, **changes)
-    without.train(resume_from_checkpoint=checkpoint)
-    assert without.state.global_step == 4
+    for given_up in ({}, {"num_generations": 2}):
+        without = make("portable", "whole", max_staleness=0, **changes | given_up)
+        without.train(resume_from_checkpoint=checkpoint)
+        assert without.state.global_step == 4
+
+
+def test_what_runs_together_and_when_keys_are_computed_again_is_said(make, tmp_path, caplog):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make("portable", "whole", **changes).train()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    for max_staleness, said in ((2, True), (0, False)):
+        caplog.clear()
+        other = {"save_steps": 3, "eval_delay": 1, "logging_steps": 7}
+        trainer = make("portable", "whole", **changes | other | {"max_staleness": max_staleness})
+        trainer.train(resume_from_checkpoint=checkpoint)
+        (told,) = (m for m in map(logging.LogRecord.getMessage, caplog.records) if "Other settings" in m)
+        assert ("save_steps 2 -> 3" in told) == ("eval_delay" in told) == said
+        assert "logging_steps" not in told
+
+
+@pytest.mark.parametrize(("changes", "redrawn"), [({"max_staleness": 1}, True), ({"max_steps": 3}, False)])
+def test_a_resume_gives_up_what_the_new_settings_would_not_have(make, tmp_path, changes, redrawn):
+    """What is too old for a lower bound, and groups that no step trains on, or that would begin too early."""
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    make("portable", "whole", **saved).train()
+    file = tmp_path / "whole" / "checkpoint-2" / UNDER_WAY_FILE
+    first = json.loads(file.read_text())[0]
+    assert all(each["token_ids"] for each in first["samples"])
+    trainer = make("portable", "whole", **saved | changes)
+    trainer.get_train_dataloader()
+    prompts = [prompt for step in prompts_in_order(trainer, 6) for prompt in step[::GROUP]]
+    aged = [{**each, "drawn_in": [0] * len(each["token_ids"])} for each in first["samples"]]
+    groups = [{"group": number, "prompt": prompts[number], "samples": aged} for number in range(4, 10)]
+    (tmp_path / UNDER_WAY_FILE).write_text(json.dumps(groups))  # the checkpoint's manifest knows its own
+    load = trainer.rollouts._refill.load
+    trainer.rollouts._refill.load = lambda folder: load(tmp_path)
+    samples, _ = steps_of(trainer, resume_from_checkpoint=str(file.parent))
+    last = changes.get("max_steps", 6)
+    assert trainer.state.global_step == last
+    assert [[s.prompt for s in each] for each in samples] == prompts_in_order(trainer, last)[2:]
+    refound = [
+        s.tokens[: len(a["token_ids"])] == a["token_ids"]
+        for s, a in zip(samples[0], aged * WANTED, strict=True)
+    ]
+    ages = [age for each in samples for s in each for age in s.ages]
+    if redrawn:
+        assert max(ages) <= 1 and not all(refound)
+    else:
+        assert max(ages) == 2 and all(refound)
+
+
+@pytest.mark.parametrize("damage", ["lost", "twice"])
+def test_a_checkpoint_without_a_group_that_is_needed_is_refused(make, tmp_path, damage):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make("portable", "whole", **changes).train()
+    file = tmp_path / "whole" / "checkpoint-2" / UNDER_WAY_FILE
+    groups = json.loads(file.read_text())
+    groups = groups[1:] if damage == "lost" else [groups[0] | {"group": groups[0]["group"] - 1}, *groups]
+    file.write_text(json.dumps(groups))
+    refill = (trainer := make("portable", "whole", **changes)).rollouts._refill
+    refill.load(file.parent)
+    trainer.get_train_dataloader()
+    with pytest.raises(QeRLError, match=r"samples of the groups .* and step 3 begins with group 4; take"):
+        refill.draw(trainer._rows_of_step(2), 2, 4)
 
 
 def test_an_epoch_that_is_ended_early_is_said(make):
@@ -292,7 +424,7 @@ def test_an_epoch_that_is_ended_early_is_said(make):
 
     trainer = make()
     trainer.add_callback(Impatient())
-    with pytest.raises(QeRLError, match=r"Step 3 has other prompts .* because an epoch was ended early"):
+    with pytest.raises(QeRLError, match=r"Step 3 has other prompts .* a callback has ended an epoch early"):
         trainer.train()
 
 
@@ -308,7 +440,82 @@ def test_a_training_that_ends_early_holds_nothing(make):
     refill = trainer.rollouts._refill
     assert released == [True] and refill._call is None and not refill._drawn_in
     trainer.train()
-    assert trainer.state.global_step == 2, "another training begins with nothing under way"
+    assert released == [True] * 2 and refill._call is None and not refill._drawn_in
+
+
+def test_another_training_begins_with_nothing_under_way(make):
+    """And trains on the groups of its first steps, behind one that was stopped with others under way."""
+
+    class Stopper(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop |= stops and state.global_step == 2
+
+    stops, trainer = True, make()
+    trainer.add_callback(Stopper())
+    trainer.train()
+    stops = False
+    seen, _ = steps_of(trainer)
+    assert trainer.state.global_step == 6
+    assert [[s.prompt for s in each] for each in seen] == prompts_in_order(trainer, 6)
+    assert {age for s in seen[0] for age in s.ages} == {0}
+
+
+def test_a_reward_that_fails_leaves_nothing_that_a_next_training_would_go_on_with(make):
+    trainer, calls = make(), []
+    score = trainer.rollouts._score
+
+    def failing(*part):
+        calls.append(part)
+        if len(calls) == 3:
+            raise KeyError("reward")
+        return score(*part)
+
+    trainer.rollouts._score = failing
+    with pytest.raises(KeyError):
+        trainer.train()
+    refill = trainer.rollouts._refill
+    assert refill._call is None and not (refill._drawn_in or refill._ended or refill._begun)
+    samples, _ = steps_of(trainer)
+    assert [[s.prompt for s in each] for each in samples] == prompts_in_order(trainer, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"gradient_accumulation_steps": 2, "per_device_train_batch_size": GROUP}, 6),
+        ({"num_train_epochs": 2, "max_steps": -1}, 8),
+    ],
+    ids=["accumulation", "epochs"],
+)
+def test_microbatches_and_epochs_are_as_without(make, changes, steps):
+    trainer = make(**changes)
+    samples, _ = steps_of(trainer)
+    assert trainer.state.global_step == steps
+    assert [[s.prompt for s in each] for each in samples] == prompts_in_order(trainer, steps)
+    assert max(age for each in samples for s in each for age in s.ages) == 2
+    assert not trainer.rollouts._refill._drawn_in
+
+
+def test_what_no_old_sample_did_is_not_laid_to_them(make, caplog):
+    trainer = make()
+    for oldest, said in ((0.0, False), (1.0, True)):
+        trainer._log.metrics["train"]["staleness/max"] = [2.0, oldest]
+        trainer._warn_of_staleness(0.1)
+        assert ("effective sample size" in caplog.text) == said
+
+
+@pytest.mark.slow
+def test_samples_wait_for_memory_and_draw_the_same(make):
+    """A cache with room for fewer samples than may run: groups of coming steps start all the same."""
+    fields = {"learning_rate": 0.0, "max_steps": 3}
+    trainer = make("paged", **fields)
+    machine, block = trainer.engine._machine, trainer.engine.cache.geometry.bytes((1,))
+    object.__setattr__(machine, "bytes_for_cache", BLOCKS * block)
+    samples, _ = steps_of(trainer)
+    assert trainer.engine.cache.is_limited and trainer.engine.cache.blocks == (BLOCKS,)
+    expected, _ = steps_of(make("portable", **fields))
+    assert max(age for each in samples for s in each for age in s.ages) > 0
+    assert [[s.tokens for s in each] for each in samples] == [[s.tokens for s in each] for each in expected]
 
 
 # What is refused
@@ -331,6 +538,7 @@ def test_a_training_that_ends_early_holds_nothing(make):
             {"loss_type": "dapo", "vllm_importance_sampling_correction": False},
             "the loss takes no ratio to them",
         ),
+        ({"algorithm": "distill", "teacher": "t"}, "a divergence from a teacher alone takes no ratio"),
         ({"max_staleness": 5}, "max_staleness is 5; it must be"),
     ],
 )
@@ -412,11 +620,83 @@ def test_what_is_under_way_is_read_as_it_was_written():
     ):
         plain = json.loads(json.dumps(_plain(begun, [3] * len(begun.token_ids))))
         assert plain.pop("drawn_in") == [3] * len(begun.token_ids)
-        read = _begun(plain)
+        read = _of_plain(plain)
         assert repr(read) == repr(begun)
         assert (read.choices is None) == (begun.choices is None)
         if begun.choices is not None:
             assert np.array_equal(read.choices, choices)
+
+
+class HandsOn(PortableEngine):
+    """Whatever it is asked, it is asked of another."""
+
+    changed = staticmethod(lambda session: session)
+
+    @contextmanager
+    def session(self, *args, **kwargs):
+        with super().session(*args, **kwargs) as session:
+            yield self.changed(session)
+
+
+class Older(Session):
+    """A session as it was before samples were kept over updates."""
+
+    def __init__(self, session):
+        self._session = session
+
+    def start(self, prompts, samples_per_prompt, params=None, seeds=None):
+        return self._session.start(prompts, samples_per_prompt, params, seeds)
+
+    def go_on(self, index, token_ids):
+        return self._session.go_on(index, token_ids)
+
+    def room(self, index):
+        return self._session.room(index)
+
+    def finish(self, index):
+        return self._session.finish(index)
+
+    def next(self, one_round=False):
+        return self._session.next(one_round)
+
+    @property
+    def busy(self):
+        return self._session.busy
+
+
+class WithMethods(Older):
+    def length(self, index):
+        return self._session.length(index)
+
+    def leave(self):
+        return self._session.leave()
+
+
+def test_an_engine_that_hands_its_arguments_on_is_taken(make, monkeypatch):
+    monkeypatch.setattr("tests.trainer.test_refill.PortableEngine", HandsOn)
+    trainer = make(max_steps=3)
+    trainer.train()
+    assert type(trainer.engine) is HandsOn and trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Older, "Older has no method length"), (WithMethods, "argument `begun`, and that of WithMethods")],
+)
+def test_sessions_that_cannot_go_on_are_refused_before_anything_is_drawn(make, monkeypatch, kind, said):
+    """And serve dynamic sampling as before."""
+    monkeypatch.setattr("tests.trainer.test_refill.PortableEngine", HandsOn)
+    monkeypatch.setattr(HandsOn, "changed", staticmethod(kind))
+    with pytest.raises(QeRLError, match=said):
+        make().train()
+    trainer = make(max_staleness=0, dynamic_sampling_batches=1, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_an_engine_without_sessions_is_refused(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(ScriptedEngine, "session", RolloutEngine.session)
+    test_an_engine_whose_sessions_cannot_go_on_is_refused(tiny_model, tiny_tokenizer, tmp_path)
 
 
 def test_an_engine_whose_sessions_cannot_go_on_is_refused(tiny_model, tiny_tokenizer, tmp_path):

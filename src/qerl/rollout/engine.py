@@ -19,6 +19,7 @@ tokens can be drawn; log-probabilities are those before them (`qerl.rollout.engi
 Shapes: B sequences, V vocabulary, C candidates (the most probable tokens, descending).
 """
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -200,9 +201,12 @@ class Session(ABC):
     Attributes:
         prefilled_tokens: Tokens that were computed otherwise than as they were drawn: prompts, once for all
             their samples that run together, what others wrote, and what had to be computed again.
+        over: Whether it cannot be entered again: it was left by `leave` or by an error, or the engine was
+            reset or has opened another session since. Unless it was an error, `leave` says what it has.
     """
 
     prefilled_tokens: int
+    over: bool = False
 
     @abstractmethod
     def start(
@@ -264,20 +268,23 @@ class Session(ABC):
             QeRLError: Its turn has not ended.
         """
 
-    @abstractmethod
     def length(self, index: int) -> int:
         """Tokens that a sequence has at present, drawn or written.
 
         Raises:
-            QeRLError: It was finished.
+            QeRLError: It was finished, or these sessions do not go on.
         """
+        raise QeRLError(_not_going_on(self, "length"))
 
-    @abstractmethod
     def leave(self) -> dict[int, Begun]:
         """What each sequence has whose turn has not ended, by its number; the session is over then.
 
-        It may be called outside of the session's context, before another session of the engine is opened.
+        It may be called outside of the session's context, also once another session was opened.
+
+        Raises:
+            QeRLError: These sessions do not go on.
         """
+        raise QeRLError(_not_going_on(self, "leave"))
 
     @abstractmethod
     def next(self, one_round: bool = False) -> list[Ended]:
@@ -299,6 +306,36 @@ class Session(ABC):
     @abstractmethod
     def busy(self) -> bool:
         """Whether `next` has something to decode."""
+
+
+def _not_going_on(session: Session, method: str) -> str:
+    return (
+        f"{type(session).__name__} has no method {method}, which max_staleness needs; add it, as "
+        f"qerl.rollout.engine.Session.{method} says, or set max_staleness: 0."
+    )
+
+
+def check_goes_on(session: Session) -> None:
+    """Refuse a session that cannot be kept over an update.
+
+    Raises:
+        QeRLError: It has no `length` or no `leave`, or its `start` does not take `begun`.
+    """
+    for method in ("length", "leave"):
+        if getattr(type(session), method) is getattr(Session, method):
+            raise QeRLError(_not_going_on(session, method))
+    if not takes(session.start, "begun"):
+        raise QeRLError(
+            f"max_staleness needs sessions whose start has the argument `begun`, and that of "
+            f"{type(session).__name__} has not; add it, as qerl.rollout.engine.Session.start has it, or set "
+            "max_staleness: 0."
+        )
+
+
+def takes(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a function can be given an argument by name; one that hands all on is taken to."""
+    parameters = inspect.signature(function).parameters
+    return argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 class RolloutEngine(ABC):

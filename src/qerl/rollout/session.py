@@ -9,11 +9,13 @@ lie between turns, is each engine's own.
 """
 
 import time
+import weakref
 from abc import abstractmethod
 from collections import abc
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -30,6 +32,8 @@ from qerl.rollout.engine import (
     check_prompts,
 )
 from qerl.rollout.stops import Cut, FinishReason, Stop, first_cut
+
+S = TypeVar("S", bound="TrackedSession")
 
 Stage = Literal["drawing", "between turns", "finished"]
 """Whose turn it is: the policy's, that of others, nobody's any more."""
@@ -277,9 +281,15 @@ class TrackedSession(Session):
         """See `Session.length`."""
         return self._unfinished(index).length
 
+    def set_aside(self) -> None:
+        """Be over, and have on the host what was drawn, before others take what the engine holds."""
+        if not self.over:
+            self._read()
+            self.over = True
+
     def leave(self) -> dict[int, Begun]:
         """See `Session.leave`."""
-        self._read()
+        self.set_aside()
         ended = {sequence.index: sequence.finish_reason for sequence in self._full}
         return {
             index: Begun(s.token_ids, s.logprobs, s.entropies, ended.get(index), s.choices)
@@ -323,6 +333,42 @@ class TrackedSession(Session):
             state = "was finished" if 0 <= index < self._started else "was not started"
             raise QeRLError(f"Sequence {index} {state}, so nothing is known of it; start another.")
         return self._sequences[index]
+
+
+class LastSession(Generic[S]):
+    """The session of an engine that may be entered again. It is not kept: whoever goes on with it keeps it,
+    and else what it holds of the device goes with its context."""
+
+    def __init__(self) -> None:
+        self._session: Callable[[], S | None] = lambda: None
+
+    def set_aside(self) -> None:
+        """Let it be over, if somebody has it still."""
+        if (session := self._session()) is not None:
+            session.set_aside()
+
+    @contextmanager
+    def opened(self, session: S) -> Iterator[S]:
+        """A block of a session that was made after `set_aside`, or is entered again; an error ends it."""
+        self._session = weakref.ref(session)
+        try:
+            yield session
+        except BaseException:
+            session.over = True
+            raise
+
+    def again(self, going_on: Session) -> S:
+        """The session, if it is the one that shall go on.
+
+        Raises:
+            QeRLError: It is over, or of another engine.
+        """
+        if (session := self._session()) is None or session is not going_on or session.over:
+            raise QeRLError(
+                "This session is over, because it was left, or the engine was reset or has opened another "
+                "session since; call its method leave, and start with what that gives in a new session."
+            )
+        return session
 
 
 def whole_completions(

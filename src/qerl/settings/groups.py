@@ -856,6 +856,11 @@ def _stale_samples_are_corrected_for(settings: Any) -> None:
             f"gradient_accumulation_steps: {microbatches}; remove steps_per_generation, or set "
             "max_staleness: 0."
         )
+    if values["teacher"] is not None and values["distillation_weight"] == 1.0:
+        raise QeRLError(
+            "max_staleness samples from older policies, and a divergence from a teacher alone takes no ratio "
+            "to them; set max_staleness: 0, or distillation_weight below 1 for the share that rewards teach."
+        )
     if values["use_rollout_logprobs"] is False and not values["vllm_importance_sampling_correction"]:
         raise QeRLError(
             "max_staleness samples from older policies, and the loss takes no ratio to them; set "

@@ -16,7 +16,6 @@ is accepted and ignored, and where two of them say the same thing they must agre
 """
 
 import copy
-import inspect
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from qerl.families.parts import base_model
 from qerl.lora.adapter import adapt, check_lora
 from qerl.models.hub import LocalModel, find_model
 from qerl.models.load import load_tokenizer
-from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.engine import RolloutEngine, takes
 from qerl.rollout.select import make_engine
 from qerl.rollout.stops import Stop, StopStrings
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
@@ -450,7 +449,10 @@ def _check_staleness(
             f"max_staleness refills the rows of one process, and there are {args.world_size}; start one, or "
             "set max_staleness: 0."
         )
-    if engine is not None and "going_on" not in inspect.signature(engine.session).parameters:
+    if engine is not None and (
+        getattr(engine.session, "__func__", None) is RolloutEngine.session
+        or not takes(engine.session, "going_on")
+    ):
         raise QeRLError(
             "max_staleness needs an engine whose session has the argument `going_on`, and that of "
             f"{type(engine).__name__} has not; add it, as RolloutEngine.session has it, or set "

@@ -105,8 +105,9 @@ _NOT_CALLED = (
     "_calculate_rewards", "_get_per_token_logps_and_entropies",
 )  # fmt: skip
 
-LEAST_SAMPLE_SIZE = 0.5
-"""Effective sample size, as a share of the tokens, below which samples are said to be too old."""
+_LEAST_SAMPLE_SIZE = 0.5
+"""Effective sample size, as a share of the ratios (of tokens, or of samples where the correction is of
+sequences), below which samples are said to be too old."""
 
 # What torch, safetensors and the system raise where a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
@@ -258,7 +259,10 @@ class QeRLTrainer(Trainer):
                 routing_of(self._reference.model, args.replay_routing)
         if args.teacher is not None:
             self._teacher = Teacher(args, policy, path.by_segment, self.processing_class)
-        updates = UpdateStep(args, self._base, path, self.accelerator, recompute, self._teacher)
+        updates = UpdateStep(
+            *(args, self._base, path, self.accelerator, recompute, self._teacher),
+            make_room=lambda: self.rollouts.make_room(),
+        )
         return updates, path
 
     def _start_rollouts(self, given: Any, rollout_func: Callable[..., Any] | None) -> None:
@@ -474,13 +478,15 @@ class QeRLTrainer(Trainer):
 
     def _warn_of_staleness(self, effective: float = 1.0) -> None:
         """Say once that samples of older policies count for little."""
-        if self._warned or not self.args.max_staleness or not effective < LEAST_SAMPLE_SIZE:
+        oldest = [0.0, *self._log.metrics["train"].get("staleness/max", ())][-1]
+        if self._warned or not oldest or not effective < _LEAST_SAMPLE_SIZE:
             return
         self._warned = True
         logger.warning(
-            "The effective sample size of step %d is %.2f of its tokens: the policy has moved far from those "
-            "that drew them, of up to %d optimizer steps before; lower max_staleness, or learning_rate.",
-            *(self.state.global_step, effective, self.args.max_staleness),
+            "The effective sample size of step %d is %.2f of its number of ratios: the policy has moved far "
+            "from those that drew its samples, of up to %d optimizer steps before; lower max_staleness, or "
+            "learning_rate.",
+            *(self.state.global_step, effective, oldest),
         )
 
     # Data

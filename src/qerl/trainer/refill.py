@@ -19,8 +19,10 @@ the loss's ratio, or its correction, is taken to these, whatever made them. `Sam
 token: optimizer steps between its draw and its update.
 
 **Resuming.** What is under way is in the checkpoint, as tokens with their log-probabilities, not as keys. A
-run that saves drops its keys as well, and computes them again from the tokens with the adapters of then, as
-the resumed run does: so both go on with the same bits. An evaluation, which needs the cache, does the same.
+run that saves drops its keys as well, with all that the engine has captured, and computes them again from the
+tokens with the adapters of then, as the resumed run does: so both go on with the same bits. Keys are computed
+again, too, behind an evaluation or whoever else has used the engine between two steps, and where the update
+ran out of memory. A resume with a lower bound on ages draws anew what has grown too old for it.
 Ctrl-C saves where the run would not have: what is resumed from there is right, and differs from a run that
 nobody stopped by what recomputed keys differ.
 
@@ -145,12 +147,14 @@ class Refill:
         begin, size, wanted = time.perf_counter(), self._size, len(rows) // self._size
         if self._window is None:
             self._window = StalenessWindow(wanted, self._max_staleness)
-            self._window.started = max(self._begun, default=step * wanted - 1) + 1
+            self._window.started = step * wanted + self._resumed(self._window, step, steps)
+        if self._call is not None and self._call.session.over:
+            self.suspend()  # an evaluation, or a callback, has sampled since
         window, self._tokens = self._window, 0
         self._open(rows, step, -(-max(window.allowed(step, steps), window.started) // wanted))
         longest = max(len(ids) for drawn in self._opened.values() for ids in drawn.ids)
         call, self._call = self._call, None  # a call that fails is over
-        with self._sampler.refilled(call, self._rows, size, longest) as call:
+        with self._sampler.refilled(call, self._drawn_of, size, longest) as call:
             if self._begun:
                 self._begin_again(call)
             while not all(group in self._ended for group in window.needed(step)):
@@ -169,8 +173,16 @@ class Refill:
         del self._opened[step]
         return found
 
+    def make_room(self) -> bool:
+        """Free the memory of what is under way, of which the tokens stay; whether there was any."""
+        busy = self._call is not None and self._call.busy
+        if busy:
+            self.suspend()
+            self._sampler.release()
+        return busy
+
     def suspend(self) -> None:
-        """Keep of what is under way the tokens alone, so that others may use the engine."""
+        """Keep of what is under way the tokens alone, since the engine has, or will have, let go of it."""
         if self._call is None:
             return
         whole = {
@@ -184,6 +196,8 @@ class Refill:
 
     def save(self, folder: Path) -> None:
         """Write what is under way into a checkpoint, and go on as a run that is resumed from it does."""
+        if self._window is not None and not self._opened:
+            return  # behind the last step
         self.suspend()
         self._sampler.reset()
         groups = [
@@ -206,7 +220,31 @@ class Refill:
             number, samples = group["group"], group["samples"]
             self._prompts[number] = group["prompt"]
             self._drawn_in[number] = [each.pop("drawn_in") for each in samples]
-            self._begun[number] = [_begun(each) for each in samples]
+            self._begun[number] = [_of_plain(each) for each in samples]
+
+    def _resumed(self, window: StalenessWindow, step: int, steps: int) -> int:
+        """How many groups of a checkpoint are under way, without what these settings would not have begun or
+        would not let grow so old, which is drawn anew.
+
+        Raises:
+            QeRLError: They are not the groups of this step and those behind it.
+        """
+        first, found = window.needed(step).start, sorted(self._begun)
+        if found != [*range(first, first + len(found))]:
+            raise QeRLError(
+                f"The checkpoint has samples of the groups {found} under way, and step {step + 1} begins "
+                f"with group {first}; take a checkpoint that is whole, or set max_staleness: 0, which gives "
+                "them up."
+            )
+        for group in found:
+            if group >= window.allowed(step, steps):
+                del self._begun[group], self._prompts[group], self._drawn_in[group]
+                continue
+            oldest = group // len(window.needed(0)) - self._max_staleness
+            for place, drawn_in in enumerate(self._drawn_in[group]):
+                if drawn_in and drawn_in[0] < oldest:
+                    self._begun[group][place], self._drawn_in[group][place] = Begun([], [], []), []
+        return len(self._begun)
 
     def _begin_again(self, call: Sequences) -> None:
         """Start groups with what an earlier call has drawn of them."""
@@ -223,20 +261,22 @@ class Refill:
 
     def _prompt(self, group: int) -> list[int]:
         """The tokens of a group's prompt."""
-        return self._rows(range(group, group + 1)).ids[0]
+        return self._drawn_of(range(group, group + 1)).ids[0]
 
     def _open(self, rows: list[Row], step: int, end: int) -> None:
         """Open the rows of steps up to the last of which a group may start."""
         if [*map(prompt_of, rows)] != [*map(prompt_of, self._rows_of(step))]:
             raise QeRLError(
-                f"Step {step + 1} has other prompts than its samples were begun with, because an epoch was "
-                "ended early or its first steps were passed over; set max_staleness: 0 with such a callback."
+                f"Step {step + 1} has other prompts than the order of the data gave for it in advance: a "
+                "callback has ended an epoch early or passed over steps, get_train_dataloader is one's own, "
+                "or a transform of the data set gives other prompts each time; leave that out, or set "
+                "max_staleness: 0."
             )
         for number in range(step, end):
             if number not in self._opened:
                 self._opened[number] = self._sampler.open(self._rows_of(number), self._size)
 
-    def _rows(self, numbers: range) -> Drawn:
+    def _drawn_of(self, numbers: range) -> Drawn:
         """The opened rows of groups."""
         parts = []
         for group in numbers:
@@ -265,14 +305,14 @@ class Refill:
 
 
 def _plain(begun: Begun, drawn_in: list[int]) -> dict[str, Any]:
-    """What JSON has of a sample; `_begun` reads it, without the steps of its tokens."""
+    """What JSON has of a sample; `_of_plain` reads it, without the steps of its tokens."""
     found = vars(begun) | {"drawn_in": drawn_in}
     if begun.choices is not None:
         found["choices"] = begun.choices.shape, base64.b64encode(begun.choices.tobytes()).decode()
     return found
 
 
-def _begun(plain: dict[str, Any]) -> Begun:
+def _of_plain(plain: dict[str, Any]) -> Begun:
     if (choices := plain["choices"]) is not None:
         shape, content = choices
         plain["choices"] = np.frombuffer(base64.b64decode(content), np.uint8).reshape(shape)

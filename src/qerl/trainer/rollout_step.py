@@ -155,8 +155,6 @@ class RolloutStep:
 
     def evaluate(self, rows: list[Row]) -> None:
         """Sample and score rows of an evaluation, of which nothing but what is logged is kept."""
-        if self._refill is not None:
-            self._refill.suspend()
         samples, rank = self._args.num_generations_eval or self._group, self._rank
         own = [problem_key(row) for row in rows[::samples]]
         every: list[list[str]] = gather_object([own])
@@ -187,7 +185,7 @@ class RolloutStep:
         """Write into a checkpoint what the choice of prompts has learned, and what is under way."""
         if self._prompts is not None:
             self._prompts.save(folder)
-        if self._refill is not None:
+        if self._refill is not None and not self._args.save_only_model:  # nothing resumes from that
             self._refill.save(folder)
 
     def load(self, folder: Path) -> None:
@@ -196,6 +194,10 @@ class RolloutStep:
             self._prompts.load(folder)
         if self._refill is not None:
             self._refill.load(folder)
+
+    def make_room(self) -> bool:
+        """Free the memory of samples that are under way, which go on all the same; whether there were any."""
+        return self._refill is not None and self._refill.make_room()
 
     def _sampled(
         self, rows: list[Row], mode: str = "train", seeds: Sequence[int] | None = None

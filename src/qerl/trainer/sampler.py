@@ -40,6 +40,7 @@ from qerl.rollout.engine import (
     RolloutResult,
     SamplingParams,
     Session,
+    check_goes_on,
     check_request,
 )
 from qerl.seeding import derive_seed
@@ -248,6 +249,8 @@ class Sampler:
             self._params(seed), growing=True, longest_prompt=longest_prompt, going_on=session
         )
         with opening as entered:
+            if call is None:
+                check_goes_on(entered)
             call = call or Sequences(self, opened, size, self._params(seed), entered)
             yield call
             self._log.read_memory()
@@ -385,7 +388,10 @@ class Sampler:
         model = self._engine.model
         config = None if model is None else base_model(model).config.get_text_config(decoder=True)
         check_request(prompts, samples, params, None if config is None else positions_of(config))
-        return session.start(prompts, samples, seeds=seeds, begun=begun)
+        more: dict[str, Any] = {}  # sessions that are not kept need not take it
+        if begun is not None:
+            more = {"begun": begun}
+        return session.start(prompts, samples, seeds=seeds, **more)
 
     def _call(self, mode: str) -> tuple[SamplingParams, NormOffsets]:
         """Sampling parameters and noise of the next call of the engine in this step."""

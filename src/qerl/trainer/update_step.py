@@ -147,6 +147,7 @@ class UpdateStep:
         accelerator: Of the run.
         recompute_every_layer: Turns that on and says whether it was off.
         teacher: Whose distributions the loss compares the policy's with; None without one.
+        make_room: As of `MemoryRetry`.
 
     Attributes:
         retry: Divides steps into chunks, and halves these where memory runs out.
@@ -160,6 +161,7 @@ class UpdateStep:
         accelerator: Accelerator,
         recompute_every_layer: Callable[[], bool],
         teacher: Teacher | None = None,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self._args, self._base, self._accelerator = args, base, accelerator
         self._by_segment = path.by_segment
@@ -179,6 +181,7 @@ class UpdateStep:
             accelerator.num_processes,
             recompute_every_layer,
             checkpointing=args.gradient_checkpointing_kwargs,
+            make_room=make_room,
         )
         self._entropy_coef, self._last_entropy = args.entropy_coef, torch.inf  # of the step before
         self._losses: list[Metrics] = []

@@ -11,10 +11,11 @@ is computed twice.
 How much memory a step takes depends on how long its samples turned out, so a run may do well for hours and
 then meet one batch that does not fit. What is sampled is kept; the update is done again from its start
 (`MemoryRetry`): the gradients of the step so far are dropped, since a backward pass that was interrupted has
-left a part of its own in them, and every chunk runs again: first with every layer recomputed for backward,
-where some kept their activations, then with half as many tokens per forward pass. Neither changes a gradient.
-What was changed stays for the rest of the run, and for whatever the same trainer trains after it, and goes
-into its checkpoints, so that a resumed run computes what this one would have.
+left a part of its own in them, and every chunk runs again: first without the keys and values of samples that
+go on behind the update, if there are any, which cost a pass over them; then with every layer recomputed for
+backward, where some kept their activations; then with half as many tokens per forward pass. None changes a
+gradient. What the latter two changed stays for the rest of the run, and for whatever the same trainer trains
+after it, and goes into its checkpoints, so that a resumed run computes what this one would have.
 
 Given up: several processes. One that repeats its step would leave the others waiting in their all-reduce, so
 there the error says what to change and ends the run. A repeated step draws new masks where LoRA has dropout.
@@ -125,6 +126,7 @@ class MemoryRetry:
         max_tokens: Largest number of tokens per forward pass, None for no limit.
         processes: Processes of the run; with more than one nothing is done again.
         recompute_every_layer: Turns that on and says whether it was off.
+        make_room: Frees what others hold of the memory and says whether that was anything.
         checkpointing: `gradient_checkpointing_kwargs` of the run, in which it can be set.
         advice: What to do about one sample that does not fit by itself.
 
@@ -139,10 +141,11 @@ class MemoryRetry:
         recompute_every_layer: Callable[[], bool] = lambda: False,
         advice: str = _ADVICE,
         checkpointing: Mapping[str, Any] | None = None,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self.max_tokens = max_tokens
         self._processes, self._recompute = processes, recompute_every_layer
-        self._advice = advice
+        self._advice, self._make_room = advice, make_room
         options = {**(checkpointing or {}), "every_n_layers": 1}
         self._every_layer = ", ".join(f"{name}: {json.dumps(value)}" for name, value in options.items())
         self._lowered = self._recomputes = False
@@ -223,7 +226,14 @@ class MemoryRetry:
                 f"tokens_per_forward: {-(-self._newest[0] // 2)}, and gradient_checkpointing_kwargs: "
                 f"{{{self._every_layer}}} if every_n_layers is larger."
             ) from error
-        if self._recompute():
+        if self._make_room():
+            logger.warning(
+                "Out of GPU memory in step %d: it is redone from its start, keys and values of samples under "
+                "way being given up and computed again for the next rollout; where this comes often, set "
+                "max_staleness: 0 or a lower tokens_per_forward.",
+                step,
+            )
+        elif self._recompute():
             self._recomputes = True
             logger.warning(
                 "Out of GPU memory in step %d: it is redone from its start, from now on with every layer "

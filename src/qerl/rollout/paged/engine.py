@@ -44,7 +44,7 @@ from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
 from qerl.rollout.paged.weights import Decoder
-from qerl.rollout.session import whole_completions
+from qerl.rollout.session import LastSession, whole_completions
 
 _CUDA = Cuda()
 _PACE = Pace()
@@ -99,7 +99,7 @@ class PagedEngine(RolloutEngine):
         self._pad_token_id, self._max_sequences = pad_token_id, max_sequences
         self._machine, self._pace = machine, pace
         self.rows_per_call = 8 * max_sequences  # rows are refilled until an eighth of the call is left
-        self._last: PagedSession | None = None  # the session that has the blocks of the cache
+        self._last = LastSession[PagedSession]()  # has the blocks of the cache
         self._device = base_model(model).device
         self._positions = positions_of(config) or 0
         kv_dtype = None if kv_cache_dtype == "auto" else KV_DTYPES[kv_cache_dtype]
@@ -133,6 +133,7 @@ class PagedEngine(RolloutEngine):
         """See ``RolloutEngine.reset``: how many blocks there are decides when sequences wait, and so which
         are computed together."""
         with current(self._device):
+            self._last.set_aside()
             self.graphs.close()
             self.prefill.forget()
             self.cache.close()
@@ -162,32 +163,27 @@ class PagedEngine(RolloutEngine):
     ) -> Iterator[PagedSession]:
         """See ``RolloutEngine.session``."""
         with torch.no_grad(), current(self._device):
+            if going_on is None:
+                self._last.set_aside()
             renewed = self._read_weights(norm_offsets or {})
-            if going_on is not None:
-                yield self._entered(going_on, renewed, longest_prompt)
-                return
-            parts = EngineParts(
-                self.cache,
-                self.graphs,
-                self.prefill,
-                lambda freed: self._machine.cache_bytes(self.model, freed),
-                self._max_sequences,
-                self._pace,
-            )
-            self._last = PagedSession(
-                params, self._positions, self._pad_token_id, parts, growing, longest_prompt
-            )
-            yield self._last
+            if going_on is None:
+                session = self._new_session(params, growing, longest_prompt)
+            else:
+                session = self._last.again(going_on)
+                session.enter(renewed, longest_prompt)
+            with self._last.opened(session):
+                yield session
 
-    def _entered(self, going_on: Session, renewed: bool, longest_prompt: int | None) -> PagedSession:
-        """A session that goes on."""
-        if self._last is None or going_on is not self._last:
-            raise QeRLError(
-                "Another session of the paged engine was opened since, and its keys and values lie where "
-                "those of this one were; call Session.leave before, and start with what that gives."
-            )
-        self._last.enter(renewed, longest_prompt)
-        return self._last
+    def _new_session(self, params: SamplingParams, growing: bool, longest_prompt: int | None) -> PagedSession:
+        parts = EngineParts(
+            self.cache,
+            self.graphs,
+            self.prefill,
+            lambda freed: self._machine.cache_bytes(self.model, freed),
+            self._max_sequences,
+            self._pace,
+        )
+        return PagedSession(params, self._positions, self._pad_token_id, parts, growing, longest_prompt)
 
     def _read_weights(self, norm_offsets: NormOffsets) -> bool:
         """Copy what training may have changed, and drop what was captured with buffers that were replaced;

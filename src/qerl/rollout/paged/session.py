@@ -117,13 +117,13 @@ class PagedSession(TrackedSession):
     def _suspend(self) -> None:
         """Let all sequences wait, of which what the cache held will be computed again."""
         self._read()
-        self._step = None
         self._scheduler.suspend(self._memory())
 
     def _read(self) -> None:
         """See `TrackedSession._read`."""
         if self._step is not None:
             self._step.rows.end(self._scheduler.running)
+        self._step = None
 
     def give_up_idle(self) -> None:
         """Give up the blocks of sequences that wait for others, as when memory were short."""

@@ -57,7 +57,7 @@ from qerl.rollout.engine import (
     uniform_streams,
 )
 from qerl.rollout.portable.runner import Kept, Runner, grouped_decode
-from qerl.rollout.session import Sequence, TrackedSession, whole_completions
+from qerl.rollout.session import LastSession, Sequence, TrackedSession, whole_completions
 
 KEPT_BYTES = 4 << 30
 """Keys and values that are kept between turns: of 64 sequences of 1,400 tokens of SmolLM2-135M in FP32, 46 kB
@@ -432,6 +432,7 @@ class PortableEngine(RolloutEngine):
         self._pad_token_id = pad_token_id
         self._max_sequences = self.rows_per_call = max_sequences
         self._kept_bytes, self._speculative_tokens = kept_bytes, speculative_tokens
+        self._last = LastSession[PortableSession]()
 
     def generate(
         self,
@@ -459,19 +460,21 @@ class PortableEngine(RolloutEngine):
         """See ``RolloutEngine.session``."""
         with self._ready(norm_offsets or {}):
             if going_on is not None:
-                assert isinstance(going_on, PortableSession), "it is a session of this engine"
-                yield going_on
-                return
-            yield PortableSession(
-                params,
-                self._positions,
-                self._pad_token_id,
-                self.model,
-                self._max_sequences,
-                self._kept_bytes,
-                growing,
-                self._speculative_tokens,
-            )
+                session = self._last.again(going_on)
+            else:
+                self._last.set_aside()
+                session = PortableSession(
+                    params,
+                    self._positions,
+                    self._pad_token_id,
+                    self.model,
+                    self._max_sequences,
+                    self._kept_bytes,
+                    growing,
+                    self._speculative_tokens,
+                )
+            with self._last.opened(session):
+                yield session
 
     @contextmanager
     def _ready(self, norm_offsets: NormOffsets) -> Iterator[None]:

@@ -52,6 +52,12 @@ _QUIET = (
     "early_rewards", "accelerator_config", "ddp_", "dataloader_", "torch_empty_cache_steps", "use_cpu",
     "restore_callback",
 )  # fmt: skip
+# Those of them on which samples depend with `max_staleness`: behind saves and evaluations keys are computed
+# again, and what runs together decides in which step a token is drawn.
+_LOUD_IF_STALE = (
+    "save_strategy", "save_steps", "save_only_model", "eval_strategy", "eval_steps", "eval_delay",
+    "eval_on_start", "max_sequences", "speculative_tokens",
+)  # fmt: skip
 # Of checkpoints whose settings do not say it: they leave out what was the default, and that was TRL's.
 _FORMER_RATE = 1e-6
 _EFFECTS = {
@@ -61,7 +67,7 @@ _EFFECTS = {
     "task": "steps that are done count as passed over in the new data",
     "task_options": "steps that are done count as passed over in the new data",
     "processes": "each step has other prompts",
-    "max_staleness": "at 0 what is under way there is given up, and drawn anew",
+    "max_staleness": "what is under way there and older than it allows is given up, and drawn anew",
 }
 
 
@@ -190,7 +196,8 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
         if _value(then, name) != _value(now, name) and not (in_hand and name in ("model", "adapter"))
     ]
     shown = {name: f"{name} {_value(then, name)} -> {_value(now, name)}" for name in changes}
-    half_used = any(name.startswith(("rollouts_", UNDER_WAY_FILE)) for name in manifest.files)
+    half_used = any(name.startswith("rollouts_") for name in manifest.files)
+    under_way = config.max_staleness > 0 and UNDER_WAY_FILE in manifest.files
     for name in changes:
         if name in _FIXED:
             raise QeRLError(
@@ -202,10 +209,15 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
                 f"{checkpoint} holds a rollout that is half used, so it cannot be resumed with "
                 f"{shown[name]}; set it back."
             )
+        if name in _LAYOUT and under_way:
+            raise QeRLError(
+                f"{checkpoint} holds samples under way of coming steps, so it cannot be resumed with "
+                f"{shown[name]}; set it back, or set max_staleness: 0, which gives them up."
+            )
     said = [
         shown[name] + (f" ({_EFFECTS[name]})" if name in _EFFECTS else "")
         for name in changes
-        if not name.startswith(_QUIET)
+        if not name.startswith(_QUIET) or (config.max_staleness > 0 and name in _LOUD_IF_STALE)
     ]
     sentences = []
     if said:
