@@ -10,9 +10,9 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
-from qerl_serve.owners import Keys, Owner, read_keys
+from qerl_serve.owners import SERVER, Keys, Owner, read_keys
 from tests.support.http import Client, connected
-from tests.support.wire import KEY
+from tests.support.wire import BASE, KEY
 
 ALICE, BOB = "tml-of-alice-0123456789", "tml-of-bob-0123456789ab"
 
@@ -47,9 +47,15 @@ def test_what_is_ones_own_is_not_there_for_others(three):
     assert bob.raw("get_info", model_id=model).status_code == 400
     assert bob.raw("session_heartbeat", session_id=alice.session).status_code == 410
     assert bob.raw("retrieve_future", request_id=asked["request_id"]).status_code == 404
-    assert bob.raw("create_sampling_session", session_id=alice.session, base_model="x").status_code == 400
+    assert bob.raw("create_sampling_session", session_id=alice.session, base_model=BASE).status_code == 400
+    theirs = {"session_id": alice.session, "model_seq_id": 5, "base_model": BASE, "lora_config": {"rank": 4}}
+    assert bob.raw("create_model", **theirs).status_code == 400
     bob.raw(f"sessions/{alice.session}/finish")
-    bob.raw("cancel_future", request_id=asked["request_id"])
+    alice.backend.seconds = 0.5
+    drawn = alice.post("asample", sampling_session_id=sampler, prompt={"chunks": [{"tokens": [1]}]})
+    bob.raw("cancel_future", request_id=drawn["request_id"])
+    assert isinstance(alice.result(drawn["request_id"]), bytes), "another owner has cancelled it"
+    alice.backend.seconds = 0.0
     for path in (f"sessions/{alice.session}", f"samplers/{sampler}", f"training_runs/{model}"):
         assert bob.http.get(f"/api/v1/{path}").status_code == 404
         for whose in (alice, server):
@@ -59,7 +65,8 @@ def test_what_is_ones_own_is_not_there_for_others(three):
         each.session for each in (server, alice, bob)
     }
     assert alice.result(asked["request_id"])["metrics"]
-    assert {each["owner"] for each in server.http.get("/status").json()["sessions"]} == {"", "alice", "bob"}
+    for whose, shown in (server, {"", "alice", "bob"}), (alice, {"alice"}), (bob, {"bob"}):
+        assert {each["owner"] for each in whose.http.get("/status").json()["sessions"]} == shown
 
 
 def test_what_is_saved_is_read_by_all_and_deleted_by_its_owner(three):
@@ -114,7 +121,7 @@ def test_nobody_holds_more_than_their_share(three):
 
 def test_a_key_that_is_nobodys_is_refused():
     keys = Keys(KEY, {ALICE: Owner("alice")})
-    assert keys.owner(ALICE.encode()) == Owner("alice") and keys.owner(KEY.encode()) == Owner()
+    assert keys.owner(ALICE.encode()) == Owner("alice") and keys.owner(KEY.encode()) is SERVER
     assert keys.owner(b"") is keys.owner(KEY[:-1].encode()) is None
     with pytest.raises(QeRLError, match="The key of alice is the server's own"):
         Keys(ALICE, {ALICE: Owner("alice")})
@@ -128,9 +135,18 @@ def test_a_key_that_is_nobodys_is_refused():
         ("alice: tml-x", "an owner is NAME"),
         (f"alice: {{key: {ALICE}, models: 3}}", "an owner is NAME"),
         ("alice: {key: tml-short}", "alice: a key begins with tml- and has at least 20"),
-        (f"alice: {{key: {ALICE}, share: 0}}", "the share is 0"),
-        (f"alice: {{key: {ALICE}, share: 1.5}}", "the share is 1.5"),
-        (f"alice: {{key: {ALICE}, share: true}}", "the share is True"),
+        (f"alice: {{key: {ALICE}, share: 0}}", "alice: the share is no number above 0"),
+        (f"alice: {{key: {ALICE}, share: 1.5}}", "alice: the share is no number above 0"),
+        (f"alice: {{key: {ALICE}, share: true}}", "alice: the share is no number above 0"),
+        (f"alice: {{key: {ALICE}, share: {BOB}}}", "alice: the share is no number above 0"),
+        (f"'': {{key: {ALICE}}}", "owner 1: an owner is NAME"),
+        (f"bob: {{key: {BOB}}}\nlocal: {{key: {ALICE}}}", "owner 2: an owner is NAME"),
+        (f"../x: {{key: {ALICE}}}", "owner 1: an owner is NAME"),
+        (f"{ALICE}: {{key: alice}}", "owner 1: an owner is NAME"),
+        (f"{ALICE}: {{key: {BOB}}}", "owner 1: an owner is NAME"),
+        (f"alice: {{key: {ALICE}}}\n{BOB}: 1\n{BOB}: 2", r"cannot be read \(line 3\)"),
+        (f"alice: {{key: '{ALICE} x'}}", "printable ASCII"),
+        (f"alice: {{key: {ALICE}\u00e9}}", "printable ASCII"),
         (f"alice: {{key: {ALICE}}}\nbob: {{key: {ALICE}}}", "bob: alice has the same key"),
         ("alice: {key: *x}", "cannot be read"),
     ],
@@ -139,8 +155,13 @@ def test_a_file_of_keys_is_read_or_refused(tmp_path, text, told):
     file = tmp_path / "keys.yaml"
     file.write_text(text)
     file.chmod(0o600)
-    with pytest.raises(QeRLError, match=told):
+    with pytest.raises(QeRLError, match=told) as refused:
         read_keys(file)
+    assert ALICE not in str(refused.value) and BOB not in str(refused.value)
+
+
+def test_an_owner_without_a_name_is_not_the_server():
+    assert SERVER.may("alice") and not Owner("").may("alice")
 
 
 def test_a_file_of_keys_names_owners_and_is_nobody_elses(tmp_path):

@@ -232,7 +232,7 @@ def _described_run(
     return {
         "training_run_id": run,
         "base_model": info.base_model,
-        "model_owner": owner or "local",
+        "model_owner": owner or owners.LOCAL,
         "is_lora": True,
         "lora_rank": info.lora_rank,
         "last_request_time": _date(used),

@@ -64,7 +64,8 @@ class Gate:
             name = "OPENAI_API_KEY" if scope["path"].startswith(PREFIX) else "TINKER_API_KEY"
             await _refuse(
                 401,
-                f"The API key is not this server's; export {name} as `qerl serve` printed it.",
+                f"The API key is not this server's; export {name} as `qerl serve` printed it, "
+                "or the key of your own that its file --keys has.",
                 scope, receive, send,
             )  # fmt: skip
             return
