@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -11,7 +12,9 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
 from qerl_serve.owners import SERVER, Keys, Owner, read_keys
+from tests.support.endpoint import TOKENIZER, user
 from tests.support.http import Client, connected
+from tests.support.serve import tiny_backend
 from tests.support.wire import BASE, KEY
 
 ALICE, BOB = "tml-of-alice-0123456789", "tml-of-bob-0123456789ab"
@@ -172,3 +175,84 @@ def test_a_file_of_keys_names_owners_and_is_nobody_elses(tmp_path):
     file.chmod(0o640)
     with pytest.raises(QeRLError, match="chmod 600"):
         read_keys(file)
+
+
+def bearer(client: Client, key: str) -> Client:
+    """The same, on OpenAI's routes too."""
+    client.http.headers["Authorization"] = f"Bearer {key}"
+    return client
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[tuple[Client, Client, Client, Path]]:
+    """As `three`, with a tiny model; and the folder of the server."""
+    folder = tmp_path / "real"
+    owners = {ALICE: Owner("alice"), BOB: Owner("bob")}
+    with connected(tmp_path, tiny_backend(folder), owners=owners, context=512) as server:
+        others = [bearer(other(server, key), key) for key in (ALICE, BOB)]
+        yield bearer(server, KEY), *others, folder
+
+
+def complete(client: Client, model: str, **fields: Any) -> Any:
+    body = {"model": model, "messages": [user("a")], "max_tokens": 4, "return_token_ids": True} | fields
+    return client.http.post("/v1/chat/completions", json=body)
+
+
+def saved_as(client: Client, name: str, number: int = 0) -> str:
+    model = client.model(number)
+    return client.ask("save_weights_for_sampler", model_id=model, seq_id=1, path=name)["path"]
+
+
+@pytest.mark.slow
+def test_conversations_are_ones_own(real):
+    server, alice, bob, _ = real
+    first = complete(alice, "tiny", max_tokens=40, seed=5, temperature=5).json()
+    drawn = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    messages = [user("a"), first["choices"][0]["message"], user("b")]
+    rendered = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert rendered[: len(drawn)] != drawn
+    for whose in (bob, server):
+        assert complete(whose, "tiny", messages=messages).json()["prompt_token_ids"] == rendered
+    hers = complete(alice, "tiny", messages=messages).json()["prompt_token_ids"]
+    assert hers[: len(drawn)] == drawn
+
+
+@pytest.mark.slow
+def test_a_name_is_of_ones_own_weights(real):
+    _, alice, bob, _ = real
+    his = saved_as(bob, "final")
+    assert complete(alice, "final").status_code == 404
+    hers = saved_as(alice, "final")
+    assert complete(alice, "final").status_code == 200
+    assert complete(alice, his).status_code == complete(bob, his).status_code == 200
+    names = [each["id"] for each in alice.http.get("/v1/models").json()["data"]]
+    assert names == ["tiny", his, hers, "final"]
+    saved_as(alice, "final", 1)
+    refused = complete(alice, "final")
+    assert refused.status_code == 404
+    assert "2 saved weights have the name 'final'; ask for one by its path" in refused.text
+    assert complete(bob, "final").status_code == 200
+
+
+@pytest.mark.slow
+def test_what_is_damaged_stays_its_owners_after_a_restart(real, tmp_path):
+    server, alice, bob, folder = real
+    path = saved_as(alice, "a")
+    lost = saved_as(alice, "b", 1)
+    server.backend.close()
+    place = folder.joinpath(*path.removeprefix("tinker://").split("/"))
+    (place / "adapter_model.safetensors").write_bytes(b"short")
+    (folder.joinpath(*lost.removeprefix("tinker://").split("/")) / "state.json").write_text("{")
+    owners = {ALICE: Owner("alice"), BOB: Owner("bob")}
+    with connected(tmp_path, tiny_backend(folder), owners=owners, context=512) as server:
+        alice, bob = other(server, ALICE), other(server, BOB)
+        routes = [
+            f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
+            for run, kind, name in (each.removeprefix("tinker://").split("/") for each in (path, lost))
+        ]
+        told = bob.http.delete(routes[0])
+        assert told.status_code == 403 and "belongs to alice" in told.json()["detail"]
+        assert alice.http.delete(routes[0]).status_code == 204
+        assert alice.http.delete(routes[1]).status_code == 403  # nobody can read whose it is
+        assert server.http.delete(routes[1]).status_code == 204
+        assert server.http.delete(routes[1]).status_code == 404

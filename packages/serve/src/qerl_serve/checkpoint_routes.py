@@ -118,18 +118,16 @@ class CheckpointRoutes:
         return runs
 
     async def _check_owner(self, request: Request) -> None:
-        """Refuse to change what is another owner's; what is damaged is nobody's.
+        """Refuse to change what is another owner's, damaged or not; where that is not legible, the server's.
 
         Raises:
-            HTTPException: 403, it is; 404, there is nothing.
+            HTTPException: It is.
         """
-        try:
-            saved = await self._checkpoint(request)
-        except QeRLError:
-            return
-        if not owners.now().may(saved.notes.owner):
-            whose = saved.notes.owner or "the server"
-            raise HTTPException(403, f"{saved.path} belongs to {whose}, who alone may change it.")
+        path = _path(request)
+        for saved in await self._saved():  # which has the damaged ones too
+            if saved.path == path and not owners.now().may(saved.notes.owner):
+                whose = saved.notes.owner or "the server"
+                raise HTTPException(403, f"{path} belongs to {whose}, who alone may change it.")
 
     async def _delete(self, request: Request) -> Response:
         await self._check_owner(request)

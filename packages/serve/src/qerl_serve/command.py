@@ -290,8 +290,8 @@ def _own_key(args: argparse.Namespace) -> str:
         where, key = given
         if not may_be_key(key):
             raise QeRLError(
-                f"{where} holds no key that clients can send: one {KEY_IS}; without it the server makes a key "
-                "of its own."
+                f"{where} holds no key that clients can send: one {KEY_IS}; without it the server makes "
+                "a key of its own."
             )
         return key
     path = args.output_dir / KEY_FILE

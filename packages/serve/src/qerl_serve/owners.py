@@ -30,9 +30,7 @@ KEY_START = "tml-"
 """Clients refuse keys that begin otherwise."""
 KEY_LENGTH = 20
 """A shorter key may be guessed: whoever has a link to a download, which it signs, can try them all."""
-KEY_IS = (
-    f"begins with {KEY_START} and has at least {KEY_LENGTH} characters, of printable ASCII without spaces"
-)
+KEY_IS = f"begins with {KEY_START} and has at least {KEY_LENGTH} characters, all printable ASCII, no spaces"
 LOCAL = "local"
 """What routes call the server's own, for whom clients have no word."""
 
@@ -55,7 +53,7 @@ class Owner:
 
 
 SERVER = Owner("")
-"""Whoever has the server's own key, and work that no request caused: by identity, so no name gives its rights."""
+"""Whoever has the server's own key, and what no request caused; it is known by identity."""
 _NOW: ContextVar[Owner] = ContextVar("owner", default=SERVER)
 
 
@@ -128,8 +126,8 @@ def read_keys(file: Path) -> dict[str, Owner]:
         where = f"{file}, owner {number}"  # what stands in the place of a name may be a key
         if not _is_name(name) or not isinstance(said, dict) or not said.keys() <= {"key", "share"}:
             raise QeRLError(
-                f"{where}: an owner is NAME: {{key: ..., share: ...}}, with a name of letters, digits and _ - . "
-                f"that is not {LOCAL} and does not begin with {KEY_START} or a dot."
+                f"{where}: an owner is NAME: {{key: ..., share: ...}}, with a name of letters, digits and "
+                f"_ - . that is not {LOCAL} and does not begin with {KEY_START} or a dot."
             )
         where, key, share = f"{file}, {name}", said.get("key"), said.get("share", 1)
         if not may_be_key(key):
