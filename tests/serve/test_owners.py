@@ -1,5 +1,6 @@
 """Keys with an owner: what is one's own is not there for others, and nobody has more than their share."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
+from qerl_serve.gate import Gate
 from qerl_serve.owners import SERVER, Keys, Owner, read_keys
 from tests.support.endpoint import TOKENIZER, user
 from tests.support.http import Client, connected
@@ -120,6 +122,51 @@ def test_nobody_holds_more_than_their_share(three):
     theirs = bob.model()
     assert bob.send_pass(theirs, 2, [1] * 500).status_code == 200
     assert alice.send_pass(model, 1, [1] * 100).status_code == 200  # for which the others wait
+
+
+def test_a_request_that_others_wait_for_comes_in_beside_a_full_share(tmp_path):
+    owners = {ALICE: Owner("alice", 0.1)}
+    with connected(tmp_path, owners=owners, waiting=100) as server:
+        alice = other(server, ALICE)
+        model = alice.model()
+        sent = [alice.send_pass(model, number, [1]).status_code for number in range(2, 12)]
+        assert sent[0] == 200 and sent[-1] == 429
+        first = alice.send_pass(model, 1, [1])  # for which the others wait
+        assert first.status_code == 200 and isinstance(alice.result(first.json()["request_id"]), bytes)
+
+
+def test_nobodys_bodies_on_their_way_take_more_than_a_share():
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        taken.append(scope["path"])
+
+    gate = Gate(app, Keys(KEY, {ALICE: Owner("alice", 0.1), BOB: Owner("bob")}), 1000, 1000, 10_000)
+    taken: list[str] = []
+    refused: list[int] = []
+
+    async def upload(key: str, length: int, stalls: bool) -> None:
+        async def receive() -> dict:
+            if stalls:
+                await asyncio.sleep(60)
+            return {"type": "http.request", "body": bytes(length), "more_body": False}
+
+        async def send(message: dict) -> None:
+            refused.extend([message["status"]] if "status" in message else [])
+
+        headers = [(b"x-api-key", key.encode()), (b"content-length", str(length).encode())]
+        await gate({"type": "http", "path": "/api/v1/asample", "headers": headers}, receive, send)
+
+    async def uploads() -> None:
+        stalled = [asyncio.create_task(upload(ALICE, 600, True)) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        assert refused == [429] * 19
+        await upload(BOB, 1000, False)
+        for task in stalled:
+            task.cancel()
+        await asyncio.gather(*stalled, return_exceptions=True)
+        await upload(ALICE, 1000, False)  # what was cut off counts no more
+
+    asyncio.run(uploads())
+    assert len(taken) == 2 and len(refused) == 19
 
 
 def test_a_key_that_is_nobodys_is_refused():

@@ -121,11 +121,15 @@ class CheckpointRoutes:
         """Refuse to change what is another owner's, damaged or not; where that is not legible, the server's.
 
         Raises:
-            HTTPException: It is.
+            HTTPException: 403, it is; 404, there is nothing.
         """
         path = _path(request)
-        for saved in await self._saved():  # which has the damaged ones too
-            if saved.path == path and not owners.now().may(saved.notes.owner):
+        try:
+            found = [await self._checkpoint(request)]
+        except QeRLError:  # it is damaged; the list has it all the same
+            found = [saved for saved in await self._saved() if saved.path == path]
+        for saved in found:
+            if not owners.now().may(saved.notes.owner):
                 whose = saved.notes.owner or "the server"
                 raise HTTPException(403, f"{path} belongs to {whose}, who alone may change it.")
 
