@@ -6,7 +6,8 @@ batches, and counts among what the server holds. What was drawn is kept as token
 drawn, and not with those that its text would have; keys and values are computed again.
 
 A model is named as the base is, by the tinker:// path of saved weights, or by the last part of that path
-where only one has it. Saved weights are opened for a request and those that were asked for last stay open.
+where only one of the asker's own and of those the server began with has it: what others save changes no name.
+Saved weights are opened for a request and those that were asked for last stay open.
 Teachers have tokenizers of their own, which nothing here reads or writes with, so they and what was trained
 on them are refused.
 """
@@ -31,11 +32,15 @@ from qerl.rollout.engine import Completion
 from qerl_serve import owners
 from qerl_serve.clients import Clients
 from qerl_serve.futures import Answer, Busy, Failure, Future, TooLarge, failure_of
+from qerl_serve.names import IMPORTED, split_path
 from qerl_serve.requests import TOKEN_BYTES
 from qerl_serve.types import Backend, Reader, SampleRequest, SampleResult
 
 KEPT_TOKENS = 1_000_000
 """Tokens of an owner's conversations with one model that are kept; a token takes some 40 bytes."""
+
+KEPT_HISTORIES = 64
+"""Owners' conversations with a model that are kept, those used last."""
 
 KEPT_POLICIES = 8
 """Policies of saved weights that stay open."""
@@ -73,12 +78,14 @@ class ChatDesk:
         self._templates = Templates(reader.tokenizer, None)
         self._bases = [base.name for base in clients.bases.values() if base.trainable]
         self._lock = threading.Lock()  # of the histories, which the worker writes to
-        self._histories: dict[tuple[str, str], History] = {}  # of an owner with a model
+        # Of an owner with a model, the last used last.
+        self._histories: OrderedDict[tuple[str, str], History] = OrderedDict()
         self._open: OrderedDict[str, str] = OrderedDict()  # the backend's keys by source, the last used last
 
     async def models(self, key: str) -> Sequence[str]:
         """See `Desk.models`."""
-        return [*self._bases, *await self._saved()]
+        saved = await self._saved()
+        return [*self._bases, *(name for name, paths in saved.items() if len(paths) == 1)]
 
     async def ask(self, key: str, asked: Asked) -> Reply:
         """See `Desk.ask`; each request is drawn anew."""
@@ -89,13 +96,22 @@ class ChatDesk:
                 f"n is {asked.n}; this server draws {self._clients.limits.num_samples}.", param="n"
             )
         with self._lock:
-            history = self._histories.setdefault((owners.now().name, source), History(KEPT_TOKENS))
+            history = self._history(source)
             # Texts and ids are what a client has whole; only messages stand for other tokens than they say.
             place = self._templates.place(asked, history if asked.is_chat else History())
             turns = [history.begin(place) for _ in range(asked.n)]
             before = place.parent.token_ids if place.parent is not None else []
         self._submit(_Drawing(asked, reply, history, turns, before + place.given), source)
         return reply
+
+    def _history(self, source: str) -> History:
+        """What the asker drew from a model; a surplus one of others is forgotten."""
+        key = owners.now().name, source
+        history = self._histories.setdefault(key, History(KEPT_TOKENS))
+        self._histories.move_to_end(key)
+        if len(self._histories) > KEPT_HISTORIES:
+            self._histories.popitem(last=False)
+        return history
 
     def reward(self, key: str, reward: float) -> None:
         """See `Desk.reward`; a server has no trajectories."""
@@ -125,15 +141,25 @@ class ChatDesk:
             )
         saved = await self._saved()
         check_model(name, [*self._bases, *saved])
-        return saved[name]
+        if len(paths := saved[name]) > 1:
+            raise ApiError(
+                f"{len(paths)} saved weights have the name {name!r}; ask for one by its path: "
+                f"{', '.join(paths)}.",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+        return paths[0]
 
-    async def _saved(self) -> dict[str, str]:
-        """Paths of saved weights by the names that they go by."""
+    async def _saved(self) -> dict[str, list[str]]:
+        """Paths of saved weights by the names that they go by for whoever asks."""
         listed = await asyncio.wrap_future(self._clients.queue.call(methodcaller("checkpoints")))
-        paths = [checkpoint.path for checkpoint in listed]
-        short = [path.rpartition("/")[2] for path in paths]
-        alone = {name: path for path, name in zip(paths, short, strict=True) if short.count(name) == 1}
-        return {path: path for path in paths} | alone
+        found = {checkpoint.path: [checkpoint.path] for checkpoint in listed}
+        for checkpoint in listed:
+            run, _, name = split_path(checkpoint.path)
+            if run == IMPORTED or checkpoint.notes.owner == owners.now().name:
+                found.setdefault(name, []).append(checkpoint.path)
+        return found
 
     def _submit(self, drawing: _Drawing, source: str) -> None:
         """Enqueue a request to a policy.

@@ -118,18 +118,20 @@ class CheckpointRoutes:
         return runs
 
     async def _check_owner(self, request: Request) -> None:
-        """Refuse to change what is another owner's; what is damaged is nobody's.
+        """Refuse to change what is another owner's, damaged or not; where that is not legible, the server's.
 
         Raises:
             HTTPException: 403, it is; 404, there is nothing.
         """
+        path = _path(request)
         try:
-            saved = await self._checkpoint(request)
-        except QeRLError:
-            return
-        if not owners.now().may(saved.notes.owner):
-            whose = saved.notes.owner or "the server"
-            raise HTTPException(403, f"{saved.path} belongs to {whose}, who alone may change it.")
+            found = [await self._checkpoint(request)]
+        except QeRLError:  # it is damaged; the list has it all the same
+            found = [saved for saved in await self._saved() if saved.path == path]
+        for saved in found:
+            if not owners.now().may(saved.notes.owner):
+                whose = saved.notes.owner or "the server"
+                raise HTTPException(403, f"{path} belongs to {whose}, who alone may change it.")
 
     async def _delete(self, request: Request) -> Response:
         await self._check_owner(request)
@@ -232,7 +234,7 @@ def _described_run(
     return {
         "training_run_id": run,
         "base_model": info.base_model,
-        "model_owner": owner or "local",
+        "model_owner": owner or owners.LOCAL,
         "is_lora": True,
         "lora_rank": info.lora_rank,
         "last_request_time": _date(used),

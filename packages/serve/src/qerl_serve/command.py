@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.errors import QeRLError
 from qerl.settings.words import add_command, number_from
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUNDINGS
-from qerl_serve.owners import KEY_LENGTH, KEY_START, Keys, may_be_key, read_keys
+from qerl_serve.owners import KEY_IS, KEY_LENGTH, KEY_START, Keys, may_be_key, read_keys
 
 if TYPE_CHECKING:
     from qerl.noise.schedule import NoiseSchedule
@@ -139,7 +139,7 @@ def _serve(args: argparse.Namespace) -> None:
     noise = _noise(args)
     with listen(args.host, args.port) as listening:
         api_key = _own_key(args)
-        keys = Keys(api_key, {} if args.keys is None else read_keys(args.keys))
+        keys = Keys(api_key, {} if args.keys is None else read_keys(args.keys.expanduser()))
         backend = _open(args, noise)
         _run(args, backend, keys, listening)
 
@@ -290,8 +290,8 @@ def _own_key(args: argparse.Namespace) -> str:
         where, key = given
         if not may_be_key(key):
             raise QeRLError(
-                f"{where} must begin with {KEY_START}, as clients demand, and have at least {KEY_LENGTH} "
-                "characters; without it the server makes a key of its own."
+                f"{where} holds no key that clients can send: one {KEY_IS}; without it the server makes "
+                "a key of its own."
             )
         return key
     path = args.output_dir / KEY_FILE
@@ -299,10 +299,7 @@ def _own_key(args: argparse.Namespace) -> str:
         _write_key(path)
     key = path.read_text().strip()
     if not may_be_key(key):
-        raise QeRLError(
-            f"{path} holds no key: one begins with {KEY_START} and has at least {KEY_LENGTH} characters. "
-            "Delete the file, and a new key is made."
-        )
+        raise QeRLError(f"{path} holds no key: one {KEY_IS}. Delete the file, and a new key is made.")
     return key
 
 

@@ -233,9 +233,11 @@ class Futures:
         mine = [
             each
             for each in self._futures.values()
-            if each.owner == future.owner and not (each.fetched and each.fetched < until)
+            if each.owner == future.owner
+            and not (each.fetched and each.fetched < until)
+            and (not awaited or each.settled is not None)
         ]
-        size = sum(each.bytes for each in mine if not awaited or each.settled is not None)
+        size = sum(each.bytes for each in mine)
         if len(mine) >= share * self._max_count or size + future.bytes > share * self._max_bytes:
             raise Busy(
                 f"{future.owner} has {len(mine)} requests that wait and results, of {size} bytes, and with "

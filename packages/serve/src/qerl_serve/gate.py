@@ -7,6 +7,7 @@ than a prompt of the whole context, because it is parsed in the thread that answ
 """
 
 import re
+from collections import Counter
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from qerl.endpoint.bodies import ApiError
 from qerl.endpoint.http import PREFIX
 from qerl_serve import owners
-from qerl_serve.owners import Keys
+from qerl_serve.owners import Keys, Owner
 
 OPEN = ("/metrics", "/api/v1/healthz", "/api/v1/download/")
 """Paths that need no key; downloads are signed instead."""
@@ -44,13 +45,14 @@ class Gate:
         keys: One of which is expected.
         max_tensors: Bytes of a body of tensors.
         max_json: Bytes of any other.
-        max_coming: Bytes of all incoming bodies together.
+        max_coming: Bytes of all incoming bodies together, and of an owner's with their share of it; one body
+            alone they may always send.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, max_tensors: int, max_json: int, max_coming: int) -> None:
         self._app, self._keys = app, keys
         self._max_tensors, self._max_json, self._max_coming = max_tensors, max_json, max_coming
-        self._coming = 0
+        self._coming: Counter[str] = Counter()  # bytes by owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,21 +66,24 @@ class Gate:
             name = "OPENAI_API_KEY" if scope["path"].startswith(PREFIX) else "TINKER_API_KEY"
             await _refuse(
                 401,
-                f"The API key is not this server's; export {name} as `qerl serve` printed it.",
+                f"The API key is not this server's; export {name} as `qerl serve` printed it, "
+                "or the key of your own that its file --keys has.",
                 scope, receive, send,
             )  # fmt: skip
             return
         else:
             owners.enter(owner)
             try:
-                body = await self._body(headers, receive, maximum)
+                body = await self._body(headers, receive, maximum, owner)
             except _CutOffError:
                 await _refuse(400, "The body was cut off; send it again.", scope, receive, send)
                 return
             except _TooManyError:
+                yours = self._coming[owner.name]
                 full = (
-                    f"Bodies that are being sent take {self._coming} bytes, and with this one more than "
-                    f"{self._max_coming} (`qerl serve --held_gb`); send it again in a moment."
+                    f"Bodies that are being sent take {self._coming.total()} bytes, {yours} of them yours, and "
+                    f"with this one more than {self._max_coming} (`qerl serve --held_gb`) or than your share of "
+                    "it; send it again in a moment."
                 )
                 await _refuse(429, full, scope, receive, send)
                 return
@@ -96,7 +101,9 @@ class Gate:
 
         await self._app(scope, read, send)
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive, maximum: int) -> bytes | None:
+    async def _body(
+        self, headers: dict[bytes, bytes], receive: Receive, maximum: int, owner: Owner
+    ) -> bytes | None:
         """The whole body, None if it is larger than `maximum` bytes.
 
         Raises:
@@ -107,13 +114,15 @@ class Gate:
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= maximum):
             return None
         declared = int(length or 0)
+        most = max(owner.share * self._max_coming, maximum)
         parts, size, counted, more = [], 0, 0, True
         try:
             while more:
                 if (new := max(declared, size) - counted) > 0:
-                    if self._coming + new > self._max_coming:
+                    if self._coming.total() + new > self._max_coming or self._coming[owner.name] + new > most:
                         raise _TooManyError
-                    self._coming, counted = self._coming + new, counted + new
+                    self._coming[owner.name] += new
+                    counted += new
                 message = await receive()
                 if message["type"] != "http.request":
                     raise _CutOffError
@@ -123,7 +132,7 @@ class Gate:
                 if size > maximum:
                     return None
         finally:
-            self._coming -= counted
+            self._coming[owner.name] -= counted
         if length is not None and size != declared:
             raise _CutOffError
         return b"".join(parts)

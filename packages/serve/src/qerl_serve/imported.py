@@ -26,12 +26,9 @@ from qerl.run_folder import read_policy
 from qerl_serve.adapters import TrainedAdapter
 from qerl_serve.bases import Base
 from qerl_serve.checkpoints import TRAINING, Store
-from qerl_serve.names import check_name
+from qerl_serve.names import IMPORTED, check_name
 from qerl_serve.seats import ALPHA, Seats, Shape
 from qerl_serve.types import Notes
-
-RUN = "imported"
-"""In the place of a model's id, which has the id of a session in it and so is never this."""
 
 _KEEP_BASE = "gaussian", "orthogonal"
 """Ways to begin, beside PEFT's own, that leave the base as it is; the others change it, and what is saved
@@ -127,7 +124,7 @@ def save_imported(imported: Imported, base: Base, store: Store) -> str:
     }
     adapter = _fitted(imported, weights, seats, base.name)
     return store.save(
-        RUN, TRAINING, imported.name, adapter, seats.config(adapter.shape), Notes(), overwrite=True
+        IMPORTED, TRAINING, imported.name, adapter, seats.config(adapter.shape), Notes(), overwrite=True
     )
 
 

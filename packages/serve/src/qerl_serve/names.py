@@ -13,6 +13,9 @@ from qerl.errors import QeRLError
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 SCHEME = "tinker://"
+IMPORTED = "imported"
+"""In the place of a model's id, which has the id of a session in it and so is never this: what a server
+began with."""
 
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")

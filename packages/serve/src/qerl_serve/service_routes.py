@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from qerl_serve import owners
 from qerl_serve.clients import Clients, Session
 from qerl_serve.metrics import Metrics
 
@@ -127,7 +128,11 @@ class ServiceRoutes:
                 "bases": list(clients.bases),
                 "seconds": round(time.time() - self._began),
                 "max_models": clients.limits.max_models,
-                "sessions": [self._described(session) for session in list(clients.sessions.values())],
+                "sessions": [
+                    self._described(session)
+                    for session in list(clients.sessions.values())
+                    if owners.now().may(session.owner)
+                ],
                 "waiting": clients.queue.depths(),
                 "gauges": dict(self._metrics.watched()),
             }
