@@ -33,7 +33,7 @@ def choices() -> str:
         config, gpu = load_config(words, {"model": sizes}, required=("model",)), planned_gpu(card)
         plan = plan_settings(config, gpu.capacity, processes=1)
         assert fits(plan) and gpu.name is not None
-        found = estimate(plan, gpu.name)
+        found = estimate(plan, gpu.name, config)
         lines.append(
             (
                 card,
