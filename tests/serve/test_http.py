@@ -191,7 +191,8 @@ def test_what_is_no_json_gets_a_sentence(client: Client):
     run = "training_runs/s:train:0/checkpoints/weights/a"
     for method, path, told in (
         ("POST", f"{run}/publish", "publishes nothing"), ("DELETE", f"{run}/publish", "publishes nothing"),
-        ("POST", "sessions/search", "list them"), ("PUT", "sessions/s/project", "display_name"),
+        ("POST", "sessions/search", "list them"), ("GET", "sessions/search", "list them"),
+        ("PUT", "sessions/s/project", "display_name"),
         ("GET", "sessions/s/trace_export", "no traces"), ("GET", "billing/usage/events", "no bills"),
         ("GET", "auth/apikey/me", "export TINKER_API_KEY"), ("POST", "retrieve_futures", "retrieve_future."),
     ):  # fmt: skip

@@ -87,7 +87,9 @@ def test_training_goes_on_from_it(tmp_path):
         (ATTENTION, {"use_dora": True}, "has use_dora=True"),
         (ATTENTION, {"init_lora_weights": "pissa"}, "has init_lora_weights='pissa'"),
         (ATTENTION, {"bias": "lora_only"}, "has bias='lora_only'"),
-        (ATTENTION, {"modules_to_save": ["embed_tokens"]}, "has modules_to_save="),
+        (ATTENTION, {"modules_to_save": ["embed_tokens"]}, "has modules_to_save=.*; convert it to that"),
+        (ATTENTION, {"layers_to_transform": [0]}, "has layers_to_transform="),
+        (ATTENTION, {"trainable_token_indices": [1]}, "has trainable_token_indices="),
     ],
 )
 def test_what_a_server_cannot_train_is_refused(tmp_path, targets, options, told):
@@ -118,3 +120,50 @@ def test_words_that_name_no_adapter_are_refused(tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(QeRLError, match="a server trains LoRA adapters alone"):
         read_imported(str(folder), 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"peft_type": "ADALORA"}, "is a ADALORA adapter; a server trains LoRA adapters alone"),
+        ({"peft_type": None}, "is a None adapter"),
+        ({"kasa_config": {"beta": 1}}, "has kasa_config="),
+        ({"layer_replication": [[0, 1]]}, "has layer_replication="),
+        ({"target_parameters": ["experts"]}, "has target_parameters="),
+        ({"alora_invocation_tokens": [1]}, "has alora_invocation_tokens="),
+        ({"of_a_newer_peft": True}, "has of_a_newer_peft=True, and those of a server are plain LoRA"),
+        ({"init_lora_weights": None}, "has init_lora_weights=None"),
+        ({"r": 0}, "has r=0, which is no rank"),
+        ({"r": -4}, "has r=-4, which is no rank"),
+        ({"r": "4"}, "has r='4', which is no rank"),
+        ({"lora_alpha": None}, "has lora_alpha=None, which is no number"),
+        ({"lora_alpha": float("nan")}, "has lora_alpha=nan, which is no number"),
+    ],
+)
+def test_configs_are_refused_before_the_base_is_loaded(tmp_path, changes, told):
+    folder = made(tmp_path / "mine")
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(QeRLError, match=told):
+        read_imported(str(folder), 16)
+
+
+def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path):
+    folder = made(tmp_path / "lr=1e-4" / "final")
+    assert read_imported(str(folder), 16).name == "final"
+    assert read_imported(f"mine={folder}", 16).folder == folder
+    with pytest.raises(QeRLError, match=r"needs a name, as --adapter NAME=DIR: The name of a checkpoint"):
+        read_imported(str(folder.parent), 16)
+
+
+def test_the_name_of_another_model_is_told(tmp_path, caplog):
+    folder, backend = made(tmp_path / "mine"), tiny_backend(tmp_path / "server")
+    config = folder / "adapter_config.json"
+    for base, says in (("some/Tiny", False), (None, False), ("Qwen/Qwen3-8B", True)):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": base}))
+        take(backend, folder)
+        assert ("says that it was trained on Qwen/Qwen3-8B, and this server has tiny" in caplog.text) == says
+    (folder / "policy.json").write_text(json.dumps({"fingerprint": "f"}))
+    caplog.clear()
+    take(backend, folder)
+    assert "says that" not in caplog.text, "the fingerprint knows better"

@@ -251,7 +251,7 @@ def saved_as(client: Client, name: str, number: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_conversations_are_ones_own(real):
+def test_conversations_are_ones_own(real, monkeypatch):
     server, alice, bob, _ = real
     first = complete(alice, "tiny", max_tokens=40, seed=5, temperature=5).json()
     drawn = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
@@ -262,6 +262,11 @@ def test_conversations_are_ones_own(real):
         assert complete(whose, "tiny", messages=messages).json()["prompt_token_ids"] == rendered
     hers = complete(alice, "tiny", messages=messages).json()["prompt_token_ids"]
     assert hers[: len(drawn)] == drawn
+    monkeypatch.setattr("qerl_serve.chat.KEPT_HISTORIES", 3)
+    complete(bob, saved_as(bob, "b"))  # with it there are four
+    complete(server, "tiny"), complete(bob, "tiny")
+    complete(server, saved_as(server, "s"))
+    assert complete(alice, "tiny", messages=messages).json()["prompt_token_ids"] == rendered
 
 
 @pytest.mark.slow

@@ -81,9 +81,9 @@ class Gate:
             except _TooManyError:
                 yours = self._coming[owner.name]
                 full = (
-                    f"Bodies that are being sent take {self._coming.total()} bytes, {yours} of them yours, and "
-                    f"with this one more than {self._max_coming} (`qerl serve --held_gb`) or than your share of "
-                    "it; send it again in a moment."
+                    f"Bodies that are being sent take {self._coming.total()} bytes, {yours} of them yours, "
+                    f"and with this one more than {self._max_coming} (`qerl serve --held_gb`) or than your "
+                    "share of it; send it again in a moment."
                 )
                 await _refuse(429, full, scope, receive, send)
                 return

@@ -90,7 +90,7 @@ class Api:
         )
         return Starlette(
             routes=[
-                *self._routes(), *self._service.routes(), *self._checkpoints.routes(), *self._chat, _ANY
+                *self._service.routes(), *self._routes(), *self._checkpoints.routes(), *self._chat, _ANY
             ],
             middleware=[gate],
             exception_handlers={

@@ -11,18 +11,19 @@ both. B is scaled for that alpha, so the model computes what it did; the optimiz
 adapter on some of these layers is refused, because the rest would begin to train.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig
 from safetensors.torch import load_file
 
-from qerl.errors import QeRLError, first_line
+from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.lora.adapter import adapter_file, check_adapter, own_name, stored_name
-from qerl.run_folder import read_policy
+from qerl.run_folder import ADAPTER_CONFIG_FILE, read_json, read_policy
 from qerl_serve.adapters import TrainedAdapter
 from qerl_serve.bases import Base
 from qerl_serve.checkpoints import TRAINING, Store
@@ -30,18 +31,30 @@ from qerl_serve.names import IMPORTED, check_name
 from qerl_serve.seats import ALPHA, Seats, Shape
 from qerl_serve.types import Notes
 
+logger = logging.getLogger(__name__)
+
 _KEEP_BASE = "gaussian", "orthogonal"
 """Ways to begin, beside PEFT's own, that leave the base as it is; the others change it, and what is saved
 fits the changed one."""
-_BEYOND = (
-    "alpha_pattern",
-    "rank_pattern",
-    "modules_to_save",
-    "use_dora",
-    "lora_bias",
-    "alora_invocation_tokens",
-)
-"""Fields of `LoraConfig` for what an adapter of a server does not have."""
+_TAKEN = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "lora_alpha",
+    "lora_dropout",
+    "peft_type",
+    "peft_version",
+    "r",
+    "revision",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+}
+"""Fields of an adapter's config that may differ from PEFT's defaults; which layers have matrices, the names
+of these say. Any other may be of another kind of adapter, also one that this PEFT does not know."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,14 @@ class Imported:
         folder: Where it lies.
         rank: Of all of its matrices.
         factor: By which B is multiplied, so that the update is the same with the alpha of the server.
+        base: Name of the model that it says it was trained on, empty where it says nothing.
     """
 
     name: str
     folder: Path
     rank: int
     factor: float
+    base: str
 
 
 def read_imported(word: str, max_rank: int) -> Imported:
@@ -73,38 +88,53 @@ def read_imported(word: str, max_rank: int) -> Imported:
             adapter.
     """
     name, is_named, place = word.partition("=")
-    folder = Path(place if is_named else word).expanduser()
-    name = check_name(name if is_named else folder.resolve().name)
+    if not is_named or Path(word).expanduser().is_dir():  # a folder may have a = in its name
+        folder = Path(word).expanduser()
+        try:
+            name = check_name(folder.resolve().name)
+        except QeRLError as error:
+            raise QeRLError(f"--adapter {word} needs a name, as --adapter NAME=DIR: {error}") from error
+    else:
+        folder, name = Path(place).expanduser(), check_name(name)
     check_adapter(folder)
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    plain = LoraConfig().to_dict()
+    given = read_json(folder / ADAPTER_CONFIG_FILE)
+    if given.get("peft_type") != "LORA":
         raise QeRLError(
-            f"The config of the adapter {folder} cannot be read ({first_line(error)}); copy it again."
-        ) from error
-    if not isinstance(config, LoraConfig):
-        raise QeRLError(f"{folder} is a {config.peft_type} adapter; a server trains LoRA adapters alone.")
-    beyond = [field for field in _BEYOND if getattr(config, field, None)]
-    if config.bias != "none":
-        beyond.append("bias")
-    if not isinstance(config.init_lora_weights, bool) and config.init_lora_weights not in _KEEP_BASE:
+            f"{folder} is a {given.get('peft_type')} adapter; a server trains LoRA adapters alone."
+        )
+    begins = given.get("init_lora_weights", True)
+    beyond = [
+        field for field, value in given.items() if field not in _TAKEN and value and value != plain.get(field)
+    ]
+    if not isinstance(begins, bool) and begins not in _KEEP_BASE:
         beyond.append("init_lora_weights")
     if beyond:
         raise QeRLError(
-            f"The adapter {folder} has {beyond[0]}={getattr(config, beyond[0])!r}, and those of a server "
-            "are plain LoRA of one rank; go on with it in `qerl train --adapter`."
+            f"The adapter {folder} has {beyond[0]}={given[beyond[0]]!r}, and those of a server are plain "
+            "LoRA of one rank; convert it to that."
         )
-    if config.r > max_rank:
+    rank, alpha = given.get("r", plain["r"]), given.get("lora_alpha", plain["lora_alpha"])
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise QeRLError(f"The adapter {folder} has r={rank!r}, which is no rank; copy it again.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise QeRLError(
-            f"The adapter {folder} has rank {config.r}, above this server's {max_rank}; give a larger "
-            "--max_rank."
+            f"The adapter {folder} has lora_alpha={alpha!r}, which is no number above 0; copy it again."
         )
-    scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-    return Imported(name, folder, config.r, scale * config.r / ALPHA)
+    if rank > max_rank:
+        raise QeRLError(
+            f"The adapter {folder} has rank {rank}, above this server's {max_rank}; give a larger --max_rank."
+        )
+    scale = alpha / (math.sqrt(rank) if given.get("use_rslora") else rank)
+    base = given.get("base_model_name_or_path")
+    return Imported(name, folder, rank, scale * rank / ALPHA, base if isinstance(base, str) else "")
 
 
 def save_imported(imported: Imported, base: Base, store: Store) -> str:
     """The path under which an adapter is saved as one of the server's, in place of a former one of its name.
+
+    One of another model is known by the fingerprint in its policy.json, or by shapes. Names tell little,
+    since a model that was copied or quantized has another one, so of those that differ the log says so.
 
     Raises:
         QeRLError: It was trained on another model, or adapts other layers than one of the server.
@@ -116,6 +146,15 @@ def save_imported(imported: Imported, base: Base, store: Store) -> str:
             f"The adapter {folder} was trained on another model than {base.name}, whose norms or embeddings "
             "are not the same; start the server with that model."
         )
+    served = {_last(info.name) for info in base.names}
+    if recorded is None and imported.base and _last(imported.base) not in served:
+        logger.warning(
+            "The adapter %s says that it was trained on %s, and this server has %s: if that is another "
+            "model, the adapter computes nothing of use on it.",
+            folder,
+            imported.base,
+            base.name,
+        )
     model = base_model(seats.model)
     weights = {
         stored_name(own_name(name, model), model): tensor.float()
@@ -126,6 +165,11 @@ def save_imported(imported: Imported, base: Base, store: Store) -> str:
     return store.save(
         IMPORTED, TRAINING, imported.name, adapter, seats.config(adapter.shape), Notes(), overwrite=True
     )
+
+
+def _last(name: str) -> str:
+    """The part of a model's name that a copy of it keeps."""
+    return name.rstrip("/").rpartition("/")[2].casefold()
 
 
 def _fitted(imported: Imported, weights: dict[str, torch.Tensor], seats: Seats, base: str) -> TrainedAdapter:

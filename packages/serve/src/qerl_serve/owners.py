@@ -6,7 +6,8 @@
 `--keys FILE` names such a file. A client with one of its keys sees and uses the sessions, models and samplers
 of its own owner alone; to others they are not there. What is saved can be read by all who have a key, because
 people share checkpoints, and is deleted, or set to expire, by its owner. A share bounds an owner's models,
-and what is held of their requests and results. Turns of the model are not shared out.
+and what is held of their requests, of bodies on their way and of results.
+Turns of the model are not shared out.
 
 The server's own key has the whole of everything, and so has work that no request caused.
 
