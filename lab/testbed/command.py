@@ -88,7 +88,7 @@ def _row(run: Run, folder: Path, device: torch.device) -> dict[str, Any]:
     """What was trained and what it cost."""
     return {
         "row": "model", **asdict(run.of), "parameters": sum(p.numel() for p in run.model.parameters()),
-        "device": device.type, "seconds": round(run.seconds, 1), "flops": run.of.flops,
+        "device": device.type, "seconds": round(run.seconds, 3), "flops": run.of.flops,
         "losses": run.losses, "sha256": weights_hash(folder),
     }  # fmt: skip
 

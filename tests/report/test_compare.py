@@ -2,7 +2,10 @@
 
 import json
 
+from rich.console import Console
+
 from qerl.cli import main
+from qerl.report.compare import compare
 from tests.report.test_page import make_run
 
 
@@ -44,13 +47,12 @@ def test_scores_of_other_policies_are_said(tmp_path, capsys, monkeypatch):
     assert "some/base: 30.0 (20.0 to 40.0) of gsm8k, accuracy, 100 problems" in lines(capsys)
 
 
-def test_scores_that_were_sampled_otherwise_are_not_in_one_row(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "140")
+def test_scores_that_were_sampled_otherwise_are_not_in_one_row(tmp_path, capsys):
     a, b, c = (make_run(tmp_path / name, 2) for name in "abc")
     scored(a, 0.5, settings={"max_tokens": 256, "temperature": 0.0, "seed": 0})
     scored(b, 0.7, settings={"max_tokens": 4096, "temperature": 0.0, "seed": 1})
     scored(c, 0.6, settings={"max_tokens": 4096, "temperature": 0.0, "seed": 2})
-    assert main(["compare", str(a), str(b), str(c)]) == 0
+    compare([a, b, c], Console(width=140))
     said = lines(capsys)
     assert "gsm8k, accuracy, 100 problems, max_tokens 256 50.0 (40.0 to 60.0) - -" in said
     last = "gsm8k, accuracy, 100 problems, max_tokens 4096 - 70.0 (60.0 to 80.0) 60.0 (50.0 to 70.0)"
