@@ -12,6 +12,7 @@ same versions should give the same weights; their hash is published.
 A run that reaches its time limit is saved, and the same command goes on from there.
 """
 
+import io
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from lab.scratch import END, PAD
 from lab.testbed.language import CELLS, make_tokenizer
 from lab.testbed.problems import ID, LONGEST, UNSEEN, rows_of, stream
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 
 VOCABULARY_SIZE = 128
@@ -205,12 +207,9 @@ def _save(run: Run, optimizer: torch.optim.AdamW, folder: Path) -> None:
         "of": asdict(run.of), "model": run.model.state_dict(), "optimizer": optimizer.state_dict(),
         "done": run.done, "seconds": run.seconds, "losses": run.losses,
     }  # fmt: skip
-    partial = folder / f".{CHECKPOINT}.{os.getpid()}"
-    try:
-        torch.save(kept, partial)
-        partial.replace(folder / CHECKPOINT)
-    finally:
-        partial.unlink(missing_ok=True)
+    content = io.BytesIO()
+    torch.save(kept, content)
+    write_whole(folder / CHECKPOINT, content.getvalue())
 
 
 @contextmanager

@@ -5,7 +5,7 @@ largest magnitude, and NaN or Inf; it has to come first because q/k/v and gate/u
 members of such a group may lie in different shards. The second quantises and writes shard by shard under the
 names the shards had, so memory holds what one shard becomes and the matrix being packed. What is not
 quantised passes through untouched. A matrix is packed on the GPU where there is one: the search for scales
-("mse") is many small sums, which a shared CPU of 16 cores took minutes for at 135M parameters.
+("mse") is many small sums, for which a shared CPU of 16 cores took more than 100 s at 135M parameters.
 
 Given up: reading the checkpoint once; the first pass costs a tenth of the second. The same bits from every
 device: where two scales are equally good to FP32's rounding, the order of a sum decides.
