@@ -52,10 +52,10 @@ def turns(choices):
         (
             {
                 "task": "arithmetic",
-                "environment": "openenv:subprocess:Popen",
-                "environment_options": {"class_options": {"args": ["touch", "ran"]}},
+                "environment": "openenv:http://evil:8000",
+                "environment_options": {"action_field": "text"},
             },
-            ["--environment", "openenv:subprocess:Popen"],
+            ["--environment", "openenv:http://evil:8000"],
         ),
         ({"task": "verifiers:evil"}, ["--task", "verifiers:evil"]),
     ],
@@ -95,4 +95,4 @@ def test_the_printed_command_names_again_what_evaluation_would_refuse(tmp_path):
 def test_every_family_of_names_either_brings_code_or_is_known_to_bring_none():
     families = {*tasks.FAMILIES, *environments.FAMILIES}
     assert {f for f in families if foreign_code(f"{f}:x")} == {"openenv", "verifiers"}
-    assert families - {"openenv", "verifiers"} == {"jsonl", "code", "demonstrations", "reasoning_gym"}
+    assert families - {"openenv", "verifiers"} == {"jsonl", "code", "demonstrations"}

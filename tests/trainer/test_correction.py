@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from qerl.update.policy_loss import Correction, Mismatch, importance_ratio, sampler_trainer_kl, weights
+from qerl.update import policy_loss
+from qerl.update.policy_loss import Correction, gathered, importance_ratio, sampler_trainer_kl, weights
 
 TRAINER = torch.tensor([[math.log(0.4), math.log(0.9)], [math.log(0.1), 0.0]])
 SAMPLER = torch.tensor([[math.log(0.2), math.log(0.1)], [math.log(0.2), 0.0]])
@@ -68,12 +69,18 @@ def mismatch(mode, mask, sampler=SAMPLER):
     ratio = importance_ratio(TRAINER, sampler, mask, mode)
     entropies = torch.full((2, 2), 2.0), torch.full((2, 2), 1.5)
     bounded = weights(ratio, mode, None, 3.0)
-    return Mismatch.of(TRAINER, sampler, *entropies, mask, ratio, bounded, (None, 3.0))
+    return policy_loss.mismatch(TRAINER, sampler, *entropies, mask, ratio, bounded, (None, 3.0))
+
+
+def logged_of(own, gather=alone):
+    found = gathered([own], gather)
+    policy_loss.mismatch_metrics(found, 1.0)
+    return {name: value for name, (value,) in found.items()}
 
 
 def test_mismatch_of_tokens_is_measured_before_truncation():
     """Ratios 2, 9 and 0.5."""
-    logged = mismatch("token_truncate", MASK).metrics(alone, 1.0)
+    logged = logged_of(mismatch("token_truncate", MASK))
     assert logged["sampling/ratio/mean"] == pytest.approx(11.5 / 3)
     assert logged["sampling/ratio/max"] == pytest.approx(9.0)
     assert logged["sampling/ratio/truncated"] == pytest.approx(1 / 3)
@@ -91,7 +98,7 @@ def test_mismatch_of_tokens_is_measured_before_truncation():
 
 def test_mismatch_of_sequences_counts_samples():
     """Ratios 18 and 0.5."""
-    logged = mismatch("sequence_truncate", MASK).metrics(alone, 1.0)
+    logged = logged_of(mismatch("sequence_truncate", MASK))
     assert logged["sampling/ratio/mean"] == pytest.approx(9.25)
     assert logged["sampling/ratio/truncated"] == pytest.approx(0.5)
     assert logged["sampling/importance_sampling_ratio/max"] == pytest.approx(3.0)
@@ -101,10 +108,8 @@ def test_mismatch_leaves_out_what_the_sampler_does_not_know():
     sampler = SAMPLER.clone()
     sampler[0, 1] = math.nan
     known = torch.tensor([[1, 0], [1, 0]])
-    expected, actual = (
-        m.metrics(alone, 1.0) for m in (mismatch("token_mask", known), mismatch("token_mask", MASK, sampler))
-    )
-    assert actual == pytest.approx(expected)
+    expected = logged_of(mismatch("token_mask", known))
+    assert logged_of(mismatch("token_mask", MASK, sampler)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
@@ -113,12 +118,12 @@ def test_mismatch_adds_over_processes(mode):
     parts = [mismatch(mode, torch.tensor(mask)) for mask in ([[1, 1], [0, 0]], [[0, 0], [1, 0]])]
     sent: list[torch.Tensor] = []
     for part in parts:
-        part.metrics(lambda own: sent.append(own) or own, 1.0)
-    whole = mismatch(mode, MASK).metrics(alone, 1.0)
+        logged_of(part, lambda own: sent.append(own) or own)
+    whole = logged_of(mismatch(mode, MASK))
     for part in parts:
-        assert part.metrics(lambda own: torch.cat(sent), 1.0) == pytest.approx(whole)
+        assert logged_of(part, lambda own: torch.cat(sent)) == pytest.approx(whole)
 
 
 def test_nothing_computed_is_not_zero():
-    logged = mismatch("token_mask", torch.zeros_like(MASK)).metrics(alone, 1.0)
+    logged = logged_of(mismatch("token_mask", torch.zeros_like(MASK)))
     assert all(math.isnan(value) for value in logged.values())

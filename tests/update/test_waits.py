@@ -80,9 +80,8 @@ def test_an_update_waits_for_nothing(trainer, monkeypatch, options):
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     assert trained and all(p.grad is not None and p.grad.is_meta for p in trained)
     reported = trainer.updates._losses
-    assert len(reported) == len(microbatches)
+    assert len(reported) == len(microbatches) + 1, "one of each loss, and what trainer and sampler differ in"
     assert all(metric.parts.is_meta for metrics in reported for metric in metrics.values())
-    assert trainer.updates._mismatch.sums.is_meta, "what is logged is still on the device"
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -7,11 +7,12 @@ thoughts that were cut short and the answer that followed.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
-from qerl.rollout.stops import Stop
+from qerl.rollout.stops import Stop, StopStrings
 
 OPENS, CLOSES = "<think>", "</think>"
 """Of the families that think: Qwen3, DeepSeek-R1, SmolLM3 and what was made of them."""
@@ -93,3 +94,17 @@ class ThinkingBudget(Stop):
 def thinking_of(stops: Sequence[Stop]) -> ThinkingBudget | None:
     """The budget of thinking among stops, if there is one."""
     return next((stop for stop in stops if isinstance(stop, ThinkingBudget)), None)
+
+
+def stops_of(asked: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop, ...]:
+    """What ends or interrupts turns beside stop tokens, by settings of the recipe's names.
+
+    Raises:
+        QeRLError: There is a budget of thinking and the model does not think.
+    """
+    stops: list[Stop] = []
+    if asked.stop_strings:
+        stops.append(StopStrings(tokenizer, asked.stop_strings))
+    if asked.thinking_budget is not None:
+        stops.append(ThinkingBudget(tokenizer, asked.thinking_budget, asked.thinking_end))
+    return tuple(stops)

@@ -20,7 +20,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl.agents.thinking import ThinkingBudget
+from qerl.agents.thinking import stops_of
 from qerl.errors import QeRLError
 from qerl.eval.request import Request
 from qerl.families.parts import eval_mode
@@ -29,7 +29,6 @@ from qerl.models.decide import Choices, Loading, Source
 from qerl.models.load import check_model, end_token_ids, load_tokenizer
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.select import make_engine
-from qerl.rollout.stops import Stop, StopStrings
 from qerl.run_folder import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -106,13 +105,8 @@ class Policy:
         Raises:
             QeRLError: There is a budget of thinking and the model does not think.
         """
-        stops: list[Stop] = []
-        if asked.stop_strings:
-            stops.append(StopStrings(self.tokenizer, asked.stop_strings))
-        if asked.thinking_budget is not None:
-            assert asked.thinking_end is not None, "settled with the budget"
-            stops.append(ThinkingBudget(self.tokenizer, asked.thinking_budget, asked.thinking_end))
-        return replace(params, stop_token_ids=self.stop_token_ids, stops=tuple(stops))
+        stops = stops_of(asked, self.tokenizer)
+        return replace(params, stop_token_ids=self.stop_token_ids, stops=stops)
 
 
 def load(loading: Loading, console: Console) -> Policy:

@@ -1,16 +1,16 @@
 """Pushing what was exported to the Hub, by the names that transformers and TRL have for it."""
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
 
-from qerl.errors import QeRLError, first_line
+from qerl.models.hub import hub_errors_said
 from qerl.run_folder import CONFIG_FILE, POLICY_FILE
+
+_ADVICE = "HF_TOKEN and --hub_model_id"
 
 WEIGHT_FILES = (
     "config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
@@ -40,7 +40,7 @@ class Repository:
         Raises:
             QeRLError: The Hub does not answer or knows no such user.
         """
-        with _errors_said("The Hub does not say who pushes", "or remove --push_to_hub"):
+        with hub_errors_said("The Hub does not say who pushes", f"{_ADVICE}; or remove --push_to_hub"):
             own = self._api().whoami()["name"]
         asked = self.hub_model_id or folder.name
         return asked if "/" in asked else f"{own}/{asked}"
@@ -61,7 +61,9 @@ class Repository:
         again = ["hf", "upload", name, str(folder), *(["--private"] if self.hub_private_repo else [])]
         for flag, names in (("--exclude", withheld), ("--delete", replaced)):
             again += [word for each in names for word in (flag, each)]
-        with _errors_said(f"{folder} was written and not pushed", f"`{shlex.join(again)}` tries again"):
+        with hub_errors_said(
+            f"{folder} was written and not pushed", f"{_ADVICE}; `{shlex.join(again)}` tries again"
+        ):
             self._api().create_repo(name, private=self.hub_private_repo, exist_ok=True)
             done = self._api().upload_folder(
                 repo_id=name,
@@ -74,14 +76,3 @@ class Repository:
 
     def _api(self) -> HfApi:
         return HfApi(token=self.hub_token)
-
-
-@contextmanager
-def _errors_said(what: str, then: str) -> Iterator[None]:
-    """A block in which a Hub that does not answer or refuses ends in a sentence that begins so."""
-    try:
-        yield
-    except (OSError, ValueError, httpx.HTTPError) as error:  # ValueError: an id that is none
-        raise QeRLError(
-            f"{what} ({first_line(error)}); see to the network, HF_TOKEN and --hub_model_id; {then}."
-        ) from error

@@ -5,6 +5,8 @@ name is resolved once, here: a folder is itself, a GGUF file is converted, and a
 Hub's own cache. Without network that cache is used, after one attempt that fails within seconds.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -149,6 +151,15 @@ def hub_answers() -> bool:
         return not get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT).is_error
     except (OSError, httpx.HTTPError):
         return False
+
+
+@contextmanager
+def hub_errors_said(what: str, then: str) -> Iterator[None]:
+    """A block in which a Hub that does not answer or refuses ends in a sentence that begins and ends so."""
+    try:
+        yield
+    except (OSError, ValueError, httpx.HTTPError) as error:  # ValueError: an id that is none
+        raise QeRLError(f"{what} ({first_line(error)}); see to the network, {then}.") from error
 
 
 def _from_hub(name: str, patterns: list[str], needed: str) -> Path:

@@ -212,7 +212,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     """Tokens that end a completion: the tokenizer's end of text, and those of the model's generation
     settings."""
     own = model.generation_config.eos_token_id
-    return tuple(sorted({tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])}))
+    return tuple(sorted({tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])} - {None}))
 
 
 def model_positions(model: LocalModel, trust_remote_code: bool = False) -> int | None:

@@ -24,7 +24,6 @@ from qerl.tasks.guess_number import GuessNumber
 from qerl.tasks.hub import SOURCES, HubTask, bigmath
 from qerl.tasks.jsonl import Jsonl
 from qerl.tasks.mixture import make_mixture
-from qerl.tasks.reasoning_gym import ReasoningGym
 from qerl.tasks.verifiers import Verifiers
 from qerl.user_code import names_a_file
 
@@ -41,7 +40,6 @@ FAMILIES: dict[str, tuple[Callable[..., Task], str]] = {
     "jsonl": (Jsonl, "jsonl:PATH for a file of your own"),
     "code": (Code, "code:PATH for programming problems with tests"),
     "demonstrations": (Demonstrations, "demonstrations:PATH for conversations to learn from"),
-    "reasoning_gym": (ReasoningGym, "reasoning_gym:NAME for a generator of reasoning-gym"),
     "verifiers": (Verifiers, "verifiers:NAME for a task set of verifiers"),
 }
 """What makes the tasks FAMILY:NAME from the name and the options, and what they are, in words."""

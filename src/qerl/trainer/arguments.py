@@ -31,7 +31,7 @@ from trl.data_utils import is_conversational
 
 from qerl.agents.conversations import Others, check_others, rows_for
 from qerl.agents.template import check_template
-from qerl.agents.thinking import ThinkingBudget
+from qerl.agents.thinking import stops_of
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.lora.adapter import adapt, check_lora
@@ -39,7 +39,7 @@ from qerl.models.hub import LocalModel, find_model
 from qerl.models.load import load_tokenizer
 from qerl.rollout.engine import RolloutEngine, takes
 from qerl.rollout.select import make_engine
-from qerl.rollout.stops import Stop, StopStrings
+from qerl.rollout.stops import Stop
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, as_ours, default_of
 from qerl.settings.recipe import FIELDS
@@ -265,20 +265,6 @@ def _check_template(others: Others, tokenizer: PreTrainedTokenizerBase) -> None:
             "An environment needs a chat template, which the model lacks; put a chat_template.jinja beside "
             "it."
         )
-
-
-def stops_of(args: QeRLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop, ...]:
-    """What ends or interrupts turns beside stop tokens, by the settings.
-
-    Raises:
-        QeRLError: There is a budget of thinking and the model does not think.
-    """
-    stops: list[Stop] = []
-    if args.stop_strings:
-        stops.append(StopStrings(tokenizer, args.stop_strings))
-    if args.thinking_budget is not None:
-        stops.append(ThinkingBudget(tokenizer, args.thinking_budget, args.thinking_end))
-    return tuple(stops)
 
 
 def _rewards(

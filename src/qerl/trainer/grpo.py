@@ -36,7 +36,6 @@ import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from huggingface_hub import CommitScheduler, create_repo
-from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LRScheduler
@@ -65,6 +64,8 @@ from qerl.fp4.linear import dense_weights_kept
 from qerl.kernels.device import device_words
 from qerl.lora.adapter import check_adapter
 from qerl.lora.experts import state_of
+from qerl.models.hub import hub_errors_said
+from qerl.models.load import end_token_ids
 from qerl.noise.draw import AdaptiveNoise
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine, RolloutResult
@@ -108,6 +109,8 @@ _NOT_CALLED = (
 _LEAST_SAMPLE_SIZE = 0.5
 """Effective sample size, as a share of the ratios (of tokens, or of samples where the correction is of
 sequences), below which samples are said to be too old."""
+
+_HUB_ADVICE = "`hf auth login` and hub_model_id, or remove push_to_hub"
 
 # What torch, safetensors and the system raise where a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
@@ -199,7 +202,10 @@ class QeRLTrainer(Trainer):
             logger.warning(replacements(settings.replaced))
         patience, threshold = settings.early_stopping_patience, settings.early_stopping_threshold
         callbacks = [*(callbacks or ()), *([EarlyStop(patience, threshold)] if patience else ())]
-        self.eos_token_ids = _stop_tokens(policy, given.tokenizer)
+        # The model's configs are saved beside its weights.
+        policy.config.get_text_config().pad_token_id = given.tokenizer.pad_token_id
+        policy.generation_config.pad_token_id = given.tokenizer.pad_token_id
+        self.eos_token_ids = end_token_ids(policy, given.tokenizer)
         if isinstance(policy, PeftModel) and settings.gradient_checkpointing:
             policy.enable_input_require_grads()
         super().__init__(
@@ -702,12 +708,12 @@ class QeRLTrainer(Trainer):
                 f"The model could not be saved to {folder} ({first_line(error)}); {advice}."
             ) from error
         if self.args.push_to_hub:
-            with _hub_errors_said(f"The model was saved to {folder} and not pushed"):
+            with hub_errors_said(f"The model was saved to {folder} and not pushed", _HUB_ADVICE):
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """Wraps transformers', which makes the repository of `push_to_hub` before the first step."""
-        with _hub_errors_said("The repository of push_to_hub cannot be made"):
+        with hub_errors_said("The repository of push_to_hub cannot be made", _HUB_ADVICE):
             super().init_hf_repo(*args, **kwargs)
 
     def create_model_card(
@@ -860,18 +866,6 @@ def _check_algorithm(trainer: QeRLTrainer, args: Any) -> None:
     raise QeRLError("algorithm: sft learns from demonstrations; use QeRLSFTTrainer in place of QeRLTrainer.")
 
 
-def _stop_tokens(policy: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a completion: every one that the model declares, and the tokenizer's.
-
-    The pad token is told to the model, too, as its configs are saved beside its weights.
-    """
-    policy.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    policy.generation_config.pad_token_id = tokenizer.pad_token_id
-    declared = policy.generation_config.eos_token_id
-    ids = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]
-
-
 def _table_reporters(names: Collection[str]) -> Iterator[Any]:
     """Modules of the reporters that show tables and are under way."""
     if "wandb" in names:
@@ -907,16 +901,4 @@ def _fits(checkpoint: str) -> Iterator[None]:
         raise QeRLError(
             f"The checkpoint {checkpoint} does not fit this run or is damaged ({first_line(error)}); "
             "give the model and the settings that it was made with."
-        ) from error
-
-
-@contextlib.contextmanager
-def _hub_errors_said(what: str) -> Iterator[None]:
-    """Inside the block a Hub that does not answer or refuses ends in a sentence that begins so."""
-    try:
-        yield
-    except (OSError, ValueError, httpx.HTTPError) as error:  # ValueError: an id that is none
-        raise QeRLError(
-            f"{what} ({first_line(error)}); see to the network, `hf auth login` and hub_model_id, or remove "
-            "push_to_hub."
         ) from error

@@ -21,7 +21,7 @@ from qerl.agents.conversations import Others, check_others
 from qerl.agents.environment import EnvironmentFactory
 from qerl.agents.tools import Tool
 from qerl.environments.registry import get_environment, get_tool
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.kernels import needs
 from qerl.lora.adapter import adapter_file
 from qerl.models.load import check_format
@@ -162,7 +162,8 @@ def _check_optimizer(config: QeRLConfig) -> None:
         optimizer = cls([torch.nn.Parameter(torch.zeros(1))], **kwargs)
     except Exception as error:  # whatever the library raises, it was given nothing but the settings
         raise QeRLError(
-            f"The optimizer {_name(config.optim)} cannot be made ({_line(error)}); mend optim or optim_args."
+            f"The optimizer {_name(config.optim)} cannot be made ({first_line(error)}); mend optim or "
+            "optim_args."
         ) from error
     steps = max(config.max_steps, 1)
     try:
@@ -175,14 +176,10 @@ def _check_optimizer(config: QeRLConfig) -> None:
         )
     except Exception as error:  # as above
         raise QeRLError(
-            f"The schedule {_name(config.lr_scheduler_type)} cannot be made ({_line(error)}); mend "
+            f"The schedule {_name(config.lr_scheduler_type)} cannot be made ({first_line(error)}); mend "
             "lr_scheduler_type or lr_scheduler_kwargs."
         ) from error
 
 
 def _name(member: Any) -> str:
     return getattr(member, "value", member)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -34,20 +34,18 @@ draw belongs to a step and not to a sample. `qerl.settings.groups` refuses them.
 Legend: W groups of a step.
 """
 
-import base64
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Begun
 from qerl.trainer.dynamic_sampling import prompt_of
 from qerl.trainer.sampler import Drawn, Row, Sampler, Sequences, begun_of, joined
 from qerl.trainer.step_log import StepLog
+from qerl.update.packed_row import choices_of_plain, plain_choices
 
 UNDER_WAY_FILE = "under_way.json"
 """In a checkpoint: groups that have started and not trained."""
@@ -306,14 +304,8 @@ class Refill:
 
 def _plain(begun: Begun, drawn_in: list[int]) -> dict[str, Any]:
     """What JSON has of a sample; `_of_plain` reads it, without the steps of its tokens."""
-    found = vars(begun) | {"drawn_in": drawn_in}
-    if begun.choices is not None:
-        found["choices"] = begun.choices.shape, base64.b64encode(begun.choices.tobytes()).decode()
-    return found
+    return vars(begun) | {"drawn_in": drawn_in, "choices": plain_choices(begun.choices)}
 
 
 def _of_plain(plain: dict[str, Any]) -> Begun:
-    if (choices := plain["choices"]) is not None:
-        shape, content = choices
-        plain["choices"] = np.frombuffer(base64.b64decode(content), np.uint8).reshape(shape)
-    return Begun(**plain)
+    return Begun(**plain | {"choices": choices_of_plain(plain["choices"])})

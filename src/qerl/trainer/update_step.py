@@ -15,7 +15,6 @@ with those of other processes. The step then runs forward once more, without a g
 Legend: B samples of a step, or of a microbatch of it; C completion columns.
 """
 
-import base64
 import contextlib
 import functools
 import json
@@ -24,7 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -39,12 +37,11 @@ from qerl.trainer.teacher import Teacher
 from qerl.update.chunks import MemoryRetry
 from qerl.update.distillation import divergence
 from qerl.update.head import score
-from qerl.update.packed_row import Lengths, Sample, pack_row
+from qerl.update.packed_row import Lengths, Sample, choices_of_plain, pack_row, plain_choices
 from qerl.update.path import UpdatePath
 from qerl.update.policy_loss import (
     Correction,
     Metrics,
-    Mismatch,
     PolicyLoss,
     Share,
     Tokens,
@@ -53,6 +50,8 @@ from qerl.update.policy_loss import (
     gathered,
     high_entropy,
     largest_covariance,
+    mismatch,
+    mismatch_metrics,
     within_covariance,
 )
 from qerl.update.routing import routing_of
@@ -185,7 +184,6 @@ class UpdateStep:
         )
         self._entropy_coef, self._last_entropy = args.entropy_coef, torch.inf  # of the step before
         self._losses: list[Metrics] = []
-        self._mismatch: Mismatch | None = None
         self._rollout_entropy = torch.nan
 
     def run(self, model: nn.Module, microbatches: Sequence[Microbatch], step: int) -> torch.Tensor:
@@ -258,25 +256,24 @@ class UpdateStep:
         self._rollout_entropy = sum(entropies) / len(entropies)
         trainer_BC = values[0] if inputs.old_BC is None else inputs.old_BC
         ratio = self._correction.ratio(trainer_BC, inputs.sampler_BC, computed_BC)
-        self._mismatch = Mismatch.of(
+        apart = mismatch(
             *(trainer_BC, inputs.sampler_BC, values[1], inputs.sampler_entropy_BC, computed_BC),
             *(ratio, self._correction.weight(ratio)),
             (self._correction.clip_min, self._correction.clip_max),
         )
+        self._losses.append(apart)
 
     def metrics(self) -> dict[str, list[float]]:
         """What the losses of the last step have reported, a number of each; every process must call this.
 
         Reading the numbers waits for the device. Sets the weight of the adaptive entropy bonus.
         """
-        if self._mismatch is None:
+        if not self._losses:
             return {}
         gather, args = self._accelerator.gather, self._args
         found = gathered(self._losses, gather)
-        found |= {
-            name: [value] for name, value in self._mismatch.metrics(gather, self._rollout_entropy).items()
-        }
-        self._losses, self._mismatch = [], None
+        mismatch_metrics(found, self._rollout_entropy)
+        self._losses = []
         if self._routing is not None:
             counts_12 = torch.tensor([self._routing.take_counts()], device=self._accelerator.device)
             differ, known = gather(counts_12).sum(0).tolist()
@@ -475,8 +472,7 @@ def save_rollouts(buffer: list[Microbatch], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     parts = [asdict(part) for part in buffer]
     for sample in (sample for part in parts for sample in part["samples"]):
-        if (choices := sample["choices"]) is not None:
-            sample["choices"] = choices.shape, base64.b64encode(choices.tobytes()).decode()
+        sample["choices"] = plain_choices(sample["choices"])
     file.write_text(json.dumps(parts), encoding="utf-8")
 
 
@@ -495,9 +491,7 @@ def load_rollouts(file: Path) -> list[Microbatch]:
         return []
     parts = json.loads(file.read_text(encoding="utf-8"))
     for sample in (sample for part in parts for sample in part["samples"]):
-        if sample.get("choices") is not None:
-            shape, content = sample["choices"]
-            sample["choices"] = np.frombuffer(base64.b64decode(content), np.uint8).reshape(shape)
+        sample["choices"] = choices_of_plain(sample.get("choices"))
     return [Microbatch(**part | {"samples": [Sample(**each) for each in part["samples"]]}) for part in parts]
 
 

@@ -24,6 +24,7 @@ Legend: B samples (or branches), C completion columns, L tokens of the row, S po
 something, N segments and one, M keys of all segments, W taps of a convolution.
 """
 
+import base64
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,6 +108,16 @@ class Sample:
     def computed(self) -> list[int]:
         """The tokens that an update computes: all, or the first alone where the loss sees none of them."""
         return self.tokens[:1] if self.masked else self.tokens
+
+
+def plain_choices(choices: np.ndarray | None) -> tuple[tuple[int, ...], str] | None:
+    """`Sample.choices` as JSON has them."""
+    return None if choices is None else (choices.shape, base64.b64encode(choices.tobytes()).decode())
+
+
+def choices_of_plain(plain: Any) -> np.ndarray | None:
+    """What `plain_choices` was given."""
+    return None if plain is None else np.frombuffer(base64.b64decode(plain[1]), np.uint8).reshape(plain[0])
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ after them.
 Where the loss's own ratio is taken to the sampler (`use_rollout_logprobs`), pi / mu is in r and w is 1; masks
 still drop what is beyond their bounds. A whole sample can be rejected beside either (`Correction.kept`).
 
-`Mismatch` measures how far the two are apart, as sums and maxima over the tokens of an optimizer step that
+`mismatch` measures how far the two are apart, as sums and maxima over the tokens of an optimizer step that
 the update computed, whatever path they came by: old log-probabilities given or not, correction on or off.
 Sums are added over processes; a mean of means would weigh few tokens like many. All travel in one message,
 once a step.
@@ -226,13 +226,6 @@ def kl_to(reference: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     return d.exp() - d - 1
 
 
-_SUMS = (
-    "tokens", "samples", "kl", "difference", "entropy", "entropy_excess", "ratios", "ratio", "ratio_squared",
-    "truncated", "weight",
-)  # fmt: skip
-_MAXIMA = ("difference", "ratio", "weight", "minus_weight")
-
-
 def importance_ratio(
     trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor, mode: str
 ) -> torch.Tensor:
@@ -278,93 +271,6 @@ def sampler_trainer_kl(
     """
     d_BC = torch.nan_to_num((trainer_logps_BC - sampler_logps_BC) * mask_BC, nan=0.0)
     return (torch.expm1(d_BC) - d_BC) * mask_BC
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Sums and maxima over tokens, fp64, in the order of `_SUMS` and `_MAXIMA`."""
-
-    sums: torch.Tensor
-    maxima: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        trainer_logps_BC: torch.Tensor,
-        sampler_logps_BC: torch.Tensor,
-        entropy_BC: torch.Tensor,
-        sampler_entropy_BC: torch.Tensor,
-        mask_BC: torch.Tensor,
-        ratio: torch.Tensor,
-        weight: torch.Tensor,
-        bounds: tuple[float | None, float | None],
-    ) -> "Mismatch":
-        """The sums of the tokens in the mask whose log-probability the sampler knows.
-
-        Args:
-            trainer_logps_BC, sampler_logps_BC: As in `importance_ratio`.
-            entropy_BC, sampler_entropy_BC: Entropies of both policies at each token, in nats.
-            mask_BC: 1 on tokens that count.
-            ratio, weight: pi / mu, and what the loss is multiplied by; [B, C], or [B, 1] for samples.
-            bounds: Bounds of the ratio.
-        """
-        known_BC = mask_BC.bool() & ~sampler_logps_BC.isnan()
-        delta_BC = (trainer_logps_BC - sampler_logps_BC).abs()
-        kl_BC = sampler_trainer_kl(trainer_logps_BC, sampler_logps_BC, known_BC)
-        counted = known_BC if ratio.size(1) == mask_BC.size(1) else known_BC.any(dim=1, keepdim=True)
-        sums = (
-            (known_BC, known_BC),
-            (known_BC.any(dim=1), known_BC.any(dim=1)),
-            (kl_BC, known_BC),
-            (delta_BC, known_BC),
-            (entropy_BC, known_BC),
-            (entropy_BC - sampler_entropy_BC, known_BC),
-            (counted, counted),
-            (ratio, counted),
-            (ratio.double().square(), counted),
-            (_outside(ratio, *bounds), counted),
-            (weight, counted),
-        )
-        maxima = ((delta_BC, known_BC), (ratio, counted), (weight, counted), (-weight, counted))
-        return cls(
-            torch.stack([torch.where(mask, values.detach().double(), 0.0).sum() for values, mask in sums]),
-            torch.stack(
-                [torch.where(mask, values.detach().double(), -math.inf).amax() for values, mask in maxima]
-            ),
-        )
-
-    def metrics(
-        self, gather: Callable[[torch.Tensor], torch.Tensor], rollout_entropy: float
-    ) -> dict[str, float]:
-        """The metrics of all processes, each of which must call this; NaN where there is no token.
-
-        Args:
-            gather: From this process's [1, n] to [R, n] of all, as accelerate's.
-            rollout_entropy: Mean entropy of the sampler over all tokens of the step's rollouts, computed or
-                not; NaN where the sampler gave none, and then that of computed tokens is taken.
-        """
-        gathered = gather(torch.cat([self.sums, self.maxima])[None]).split([len(_SUMS), len(_MAXIMA)], dim=1)
-        total = dict(zip(_SUMS, gathered[0].sum(dim=0).tolist(), strict=True))
-        maxima = dict(zip(_MAXIMA, gathered[1].amax(dim=0).tolist(), strict=True))
-        tokens, ratios = total["tokens"] or math.nan, total["ratios"] or math.nan
-        maxima = {name: value if tokens == tokens else math.nan for name, value in maxima.items()}
-        squares, computed = total["ratio_squared"] or math.nan, total["entropy"] / tokens
-        excess = total["entropy_excess"] / tokens
-        return {
-            "entropy": computed if math.isnan(rollout_entropy) else rollout_entropy + excess,
-            "entropy/computed": computed,
-            "sampling/kl": total["kl"] / tokens,
-            "sampling/kl_sequence": total["kl"] / (total["samples"] or math.nan),
-            "sampling/sampling_logp_difference/mean": total["difference"] / tokens,
-            "sampling/sampling_logp_difference/max": maxima["difference"],
-            "sampling/ratio/mean": total["ratio"] / ratios,
-            "sampling/ratio/max": maxima["ratio"],
-            "sampling/ratio/truncated": total["truncated"] / ratios,
-            "sampling/ratio/effective_sample_size": total["ratio"] ** 2 / (ratios * squares),
-            "sampling/importance_sampling_ratio/min": -maxima["minus_weight"],
-            "sampling/importance_sampling_ratio/mean": total["weight"] / ratios,
-            "sampling/importance_sampling_ratio/max": maxima["weight"],
-        }
 
 
 def kept_samples(
@@ -446,7 +352,7 @@ class Metric:
     """What one process knows of a number that one loss reports.
 
     Attributes:
-        parts: Float32 on the device: sum and count [2] of a mean; else a sum, or an extreme that is infinite
+        parts: Float64 on the device: sum and count [2] of a mean; else a sum, or an extreme that is infinite
             where nothing is known [1].
         kind: What the parts of all processes make together.
         of_nothing: The mean where the processes count nothing.
@@ -460,22 +366,24 @@ class Metric:
     def mean(cls, values: torch.Tensor, counted: torch.Tensor, of_nothing: float = 0.0) -> "Metric":
         """The mean over what is counted, 0 or 1 in the shape of the values."""
         total = torch.where(counted.bool(), values, 0.0).sum()
-        return cls(torch.stack([total.detach().float(), counted.sum().float()]), "mean", of_nothing)
+        return cls(torch.stack([total.detach().double(), counted.sum().double()]), "mean", of_nothing)
 
     @classmethod
     def sum(cls, values: torch.Tensor) -> "Metric":
         """The sum of values."""
-        return cls(values.detach().sum().float()[None], "sum")
+        return cls(values.detach().sum().double()[None], "sum")
 
     @classmethod
     def least(cls, values: torch.Tensor) -> "Metric":
         """The least value that is not NaN."""
-        return cls(values.detach().float().nan_to_num(math.inf, math.inf, -math.inf).amin()[None], "least")
+        return cls(values.detach().nan_to_num(math.inf, math.inf, -math.inf).amin().double()[None], "least")
 
     @classmethod
     def largest(cls, values: torch.Tensor) -> "Metric":
         """The largest value that is not NaN."""
-        return cls(values.detach().float().nan_to_num(-math.inf, math.inf, -math.inf).amax()[None], "largest")
+        return cls(
+            values.detach().nan_to_num(-math.inf, math.inf, -math.inf).amax().double()[None], "largest"
+        )
 
     def value(self, parts_Rn: torch.Tensor) -> float:
         """The number, given the parts of all processes, on the CPU; NaN for an extreme of nothing."""
@@ -490,6 +398,65 @@ class Metric:
 
 Metrics = Mapping[str, Metric]
 """What a loss reports, by name."""
+
+
+def mismatch(
+    trainer_logps_BC: torch.Tensor,
+    sampler_logps_BC: torch.Tensor,
+    entropy_BC: torch.Tensor,
+    sampler_entropy_BC: torch.Tensor,
+    mask_BC: torch.Tensor,
+    ratio: torch.Tensor,
+    weight: torch.Tensor,
+    bounds: tuple[float | None, float | None],
+) -> Metrics:
+    """How far the trainer and the sampler are apart in the tokens in the mask whose log-probability the
+    sampler knows; NaN where there is none. `mismatch_metrics` makes of it what is logged.
+
+    Args:
+        trainer_logps_BC, sampler_logps_BC: As in `importance_ratio`.
+        entropy_BC, sampler_entropy_BC: Entropies of both policies at each token, in nats.
+        mask_BC: 1 on tokens that count.
+        ratio, weight: pi / mu, and what the loss is multiplied by; [B, C], or [B, 1] for samples.
+        bounds: Bounds of the ratio.
+    """
+    known_BC = mask_BC.bool() & ~sampler_logps_BC.isnan()
+    counted = known_BC if ratio.size(1) == mask_BC.size(1) else known_BC.any(dim=1, keepdim=True)
+    delta_BC = (trainer_logps_BC - sampler_logps_BC).abs()
+    kl_BC = sampler_trainer_kl(trainer_logps_BC, sampler_logps_BC, known_BC)
+    means = {
+        "entropy/computed": (entropy_BC, known_BC),
+        "entropy/excess": (entropy_BC - sampler_entropy_BC, known_BC),
+        "sampling/kl": (kl_BC, known_BC),
+        "sampling/kl_sequence": (kl_BC.double().sum(dim=1), known_BC.any(dim=1)),
+        "sampling/sampling_logp_difference/mean": (delta_BC, known_BC),
+        "sampling/ratio/mean": (ratio, counted),
+        "sampling/ratio/square": (ratio.double().square(), counted),
+        "sampling/ratio/truncated": (_outside(ratio, *bounds), counted),
+        "sampling/importance_sampling_ratio/mean": (weight, counted),
+    }
+    found = {name: Metric.mean(part.double(), mask, torch.nan) for name, (part, mask) in means.items()}
+    weight = weight.where(counted, torch.nan)
+    return found | {
+        "sampling/sampling_logp_difference/max": Metric.largest(delta_BC.where(known_BC, torch.nan)),
+        "sampling/ratio/max": Metric.largest(ratio.where(counted, torch.nan)),
+        "sampling/importance_sampling_ratio/min": Metric.least(weight),
+        "sampling/importance_sampling_ratio/max": Metric.largest(weight),
+    }
+
+
+def mismatch_metrics(found: dict[str, list[float]], rollout_entropy: float) -> None:
+    """Put the entropy and the effective sample size in the place of what `mismatch` reports for them.
+
+    Args:
+        found: Of `gathered`.
+        rollout_entropy: Mean entropy of the sampler over all tokens of the step's rollouts, computed or not;
+            NaN where the sampler gave none, and then that of computed tokens is taken.
+    """
+    (excess,), (square,) = found.pop("entropy/excess"), found.pop("sampling/ratio/square")
+    (computed,), (ratio,) = found["entropy/computed"], found["sampling/ratio/mean"]
+    found["entropy"] = [computed if math.isnan(rollout_entropy) else rollout_entropy + excess]
+    found["sampling/ratio/effective_sample_size"] = [ratio**2 / (square or math.nan)]
 
 
 def gathered(

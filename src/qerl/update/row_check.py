@@ -182,7 +182,7 @@ def _joined(
 def _plain(base: PreTrainedModel, samples: list[Sample]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits [N, V] and labels [N] of each sample's completion; several are padded, one needs no mask."""
     padding = [] if len(samples) == 1 else [[0] * (max(_tokens(s) for s in samples) + _PADDING)]
-    ids, mask = _padded([s.prompt + s.tokens for s in samples] + padding, base.device, left=True)
+    ids, mask = _padded([s.prompt + s.tokens for s in samples] + padding, base.device)
     ids, mask = ids[: len(samples)], mask[: len(samples)]
     settings: dict[str, Any] = {}
     if padding:
@@ -203,10 +203,9 @@ def _logps(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) 
     return logps_NV.gather(1, labels_N[:, None])[:, 0]
 
 
-def _padded(rows: list[list[int]], device: torch.device, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, [B, T] each."""
+def _padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask, [B, T] each, padded on the left."""
     width = max(map(len, rows))
-    side = (lambda row, fill: fill + row) if left else (lambda row, fill: row + fill)
-    ids = [side(row, [0] * (width - len(row))) for row in rows]
-    mask = [side([1] * len(row), [0] * (width - len(row))) for row in rows]
+    ids = [[0] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
