@@ -36,6 +36,7 @@ from qerl.tasks import get_task
 
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2}
+ONE_LAYER = TINY | {"layers": 1}
 ARROWS = [(2, 4), (6, 0), (0, 7), (3, 2), (7, 5), (5, 1), (1, 3), (4, 6)]
 
 
@@ -229,21 +230,15 @@ def priors(tmp_path_factory):
         found = drawn(count, draw)
         return known.expand(count, -1) if next(circles) else found
 
-    chains = tuple(cell for cell in CELLS if cell[0] == "chain")
+    chains = tuple(cell for cell in CELLS if cell[0] == "chain" and cell[1] <= 3)
     assert chains == CELLS[: len(chains)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(problems, "orders", orders)
         patch.setattr(pretraining, "CELLS", chains)
-        of = pretraining.Pretraining(**TINY, steps=500, batch=120, warmup=30, learning_rate=6e-3)
+        of = pretraining.Pretraining(**ONE_LAYER, steps=400, batch=80, warmup=30, learning_rate=6e-3)
         run = pretraining.train(of, tmp_path_factory.mktemp("testbed"), CPU, 1e9, False, print)
-        cells = (
-            ("chain", 2, 1.0),
-            ("chain", 2, 0.1),
-            ("chain", 3, 0.1),
-            ("chain", 3, 0.01),
-            ("chain", 4, 0.01),
-        )
-        return measure.measure(run.model.eval(), 64, 1500, cells=cells)
+        cells = (("chain", 2, 1.0), ("chain", 2, 0.1), ("chain", 3, 0.1), ("chain", 3, 0.01))
+        return measure.measure(run.model.eval(), 32, 500, cells=cells)
 
 
 @pytest.mark.slow

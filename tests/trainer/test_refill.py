@@ -116,14 +116,16 @@ def prompts_in_order(trainer, steps):
     return [[trainer.processing_class(row["prompt"])["input_ids"] for row in of_step] for of_step in rows]
 
 
-@pytest.mark.parametrize(
-    ("engine", "max_staleness"),
-    [*(("portable", n) for n in (1, 2, 3, 4)), pytest.param("paged", 2, marks=pytest.mark.slow)],
-)
-def test_each_group_trains_once_in_order_and_no_token_is_too_old(make, engine, max_staleness):
+@pytest.mark.parametrize("max_staleness", [1, 2, 3, 4])
+def test_each_group_trains_once_in_order_and_no_token_is_too_old(make, max_staleness):
     """Nine prompts in rollouts of two: the groups of coming steps are those of later epochs, too."""
-    trainer = make(engine, max_staleness=max_staleness)
+    trainer = make(max_staleness=max_staleness)
     samples, _ = steps_of(trainer)
+    check_order(trainer, samples, max_staleness)
+
+
+def check_order(trainer, samples, max_staleness):
+    """Of six steps: their groups are those of the data, and ages are bounded, and are what is logged."""
     assert [[s.prompt for s in each] for each in samples] == prompts_in_order(trainer, 6)
     ages = [[age for s in each for age in s.ages] for each in samples]
     assert all(len(s.ages) == len(s.tokens) for each in samples for s in each)
@@ -175,10 +177,13 @@ def oracle(trainer, adapters, sample, prompt_read_in, drawn_in):
     return logps_TV.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("engine", ["portable", pytest.param("paged", marks=pytest.mark.slow)])
-def test_kept_logprobs_are_those_of_the_adapters_that_drew_each_token(make, engine):
-    trainer = make(engine, max_steps=5)
-    samples, adapters = steps_of(trainer)
+def test_kept_logprobs_are_those_of_the_adapters_that_drew_each_token(make):
+    trainer = make(max_steps=5)
+    check_logprobs(trainer, *steps_of(trainer))
+
+
+def check_logprobs(trainer, samples, adapters):
+    """Each token's is that of the adapter of its step, and not of one adapter for all."""
     spanning, wrong = 0, []
     for step, of_step in enumerate(samples):
         drawn_in = [[step - age for age in sample.ages] for sample in of_step]
@@ -200,11 +205,11 @@ def test_kept_logprobs_are_those_of_the_adapters_that_drew_each_token(make, engi
 def test_a_policy_that_does_not_move_draws_what_each_group_draws_alone(make, engine):
     """Whenever a group starts, is refilled or begun again: seeds are of groups and samples, not of steps."""
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": DATA.select(range(1))}
-    trainer = make(engine, learning_rate=0.0, max_steps=4, per_device_eval_batch_size=GROUP, **evaluated)
+    trainer = make(engine, learning_rate=0.0, max_steps=3, per_device_eval_batch_size=GROUP, **evaluated)
     samples, _ = steps_of(trainer)
     params = trainer.rollouts.sampler._params(derive_seed("refilled", trainer.args.seed, 0))
     alone = PortableEngine(trainer.model, trainer.processing_class.pad_token_id)
-    for number in range(4 * WANTED):
+    for number in range(3 * WANTED):
         group = samples[number // WANTED][number % WANTED * GROUP :][:GROUP]
         seeds = [derive_seed("open call", params.seed, number, place) for place in range(GROUP)]
         found = alone.generate([group[0].prompt], GROUP, params, seeds=seeds).completions
@@ -214,7 +219,8 @@ def test_a_policy_that_does_not_move_draws_what_each_group_draws_alone(make, eng
 
 
 @pytest.mark.slow
-def test_no_block_of_the_cache_is_held_by_a_sample_that_has_ended(make):
+def test_the_paged_engine_keeps_order_and_log_probabilities_and_frees_what_has_ended(make):
+    """All of one run: the interpreter takes its time. No block is held by a sample that has ended."""
     trainer = make("paged")
     held = []
 
@@ -229,9 +235,11 @@ def test_no_block_of_the_cache_is_held_by_a_sample_that_has_ended(make):
 
     refill = trainer.rollouts._refill
     draw, refill.draw = refill.draw, watch
-    trainer.train()
+    samples, adapters = steps_of(trainer)
     assert all(taken == known for taken, known, _ in held)
     assert any(running for _, _, running in held) and held[-1][0] == 0
+    check_order(trainer, samples, trainer.args.max_staleness)
+    check_logprobs(trainer, samples, adapters)
 
 
 # Saves and evaluations
@@ -243,7 +251,7 @@ def adapters_of(trainer):
 
 @pytest.mark.parametrize("engine", ["portable", pytest.param("paged", marks=pytest.mark.slow)])
 def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_was_not_stopped(make, engine, tmp_path):
-    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = make(engine, "whole", **changes)
     expected, _ = steps_of(whole)
     stopped = adapters_of(make(engine, "never", **changes))
@@ -265,7 +273,7 @@ def samples_in(file):
 def test_behind_a_save_and_an_evaluation_keys_are_those_of_the_adapters_of_then(make, engine):
     """What was drawn stays; what is drawn next sees keys of one adapter."""
     trainer = make(
-        engine, max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1,
+        engine, max_steps=3, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1,
         per_device_eval_batch_size=GROUP, eval_dataset=DATA.select(range(1)),
     )  # fmt: skip
     samples, adapters = steps_of(trainer)
@@ -294,7 +302,7 @@ def test_whoever_samples_between_steps_changes_no_token(make, engine):
             else:
                 trainer.engine.generate([[5, 6, 7]], 3, SamplingParams(4))
 
-    fields = {"learning_rate": 0.0, "max_steps": 4}
+    fields = {"learning_rate": 0.0, "max_steps": 3}
     expected, _ = steps_of(make(engine, **fields))
     trainer, under_way = make(engine, **fields), []
     trainer.add_callback(Curious())
@@ -311,7 +319,7 @@ def test_whoever_samples_between_steps_changes_no_token(make, engine):
 def test_memory_that_runs_out_in_the_update_takes_the_keys_first(make, engine, caplog):
     """The step is redone, the samples go on, and no limit is lowered for the rest of the run."""
     fields = {"learning_rate": 0.0, "max_steps": 4}
-    expected, _ = steps_of(make(engine, **fields))
+    expected, _ = steps_of(make("portable", **fields))
     trainer, failed, released = make(engine, **fields), [], []
     attempt, release = trainer.updates._attempt, trainer.engine.release
 

@@ -26,6 +26,8 @@ from tests.support.models import move_adapter
 from tests.support.routing import own_choices, routers_of, samples_of_engine, without
 
 PACE = Pace(round_steps=4, prefill_tokens=(32,))
+PROMPTS = [[5, 6, 7, 8, 9], [3, 4]]
+"""Of which two samples each are drawn."""
 
 
 def policy(name=MIXTURE):
@@ -40,7 +42,7 @@ def model():
     return policy()
 
 
-def drawn(prompts, name=MIXTURE):
+def drawn(prompts=PROMPTS, name=MIXTURE):
     """Samples of the paged engine, drawn once for the same prompts."""
     return copy.deepcopy(_drawn(tuple(map(tuple, prompts)), name))
 
@@ -68,7 +70,7 @@ def test_the_engine_keeps_the_experts_of_every_token(name, mixtures):
 def test_the_update_takes_the_samplers_experts_everywhere(model, replays):
     """With choices that no router would make, half of them unknown: log-probabilities and gradients are those
     of a pass whose routers make them."""
-    samples = drawn([[5, 6, 7, 8, 9], [3, 4]])
+    samples = drawn()
     generator = np.random.default_rng(0)
     for sample in samples:
         others = generator.random((*sample.choices.shape[:2], 4)).argsort(-1)[..., :2].astype(np.uint8)
@@ -117,7 +119,7 @@ def by_hand(router, chosen_LC):
 @pytest.mark.parametrize("name", [MIXTURE, "qwen3_5_moe_text"])
 def test_what_the_sampler_chose_is_what_the_update_computes_with(name):
     """All of it, and then the log-probabilities are the sampler's."""
-    model, samples = policy(name), drawn([[5, 6, 7, 8, 9], [3, 4]], name)
+    model, samples = policy(name), drawn(name=name)
     row = pack_row(samples, range(len(samples)), torch.device("cpu"))
     assert (row.choices_LMC >= 0).all()
     routing = Routing(model.get_base_model())
@@ -129,7 +131,7 @@ def test_what_the_sampler_chose_is_what_the_update_computes_with(name):
 
 def test_a_rollout_without_choices_is_computed_by_the_routers_own(model):
     """So is every pass that is not over a row, by the same modules."""
-    samples = without(drawn([[5, 6, 7]]))
+    samples = without(drawn()[:2])
     row = pack_row(samples, range(2), torch.device("cpu"))
     assert row.choices_LMC is None
     _, plain = own_choices(model, row)
@@ -139,7 +141,7 @@ def test_a_rollout_without_choices_is_computed_by_the_routers_own(model):
 
 
 def test_a_router_that_chooses_twice_is_refused(model):
-    samples = drawn([[5, 6, 7]])
+    samples = drawn()[:2]
     row = pack_row(samples, range(2), torch.device("cpu"))
     router = model.get_base_model().model.layers[0].mlp.gate
     forward = type(router).forward
@@ -159,7 +161,7 @@ def test_a_router_that_chooses_twice_is_refused(model):
 
 
 def test_choices_are_saved_with_a_rollout_that_is_half_used(model, tmp_path):
-    samples = drawn([[5, 6, 7]]) + without(drawn([[8, 9]]))
+    samples = drawn()[:2] + without(drawn()[2:])
     save_rollouts([Microbatch(samples, 0.5, 3)], tmp_path / "rollout.json")
     (found,) = load_rollouts(tmp_path / "rollout.json")
     assert found.samples[2].choices is None
@@ -170,7 +172,7 @@ def test_choices_are_saved_with_a_rollout_that_is_half_used(model, tmp_path):
 def test_a_layer_that_is_computed_again_takes_the_experts_of_its_own_pass(model):
     """Another row has gone through the model between its forward and its backward pass."""
     base, device = model.get_base_model(), torch.device("cpu")
-    rows = [pack_row(drawn([prompt]), range(2), device) for prompt in ([5, 6, 7], [9, 8, 7, 6])]
+    rows = [pack_row(samples, range(2), device) for samples in (drawn()[:2], drawn()[2:])]
     rows[0].choices_LMC.copy_(3 - rows[0].choices_LMC)  # as no router would
     Routing(base)
     gradients = []
@@ -189,7 +191,7 @@ def test_a_layer_that_is_computed_again_takes_the_experts_of_its_own_pass(model)
 
 
 def test_passes_without_a_gradient_are_not_counted(model):
-    row = pack_row(drawn([[5, 6, 7]]), range(2), torch.device("cpu"))
+    row = pack_row(drawn()[:2], range(2), torch.device("cpu"))
     routing = Routing(model.get_base_model())
     with torch.no_grad():
         score(model, model.get_base_model(), row, False)
