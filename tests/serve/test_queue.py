@@ -40,7 +40,7 @@ class Playground:
     """A queue with a worker, whose jobs note that they ran."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.queue = WorkQueue(0.0, 0.5)
+        self.queue = WorkQueue(0.0, 0.5, 0.05)
         self.backend = FakeBackend(tmp_path)
         self.metrics = Metrics()
         self.worker = Worker(self.queue, self.backend, self.metrics)
@@ -232,7 +232,7 @@ def test_a_batch_takes_in_what_arrives_unless_an_update_waits(ground: Playground
 @pytest.mark.parametrize(("gap", "most", "taken"), [(0.1, 5.0, 8), (0.1, 0.15, range(2, 8)), (0.0, 5.0, 1)])
 def test_the_requests_of_a_burst_are_waited_for(gap: float, most: float, taken: int | range):
     """Eight that come 30 ms apart, more slowly than any of them would be waited for alone."""
-    queue = WorkQueue(gap, most)
+    queue = WorkQueue(gap, most, 10.0)
 
     def burst() -> None:
         for number in range(8):
@@ -249,7 +249,7 @@ def test_the_requests_of_a_burst_are_waited_for(gap: float, most: float, taken: 
 
 
 def test_requests_that_are_given_up_are_not_waited_for(ground: Playground):
-    queue = WorkQueue(5.0, 5.0)
+    queue = WorkQueue(5.0, 5.0, 10.0)
     queue.sample(Future("s:0", "sample", "gone"), sample_request(1), sample_bytes_of)
     timer = threading.Timer(0.05, lambda: (queue.drop_samples("gone"), queue.close()))
     timer.start()
