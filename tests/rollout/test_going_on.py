@@ -147,11 +147,11 @@ def test_a_session_that_nobody_asked_is_left_with_what_it_was_begun_with(make, k
         session.start([[7, 8], [9]], 1, begun=[*begun, begun[0]])
 
 
-@pytest.mark.slow
-def test_keys_that_were_given_up_are_computed_again(make):
-    engine = make("paged")
+@pytest.mark.parametrize("kind", ENGINES)
+def test_keys_that_were_given_up_are_computed_again(make, kind):
+    engine = make(kind)
     expected = whole(engine)
-    for lose in (engine.release, widen(engine)):
+    for lose in (engine.release, widen(engine)) if kind == "paged" else (engine.release,):
         with engine.session(PARAMS) as session:
             session.start(PROMPTS, SAMPLES)
             session.next(one_round=True)
@@ -161,6 +161,41 @@ def test_keys_that_were_given_up_are_computed_again(make):
             found = drawn(session)
         assert session.prefilled_tokens > computed
         same(found, expected)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_release_behind_each_round_changes_nothing(make, kind):
+    """Of sequences that begin, draw, and are written to between turns; some have to wait for a row."""
+    engine = make(kind)
+    if kind == "portable":
+        engine._max_sequences = 3
+    params = SamplingParams(max_tokens=9, seed=5, stop_token_ids=tuple(range(0, 61, 5)))
+
+    def play(pause):
+        found, computed = [], 0
+        with engine.session(params, growing=True) as session:
+            session.start(PROMPTS, SAMPLES)
+        while session.busy:
+            with engine.session(params, going_on=session):
+                for turn in session.next(one_round=True):
+                    found.append((turn.index, turn.completion))
+                    if session.room(turn.index) > 2:
+                        session.go_on(turn.index, [7, 8])
+                    else:
+                        session.finish(turn.index)
+            if pause:
+                engine.release()
+                if kind == "portable":
+                    assert session._runner is None and not session._kept and not session._wave.rows
+            computed = session.prefilled_tokens
+        return sorted(found, key=lambda turn: turn[0]), computed
+
+    (expected, few), (found, many) = play(False), play(True)
+    assert many > few and len(found) > 6
+    for (index, turn), (other, without) in zip(found, expected, strict=True):
+        assert index == other and turn.token_ids == without.token_ids
+        assert turn.finish_reason == without.finish_reason
+        assert turn.logprobs == pytest.approx(without.logprobs, abs=1e-5)
 
 
 def widen(engine):

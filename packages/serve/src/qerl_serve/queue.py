@@ -5,10 +5,10 @@ together; and updates, the requests of each model in their `Line`. The worker al
 samples and a turn of updates, in which each model with a ready request gets on until it has made an optimizer
 step. A batch of samples takes in requests that arrive while it runs, unless an update has become ready.
 
-A batch may be long. Once an update has waited for it for some seconds, it is paused for a turn of updates, and
-takes in what has arrived until then. The wait is counted from when it was noticed in this part of the batch,
-not from when the update came: so samples are drawn for that long between two pauses, however long the turns
-of updates are, and neither starves the other.
+A batch may be long. Once an update has waited for it for some seconds, it is paused for a turn of updates,
+and takes in what has arrived until then. The wait is counted from the first round of the batch, or of what
+follows a pause, that kept an update waiting, and not from when the update came: so samples are drawn for that
+long between two pauses, however long the turns of updates are, and neither starves the other.
 
 Thread-safe.
 """
@@ -63,7 +63,7 @@ class WorkQueue:
         self._samples: deque[SampleJob] = deque()
         self._lines: dict[str, Line] = {}
         self._last: Turn = "updates"
-        self._noticed: float | None = None  # when a batch of samples was first found to keep an update waiting
+        self._kept_since: float | None = None  # when samples began to keep an update waiting
         self._closed = False
 
     def call(self, run: Callable[[Backend], Any]) -> "CallFuture[Any]":
@@ -198,16 +198,16 @@ class WorkQueue:
         with self._changed:
             now = time.monotonic()
             if not self._update_ready():
-                self._noticed = None
-            elif self._noticed is None:
-                self._noticed = now
-            return self._noticed is not None and now - self._noticed >= self._pause_s
+                self._kept_since = None
+            elif self._kept_since is None:
+                self._kept_since = now
+            return self._kept_since is not None and now - self._kept_since >= self._pause_s
 
     def ready_lines(self) -> list[Line]:
         """Lines that have a request ready, for a turn of updates; the first of them comes last the next
         time."""
         with self._changed:
-            self._last, self._noticed = "updates", None
+            self._last, self._kept_since = "updates", None
             ready = {model_id: line for model_id, line in self._lines.items() if line.ready}
             for model_id in list(ready)[:1]:
                 self._lines[model_id] = self._lines.pop(model_id)

@@ -16,10 +16,10 @@ Noise is that of a session, so greedy samples, which have none, wait for another
 policy. Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front
 of the session; a late request that wants them waits for the next session, because a session may be noisy.
 
-Where somebody else waits too long for the model, the session is left between two rounds, gives back its keys
-and values, and is entered again behind that work, with the same policy and the same noise. What its sequences
-have is computed again then and nothing is drawn twice. They hold on to their policy, a snapshot: it stays what
-it was if its model has learned meanwhile.
+Where somebody else has waited too long for the model, the session is left between two rounds, its keys and
+values are given back, and behind that work it is entered again, with the same policy and the same noise. What
+its sequences have is computed again then, and nothing is drawn twice. Their policy is a snapshot, which stays
+what it was although its model may have learned meanwhile.
 
 A request whose client is gone is not begun, and its samples end with the engine's next look at its stops.
 
@@ -285,9 +285,7 @@ class _Queue:
         except Exception as error:  # of the engine or of the policy, so of this session alone
             yield from ((number, error) for number in self._open)
 
-    def _rounds(
-        self, session: Session, first: _Asked
-    ) -> Generator[Answer, None, Callable[[], None] | None]:
+    def _rounds(self, session: Session, first: _Asked) -> Generator[Answer, None, Callable[[], None] | None]:
         """Decode until all have ended or other work is overdue, which is what it returns.
 
         Args:

@@ -4,9 +4,10 @@ The wire (HTTP, messages, order, futures) knows no model; a backend knows no HTT
 number. Between them stand these plain values and one protocol, so each side is tested without the other.
 
 All of a backend runs in one thread: the worker calls its methods one after another, in the order of each
-client's requests; while `Backend.sample` draws it calls others where that method says so. A method that fails leaves the backend as it was before the call. A mistake of a client is
-a `QeRLError`, whose sentence the client reads; any other exception is a defect, which the client is told
-without its traceback. Either way the server lives on.
+client's requests; while `Backend.sample` draws it calls others where that method says so. A method that
+fails leaves the backend as it was before the call. A mistake of a client is a `QeRLError`, whose sentence the
+client reads; any other exception is a defect, which the client is told without its traceback. Either way the
+server lives on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,7 +211,6 @@ Overdue = Callable[[], Callable[[], None] | None]
 
 def nothing_overdue() -> None:
     """`Overdue` where nobody else wants the model."""
-
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The one thread in which the model works.
 
 Sampling and updates share the weights, the memory and the processor, so they take turns, and everything that
-touches the backend happens here. A turn of updates may lie within a batch of samples, which is paused for it. A failure ends the request that caused it and nothing else: a client's
-mistake is answered with a sentence, a defect is named to the client and written to the log with its
-traceback.
+touches the backend happens here. A turn of updates may lie within a batch of samples, which is paused for it.
+A failure ends the request that caused it and nothing else: a client's mistake is answered with a sentence, a
+defect is named to the client and written to the log with its traceback.
 
 One failure ends the worker, and with it the server: a fault of the GPU, after which nothing more can be
 computed in this process. Going on would answer every request with it and look alive.
