@@ -172,23 +172,24 @@ def test_a_release_behind_each_round_changes_nothing(make, kind):
     params = SamplingParams(max_tokens=9, seed=5, stop_token_ids=tuple(range(0, 61, 5)))
 
     def play(pause):
-        found, computed = [], 0
+        found, others = [], [[]] * 2  # others write for two rounds
         with engine.session(params, growing=True) as session:
             session.start(PROMPTS, SAMPLES)
-        while session.busy:
+        while session.busy or any(others):
             with engine.session(params, going_on=session):
-                for turn in session.next(one_round=True):
-                    found.append((turn.index, turn.completion))
-                    if session.room(turn.index) > 2:
-                        session.go_on(turn.index, [7, 8])
+                ended = session.next(one_round=True)
+                found += [(turn.index, turn.completion) for turn in ended]
+                others.append([turn.index for turn in ended])
+                for index in others.pop(0):
+                    if session.room(index) > 2:
+                        session.go_on(index, [7, 8])
                     else:
-                        session.finish(turn.index)
+                        session.finish(index)
             if pause:
                 engine.release()
                 if kind == "portable":
                     assert session._runner is None and not session._kept and not session._wave.rows
-            computed = session.prefilled_tokens
-        return sorted(found, key=lambda turn: turn[0]), computed
+        return sorted(found, key=lambda turn: turn[0]), session.prefilled_tokens
 
     (expected, few), (found, many) = play(False), play(True)
     assert many > few and len(found) > 6
@@ -196,6 +197,34 @@ def test_a_release_behind_each_round_changes_nothing(make, kind):
         assert index == other and turn.token_ids == without.token_ids
         assert turn.finish_reason == without.finish_reason
         assert turn.logprobs == pytest.approx(without.logprobs, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.5, 0.01])
+def test_a_cache_whose_memory_others_hold_is_made_anew_and_smaller(make, monkeypatch, share):
+    """Or, if not even one sequence fits, that is said."""
+    engine = make("paged")
+    expected = whole(engine)
+    with engine.session(PARAMS) as session:
+        session.start(PROMPTS, SAMPLES)
+        session.next(one_round=True)
+    blocks, held = engine.cache.blocks, engine.cache.held_bytes
+    engine.release()
+
+    def refuse(memory):
+        raise QeRLError("Keys and values need more.")
+
+    monkeypatch.setattr(Forgotten, "take_back", refuse)
+    monkeypatch.setattr(Forgetful, "cache_bytes", lambda machine, model, freed=0: int(share * held))
+    opened = engine.session(PARAMS, going_on=session)
+    if share < 0.1:
+        with pytest.raises(QeRLError, match="one sequence needs"), opened:
+            pass
+        return
+    with opened:
+        found = drawn(session)
+    same(found, expected)
+    assert engine.cache.blocks < blocks
 
 
 def widen(engine):
