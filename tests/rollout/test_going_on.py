@@ -14,35 +14,16 @@ from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import Begun, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.memory import PlainMemory
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
-from tests.support.machine import Eager
+from tests.support.machine import Forgetful, Forgotten
 from tests.support.models import move_adapter
 
 PROMPTS = [[5, 7, 11], [9, 4]]
 SAMPLES = 2
 PARAMS = SamplingParams(max_tokens=9, seed=5)
 ENGINES = ["portable", pytest.param("paged", marks=pytest.mark.slow)]
-
-
-class Forgetful(Eager):
-    """Memory that is given up comes back as NaN, as on a GPU it might."""
-
-    def memory(self, size):
-        return Forgotten(size, "cpu")
-
-
-class Forgotten(PlainMemory):
-    given_up = False
-
-    def give_up(self):
-        self.given_up = True
-        self._bytes.fill_(255)
-
-    def take_back(self):
-        self.given_up = False
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ class PagedSession(TrackedSession):
         steps_serve = parts.graphs.serves(demand.completion_tokens, demand.table_width)
         if steps_serve and parts.cache.serves(demand.blocks(rows), least) and self._taken_back():
             return
-        if self._scheduler.present:  # they need what is dropped below
+        if self._scheduler.present and not parts.cache.given_up:  # they need what is dropped below
             parts.cache.check_affordable(least, parts.budget(parts.cache.held_bytes))
         if self._growing:
             taken, rows = demand.ahead(self._most_positions), min(parts.max_sequences, count_for(rows))
