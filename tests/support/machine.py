@@ -33,6 +33,8 @@ class Forgetful(Eager):
 
 
 class Forgotten(PlainMemory):
+    """See `Forgetful`."""
+
     given_up = False
 
     def give_up(self):

@@ -6,7 +6,8 @@ that turns out too small is replaced with all captured steps, and what lay in it
 session that grows takes more at once than its sequences need (`BlockDemand.ahead`).
 
 A session that is entered again goes on with the blocks, tables and rows that it had when it was left, on
-weights that the engine has read anew.
+weights that the engine has read anew. Where the memory was given up meanwhile its sequences wait and are
+computed again, in the cache as it was, or in a smaller one if others hold too much by then.
 """
 
 from collections.abc import Callable
