@@ -15,6 +15,7 @@ from qerl.rollout.portable.runner import Kept, Runner
 from qerl_serve import descriptors as wire
 from qerl_serve.types import AdamParams
 from tests.support.http import Client, connected
+from tests.support.machine import Forgetful
 from tests.support.serve import DATA, lora, request, sampled, tiny_backend, weights
 
 ADAM = AdamParams(learning_rate=3e-2)
@@ -107,6 +108,33 @@ def test_an_update_in_a_pause_is_the_one_that_it_is_alone(tmp_path):
     for name, matrix in weights(alone, "a").items():
         assert torch.equal(matrix, weights(backend, "a")[name])
     assert sampled(backend, [request(backend.save_for_sampler("a", None), PROMPTS[0], 1, 30)]) != expected
+
+
+def paged(model):
+    from qerl.rollout.paged.engine import PagedEngine
+    from qerl.rollout.paged.scheduler import Pace
+
+    pace = Pace(round_steps=2, spare_rounds=0, prefill_tokens=(8, 72))
+    return PagedEngine(model, 0, 4, machine=Forgetful(), pace=pace)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the engine itself")
+def test_the_memory_of_the_paged_engine_is_given_back_in_pauses(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    backend = trained(tmp_path, make_engine=paged)
+    key, cache = backend.save_for_sampler("a", None), backend._base.engine.cache
+    asked = [request(key, (5, 9, 77), 1, 6, stop_token_ids=(), num_samples=2), request(key, (8,), 1, 6)]
+    expected, steps = sampled(backend, asked), list(backend._base.engine.graphs.steps)
+
+    def work():
+        assert cache.given_up
+        train(backend)
+
+    pauses = Pauses(work)
+    same(sampled(backend, asked, overdue=pauses), expected)
+    assert pauses.count == 2 and cache.given_up
+    assert list(backend._base.engine.graphs.steps) == steps
 
 
 def test_whose_client_ends_in_a_pause_is_not_finished_and_the_others_are(tmp_path):
