@@ -137,7 +137,7 @@ def test_the_memory_of_the_paged_engine_is_given_back_in_pauses(tmp_path):
     assert list(backend._base.engine.graphs.steps) == steps
 
 
-def test_whose_client_ends_in_a_pause_is_not_finished_and_the_others_are(tmp_path):
+def test_whose_client_ends_in_a_pause_is_not_finished_and_the_others_are(tmp_path, monkeypatch):
     """Its sampler, its model, or all that are sampled go."""
     backend = trained(tmp_path)
     backend.create_model("b", lora())
@@ -168,10 +168,12 @@ def test_whose_client_ends_in_a_pause_is_not_finished_and_the_others_are(tmp_pat
     pauses = Pauses(drop, every=5)
     same(sampled(backend, asked, overdue=pauses), expected)
     key = backend.sampler("tiny")
+    computed, prefill = [], Runner.prefill
+    monkeypatch.setattr(Runner, "prefill", lambda *args: computed.append(args[1]) or prefill(*args))
     pauses = Pauses(lambda: end("gone", "other"), every=5)
     found = sampled(backend, [replace(each, sampler=key) for each in asked], overdue=pauses)
     assert ["is gone" in str(found[number]) for number in range(3)] == [True] * 3 and pauses.count == 1
-    assert not held()
+    assert not held() and len(computed) == 1, "nothing is computed for nobody"
 
 
 def test_a_pause_that_fails_answers_those_who_wait(tmp_path):

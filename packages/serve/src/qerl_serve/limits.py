@@ -31,7 +31,7 @@ class Limits:
         poll_s: Wait before a client that asks for a result is told to ask again.
         gather_s: Pause between requests for samples that ends a burst.
         gather_most_s: Longest burst. Client 0.38 takes 0.26 to 0.49 s to send 128.
-        pause_s: For so long an update waits for the samples that are being decoded; then they are paused.
+        pause_s: Wait of an update after which the samples that are being decoded are paused for it.
     """
 
     context: int

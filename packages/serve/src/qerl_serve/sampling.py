@@ -280,6 +280,9 @@ class _Queue:
             while work is not None:
                 host.engine.release()
                 work()
+                if not any(each.request.wanted() for each in self._open.values()):
+                    yield from ((number, given_up()) for number in self._open)
+                    return
                 with host.lend(first.policy), opened(going_on=session):
                     work = yield from self._rounds(session, first)
         except Exception as error:  # of the engine or of the policy, so of this session alone

@@ -224,7 +224,7 @@ class PortableSession(TrackedSession):
         self._uniforms.pop(sequence, None)
 
     def give_up(self) -> None:
-        """Drop all keys and values; those that run join again, in front of all others."""
+        """Drop all keys and values; those that run are the first of all that wait to join."""
         ended = set(self._wave.ended)
         running = [sequence for sequence in self._wave.rows if sequence not in ended]
         self._joining = running + self._joining
