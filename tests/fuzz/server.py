@@ -235,7 +235,8 @@ def run(count: int, seed: int, folder: Path, kind: Kind = FAKE) -> dict[str, int
     """Let clients come and go until they have sent so many requests; returns what they did."""
     backend, counts = kind.backend(folder), Counter()
     problems: list[BaseException] = []
-    with RunningServer(backend, silence_s=SILENCE_S, max_models=10_000, poll_s=1.0, snapshots=2) as running:
+    changes = {"silence_s": SILENCE_S, "max_models": 10_000, "poll_s": 1.0, "snapshots": 2, "pause_s": 0.0}
+    with RunningServer(backend, **changes) as running:
         port = int(running.url.rpartition(":")[2])
 
         def clients(number: int) -> None:

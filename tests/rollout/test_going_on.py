@@ -14,35 +14,16 @@ from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import Begun, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.memory import PlainMemory
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
-from tests.support.machine import Eager
+from tests.support.machine import Forgetful, Forgotten
 from tests.support.models import move_adapter
 
 PROMPTS = [[5, 7, 11], [9, 4]]
 SAMPLES = 2
 PARAMS = SamplingParams(max_tokens=9, seed=5)
 ENGINES = ["portable", pytest.param("paged", marks=pytest.mark.slow)]
-
-
-class Forgetful(Eager):
-    """Memory that is given up comes back as NaN, as on a GPU it might."""
-
-    def memory(self, size):
-        return Forgotten(size, "cpu")
-
-
-class Forgotten(PlainMemory):
-    given_up = False
-
-    def give_up(self):
-        self.given_up = True
-        self._bytes.fill_(255)
-
-    def take_back(self):
-        self.given_up = False
 
 
 @pytest.fixture
@@ -147,11 +128,11 @@ def test_a_session_that_nobody_asked_is_left_with_what_it_was_begun_with(make, k
         session.start([[7, 8], [9]], 1, begun=[*begun, begun[0]])
 
 
-@pytest.mark.slow
-def test_keys_that_were_given_up_are_computed_again(make):
-    engine = make("paged")
+@pytest.mark.parametrize("kind", ENGINES)
+def test_keys_that_were_given_up_are_computed_again(make, kind):
+    engine = make(kind)
     expected = whole(engine)
-    for lose in (engine.release, widen(engine)):
+    for lose in (engine.release, widen(engine)) if kind == "paged" else (engine.release,):
         with engine.session(PARAMS) as session:
             session.start(PROMPTS, SAMPLES)
             session.next(one_round=True)
@@ -161,6 +142,72 @@ def test_keys_that_were_given_up_are_computed_again(make):
             found = drawn(session)
         assert session.prefilled_tokens > computed
         same(found, expected)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_release_between_rounds_changes_nothing(make, kind, every):
+    """Of sequences that begin, draw, and are written to between turns; some have to wait for a row."""
+    engine = make(kind)
+    if kind == "portable":
+        engine._max_sequences = 3
+    params = SamplingParams(max_tokens=9, seed=5, stop_token_ids=tuple(range(0, 61, 5)))
+
+    def play(every):
+        found, others, rounds = [], [[]] * 2, 0  # others write for two rounds
+        with engine.session(params, growing=True) as session:
+            session.start(PROMPTS, SAMPLES)
+        while session.busy or any(others):
+            with engine.session(params, going_on=session):
+                ended = session.next(one_round=True)
+                found += [(turn.index, turn.completion) for turn in ended]
+                others.append([turn.index for turn in ended])
+                for index in others.pop(0):
+                    if session.room(index) > 2:
+                        session.go_on(index, [7, 8])
+                    else:
+                        session.finish(index)
+            rounds += 1
+            if every and rounds % every == 0:
+                engine.release()
+                if kind == "portable":
+                    assert session._runner is None and not session._kept and not session._wave.rows
+        return sorted(found, key=lambda turn: turn[0]), session.prefilled_tokens
+
+    (expected, few), (found, many) = play(0), play(every)
+    assert many > few and len(found) > 6
+    for (index, turn), (other, without) in zip(found, expected, strict=True):
+        assert index == other and turn.token_ids == without.token_ids
+        assert turn.finish_reason == without.finish_reason
+        assert turn.logprobs == pytest.approx(without.logprobs, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.5, 0.01])
+def test_a_cache_whose_memory_others_hold_is_made_anew_and_smaller(make, monkeypatch, share):
+    """Or, if not even one sequence fits, that is said."""
+    engine = make("paged")
+    expected = whole(engine)
+    with engine.session(PARAMS) as session:
+        session.start(PROMPTS, SAMPLES)
+        session.next(one_round=True)
+    blocks, held = engine.cache.blocks, engine.cache.held_bytes
+    engine.release()
+
+    def refuse(memory):
+        raise QeRLError("Keys and values need more.")
+
+    monkeypatch.setattr(Forgotten, "take_back", refuse)
+    monkeypatch.setattr(Forgetful, "cache_bytes", lambda machine, model, freed=0: int(share * held))
+    opened = engine.session(PARAMS, going_on=session)
+    if share < 0.1:
+        with pytest.raises(QeRLError, match="one sequence needs"), opened:
+            pass
+        return
+    with opened:
+        found = drawn(session)
+    same(found, expected)
+    assert engine.cache.blocks < blocks
 
 
 def widen(engine):

@@ -24,7 +24,7 @@ class Broken(FakeBackend):
     def forward_backward(self, *_: Any) -> Any:
         raise self.error
 
-    def sample(self, requests: Any, arrived: Any) -> Iterator[Any]:
+    def sample(self, requests: Any, arrived: Any, overdue: Any) -> Iterator[Any]:
         yield 0, self.error
 
     def delete_checkpoint(self, path: str) -> None:
@@ -36,7 +36,7 @@ class Endless(FakeBackend):
 
     begun = threading.Event()
 
-    def sample(self, requests: Any, arrived: Any) -> Iterator[Any]:
+    def sample(self, requests: Any, arrived: Any, overdue: Any) -> Iterator[Any]:
         self.begun.set()
         until = time.monotonic() + PATIENCE_S
         while any(request.wanted() for request in requests) and time.monotonic() < until:

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from qerl.errors import QeRLError
 from qerl.rollout.paged.session import PagedSession
 from qerl_serve.sampling import Host, Limits, Sampling, Scores
-from qerl_serve.types import SampleResult
+from qerl_serve.types import SampleResult, nothing_overdue
 from tests.support.books import blocks_of
 from tests.support.limited_pages import BLOCK_BYTES, POSITIONS, made
 from tests.support.serve import request
@@ -45,11 +45,11 @@ def asked(size, sampler="base", **options):
     return request(sampler, (5,) * prompt, max_tokens=limit, stop_token_ids=(), **options)
 
 
-def answers(engine, requests, arrivals=(), **options):
+def answers(engine, requests, arrivals=(), overdue=nothing_overdue, **options):
     """What each request got, by number in the order of answers: the tokens of its samples, or why not."""
     waiting = iter(arrivals)
     found = {}
-    for number, result in sampling_of(engine, **options).answer(requests, lambda: next(waiting, ())):
+    for number, result in sampling_of(engine, **options).answer(requests, lambda: next(waiting, ()), overdue):
         assert number not in found
         if isinstance(result, SampleResult):
             found[number] = [len(sequence.tokens) for sequence in result.sequences]
@@ -191,12 +191,19 @@ def test_a_session_that_fails_does_not_fail_what_waits_for_memory(monkeypatch, s
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, monkeypatch):
+@pytest.mark.parametrize("paused", [0.0, 0.3])
+def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, paused, monkeypatch):
+    """Also if it is paused, and others take memory then and give it back."""
     rng = random.Random(seed)
     monkeypatch.setattr("qerl_serve.sampling.MAX_JOINERS", rng.choice((1, 3, 64)))
     blocks = rng.randint(6, 30)
     share = rng.choice((blocks, rng.randint(4, blocks)))
-    engine = made(blocks, rows=rng.choice((1, 3, 64)), share=share, steps=rng.randint(0, 8))
+    most = rng.randint(0, 8) if paused else 0  # blocks of others
+    engine = made(blocks + most, rows=rng.choice((1, 3, 64)), share=share, steps=rng.randint(0, 8))
+
+    def others():
+        assert engine.parts.cache.given_up
+        engine.others = rng.randint(0, most)
 
     def some(most):
         return [
@@ -211,7 +218,7 @@ def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, monkey
         ]
 
     requests, arrivals = some(8), [some(2) for _ in range(rng.randint(0, 40))]
-    found = answers(engine, requests, arrivals)
+    found = answers(engine, requests, arrivals, lambda: others if rng.random() < paused else None)
     given = requests + [each for arrived in arrivals for each in arrived]
     assert sorted(found) == list(range(len(found))) and len(requests) <= len(found) <= len(given)
     for number, result in found.items():

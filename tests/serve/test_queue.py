@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from qerl_serve.futures import Answer, Busy, Failure, Future, Futures
 from qerl_serve.line import Job, Line
 from qerl_serve.messages import sample_bytes
 from qerl_serve.metrics import Metrics
-from qerl_serve.queue import WorkQueue
+from qerl_serve.queue import SampleJob, WorkQueue
 from qerl_serve.types import SampleRequest, SampleResult
 from qerl_serve.worker import Worker
 from tests.support.wire import BAD_TOKEN, DEFECT_TOKEN, FakeBackend, limits
@@ -40,7 +41,7 @@ class Playground:
     """A queue with a worker, whose jobs note that they ran."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.queue = WorkQueue(0.0, 0.5)
+        self.queue = WorkQueue(0.0, 0.5, 0.05)
         self.backend = FakeBackend(tmp_path)
         self.metrics = Metrics()
         self.worker = Worker(self.queue, self.backend, self.metrics)
@@ -229,10 +230,114 @@ def test_a_batch_takes_in_what_arrives_unless_an_update_waits(ground: Playground
     assert ground.backend.batches == [2]
 
 
+def test_a_batch_is_paused_for_an_update_that_it_has_kept_waiting(monkeypatch: pytest.MonkeyPatch):
+    """For five seconds, counted anew in each batch and behind each pause."""
+    now = 100.0
+    monkeypatch.setattr("qerl_serve.queue.time", SimpleNamespace(monotonic=lambda: now))
+    queue, asked = WorkQueue(0.0, 0.0, 5.0), [0]
+    queue.add_line("m")
+
+    def update() -> None:
+        queue.submit("m", None, lambda request_id, line: job([], 0))
+
+    def late() -> list[SampleJob]:
+        asked[0] += 1
+        queue.sample(Future(f"s:{asked[0]}", "sample", "s"), sample_request(1), sample_bytes_of)
+        return queue.late_samples()
+
+    late()
+    assert not queue.update_overdue()
+    update()
+    now += 60.0  # a long round
+    assert not queue.update_overdue() and not late()
+    now += 4.0
+    assert not queue.update_overdue()
+    now += 1.0
+    assert queue.update_overdue()
+    (line,) = queue.ready_lines()
+    update()
+    queue.next_update(line)
+    now += 60.0  # of updates
+    assert not queue.update_overdue()
+    assert len(late()) == 2 and not late()  # what has arrived during the wait, and nothing behind it
+    now += 4.0
+    assert not queue.update_overdue()
+    assert queue.next_update(line)  # as if its session had ended
+    assert not queue.update_overdue() and len(late()) == 2
+    update()
+    assert not queue.update_overdue()
+    now += 5.0
+    assert queue.update_overdue()
+
+
+class InRounds(FakeBackend):
+    """Samples in rounds until somebody tells it to end."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ended = threading.Event()
+
+    def sample(self, requests, arrived, overdue):
+        open_requests = list(requests)
+        while not self.ended.is_set():
+            self._work("", "round")
+            open_requests += arrived()
+            if (work := overdue()) is not None:
+                self._work("", "pause")
+                work()
+        yield from enumerate(map(self._answer, open_requests))
+
+
+def test_the_worker_runs_updates_in_the_pauses_of_a_batch(tmp_path: Path):
+    ground = Playground(tmp_path)
+    ground.worker._backend = ground.backend = backend = InRounds(tmp_path, seconds=0.005)
+    backend.samplers["base"] = [0.0]
+    with ground:
+        began = time.monotonic()
+        try:
+            future = Future("s:0", "sample", "s")
+            ground.queue.sample(future, sample_request(1), sample_bytes_of)
+            ground.worker.start()
+            ground.queue.add_line("m")
+
+            def run(made: FakeBackend) -> Answer:
+                made._work("m", "update")
+                time.sleep(0.1)
+                return Answer(b"")
+
+            jobs = [
+                Job(Future(f"m:{n}", kind, "s"), run)
+                for n, kind in enumerate(["forward_backward", "optim_step"] * 2)
+            ]
+            for number, each in enumerate(jobs):
+                ground.submit(each, number)
+            for each in jobs:
+                assert settled(each.future) == Answer(b"")
+            late = Future("s:1", "sample", "s")
+            ground.queue.sample(late, sample_request(2), sample_bytes_of)
+            assert future.outcome is late.outcome is None
+        finally:
+            backend.ended.set()
+        assert isinstance(settled(future), Answer) and isinstance(settled(late), Answer)
+        ground.queue.close()
+        ground.worker.join()
+        ended = time.monotonic()
+    what = [kind for _, kind in backend.log]
+    turn = ["pause", "update", "update"]
+    first = what.index("pause")
+    assert what[first : first + 3] == turn and what.count("pause") == 2 and what.count("update") == 4
+    second = what.index("pause", first + 1)
+    assert what[second : second + 3] == turn
+    assert what[first + 3 : second].count("round") > 2, "it decodes for as long between two pauses"
+    said = ground.metrics.registry.get_sample_value
+    assert said("qerl_sampling_pauses_total") == 2 and said("qerl_sample_batch_requests_sum") == 2
+    assert said("qerl_sampling_seconds_total") < ended - began - 4 * 0.1
+
+
 @pytest.mark.parametrize(("gap", "most", "taken"), [(0.1, 5.0, 8), (0.1, 0.15, range(2, 8)), (0.0, 5.0, 1)])
 def test_the_requests_of_a_burst_are_waited_for(gap: float, most: float, taken: int | range):
     """Eight that come 30 ms apart, more slowly than any of them would be waited for alone."""
-    queue = WorkQueue(gap, most)
+    queue = WorkQueue(gap, most, 10.0)
 
     def burst() -> None:
         for number in range(8):
@@ -249,7 +354,7 @@ def test_the_requests_of_a_burst_are_waited_for(gap: float, most: float, taken: 
 
 
 def test_requests_that_are_given_up_are_not_waited_for(ground: Playground):
-    queue = WorkQueue(5.0, 5.0)
+    queue = WorkQueue(5.0, 5.0, 10.0)
     queue.sample(Future("s:0", "sample", "gone"), sample_request(1), sample_bytes_of)
     timer = threading.Timer(0.05, lambda: (queue.drop_samples("gone"), queue.close()))
     timer.start()

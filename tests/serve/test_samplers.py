@@ -105,7 +105,7 @@ def test_stops_mean_what_they_say(stop, ids, strings):
 def test_the_backend_hears_that_nobody_waits_while_it_decodes(client: Client, how: str):
     asked, begun, go_on = [], threading.Event(), threading.Event()
 
-    def sample(requests: Any, arrived: Any) -> Any:
+    def sample(requests: Any, arrived: Any, overdue: Any) -> Any:
         asked.extend(requests)
         begun.set()
         assert go_on.wait(5)

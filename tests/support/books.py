@@ -60,8 +60,12 @@ class SayingPages(RolloutEngine):
         raise AssertionError("one turn was asked for")
 
     @contextmanager
-    def session(self, params, norm_offsets=None, growing=False, longest_prompt=None):
-        yield PagedSession(params, self.positions, 0, self.parts, growing, longest_prompt)
+    def session(self, params, norm_offsets=None, growing=False, longest_prompt=None, going_on=None):
+        if going_on is None:
+            going_on = PagedSession(params, self.positions, 0, self.parts, growing, longest_prompt)
+        else:
+            going_on.enter(False, longest_prompt)
+        yield going_on
 
     def _fit(self, step, scheduler, entering):
         self.running = scheduler.running

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+from qerl.errors import QeRLError
 from qerl.kernels.limits import PAGE
 from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from tests.support.agents import tool_tokenizer
 from tests.support.books import ONE_NUMBER, SayingPages
-from tests.support.machine import Eager
+from tests.support.machine import Eager, Forgotten
 
 POSITIONS = 4096
 BLOCK_BYTES = 2 * PAGE * 4  # keys and values of one layer with one head of one number
@@ -38,6 +39,20 @@ class CountedGraphs(DecodeGraphs):
         self.forgotten += 1
 
 
+class Limited(SayingPages):
+    """Whose cache takes from blocks that others may take too.
+
+    Attributes:
+        others: Blocks that others hold.
+    """
+
+    others = 0
+
+    def release(self):
+        """Give up the memory of the cache."""
+        self.parts.cache.give_up()
+
+
 def made(blocks=10_000, rows=64, share=10_000, steps=0):
     """An engine whose sequences say more than they may, on a machine with so many blocks.
 
@@ -47,12 +62,23 @@ def made(blocks=10_000, rows=64, share=10_000, steps=0):
         share: Blocks that the cache may have even if more are free.
         steps: Blocks whose memory captured steps take.
     """
-    engine = SayingPages(tool_tokenizer(), lambda row, so_far: "a" * 300, 0, rows, POSITIONS)
-    cache = KVCache(ONE_NUMBER, None, Eager().memory)
+    engine = Limited(tool_tokenizer(), lambda row, so_far: "a" * 300, 0, rows, POSITIONS)
+
+    class Counted(Forgotten):
+        def take_back(self):
+            if self.given_up and len(self._bytes) > free() * BLOCK_BYTES:
+                raise QeRLError("Others hold too much.")
+            super().take_back()
+
+    cache = KVCache(ONE_NUMBER, None, lambda size: Counted(size, "cpu"))
     graphs = CountedGraphs(cache, engine._fit, steps)
 
+    def free():
+        held = 0 if cache.given_up else cache.blocks[0]
+        return blocks - held - graphs.blocks - engine.others
+
     def budget(freed):
-        return min(share * BLOCK_BYTES, (blocks - cache.blocks[0] - graphs.blocks) * BLOCK_BYTES + freed)
+        return min(share * BLOCK_BYTES, free() * BLOCK_BYTES + freed)
 
     engine.parts = replace(
         engine.parts,

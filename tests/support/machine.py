@@ -25,6 +25,26 @@ class Eager:
         return NoGraphs()
 
 
+class Forgetful(Eager):
+    """Memory that is given up comes back as NaN, as on a GPU it might."""
+
+    def memory(self, size):
+        return Forgotten(size, "cpu")
+
+
+class Forgotten(PlainMemory):
+    """See `Forgetful`."""
+
+    given_up = False
+
+    def give_up(self):
+        self.given_up = True
+        self._bytes.fill_(255)
+
+    def take_back(self):
+        self.given_up = False
+
+
 class NoGraphs:
     """Steps that are run instead of replayed."""
 

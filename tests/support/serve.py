@@ -13,7 +13,7 @@ from qerl_serve.backend import ModelBackend
 from qerl_serve.bases import Base
 from qerl_serve.checkpoints import Store
 from qerl_serve.seats import Seats
-from qerl_serve.types import LoraParams, ModelInfo, SampleRequest
+from qerl_serve.types import LoraParams, ModelInfo, SampleRequest, nothing_overdue
 from tests.support.models import EOS, make_tiny_model, make_tiny_tokenizer
 
 POSITIONS = 512
@@ -70,10 +70,10 @@ def request(sampler, prompt=(5, 9, 77), seed=1, max_tokens=6, **options) -> Samp
     return SampleRequest(sampler, tuple(prompt), seed, max_tokens=max_tokens, **options)
 
 
-def sampled(backend, requests, arrivals=()):
+def sampled(backend, requests, arrivals=(), overdue=nothing_overdue):
     """Answers by the number of the request; each element of `arrivals` is what one question finds."""
     waiting = iter(arrivals)
-    return dict(backend.sample(requests, lambda: next(waiting, ())))
+    return dict(backend.sample(requests, lambda: next(waiting, ()), overdue))
 
 
 def weights(backend, model_id):

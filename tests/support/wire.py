@@ -32,6 +32,7 @@ from qerl_serve.types import (
     ModelInfo,
     Notes,
     NotSavedError,
+    Overdue,
     SampledSequence,
     SampleRequest,
     SampleResult,
@@ -177,7 +178,7 @@ class FakeBackend:
         return self._sampler(path_or_base, 0.0 if path_or_base == BASE else self._read(path_or_base)["w"])
 
     def sample(
-        self, requests: Sequence[SampleRequest], arrived: Arrivals
+        self, requests: Sequence[SampleRequest], arrived: Arrivals, overdue: Overdue
     ) -> Iterator[tuple[int, SampleResult | QeRLError]]:
         waiting, number, answered = list(requests), 0, 0
         while waiting:
@@ -189,6 +190,8 @@ class FakeBackend:
                 number += 1
             answered += len(waiting)
             waiting = list(arrived())
+            if (work := overdue()) is not None:
+                work()
         self.batches.append(answered)
 
     def _answer(self, request: SampleRequest) -> SampleResult | QeRLError:

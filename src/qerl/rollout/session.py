@@ -342,9 +342,14 @@ class LastSession(Generic[S]):
     def __init__(self) -> None:
         self._session: Callable[[], S | None] = lambda: None
 
+    @property
+    def session(self) -> S | None:
+        """It, if somebody has it still."""
+        return self._session()
+
     def set_aside(self) -> None:
         """Let it be over, if somebody has it still."""
-        if (session := self._session()) is not None:
+        if (session := self.session) is not None:
             session.set_aside()
 
     @contextmanager
@@ -363,7 +368,7 @@ class LastSession(Generic[S]):
         Raises:
             QeRLError: It is over, or of another engine.
         """
-        if (session := self._session()) is None or session is not going_on or session.over:
+        if (session := self.session) is None or session is not going_on or session.over:
             raise QeRLError(
                 "This session is over, because it was left, or the engine was reset or has opened another "
                 "session since; call its method leave, and start with what that gives in a new session."

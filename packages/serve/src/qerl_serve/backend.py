@@ -37,10 +37,12 @@ from qerl_serve.types import (
     LoraParams,
     ModelInfo,
     Notes,
+    Overdue,
     Reader,
     SampleRequest,
     SampleResult,
     WeightsInfo,
+    nothing_overdue,
 )
 
 if TYPE_CHECKING:
@@ -168,10 +170,10 @@ class ModelBackend:
         return key
 
     def sample(
-        self, requests: Sequence[SampleRequest], arrived: Arrivals
+        self, requests: Sequence[SampleRequest], arrived: Arrivals, overdue: Overdue = nothing_overdue
     ) -> Iterator[tuple[int, SampleResult | Exception]]:
         """See `Backend.sample`."""
-        return self._sampling.answer(requests, arrived)
+        return self._sampling.answer(requests, arrived, overdue)
 
     def model_info(self, model_id: str) -> WeightsInfo:
         """See `Backend.model_info`."""

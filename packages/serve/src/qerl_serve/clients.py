@@ -95,7 +95,7 @@ class Clients:
     def __init__(self, bases: Sequence[ModelInfo], limits: Limits) -> None:
         self.bases = {base.name: base for base in bases}
         self.limits = limits
-        self.queue = WorkQueue(limits.gather_s, limits.gather_most_s)
+        self.queue = WorkQueue(limits.gather_s, limits.gather_most_s, limits.pause_s)
         self.futures = Futures(limits.waiting, limits.held, limits.keep_s, limits.unfetched_s)
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}

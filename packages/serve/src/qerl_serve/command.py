@@ -95,6 +95,11 @@ def add_serve(commands: Any) -> None:
     )  # fmt: skip
     sub.add_argument("--max_sequences", type=number_from(1), help="that are decoded at once")
     sub.add_argument(
+        "--pause_after", type=number_from(0.0, float), default=10.0, metavar="SECONDS",
+        help="for which an update waits for samples that are being decoded, before they are paused for it; "
+        "default: 10",
+    )  # fmt: skip
+    sub.add_argument(
         "--tokens_per_forward",
         type=number_from(1),
         help="of a forward and backward pass at most; default: what fits the GPU's memory, on a CPU few",
@@ -201,6 +206,7 @@ def _run(args: argparse.Namespace, backend: "Backend", keys: Keys, listening: so
         max_models=args.max_models,
         connections=room_for_connections(),
         held=int(args.held_gb * 1e9),
+        pause_s=args.pause_after,
     )
     # A stream that is no terminal is often a log, which others can read.
     shown = keys.own if args.console.file.isatty() else _where_key_is(args)

@@ -31,6 +31,7 @@ class Limits:
         poll_s: Wait before a client that asks for a result is told to ask again.
         gather_s: Pause between requests for samples that ends a burst.
         gather_most_s: Longest burst. Client 0.38 takes 0.26 to 0.49 s to send 128.
+        pause_s: Wait of an update after which the samples that are being decoded are paused for it.
     """
 
     context: int
@@ -52,6 +53,7 @@ class Limits:
     poll_s: float = 30.0
     gather_s: float = 0.02
     gather_most_s: float = 0.5
+    pause_s: float = 10.0
 
     def json(self, context: int) -> int:
         """Bytes of a request in JSON: 16 for each token of the longest context, and 1 MiB for all else."""

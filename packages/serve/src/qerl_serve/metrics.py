@@ -37,6 +37,9 @@ class Metrics:
             buckets=_REQUESTS, registry=self.registry,
         )  # fmt: skip
         self._sampling = Counter("qerl_sampling_seconds", "Seconds spent on samples.", registry=self.registry)
+        self._pauses = Counter(
+            "qerl_sampling_pauses", "Times that samples were paused for updates.", registry=self.registry
+        )
         self._sampled = Counter("qerl_sampled_tokens", "Tokens that were drawn.", registry=self.registry)
         self._prompt = Counter("qerl_prompt_tokens", "Tokens of prompts.", registry=self.registry)
 
@@ -49,6 +52,10 @@ class Metrics:
         """Count requests that were sampled together."""
         self._batch.observe(requests)
         self._sampling.inc(seconds)
+
+    def paused(self) -> None:
+        """Count a pause of samples."""
+        self._pauses.inc()
 
     def sampled(self, prompt: int, result: SampleResult) -> None:
         """Count the tokens of an answer."""

@@ -5,6 +5,11 @@ together; and updates, the requests of each model in their `Line`. The worker al
 samples and a turn of updates, in which each model with a ready request gets on until it has made an optimizer
 step. A batch of samples takes in requests that arrive while it runs, unless an update has become ready.
 
+A batch may be long. Once an update has waited for it for some seconds, it is paused for a turn of updates,
+and takes in what has arrived until then. The wait is counted from the first round of the batch, or of what
+follows a pause, that kept an update waiting, and not from when the update came: so samples are drawn for that
+long between two pauses, however long the turns of updates are, and neither starves the other.
+
 Thread-safe.
 """
 
@@ -48,15 +53,17 @@ class WorkQueue:
     Args:
         gather_s: Pause between requests for samples that ends a burst.
         gather_most_s: Longest burst.
+        pause_s: Wait of an update after which a batch of samples is paused for it.
     """
 
-    def __init__(self, gather_s: float, gather_most_s: float) -> None:
-        self._gather_s, self._gather_most_s = gather_s, gather_most_s
+    def __init__(self, gather_s: float, gather_most_s: float, pause_s: float) -> None:
+        self._gather_s, self._gather_most_s, self._pause_s = gather_s, gather_most_s, pause_s
         self._changed = threading.Condition()
         self._calls: deque[Call] = deque()
         self._samples: deque[SampleJob] = deque()
         self._lines: dict[str, Line] = {}
         self._last: Turn = "updates"
+        self._kept_since: float | None = None  # when samples began to keep an update waiting
         self._closed = False
 
     def call(self, run: Callable[[Backend], Any]) -> "CallFuture[Any]":
@@ -177,13 +184,30 @@ class WorkQueue:
             return self._all_samples()
 
     def late_samples(self) -> list[SampleJob]:
-        """Sampling requests since samples were taken; none while an update waits."""
+        """Sampling requests since samples were taken; none while an update waits that has not just had its
+        turn."""
         with self._changed:
-            return [] if self._update_ready() or self._closed else self._all_samples()
+            if self._closed or (self._update_ready() and self._last == "samples"):
+                return []
+            self._last = "samples"
+            return self._all_samples()
+
+    def update_overdue(self) -> bool:
+        """True if the samples that are being decoded have kept an update waiting for too long; to be asked
+        between their rounds."""
+        with self._changed:
+            now = time.monotonic()
+            if not self._update_ready():
+                self._kept_since = None
+            elif self._kept_since is None:
+                self._kept_since = now
+            return self._kept_since is not None and now - self._kept_since >= self._pause_s
 
     def ready_lines(self) -> list[Line]:
-        """Lines that have a request ready; the first of them comes last the next time."""
+        """Lines that have a request ready, for a turn of updates; the first of them comes last the next
+        time."""
         with self._changed:
+            self._last, self._kept_since = "updates", None
             ready = {model_id: line for model_id, line in self._lines.items() if line.ready}
             for model_id in list(ready)[:1]:
                 self._lines[model_id] = self._lines.pop(model_id)

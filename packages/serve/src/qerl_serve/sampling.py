@@ -16,13 +16,18 @@ Noise is that of a session, so greedy samples, which have none, wait for another
 policy. Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front
 of the session; a late request that wants them waits for the next session, because a session may be noisy.
 
+Where somebody else has waited too long for the model, the session is left between two rounds, its keys and
+values are given back, and behind that work it is entered again, with the same policy and the same noise. What
+its sequences have is computed again then, and nothing is drawn twice. Their policy is a snapshot, which stays
+what it was although its model may have learned meanwhile.
+
 A request whose client is gone is not begun, and its samples end with the engine's next look at its stops.
 
 A server with teachers has an engine for each model. One of them holds keys and values at a time: before a
 session of another it gives back what it holds.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +38,14 @@ from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, Sampling
 from qerl.rollout.stops import Stop, StopStrings
 from qerl.seeding import derive_seed
 from qerl_serve.adapters import Snapshot
-from qerl_serve.types import Arrivals, SampledSequence, SampleRequest, SampleResult
+from qerl_serve.types import (
+    Arrivals,
+    Overdue,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    nothing_overdue,
+)
 
 Policy = Snapshot | None
 """A snapshot, or its base without any adapter."""
@@ -182,9 +194,11 @@ class Sampling:
     def __init__(self, find: Find) -> None:
         self._find = find
 
-    def answer(self, requests: Sequence[SampleRequest], arrived: Arrivals) -> Iterator[Answer]:
+    def answer(
+        self, requests: Sequence[SampleRequest], arrived: Arrivals, overdue: Overdue = nothing_overdue
+    ) -> Iterator[Answer]:
         """See `Backend.sample`."""
-        queue = _Queue(self._find, arrived)
+        queue = _Queue(self._find, arrived, overdue)
         yield from queue.take(requests)
         try:
             while queue.waiting:
@@ -220,13 +234,14 @@ class _Queue:
         waiting: Requests that have not begun.
     """
 
-    def __init__(self, find: Find, arrived: Arrivals) -> None:
-        self._find, self._arrived = find, arrived
+    def __init__(self, find: Find, arrived: Arrivals, overdue: Overdue) -> None:
+        self._find, self._arrived, self._overdue = find, arrived, overdue
         self._last: Host | None = None  # whose engine may hold keys and values
         self._numbered = 0
         self.waiting: list[_Asked] = []
         self._open: dict[int, _Asked] = {}  # of the session, without an answer
         self._begun: dict[int, tuple[_Asked, int]] = {}  # which sample of which request a sequence is
+        self._joined = 0  # requests that have joined the session while others waited
 
     def take(self, requests: Sequence[SampleRequest]) -> Iterator[Answer]:
         """Validate and enqueue requests; yields refusals."""
@@ -251,30 +266,48 @@ class _Queue:
             self._last = host
         for each in self.waiting:
             each.refused = False
-        self._begun = {}
+        self._begun, self._joined = {}, 0
         self._open = {each.number: each for each in self._leave(first.shares_with)}
         noise = host.noise
         try:
             with host.lend(first.policy):
                 yield from self._score(host)
                 offsets = noise(first.policy) if noise and first.policy and first.noisy else {}
-                with host.engine.session(first.params, offsets, growing=True) as session:
+                opened = partial(host.engine.session, first.params, offsets, growing=True)
+                with opened() as session:
                     yield from self._start(session, list(self._open.values()))
-                    joined = 0  # while others waited
-                    while session.busy:
-                        yield from self._next(session)
-                        yield from self.take(self._arrived())
-                        if joined < MAX_JOINERS:
-                            before = len(self._open)
-                            joining = self._leave(
-                                lambda each: (
-                                    first.shares_with(each) and not each.to_score and not each.refused
-                                )
-                            )
-                            yield from self._start(session, joining)
-                            joined += len(self._open) - before if self.waiting else 0
+                    work = yield from self._rounds(session, first)
+            while work is not None:
+                host.engine.release()
+                work()
+                if not any(each.request.wanted() for each in self._open.values()):
+                    yield from ((number, given_up()) for number in self._open)
+                    return
+                with host.lend(first.policy), opened(going_on=session):
+                    work = yield from self._rounds(session, first)
         except Exception as error:  # of the engine or of the policy, so of this session alone
             yield from ((number, error) for number in self._open)
+
+    def _rounds(self, session: Session, first: _Asked) -> Generator[Answer, None, Callable[[], None] | None]:
+        """Decode until all have ended or other work is overdue, which is what it returns.
+
+        Args:
+            session: Of the engine.
+            first: A request of the session.
+        """
+        while session.busy:
+            yield from self._next(session)
+            yield from self.take(self._arrived())
+            if self._joined < MAX_JOINERS:
+                before = len(self._open)
+                joining = self._leave(
+                    lambda each: first.shares_with(each) and not each.to_score and not each.refused
+                )
+                yield from self._start(session, joining)
+                self._joined += len(self._open) - before if self.waiting else 0
+            if session.busy and (work := self._overdue()) is not None:
+                return work
+        return None
 
     def _admit(self, number: int, request: SampleRequest) -> _Asked:
         host, policy = self._find(request.sampler)

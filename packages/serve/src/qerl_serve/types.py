@@ -4,9 +4,10 @@ The wire (HTTP, messages, order, futures) knows no model; a backend knows no HTT
 number. Between them stand these plain values and one protocol, so each side is tested without the other.
 
 All of a backend runs in one thread: the worker calls its methods one after another, in the order of each
-client's requests. A method that fails leaves the backend as it was before the call. A mistake of a client is
-a `QeRLError`, whose sentence the client reads; any other exception is a defect, which the client is told
-without its traceback. Either way the server lives on.
+client's requests; while `Backend.sample` draws it calls others where that method says so. A method that
+fails leaves the backend as it was before the call. A mistake of a client is a `QeRLError`, whose sentence the
+client reads; any other exception is a defect, which the client is told without its traceback. Either way the
+server lives on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -204,6 +205,13 @@ class NotSavedError(QeRLError):
 
 Arrivals = Callable[[], Sequence[SampleRequest]]
 
+Overdue = Callable[[], Callable[[], None] | None]
+"""Gives work that has waited too long for the model; None while there is none."""
+
+
+def nothing_overdue() -> None:
+    """`Overdue` where nobody else wants the model."""
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -278,14 +286,18 @@ class Backend(Protocol):
         the base of the name `base`, or with None on the one that they were trained on."""
 
     def sample(
-        self, requests: Sequence[SampleRequest], arrived: Arrivals
+        self, requests: Sequence[SampleRequest], arrived: Arrivals, overdue: Overdue
     ) -> Iterator[tuple[int, SampleResult | Exception]]:
         """Answers to requests, each as soon as it is finished, with its number in the order given.
 
         Args:
             requests: Of any samplers, in order of arrival.
             arrived: Gives new requests, and is asked between rounds of decoding; they are numbered on from
-                the last one given, and are then the call's to answer. It gives none while an update waits.
+                the last one given, and are then the call's to answer. Methods that neither train nor sample
+                may be called in it.
+            overdue: Is asked between rounds as well. What it gives is run before the next round, and may call
+                any method but this one: no policy is lent to the model then, and no keys and values are held.
+                Samples go on behind it as if it had not been, each of the policy with which it began.
 
         Returns:
             Numbers and results; a `QeRLError` for a client's mistake, and any other exception for a defect,

@@ -1,9 +1,9 @@
 """The one thread in which the model works.
 
 Sampling and updates share the weights, the memory and the processor, so they take turns, and everything that
-touches the backend happens here. A failure ends the request that caused it and nothing else: a client's
-mistake is answered with a sentence, a defect is named to the client and written to the log with its
-traceback.
+touches the backend happens here. A turn of updates may lie within a batch of samples, which is paused for it.
+A failure ends the request that caused it and nothing else: a client's mistake is answered with a sentence, a
+defect is named to the client and written to the log with its traceback.
 
 One failure ends the worker, and with it the server: a fault of the GPU, after which nothing more can be
 computed in this process. Going on would answer every request with it and look alive.
@@ -127,7 +127,7 @@ class Worker(threading.Thread):
     def _samples(self) -> None:
         jobs = self._queue.take_samples()
         open_jobs = dict(enumerate(jobs))
-        count = len(jobs)
+        count, paused = len(jobs), 0.0
 
         def arrived() -> list[SampleRequest]:
             nonlocal count
@@ -137,9 +137,20 @@ class Worker(threading.Thread):
             count += len(late)
             return [job.request for job in late]
 
+        def pause() -> None:
+            nonlocal paused
+            begin = time.monotonic()
+            self._updates()
+            self.gauges = dict(self._backend.gauges())
+            self._metrics.paused()
+            paused += time.monotonic() - begin
+
+        def overdue() -> Callable[[], None] | None:
+            return pause if self._queue.update_overdue() else None
+
         began = time.monotonic()
         try:
-            for index, result in self._backend.sample([job.request for job in jobs], arrived):
+            for index, result in self._backend.sample([job.request for job in jobs], arrived, overdue):
                 self._settle(open_jobs.pop(index), result)
         except Exception as error:
             outcome = self._failure_of(error)
@@ -148,7 +159,7 @@ class Worker(threading.Thread):
         for job in open_jobs.values():
             self._metrics.ran("sample", time.monotonic() - job.arrived, outcome)
             job.future.settle(outcome)
-        self._metrics.batch(count, time.monotonic() - began)
+        self._metrics.batch(count, time.monotonic() - began - paused)
 
     def _settle(self, job: SampleJob, result: SampleResult | Exception) -> None:
         outcome: Answer | Failure

@@ -6,7 +6,8 @@ that turns out too small is replaced with all captured steps, and what lay in it
 session that grows takes more at once than its sequences need (`BlockDemand.ahead`).
 
 A session that is entered again goes on with the blocks, tables and rows that it had when it was left, on
-weights that the engine has read anew.
+weights that the engine has read anew. Where the memory was given up meanwhile its sequences wait and are
+computed again, in the cache as it was, or in a smaller one if others hold too much by then.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qerl.errors import QeRLError
 from qerl.kernels.limits import PAGE, STOP_TOKENS
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.blocks import memory_of
@@ -78,23 +80,25 @@ class PagedSession(TrackedSession):
         self._samples = 0  # of each prompt, at least
 
     def _add(self, sequences: list[Sequence]) -> None:
-        with_room = [(len(each.prompt.token_ids), each.max_tokens) for each in sequences if each.room]
+        with_room, present = [each for each in sequences if each.room], self._scheduler.present
         if with_room:
             samples = len(sequences) // len({each.prompt for each in sequences})
-            present = [(len(each.prompt.token_ids), each.max_tokens) for each in self._scheduler.present]
-            fewest = min(self._samples, samples) if present else samples
-            together = present + with_room
-            longest, limit = (max(column) for column in zip(*together, strict=True))
-            longest = max(longest, self._longest_prompt)
-            needs = [self._demand(prompt, own, 1).least for prompt, own in set(together)]
-            least = Units(max(of_pool) for of_pool in zip(*needs, strict=True))
-            rows = min(self._parts.max_sequences, len(together))
-            self._reserve(self._demand(longest, limit, fewest), least, rows)
-            self._samples = fewest
+            self._hold(present + with_room, min(self._samples, samples) if present else samples)
         self._scheduler.add(sequences)
         for sequence in sequences:
             if left := sequence.params.stop_token_ids[STOP_TOKENS:]:
                 sequence.stops += (StopTokens(left),)
+
+    def _hold(self, sequences: list[Sequence], samples: int) -> None:
+        """Have a cache for some sequences, at least so many of which share a prompt; see `_reserve`."""
+        sizes = {(len(each.prompt.token_ids), each.max_tokens) for each in sequences}
+        longest, limit = (max(column) for column in zip(*sizes, strict=True))
+        longest = max(longest, self._longest_prompt)
+        needs = [self._demand(prompt, own, 1).least for prompt, own in sizes]
+        least = Units(max(of_pool) for of_pool in zip(*needs, strict=True))
+        rows = min(self._parts.max_sequences, len(sequences))
+        self._reserve(self._demand(longest, limit, samples), least, rows)
+        self._samples = samples
 
     def _resume(self, sequence: Sequence) -> None:
         self._scheduler.resume(sequence)
@@ -110,9 +114,11 @@ class PagedSession(TrackedSession):
             longest_prompt: As in `RolloutEngine.session`.
         """
         self._longest_prompt = max(self._longest_prompt, longest_prompt or 0)
-        if renewed or self._parts.cache.given_up:
+        given_up = self._parts.cache.given_up
+        if renewed or given_up:
             self._suspend()
-        self._parts.cache.take_back()
+        if given_up and self._scheduler.present:
+            self._hold(self._scheduler.present, self._samples)
 
     def _suspend(self) -> None:
         """Let all sequences wait, of which what the cache held will be computed again."""
@@ -197,7 +203,7 @@ class PagedSession(TrackedSession):
         return memory_of(cache.blocks, cache.geometry.pools, PAGE, passes[-1])
 
     def _reserve(self, demand: BlockDemand, least: Units, rows: int) -> None:
-        """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped.
+        """Have a cache for all sequences, taken back, made or enlarged; steps that knew another are dropped.
 
         Args:
             demand: Of those that are there.
@@ -209,12 +215,10 @@ class PagedSession(TrackedSession):
                 the memory went to others meanwhile, waits for a cache.
         """
         parts, taken = self._parts, demand
-        if parts.graphs.serves(demand.completion_tokens, demand.table_width) and parts.cache.serves(
-            demand.blocks(rows), least
-        ):
-            parts.cache.take_back()
+        steps_serve = parts.graphs.serves(demand.completion_tokens, demand.table_width)
+        if steps_serve and parts.cache.serves(demand.blocks(rows), least) and self._taken_back():
             return
-        if self._scheduler.present:  # they need what is dropped below
+        if self._scheduler.present and not parts.cache.given_up:  # they need what is dropped below
             parts.cache.check_affordable(least, parts.budget(parts.cache.held_bytes))
         if self._growing:
             taken, rows = demand.ahead(self._most_positions), min(parts.max_sequences, count_for(rows))
@@ -225,3 +229,11 @@ class PagedSession(TrackedSession):
         parts.cache.reserve(taken.blocks(rows), least, parts.budget(0))
         parts.graphs.make_room(taken.completion_tokens, taken.table_width)
         self._scheduler.suspend(self._memory())
+
+    def _taken_back(self) -> bool:
+        """Have the memory of the cache as it was again; False if others have come to hold too much of it."""
+        try:
+            self._parts.cache.take_back()
+        except QeRLError:
+            return False
+        return True

@@ -223,6 +223,14 @@ class PortableSession(TrackedSession):
         self._kept.pop(sequence, None)
         self._uniforms.pop(sequence, None)
 
+    def give_up(self) -> None:
+        """Drop all keys and values; those that run are the first of all that wait to join."""
+        ended = set(self._wave.ended)
+        running = [sequence for sequence in self._wave.rows if sequence not in ended]
+        self._joining = running + self._joining
+        self._wave, self._runner = Wave(), None
+        self._kept.clear()
+
     def _decode(self) -> list[Sequence]:
         """See `TrackedSession._decode`; a round is one step, or one pass over drafts."""
         self._leave()
@@ -433,6 +441,11 @@ class PortableEngine(RolloutEngine):
         self._max_sequences = self.rows_per_call = max_sequences
         self._kept_bytes, self._speculative_tokens = kept_bytes, speculative_tokens
         self._last = LastSession[PortableSession]()
+
+    def release(self) -> None:
+        """See ``RolloutEngine.release``: the last session computes its keys and values again."""
+        if (session := self._last.session) is not None:
+            session.give_up()
 
     def generate(
         self,
