@@ -130,9 +130,10 @@ class Study:
         self.pairs = [tuple(pair) for pairs in self.spec["comparisons"].values() for pair in pairs]
 
     def rate(self, arm: str) -> float | None:
-        """The rate that an arm is tested at: its own, the only one, or the best on the tuning seeds."""
-        own = self.spec["arms"][arm].get("learning_rate")
-        rates = [own] if own is not None else self.spec["learning_rates"]
+        """The rate that an arm is tested at: the only one, or the best of its grid on the tuning seeds."""
+        fields = self.spec["arms"][arm]
+        own = fields.get("learning_rate")
+        rates = [own] if own is not None else fields.get("learning_rates") or self.spec["learning_rates"]
         if len(rates) == 1:
             return float(rates[0])
         means = {}

@@ -314,7 +314,7 @@ def _rates(results: Results) -> str:
         return "<p>None was chosen; every seed ran at each that the study names.</p>"
     for name in study.arms:
         chosen = results.rate(name)
-        for rate in sorted(study.learning_rates):
+        for rate in sorted(study.rates(study.arms[name])):
             if runs := results.of(name, rate, study.tuning_seeds):
                 rows.append(_row(results, name, rate, runs, "chosen " if rate == chosen else ""))
     return _table(_HEADS, rows)

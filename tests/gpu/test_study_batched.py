@@ -20,7 +20,7 @@ def test_a_batch_on_the_gpu_does_what_it_does_on_a_cpu(changes):
     for one, other in zip(*first, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
     for batch in batches:
-        batch._adapters.values_SE.copy_(batches[0]._adapters.values_SE)
+        batch._trained.values_SE.copy_(batches[0]._trained.values_SE)
         batch.done = 1  # still without noise, which is drawn on the device where it is by sample
         exploration = batch._explorers.at(1)
         picked = [batch._orders[run.seed].batch(1) for run in batch.runs]
@@ -36,6 +36,6 @@ def test_all_steps_run_and_resume_on_the_gpu():
     first = [stopped.step() for _ in range(3)]
     resumed.load_state(stopped.state())
     assert [*first, resumed.step()] == expected
-    assert torch.equal(resumed._adapters.values_SE, through._adapters.values_SE)
+    assert torch.equal(resumed._trained.values_SE, through._trained.values_SE)
     scores = through.evaluate(through._evaluation._task.test(), samples=2)
     assert all(0 <= score["accuracy"] <= 1 and score["entropy"] > 0 for score in scores)
