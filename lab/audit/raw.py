@@ -104,12 +104,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class Side:
-    """One endpoint of a comparison: a difference with its interval, corrected p, counts of runs, verdict."""
+    """One endpoint of a comparison: a difference with its interval, corrected p, counts of runs, verdict, and
+    as ``rates`` how often a claim is false and from which size on a difference is found."""
 
     difference: float
     interval: tuple[float, float]
     holm: float
     counts: str
+    rates: tuple[float, float]
     verdict: str = ""
 
     def judged(self, above: str, below: str, otherwise: str) -> "Side":
@@ -202,10 +204,12 @@ class Study:
         for at, (pair, d) in enumerate(there.items()):
             (a, b), runs = counts[pair], len(d)
             centre = st.hodges_lehmann(d)
-            typical = Side(centre, st.centre_interval(d), corrected[at], "")
+            count = 2 * len(found)
+            typical = Side(centre, st.centre_interval(d), corrected[at], "", st.rates_of_typical(d, count))
             share = Side(
-                (a - b) / runs, st.newcombe(a, b, runs), corrected[len(there) + at], f"{a} and {b} of {runs}"
-            )
+                (a - b) / runs, st.newcombe(a, b, runs), corrected[len(there) + at],
+                f"{a} and {b} of {runs}", st.rates_of_share(a, b, runs, count),
+            )  # fmt: skip
             no_effect = f"no effect beyond ±{margin:g}".replace("±0", "±")
             words = no_effect if equal[at] < st.LEVEL else "undecided"
             sides[pair] = (
@@ -306,6 +310,11 @@ def read(name: str) -> dict[str, Any]:
     content = file.read_bytes()
     plain: dict[str, Any] = json.loads(gzip.decompress(content) if file.suffix == ".gz" else content)
     return plain
+
+
+def there(name: str) -> bool:
+    """Whether a study has results."""
+    return (RESULTS / f"{name}.json.gz").is_file()
 
 
 @cache
