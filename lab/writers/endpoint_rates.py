@@ -1,12 +1,14 @@
 """How often two endpoints claim what is not so, and what they find, under differences as studies had them.
 
     python -m lab rates --seeds 64 --out bench/results/endpoint-rates.json
+    python -m lab rates --seeds 12 --tests 8 --out bench/results/endpoint-rates-12.json
 
 `lab.study.error_rates` says how; the differences are those of each planned comparison of the results. Needs
 no GPU.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,10 +22,12 @@ from lab.writers.captions import table
 from lab.writers.draw import STUDIES
 from lab.writers.study_tables import area, by_seed, pair_words, paired, study
 
-RESULT = "endpoint-rates"
+RESULT, SMALL = "endpoint-rates", "endpoint-rates-12"
+"""Results, of studies of this project, and of the smallest that others run (`lab.study.replicate`)."""
+
 FILES = (*STUDIES.values(), "trust-regions-wp12")
 TESTS = (1, 32)
-"""Tests that Holm's correction counts: one, and as many as 16 comparisons have."""
+"""Tests that Holm's correction counts, by default: one, and as many as 16 comparisons have."""
 
 MARGIN = 0.02
 SHARES = (0.0, 0.05, 0.25, 0.5)
@@ -43,10 +47,10 @@ def shapes() -> dict[str, np.ndarray]:
     return found
 
 
-def rates_table() -> str:
+def rates_table(name: str) -> str:
     """What both endpoints claim falsely and what they find, over all shapes of differences."""
-    rows, lines = read_rows(RESULT), []
-    for tests in TESTS:
+    rows, lines = read_rows(name), []
+    for tests in dict.fromkeys(row["tests"] for row in rows):
         of = [row for row in rows if row["endpoint"] == "typical" and row["tests"] == tests]
         for words, key in (("helps, falsely", "helps"), ("harms, falsely", "harms"),
                            (f"no effect beyond {MARGIN:g}, at it", "equal")):  # fmt: skip
@@ -70,7 +74,7 @@ def rates_table() -> str:
         lines,
         f"{first['seeds']} seeds, {first['draws']} draws from each of the {len(of_shapes)} planned "
         f"comparisons of all studies, moved to a centre of 0. {first['machine']}, {first['date'][:10]}, "
-        f"commit {first['commit']}. File: {RESULT}.json.",
+        f"commit {first['commit']}. File: {name}.json.",
     )
 
 
@@ -80,7 +84,7 @@ def helps_on_words() -> str:
     return f"{max(row['helps'] for row in rows if not row['differences'].startswith(STUDIES['needle'])):.3f}"
 
 
-TABLES = {"endpoint-rates": rates_table}
+TABLES = {name: partial(rates_table, name) for name in (RESULT, SMALL)}
 NUMBERS = {"endpoint-helps-words": helps_on_words}
 
 
@@ -88,11 +92,12 @@ def main(arguments: list[str]) -> None:
     """Runs `python -m lab rates` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m lab rates", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=64)
+    parser.add_argument("--tests", type=int, nargs="+", default=TESTS)
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    for tests in TESTS:
+    for tests in args.tests:
         for name, d in shapes().items():
             found = typical(d, args.seeds, tests, args.draws, MARGIN)
             rows.append({"endpoint": "typical", "differences": name, "tests": tests, **_plain(found)})
