@@ -7,14 +7,19 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from lab.study.arms import Run
-from tests.support.batched import RATE, a_batch, an_arm
+from tests.support.batched import RATE, a_batch, an_arm, full_arm
+
+ARMS = {
+    "plain": an_arm(),
+    "by sample": an_arm(noise_per="sample", noise_share=0.5),
+    "in the loss": an_arm(noise_in_loss=True),
+    "full": full_arm(),
+}
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"noise_per": "sample", "noise_share": 0.5}, {"noise_in_loss": True}]
-)
-def test_a_batch_on_the_gpu_does_what_it_does_on_a_cpu(changes):
-    runs = Run(an_arm(**changes), 7, RATE), Run(an_arm(**changes), 8, RATE)
+@pytest.mark.parametrize("name", ARMS)
+def test_a_batch_on_the_gpu_does_what_it_does_on_a_cpu(name):
+    runs = Run(ARMS[name], 7, RATE), Run(ARMS[name], 8, RATE)
     batches = [a_batch(*runs, device=device) for device in ("cpu", "cuda")]
     first, drawn = [batch.step() for batch in batches], []
     for one, other in zip(*first, strict=True):

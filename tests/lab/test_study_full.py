@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from lab.study.arms import Arm, Run, contradiction
+from lab.study.arms import Run, contradiction
 from lab.study.batched.model import BatchedModel
 from lab.study.batched.trainer import BatchedTrainer, Settings
 from lab.study.spec import make_study
 from qerl.errors import QeRLError
-from tests.support.batched import SIZES, TOKENIZER, Sums
+from tests.support.batched import SIZES, TOKENIZER, Sums, a_batch, full_arm
 from tests.support.models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -16,14 +16,8 @@ pytestmark = pytest.mark.slow
 RATE, STEPS = 1e-3, 3
 
 
-def full_arm(**changes):
-    return Arm(**({"name": "full", "tuning": "full", "weights": "bf16"} | changes))
-
-
-def full_batch(*seeds, family="llama", rate=RATE, **changes):
-    runs = [Run(full_arm(), seed, rate) for seed in seeds]
-    settings = Settings(**(SIZES | changes))
-    return BatchedTrainer(make_tiny_model(family), TOKENIZER, Sums(), runs, settings)
+def full_batch(*seeds, rate=RATE, **changes):
+    return a_batch(*(Run(full_arm(), seed, rate) for seed in seeds), **changes)
 
 
 def log_probabilities(model, prompt, completion):
@@ -134,11 +128,7 @@ def test_a_resumed_batch_goes_on_bit_by_bit(tmp_path):
 
 
 def test_a_batch_in_bfloat16_has_the_gradient_of_one_in_float32():
-    runs = [Run(full_arm(), 7, RATE), Run(full_arm(), 8, RATE)]
-    wide, narrow = (
-        BatchedTrainer(make_tiny_model().to(dtype), TOKENIZER, Sums(), runs, Settings(**SIZES))
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+    wide, narrow = (full_batch(7, 8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     samples, seen = [], []
     generate = wide._sampler.generate
     wide._sampler.generate = lambda *args: samples.append(generate(*args)) or samples[-1]
