@@ -10,6 +10,7 @@ from qerl.settings.words import with_underscores
 COMMANDS = {
     "study": "study.command",
     "doses": "study.doses",
+    "replicate": "study.replicate",
     "speed": "speed",
     "verdicts": "writers.verdicts",
     "endpoints": "writers.endpoint_verdicts",

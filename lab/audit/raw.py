@@ -104,12 +104,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class Side:
-    """One endpoint of a comparison: a difference with its interval, corrected p, counts of runs, verdict."""
+    """One endpoint of a comparison: a difference with its interval, corrected p, counts of runs, verdict, and
+    as ``rates`` how often a claim is false and from which size on a difference is found."""
 
     difference: float
     interval: tuple[float, float]
     holm: float
     counts: str
+    rates: tuple[float, float]
     verdict: str = ""
 
     def judged(self, above: str, below: str, otherwise: str) -> "Side":
@@ -130,9 +132,10 @@ class Study:
         self.pairs = [tuple(pair) for pairs in self.spec["comparisons"].values() for pair in pairs]
 
     def rate(self, arm: str) -> float | None:
-        """The rate that an arm is tested at: its own, the only one, or the best on the tuning seeds."""
-        own = self.spec["arms"][arm].get("learning_rate")
-        rates = [own] if own is not None else self.spec["learning_rates"]
+        """The rate that an arm is tested at: the only one, or the best of its grid on the tuning seeds."""
+        fields = self.spec["arms"][arm]
+        own = fields.get("learning_rate")
+        rates = [own] if own is not None else fields.get("learning_rates") or self.spec["learning_rates"]
         if len(rates) == 1:
             return float(rates[0])
         means = {}
@@ -201,10 +204,12 @@ class Study:
         for at, (pair, d) in enumerate(there.items()):
             (a, b), runs = counts[pair], len(d)
             centre = st.hodges_lehmann(d)
-            typical = Side(centre, st.centre_interval(d), corrected[at], "")
+            count = 2 * len(found)
+            typical = Side(centre, st.centre_interval(d), corrected[at], "", st.rates_of_typical(d, count))
             share = Side(
-                (a - b) / runs, st.newcombe(a, b, runs), corrected[len(there) + at], f"{a} and {b} of {runs}"
-            )
+                (a - b) / runs, st.newcombe(a, b, runs), corrected[len(there) + at],
+                f"{a} and {b} of {runs}", st.rates_of_share(a, b, runs, count),
+            )  # fmt: skip
             no_effect = f"no effect beyond ±{margin:g}".replace("±0", "±")
             words = no_effect if equal[at] < st.LEVEL else "undecided"
             sides[pair] = (
@@ -305,6 +310,11 @@ def read(name: str) -> dict[str, Any]:
     content = file.read_bytes()
     plain: dict[str, Any] = json.loads(gzip.decompress(content) if file.suffix == ".gz" else content)
     return plain
+
+
+def there(name: str) -> bool:
+    """Whether a study has results."""
+    return (RESULTS / f"{name}.json.gz").is_file()
 
 
 @cache

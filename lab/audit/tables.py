@@ -26,6 +26,7 @@ from lab.audit.raw import (
     start,
     study,
     subtract,
+    there,
     two_steps,
 )
 from lab.audit.words import (
@@ -40,6 +41,7 @@ from lab.audit.words import (
     over_seeds,
     p_value,
     plain,
+    rates_of,
     signed,
 )
 
@@ -87,12 +89,37 @@ def comparisons(table: Table) -> Iterator[Cell]:
 
 def two_endpoints(table: Table) -> Iterator[Cell]:
     """Both endpoints of the comparisons of one study."""
+    if not table.rows:
+        name = table.name.removesuffix("-endpoints")
+        yield Cell(f"{name} has run", "no", "yes" if there(name) and study(name).endpoints else "no")
+        return
     one = study(table.files[0])
+    yield Cell("pairs", str(len(table.rows)), str(len(one.endpoints)))
     for row in table.rows:
         first, second = row[0].split(MINUS)
         typical, share = one.endpoints[first, second]
-        cells = [(signed(s.difference, *s.interval), p_value(s.holm), s.verdict) for s in (typical, share)]
+        cells = [
+            (signed(s.difference, *s.interval), p_value(s.holm), s.verdict, rates_of(*s.rates))
+            for s in (typical, share)
+        ]
         yield from row_of_cells(row, (*cells[0], share.counts, *cells[1]), table.head)
+
+
+def questions(table: Table) -> Iterator[Cell]:
+    """Verdicts of families of comparisons, of studies that may not have run."""
+    for row in table.rows:
+        name, family = row[1].split(": ")
+        said: tuple[dict[str, list[str]], ...] = ({}, {})
+        if there(name):
+            one = study(name)
+            for pair in map(tuple, one.spec["comparisons"][family]):
+                for side, by_verdict in zip(one.endpoints.get(pair, ()), said, strict=False):
+                    by_verdict.setdefault(side.verdict, []).append(MINUS.join(pair))
+        found = [
+            "; ".join(f"**{verdict}**: {', '.join(pairs)}" for verdict, pairs in by_verdict.items())
+            for by_verdict in said
+        ]
+        yield from row_of_cells(row, (row[1], *(words or f"{NOT_RUN} yet" for words in found)), table.head)
 
 
 def arms(table: Table) -> Iterator[Cell]:
@@ -326,7 +353,8 @@ TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     "noise-unanswered": unanswered, "noise-controls": beside_controls, "noise-two-steps": hard,
     "trust-verdicts": trust, "trust-ends": trust_ends, "-comparisons": comparisons, "-ablations": comparisons,
     "wp12-formats": comparisons, "-arms": arms, "-rates": rates, "-reached": reached,
-    "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints, "-discovery": discovery,
+    "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints,
+    "open-questions": questions, "-discovery": discovery,
     **distilled.TABLES,
 }  # fmt: skip
 """By the name of a table, or how it ends."""

@@ -45,6 +45,11 @@ def p_value(p: float) -> str:
     return f"{p:.3g}"
 
 
+def rates_of(false: float, found: float) -> str:
+    """How often a claim would be false, and from which size on a difference is found."""
+    return f"{false:.3f}; {'none' if np.isnan(found) else f'{found:.3f}'}"
+
+
 def later(one: Study, first: str, second: str) -> str:
     """A pair that its study did not plan."""
     d = one.paired(first, second)

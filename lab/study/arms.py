@@ -13,7 +13,7 @@ from pydantic import Field
 
 from qerl.noise.schedule import NoiseKind
 from qerl.settings.checks import Count, NonNegative, Positive, PositiveInt, PositiveShare, Text
-from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,10 @@ class Arm:
         rounding: How an unquantised checkpoint is rounded, `mse` or `rtn`.
         frozen_noise: Relative error (root mean square) of Gaussian noise that is added once to the frozen
             linear weights: the control for "any error of the weights would do".
+        tuning: `lora` trains adapters, `full` all weights of the model, of which each run has a copy then.
         lora_r: Rank of the adapters; alpha is the same.
         learning_rate: The arm trains at this one alone; None for those of the study.
+        learning_rates: The arm's own grid, of which tuning seeds choose as of the study's; None for that.
         noise: Whether the norms of rollouts get noise; the `noise_` fields say which.
         noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule: The schedule of sigma.
         noise_scale: `absolute`, Z = sigma eps, or `relative`, Z = sigma |w| eps.
@@ -64,8 +66,10 @@ class Arm:
     weights: WeightFormatName = DEFAULT_FORMAT
     rounding: Rounding = DEFAULT_ROUNDING
     frozen_noise: NonNegative = 0.0
+    tuning: Literal["lora", "full"] = "lora"
     lora_r: PositiveInt = 16
     learning_rate: Positive | None = None
+    learning_rates: Annotated[list[Positive], Field(min_length=2)] | None = field(default=None, hash=False)
     noise: bool = False
     noise_sigma_start: Positive = 1e-2
     noise_sigma_end: Positive = 5e-4
@@ -119,6 +123,15 @@ def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
         samples_per_prompt: Size of a group.
     """
     noisy = round(arm.noise_share * samples_per_prompt)
+    if arm.tuning == "full":
+        if not FORMATS[arm.weights].trains_in_full:
+            return f"has tuning full, which cannot train packed {arm.weights} weights; set `weights: bf16`"
+        if arm.lora_r != Arm.lora_r:
+            return "has tuning full and lora_r, the rank of adapters; remove lora_r"
+        if arm.noise:
+            return "has tuning full and noise in norms, of which each run has its own; remove the noise"
+    if arm.learning_rate is not None and arm.learning_rates is not None:
+        return "has learning_rate, which is the only one, and learning_rates, a grid; choose one"
     if noisy == 0:
         return f"has a noise_share of {arm.noise_share}, which is none of {samples_per_prompt} samples"
     if arm.noise and arm.logits_noise:

@@ -170,6 +170,11 @@ def _outline(study: Study, folder: Path, again: Sequence[str]) -> str:
             for name, arm in study.arms.items()
             if arm.learning_rate is not None
         ),
+        *(
+            f"{name} at the best of its own {', '.join(f'{rate:g}' for rate in arm.learning_rates)}"
+            for name, arm in study.arms.items()
+            if arm.learning_rates is not None
+        ),
         f"{runs} runs of {study.steps} steps of {study.prompts_per_step} x "
         f"{study.samples_per_prompt} samples, up to {study.runs_per_batch} side by side",
     ]

@@ -6,6 +6,7 @@ from typing import Any
 from lab.needle.folder import NEEDLE, needle_folder
 from lab.needle.task import Needle
 from lab.testbed.task import Testbed
+from lab.worked.task import Worked
 from qerl.models import hub
 from qerl.models.hub import LocalModel
 from qerl.tasks.base import Task
@@ -13,6 +14,7 @@ from qerl.tasks.registry import TASKS, get_task
 
 TASKS[NEEDLE] = Needle
 TASKS["testbed"] = Testbed
+TASKS["worked"] = Worked
 
 
 def find_model(name: str) -> LocalModel:

@@ -1,4 +1,4 @@
-"""The page of a study: verdicts, paired differences, curves by arm, every learning rate, collapses.
+"""The page of a study: both endpoints, paired differences, curves by arm, every learning rate, collapses.
 
 It is made from results alone, needs no network and holds no script, as the report of runs, whose style it
 has. A study that is under way has a page too: of the runs that are finished.
@@ -11,6 +11,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
+from lab.study.endpoints import endpoints
+from lab.study.error_rates import of_endpoint
 from lab.study.figures import Band, band, band_chart, difference_chart, standalone
 from lab.study.results import ACCURACY, ROLLOUT_ENTROPY, Results, RunResult, Values
 from lab.study.statistics import Comparison, compare
@@ -90,7 +92,8 @@ def render(results: Results, comparisons: Sequence[Comparison]) -> str:
     differences = figures.pop(DIFFERENCES, "")  # as wide as the page
     body = "\n".join(
         [
-            _verdicts(comparisons),
+            _endpoints(results),
+            _means(comparisons),
             differences,
             f'<div class="charts">{"".join(figures.values())}</div>',
             "<h2>Arms</h2>",
@@ -223,7 +226,47 @@ def _by_rate(results: Results) -> Iterator[Band]:
             yield band(index, name, range(len(rates)), areas)
 
 
-def _verdicts(comparisons: Sequence[Comparison]) -> str:
+def _endpoints(results: Results) -> str:
+    """The typical seed and the share of runs of each comparison, and what their verdicts are worth."""
+    found, study = endpoints(results), results.study
+    if not found:
+        return ""
+    counted = (
+        f"end with {study.escape_key} above {study.escape_above:g}, which is an escape"
+        if study.escape_above is not None
+        else f"end with an accuracy below {study.collapse_below:g}, which is a collapse"
+    )
+    rows = []
+    for one in found:
+        rates, (low, high) = of_endpoint(results, one), one.interval
+        kind = "typical seed" if one.kind == "typical" else "share of runs"
+        words = (one.family, f"{one.first} \N{MINUS SIGN} {one.second}", kind, one.verdict)
+        numbers = (
+            f"{one.difference:+.4f}",
+            f"{low:+.4f} to {high:+.4f}",
+            number(one.holm),
+            f"{one.counts[0]} and {one.counts[1]}" if one.kind == "share" else "",
+            f"{rates.false:.3f}",
+            "none" if np.isnan(rates.found) else f"{rates.found:.3f}",
+            str(one.seeds),
+        )
+        rows.append((words, numbers))
+    heads = (
+        ("family", "first \N{MINUS SIGN} second", "endpoint", "verdict"),
+        ("difference", "95 % interval", "p, Holm", "runs", "false claims", "would have seen", "seeds"),
+    )
+    return (
+        "<h2>Verdicts</h2><p>Two endpoints of each comparison. Typical seed: Hodges and Lehmann's centre of "
+        "the paired differences of the area under the curve of greedy accuracy, by the signed-rank test. "
+        f"Share: of runs that {counted}, by Fisher's exact test. p has Holm's correction over all of these "
+        "tests. False claims: how often this table would claim a difference of two arms that have none, at "
+        "the level that the correction leaves to the smallest p; would have seen: the smallest difference "
+        "that is found in four of five studies of this size. Undecided is no evidence of equality.</p>"
+        + _table(heads, rows)
+    )
+
+
+def _means(comparisons: Sequence[Comparison]) -> str:
     if not comparisons:
         return ""
     rows = []
@@ -255,7 +298,7 @@ def _verdicts(comparisons: Sequence[Comparison]) -> str:
         ),
     )
     return (
-        "<h2>Comparisons</h2><p>Difference in the area under the curve of greedy accuracy, paired by seed; "
+        "<h2>Means of areas</h2><p>Mean difference in the area under the curve of greedy accuracy, by seed; "
         "its BCa bootstrap interval; Wilcoxon's signed-rank test and two one-sided t tests against "
         f"\N{PLUS-MINUS SIGN}{comparisons[0].equivalence:g}, both with Holm's correction over all "
         "comparisons; the smallest difference that would have been found with power .8; runs that "
@@ -314,7 +357,7 @@ def _rates(results: Results) -> str:
         return "<p>None was chosen; every seed ran at each that the study names.</p>"
     for name in study.arms:
         chosen = results.rate(name)
-        for rate in sorted(study.learning_rates):
+        for rate in sorted(study.rates(study.arms[name])):
             if runs := results.of(name, rate, study.tuning_seeds):
                 rows.append(_row(results, name, rate, runs, "chosen " if rate == chosen else ""))
     return _table(_HEADS, rows)

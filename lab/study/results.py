@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import fmean
 from typing import Any
 
@@ -208,6 +208,22 @@ def write_results(results: Results, path: Path) -> None:
     plain = {"study": results.study.values(), "runs": [result.plain() for result in results.runs]}
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
     write_whole(path, gzip.compress(text.encode(), mtime=0))
+
+
+def portable(content: bytes) -> bytes:
+    """The content of a results file, of a study or a probe, without this machine's path to the model; equal
+    results give equal bytes.
+
+    Raises:
+        ValueError: It is no compressed JSON.
+        StopIteration: It is of neither.
+    """
+    plain = json.loads(gzip.decompress(content))
+    spec = next(plain[key] for key in ("study", "probe") if key in plain)
+    if PurePath(spec["model"]).is_absolute():  # the id of a hub's model has a slash, too
+        spec["model"] = PurePath(spec["model"]).name
+    text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
+    return gzip.compress(text.encode(), mtime=0)
 
 
 def read_results(path: Path) -> Results:

@@ -52,7 +52,7 @@ class Study:
         prompts_per_step: Groups of a step.
         samples_per_prompt: Samples of a group.
         max_completion_length: Most new tokens of a sample.
-        learning_rates: The grid; each arm trains at each of them, unless it has one of its own.
+        learning_rates: The grid; each arm trains at each of them, unless it has one, or a grid, of its own.
         tuning_seeds: Seeds on which an arm's learning rate is chosen: the one of the largest mean area under
             the curve. Empty where there is one rate, or for a sweep.
         test_seeds: Seeds that are reported, at the chosen learning rate. None of them is a tuning seed.
@@ -100,7 +100,9 @@ class Study:
 
     def rates(self, arm: Arm) -> list[float]:
         """The learning rates at which an arm trains."""
-        return self.learning_rates if arm.learning_rate is None else [arm.learning_rate]
+        if arm.learning_rate is not None:
+            return [arm.learning_rate]
+        return arm.learning_rates or self.learning_rates
 
     def chooses(self, arm: Arm) -> bool:
         """Whether the learning rate of an arm is chosen."""
@@ -115,7 +117,7 @@ class Study:
         """The runs that choose an arm's learning rate, seeds of one rate next to each other."""
         if not self.chooses(arm):
             return []
-        return [Run(arm, seed, rate) for rate, seed in product(self.learning_rates, self.tuning_seeds)]
+        return [Run(arm, seed, rate) for rate, seed in product(self.rates(arm), self.tuning_seeds)]
 
     def test_runs(self, arm: Arm, rate: float | None) -> list[Run]:
         """The runs of an arm that are reported.
@@ -268,6 +270,13 @@ def _check_arms(study: Study) -> None:
     for name, arm in study.arms.items():
         if wrong := contradiction(arm, study.samples_per_prompt):
             raise QeRLError(f"the arm {name} {wrong}.")
+        if arm.learning_rates is not None and not study.tunes:
+            raise QeRLError(
+                f"arms.{name}.learning_rates is a grid, of which nothing chooses; give the study "
+                "tuning_seeds and several learning_rates."
+            )
+        if len(set(arm.learning_rates or ())) < len(arm.learning_rates or ()):
+            raise QeRLError(f"arms.{name}.learning_rates names a value twice; each is run once.")
         if arm.scheduled and arm.noise_sigma_stages is None:
             try:
                 NoiseSchedule(
@@ -295,7 +304,7 @@ def _check_arms(study: Study) -> None:
                 raise QeRLError(
                     f"arms.{name}.match_entropy names {followed.name}, which follows another arm itself."
                 )
-            if followed.learning_rate != arm.learning_rate:
+            if study.rates(followed) != study.rates(arm):
                 raise QeRLError(
                     f"arms.{name}.match_entropy names {followed.name}, and one of the two has a "
                     "learning_rate of its own; give both the same."

@@ -20,6 +20,7 @@ from lab.writers import (
     length_tables,
     noise_numbers,
     noise_tables,
+    question_tables,
     serve_tables,
     testbed_tables,
     trust_tables,
@@ -337,6 +338,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **noise_tables.TABLES,
     **trust_tables.TABLES,
     **endpoint_rates.TABLES,
+    **question_tables.TABLES,
     **testbed_tables.TABLES,
 }
 

@@ -6,11 +6,10 @@ Which model it was is its fingerprint in the facts of each run; the name of the 
 """
 
 import argparse
-import gzip
-import json
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from bench.result import RESULTS
+from lab.study.results import portable
 
 
 def take(source: Path, name: str) -> Path:
@@ -21,13 +20,8 @@ def take(source: Path, name: str) -> Path:
         ValueError: The source holds no compressed JSON.
         StopIteration: It holds neither a study nor a probe.
     """
-    plain = json.loads(gzip.decompress(source.read_bytes()))
-    spec = next(plain[key] for key in ("study", "probe") if key in plain)
-    if PurePath(spec["model"]).is_absolute():  # the id of a hub's model has a slash, too
-        spec["model"] = PurePath(spec["model"]).name
     path = RESULTS / f"{name}.json.gz"
-    text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
-    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    path.write_bytes(portable(source.read_bytes()))
     return path
 
 

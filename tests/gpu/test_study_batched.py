@@ -7,20 +7,25 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from lab.study.arms import Run
-from tests.support.batched import RATE, a_batch, an_arm
+from tests.support.batched import RATE, a_batch, an_arm, full_arm
+
+ARMS = {
+    "plain": an_arm(),
+    "by sample": an_arm(noise_per="sample", noise_share=0.5),
+    "in the loss": an_arm(noise_in_loss=True),
+    "full": full_arm(),
+}
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"noise_per": "sample", "noise_share": 0.5}, {"noise_in_loss": True}]
-)
-def test_a_batch_on_the_gpu_does_what_it_does_on_a_cpu(changes):
-    runs = Run(an_arm(**changes), 7, RATE), Run(an_arm(**changes), 8, RATE)
+@pytest.mark.parametrize("name", ARMS)
+def test_a_batch_on_the_gpu_does_what_it_does_on_a_cpu(name):
+    runs = Run(ARMS[name], 7, RATE), Run(ARMS[name], 8, RATE)
     batches = [a_batch(*runs, device=device) for device in ("cpu", "cuda")]
     first, drawn = [batch.step() for batch in batches], []
     for one, other in zip(*first, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
     for batch in batches:
-        batch._adapters.values_SE.copy_(batches[0]._adapters.values_SE)
+        batch._trained.values_SE.copy_(batches[0]._trained.values_SE)
         batch.done = 1  # still without noise, which is drawn on the device where it is by sample
         exploration = batch._explorers.at(1)
         picked = [batch._orders[run.seed].batch(1) for run in batch.runs]
@@ -36,6 +41,6 @@ def test_all_steps_run_and_resume_on_the_gpu():
     first = [stopped.step() for _ in range(3)]
     resumed.load_state(stopped.state())
     assert [*first, resumed.step()] == expected
-    assert torch.equal(resumed._adapters.values_SE, through._adapters.values_SE)
+    assert torch.equal(resumed._trained.values_SE, through._trained.values_SE)
     scores = through.evaluate(through._evaluation._task.test(), samples=2)
     assert all(0 <= score["accuracy"] <= 1 and score["entropy"] > 0 for score in scores)

@@ -151,7 +151,7 @@ def test_two_endpoints_are_those_of_the_laboratory(fresh, monkeypatch):
         found = [
             c for c in cells(f"<!-- table x-endpoints -->\n{text}<!-- /table -->") if isinstance(c, Cell)
         ]
-        assert len(found) == 7 * 40 and not [c for c in found if c.published != c.found]
+        assert len(found) == 1 + 9 * 40 and not [c for c in found if c.published != c.found]
         said |= {c.found for c in found}
     assert said >= {"helps", "harms", "undecided", "more", "no effect beyond \N{PLUS-MINUS SIGN}.02"}
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import fisher_exact
 
+from lab.study import error_rates
 from lab.study.endpoints import within
 from lab.study.statistics import wilcoxon
 from lab.writers import endpoint_rates as rates
@@ -11,15 +12,15 @@ from lab.writers import endpoint_rates as rates
 
 def test_the_fast_test_rejects_what_the_exact_one_rejects():
     x = np.random.default_rng(1).normal(0.25, 1, (200, 20))
-    least, most = rates._critical(20, 0.025), 210
-    sums = rates._sums(x)
+    least, most = error_rates.critical(20, 0.025), 210
+    sums = error_rates.sums(x)
     fast = (sums <= least) | (sums >= most - least)
     assert fast.tolist() == [wilcoxon(d) < 0.05 for d in x] and 0.05 < fast.mean() < 0.95
 
 
 def test_symmetric_differences_keep_the_level_and_large_shifts_are_found():
     d = np.array([-1.0, 1.0, -0.5, 0.5, 0.2, -0.2, 0.05, -0.05]) * 0.1
-    found = rates.typical(d, 32, 1, 2000)
+    found = error_rates.typical(d, 32, 1, 2000, rates.MARGIN)
     assert found["helps"] + found["harms"] == pytest.approx(0.05, abs=0.02)
     assert found["equal"] < 0.06 and 0.01 < found["detectable"] < 0.1
 
@@ -27,22 +28,22 @@ def test_symmetric_differences_keep_the_level_and_large_shifts_are_found():
 def test_arms_that_differ_by_the_margin_are_called_equal_as_often_as_the_test_does():
     d = np.random.default_rng(3).normal(0, 0.03, 40)
     d -= rates.hodges_lehmann(d)
-    own = rates.typical(d, 24, 1, 400)["equal"]
+    own = error_rates.typical(d, 24, 1, 400, rates.MARGIN)["equal"]
     draws = np.random.default_rng(4).choice(d, (400, 24)) + rates.MARGIN
     assert own == pytest.approx(np.mean([within(row, rates.MARGIN) < 0.05 for row in draws]), abs=0.04)
 
 
 def test_where_most_seeds_do_not_differ_nothing_is_claimed():
     d = np.array([0.0] * 34 + [0.05] * 6)
-    assert rates.typical(d, 32, 1, 500)["helps"] < 0.02
+    assert error_rates.typical(d, 32, 1, 500, rates.MARGIN)["helps"] < 0.02
 
 
 def test_shares_by_summing_are_those_of_drawing():
-    found = rates.share(0.25, 16, 1)
+    found = error_rates.share(0.25, 16, 1)
     counts = np.random.default_rng(0).binomial(16, 0.25, (4000, 2))
     p = [fisher_exact([[a, 16 - a], [b, 16 - b]]).pvalue for a, b in counts]
     assert found["false"] == pytest.approx(np.mean(np.array(p) < 0.05), abs=0.01)
-    assert 0.5 < found["found"] < 1 and np.isnan(rates.share(0.5, 4, 32)["found"])
+    assert 0.5 < found["found"] < 1 and np.isnan(error_rates.share(0.5, 4, 32)["found"])
 
 
 def test_every_planned_comparison_gives_a_shape_with_a_centre_of_0():

@@ -47,7 +47,7 @@ def watch(batch: BatchedTrainer) -> tuple[list, list]:
         return samples
 
     def stepped(*args):
-        gradients.append(batch._adapters.gradients_SE.clone())
+        gradients.append(batch._trained.gradients_SE.clone())
         return step(*args)
 
     batch._sampler.generate, batch._optimizer.step = generated, stepped
@@ -130,13 +130,13 @@ def test_a_stale_sampler_has_the_adapter_of_former_steps(staleness, tmp_path):
     generate = batch._sampler.generate
 
     def generated(*args, **kwargs):
-        sampled.append(batch._adapters.values_SE.clone())
+        sampled.append(batch._trained.values_SE.clone())
         return generate(*args, **kwargs)
 
     batch._sampler.generate = generated
     records = []
     for _ in range(4):
-        trained.append(batch._adapters.values_SE.clone())
+        trained.append(batch._trained.values_SE.clone())
         records.append(batch.step())
     assert not torch.equal(trained[1], trained[0])
     for step, values_SE in enumerate(sampled):
@@ -151,13 +151,13 @@ def test_a_stale_sampler_has_the_adapter_of_former_steps(staleness, tmp_path):
 
 
 def adapter_names(batch):
-    return [name.removesuffix(".weight") for name in batch._adapters._named(0)]
+    return [name.removesuffix(".weight") for name in batch._trained._named(0)]
 
 
 def named(batch, storage_SE):
     """A tensor laid out as the adapters, by the names of the trainer's parameters."""
     found = {}
-    for place, adapted in zip(batch._adapters.places, batch._adapters.views(storage_SE), strict=True):
+    for place, adapted in zip(batch._trained.places, batch._trained.views(storage_SE).products, strict=True):
         for name, a, b in zip(place.names, adapted.a[0].chunk(len(place.names)), adapted.b, strict=True):
             found[f"base_model.model.{name}.lora_A.default.weight"] = a
             found[f"base_model.model.{name}.lora_B.default.weight"] = b[0]
@@ -177,8 +177,8 @@ def test_four_runs_are_four_times_one_run():
         for row in records:
             expected = alone.step()[0]
             assert row[index] == pytest.approx(expected, rel=1e-4, abs=1e-5, nan_ok=True)
-        values = alone._adapters.values_SE[0]
-        assert relative(together._adapters.values_SE[index], values) < 1e-4
+        values = alone._trained.values_SE[0]
+        assert relative(together._trained.values_SE[index], values) < 1e-4
 
 
 def test_pieces_have_the_gradient_of_the_whole():
@@ -214,7 +214,7 @@ def test_a_resumed_batch_goes_on_bit_by_bit(tmp_path):
     torch.save(stopped.state(), tmp_path / "state.pt")
     resumed.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert [*first, resumed.step()] == expected
-    assert torch.equal(resumed._adapters.values_SE, through._adapters.values_SE)
+    assert torch.equal(resumed._trained.values_SE, through._trained.values_SE)
     with pytest.raises(QeRLError, match="another batch"):
         a_batch(runs[0], followed=curves[:1]).load_state(stopped.state())
 
@@ -223,14 +223,14 @@ def test_a_run_that_diverges_stays_as_it_is_and_the_others_go_on():
     runs = Run(an_arm(), 7, RATE), Run(an_arm(), 8, RATE)
     batch, alone = a_batch(*runs), a_batch(runs[1])
     batch.step(), alone.step()
-    batch._adapters.values_SE[0, 0] = torch.inf
-    before = batch._adapters.values_SE[0].clone()
+    batch._trained.values_SE[0, 0] = torch.inf
+    before = batch._trained.values_SE[0].clone()
     records, expected = batch.step(), alone.step()
     assert [row["diverged"] for row in records] == [1.0, 0.0]
-    assert torch.equal(batch._adapters.values_SE[0], before)
+    assert torch.equal(batch._trained.values_SE[0], before)
     assert batch._optimizer.mean_SE.isfinite().all()
     assert records[1] == pytest.approx(expected[0], rel=1e-4, abs=1e-5)
-    batch._adapters.values_SE[0, 0] = 0.0  # healthy again, but it has diverged
+    batch._trained.values_SE[0, 0] = 0.0  # healthy again, but it has diverged
     assert batch.step()[0]["diverged"] == 1.0
 
 
@@ -242,7 +242,7 @@ def test_a_saved_adapter_is_one_of_peft(tmp_path):
     model = PeftModel.from_pretrained(make_tiny_model(), tmp_path)
     prompt, completion = [5, 9, 7, 30], [11, 3, 20, 6]
     dense = BatchedModel(make_tiny_model(), 2, 4, [7, 8])
-    dense.adapters.values_SE.copy_(batch._adapters.values_SE)
+    dense.trained.values_SE.copy_(batch._trained.values_SE)
     expected = log_probabilities(model, prompt, completion)
     assert relative(scored(dense, prompt, completion)[1], expected) < BOUND
     assert relative(scored(dense, prompt, completion)[0], expected) > 1e-3
@@ -301,7 +301,7 @@ def test_what_an_evaluation_samples_depends_on_no_batch():
     runs = Run(an_arm(), 7, RATE), Run(an_arm(), 8, RATE)
     together, alone = a_batch(*runs, rows_at_once=20), a_batch(runs[1], rows_at_once=1000)
     for batch in (together, alone):
-        batch.model.adapters.values_SE.add_(0.02)
+        batch.model.trained.values_SE.add_(0.02)
     seen = []
     for batch in (together, alone):
         generate, calls = batch._sampler.generate, []
@@ -337,7 +337,7 @@ def test_runs_share_the_evaluation_of_the_base(runs, greedy, prefixes, monkeypat
             monkeypatch.setattr(Adapters, "do_nothing", False)
         scores.append(batch.evaluate(Sums().test()))
         batch.step()
-        batch.model.adapters.values_SE.add_(0.02)
+        batch.model.trained.values_SE.add_(0.02)
         scores[-1] += batch.evaluate(Sums().test())
         monkeypatch.undo()
     for one, other in zip(*scores, strict=True):
@@ -409,9 +409,9 @@ def test_a_batch_in_bfloat16_learns_what_one_in_float32_does():
     narrow._sampler.generate = lambda *_: samples[-1]
     _, rounded = watch(narrow)
     for batch in (wide, narrow):
-        batch._adapters.values_SE.add_(0.02)
+        batch._trained.values_SE.add_(0.02)
         batch.step()
     assert narrow.model.dtype == torch.bfloat16
-    assert narrow._adapters.values_SE.dtype == torch.float32
+    assert narrow._trained.values_SE.dtype == torch.float32
     assert relative(rounded[0], gradients[0]) < 0.15  # bfloat16 weights of a model that rounds badly
-    assert torch.equal(narrow._adapters.gradients_SE, torch.zeros_like(rounded[0]))
+    assert torch.equal(narrow._trained.gradients_SE, torch.zeros_like(rounded[0]))

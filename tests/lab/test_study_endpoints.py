@@ -10,6 +10,7 @@ from scipy import stats
 
 from lab.study import endpoints as ends
 from lab.study.endpoints import endpoints, fisher, newcombe, within
+from lab.study.error_rates import of_endpoint
 from lab.study.results import Results, write_results
 from lab.study.runner import Runner
 from lab.study.statistics import hodges_lehmann, hodges_lehmann_interval, holm, signed_rank_above, wilcoxon
@@ -106,4 +107,5 @@ def test_the_command_prints_both_endpoints(tmp_path, capsys):
     typical, share, *_ = endpoints(results)
     assert first.startswith(f"| aqn \N{MINUS SIGN} none | {typical.difference:+.3f} (")
     assert f"| 0 and 8 of 8 | -1.000 ({share.interval[0]:+.3f} to {share.interval[1]:+.3f})" in first
-    assert first.endswith("| fewer |")
+    rates = of_endpoint(results, share)
+    assert first.endswith(f"| fewer | {rates.false:.3f}; none |") and np.isnan(rates.found)

@@ -26,9 +26,7 @@ def noisy_step(monkeypatch, **changes):
     arm = an_arm(**changes)
     batch = a_batch(Run(arm, 7, RATE), Run(arm, 8, RATE))
     with torch.no_grad():  # as if trained: adapters that do something
-        batch._adapters.values_SE.add_(
-            0.05 * torch.randn(batch._adapters.values_SE.shape, generator=seeded())
-        )
+        batch._trained.values_SE.add_(0.05 * torch.randn(batch._trained.values_SE.shape, generator=seeded()))
     batch.done = NOISY
     seen = {}
     generate, explore = batch._sampler.generate, batch._explorers.at
@@ -43,7 +41,7 @@ def noisy_step(monkeypatch, **changes):
     batch._sampler.generate = kept("samples", generate)
     batch._explorers.at = kept("exploration", explore)
     monkeypatch.setattr(module.Outcome, "of", kept("outcome", OUTCOME_OF))
-    seen["before"] = batch._adapters.values_SE.clone()
+    seen["before"] = batch._trained.values_SE.clone()
     seen["records"] = batch.step()
     return batch, seen
 
@@ -56,7 +54,7 @@ def policy_of(batch, values_SE, run, tmp_path):
     """transformers' model with the adapter of a run, as PEFT loads it."""
     from peft import PeftModel
 
-    batch._adapters.values_SE.copy_(values_SE)
+    batch._trained.values_SE.copy_(values_SE)
     batch.save_adapter(run, tmp_path / str(run))
     base = tiny_base()
     for layer in base.model.layers:

@@ -3,14 +3,18 @@
 import re
 import xml.dom.minidom
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from lab.study import page
+from lab.study.endpoints import endpoints, fisher
+from lab.study.error_rates import of_endpoint
 from lab.study.results import Results
 from lab.study.runner import Runner
 from lab.study.store import Store
 from qerl.errors import QeRLError
+from qerl.report.runs import number
 from tests.support.study import FakeMake, tiny_study
 
 
@@ -31,6 +35,35 @@ def test_the_page_shows_every_arm_and_rate_and_needs_no_network(tmp_path):
     assert "noise_stages" in text  # in what the arms differ
     for word in ("http://", "https://", "<script", "src="):
         assert word not in text
+
+
+@pytest.mark.parametrize("escape", [None, 0.48])
+def test_the_page_shows_both_endpoints_with_their_error_rates(escape, tmp_path):
+    fields = {"learning_rates": [2e-4], "tuning_seeds": 0, "test_seeds": 8, "collapse_below": 0.45}
+    results = computed(tmp_path, escape_above=escape, **fields)
+    text = page.render(results, [])
+    typical, share = endpoints(results)
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in text.split("<tr>")]
+    shown = {row[2]: row for row in rows if row[2:3] in (["typical seed"], ["share of runs"])}
+    for one, kind in ((typical, "typical seed"), (share, "share of runs")):
+        row, rates = shown[kind], of_endpoint(results, one)
+        assert row[:2] == ["primary", "aqn \N{MINUS SIGN} none"] and row[3] == one.verdict
+        assert row[4] == f"{one.difference:+.4f}" and row[6] == number(one.holm)
+        assert row[8] == f"{rates.false:.3f}" and row[10] == "8"
+    assert shown["share of runs"][7] == f"{share.counts[0]} and {share.counts[1]}"
+    assert ("which is an escape" in text) == (escape is not None) != ("which is a collapse" in text)
+
+
+def test_rates_of_an_endpoint_are_those_of_its_study(tmp_path):
+    fields = {"learning_rates": [2e-4], "tuning_seeds": 0, "test_seeds": 8, "collapse_below": 0.45}
+    results = computed(tmp_path, **fields)
+    _, share = endpoints(results)
+    assert share.counts == (0, 8)
+    own = of_endpoint(results, share)
+    drawn = np.random.default_rng(0).binomial(8, 0.5, (4000, 2))
+    claims = [2 * fisher(int(a), int(b), 8) < 0.05 for a, b in drawn]
+    assert own.false == pytest.approx(np.mean(claims), abs=0.01)
+    assert np.isnan(own.found)  # 8 of 8 beside a half are claimed where that half is 2 or fewer
 
 
 def test_figures_are_files_that_stand_alone(tmp_path):
@@ -85,7 +118,7 @@ def test_a_sweep_is_drawn_by_rate_and_needs_no_scipy(tmp_path, monkeypatch):
     results = computed(tmp_path, tuning_seeds=0, comparisons={}, arms={"run": None})
     page.write_page(results, tmp_path / "study.html")
     text = (tmp_path / "study.html").read_text()
-    assert "0.0001 (3 seeds)" in text and "Comparisons" not in text
+    assert "0.0001 (3 seeds)" in text and "Verdicts" not in text and "Means of areas" not in text
 
 
 def test_samples_with_and_without_noise_are_drawn_side_by_side(tmp_path):

@@ -64,6 +64,11 @@ def an_arm(**changes: Any) -> Arm:
     return Arm(**(values | changes))
 
 
+def full_arm(**changes: Any) -> Arm:
+    """An arm of full tuning."""
+    return Arm(**({"name": "full", "tuning": "full", "weights": "bf16"} | changes))
+
+
 def a_batch(
     *runs: Run,
     family: str = "llama",
@@ -75,7 +80,8 @@ def a_batch(
     """A batch on a tiny model; one run of `an_arm` if none is given."""
     chosen = runs or (Run(an_arm(), 7, RATE),)
     settings = Settings(**(SIZES | changes))
-    return BatchedTrainer(tiny_base(family).to(device, dtype), TOKENIZER, Sums(), chosen, settings, followed)
+    base = make_tiny_model(family) if chosen[0].arm.tuning == "full" else tiny_base(family)
+    return BatchedTrainer(base.to(device, dtype), TOKENIZER, Sums(), chosen, settings, followed)
 
 
 def the_trainer(folder: Path, seed: int, family: str = "llama", **changes: Any) -> QeRLTrainer:

@@ -76,7 +76,7 @@ class Evaluation:
             step: Steps done, on which the sampled answers' random numbers depend.
         """
         problems = held_out_problems(self._task, rows, self._tokenizer)
-        alike = self._model.adapters.do_nothing
+        alike = self._model.trained.do_nothing
         shares = self._shares(len(problems.ids)) if alike else self._all(len(problems.ids))
         right_SP = self._answers(problems, shares, self._greedy, 1, step)[0][..., 0]
         if alike:

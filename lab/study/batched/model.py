@@ -1,10 +1,10 @@
-"""The forward pass of a decoder with S adapters on one base.
+"""The forward pass of a decoder with S adapters on one base, or with S copies of all weights.
 
-A token stream is [S, T, D], the tokens of a run one after the other, whatever they belong to. A frozen weight
-meets all of them in one product [S T, K]; the adapters of a product are two batched products with a matrix
-per run. Norms compute in FP32 and round once, clean or noisy (`qerl.noise` says why), so that both are the
-same code with other weights. Which token sees which is the caller's affair: `layers` hands queries, keys
-and values to a function and goes on with what it returns.
+A token stream is [S, T, D], the tokens of a run one after the other, whatever they belong to. What a linear
+makes of it depends on what is trained (`lab.study.batched.trained`). Norms compute in FP32 and round once,
+clean or noisy (`qerl.noise` says why), so that both are the same code with other weights. Which token sees
+which is the caller's affair: `layers` hands queries, keys and values to a function and goes on with what it
+returns.
 
 Legend: S runs, T tokens of a run, D hidden width, K inputs, N outputs, H query heads, G key heads, W width
 of a head, V vocabulary, L positions.
@@ -12,14 +12,15 @@ of a head, V vocabulary, L positions.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from lab.study.batched.adapters import Adapted, Adapters, Place
+from lab.study.batched.adapters import Adapters, Place
+from lab.study.batched.full import FullWeights, Rest
+from lab.study.batched.trained import Frozen, Trained, Weights
 from lab.study.weights import dense_weight
 from qerl.errors import QeRLError
 from qerl.families.sizes import Sizes
@@ -35,38 +36,29 @@ NormWeight = Callable[[int], torch.Tensor]
 _ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # kinds whose angles do not depend on the length
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """The frozen weight [N, K] of a product, its bias [N] or None, and how many outputs each linear has."""
+class Head(NamedTuple):
+    """The last norm and the output head: [D] and [V, D], or of each run [S, 1, D] and [S, V, D]."""
 
-    weight_NK: torch.Tensor
-    bias_N: torch.Tensor | None
-    outputs: tuple[int, ...]
-
-    def __call__(self, x_STK: torch.Tensor, adapted: Adapted) -> list[torch.Tensor]:
-        """What each linear of the product makes of x, [S, T, N] each."""
-        y_STN = F.linear(x_STK.flatten(0, 1), self.weight_NK, self.bias_N).unflatten(0, x_STK.shape[:2])
-        parts = list(y_STN.split(self.outputs, dim=-1))
-        xa_STR = torch.bmm(x_STK, adapted.a.mT)
-        each = xa_STR.chunk(len(parts), dim=-1)
-        add = torch.baddbmm if torch.is_grad_enabled() else torch.Tensor.baddbmm_  # in place saves a copy
-        return [add(part, xa, b.mT) for part, xa, b in zip(parts, each, adapted.b, strict=True)]
+    final: torch.Tensor
+    weight: torch.Tensor
 
 
 class BatchedModel:
-    """A decoder of Llama's kind with an adapter per run.
+    """A decoder of Llama's kind with an adapter, or weights of its own, per run.
 
     Args:
         base: A causal LM with packed, NF4 or dense linears, without an adapter. It is read once and not
             changed; embedding, head and norms are shared with it.
         runs: S.
-        lora_r: Rank of the adapters, which are on every linear of the decoder.
+        lora_r: Rank of the adapters, which are on every linear of the decoder; none where runs have weights
+            of their own.
         seeds: One per run, which decides its A.
         frozen_noise: Relative error (root mean square) of Gaussian noise that is added to each linear weight,
             the same for all runs.
+        tuning: Whether runs train adapters or all weights.
 
     Attributes:
-        adapters: The trained matrices.
+        trained: What the runs train.
         norm_names: Norms that noise acts on, by their names in `base`: the two of each layer, in order.
         norm_weights_ND: Their clean weights, fp32.
         name: Name or path of the base.
@@ -82,6 +74,7 @@ class BatchedModel:
         lora_r: int,
         seeds: Sequence[int],
         frozen_noise: float = 0.0,
+        tuning: Literal["lora", "full"] = "lora",
     ) -> None:
         _check(base)
         config = base.config
@@ -89,7 +82,8 @@ class BatchedModel:
         self.runs, self.dtype, self.device = runs, base.dtype, base.device
         self.name, self._eps = base.name_or_path, config.rms_norm_eps
         decoder = base.get_decoder()
-        self.embedding_VD = decoder.embed_tokens.weight.detach()
+        self._embedding_VD = decoder.embed_tokens.weight.detach()
+        self._padding = decoder.embed_tokens.padding_idx
         self._head_VD = base.get_output_embeddings().weight.detach()
         self._rotary = decoder.rotary_emb
         self._final_D = decoder.norm.weight.detach().float()
@@ -115,9 +109,17 @@ class BatchedModel:
                 self.norm_names.append(prefix + name)
                 norms.append(layer.get_submodule(name).weight.detach().float())
         self.norm_weights_ND = torch.stack(norms)
-        self.adapters = Adapters(places, lora_r, seeds, self.device, self.dtype)
         if frozen_noise:
             self._add_noise(frozen_noise)
+        self.trained: Trained
+        if tuning == "full":
+            tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
+            head_VD = None if tied else self._head_VD
+            rest = Rest(self._embedding_VD, head_VD, self.norm_weights_ND, self._final_D, self._head_norms)
+            products = [product for layer in self._products for product in layer]
+            self.trained = FullWeights(products, rest, runs, self.dtype)
+        else:
+            self.trained = Adapters(places, lora_r, seeds, self.device, self.dtype)
 
     @torch.no_grad()
     def _add_noise(self, relative_error: float) -> None:
@@ -133,10 +135,10 @@ class BatchedModel:
 
     @contextmanager
     def base_only(self) -> Iterator[None]:
-        """Inside the block the adapters are zero."""
-        values_SE = self.adapters.values_SE
+        """Inside the block the policy of each run is the base's."""
+        values_SE = self.trained.values_SE
         kept_SE = values_SE.clone()
-        values_SE.zero_()
+        self.trained.be_the_base()
         try:
             yield
         finally:
@@ -145,15 +147,26 @@ class BatchedModel:
     def angles(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [L, W] of the rotary embedding, in the dtype of activations."""
         at_1L = torch.arange(positions, device=self.device)[None]
-        cosine_1LW, sine_1LW = self._rotary(self.embedding_VD, at_1L)
+        cosine_1LW, sine_1LW = self._rotary(self._embedding_VD, at_1L)
         return cosine_1LW[0], sine_1LW[0]
+
+    def embed(self, ids_ST: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Tokens of some runs embedded, [S, T, D]."""
+        if weights.whole is None:
+            return F.embedding(ids_ST, self._embedding_VD)
+        runs_S1 = torch.arange(len(ids_ST), device=ids_ST.device)[:, None]
+        x_STD = weights.whole.embedding_SVD[runs_S1, ids_ST]
+        if self._padding is None:
+            return x_STD
+        # As in transformers, where a token is read that is the pad token too, its embedding does not learn.
+        return torch.where((ids_ST == self._padding)[..., None], x_STD.detach(), x_STD)
 
     def layers(
         self,
         x_STD: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
-        adapted: Sequence[Adapted],
+        weights: Weights,
         norm_weight: NormWeight,
     ) -> torch.Tensor:
         """The decoder layers, and not the final norm.
@@ -162,30 +175,52 @@ class BatchedModel:
             x_STD: Embedded tokens; S may be some of the runs.
             angles: Cosines and sines of the tokens' positions, [S, T, 1, W] each.
             attend: Attention.
-            adapted: Adapters of these runs, one entry per product.
-            norm_weight: Weights of the norms before linears.
+            weights: What these runs train.
+            norm_weight: Weights of the norms before linears, of runs that have none of their own.
         """
+        whole = weights.whole
+        head_norms = self._head_norms if whole is None else [_by_run(norms) for norms in whole.head_norms]
+        if whole is not None:
+            norms_NS1D = whole.norms_SND[:, :, None].unbind(1)
+            norm_weight = lambda norm: norms_NS1D[norm]  # noqa: E731
         for index, products in enumerate(self._products):
-            (qkv, output, gate_up, down), own = products, adapted[4 * index : 4 * index + 4]
+            (qkv, output, gate_up, down), own = products, weights.products[4 * index : 4 * index + 4]
             h_STD = rms_norm(x_STD, norm_weight(2 * index), self._eps)
-            q, k, v = (y.unflatten(-1, (-1, self.sizes.attention.head_size)) for y in qkv(h_STD, own[0]))
-            if (norms := self._head_norms[index]) is not None:
+            q, k, v = (y.unflatten(-1, (-1, self.sizes.attention.head_size)) for y in own[0](qkv, h_STD))
+            if (norms := head_norms[index]) is not None:
                 q, k = rms_norm(q, norms[0], self._eps), rms_norm(k, norms[1], self._eps)
             attended = attend(index, _turned(q, *angles), _turned(k, *angles), v)
-            x_STD = x_STD + output(attended, own[1])[0]
+            x_STD = x_STD + own[1](output, attended)[0]
             h_STD = rms_norm(x_STD, norm_weight(2 * index + 1), self._eps)
-            gate, up = gate_up(h_STD, own[2])
-            x_STD = x_STD + down(F.silu(gate) * up, own[3])[0]
+            gate, up = own[2](gate_up, h_STD)
+            x_STD = x_STD + own[3](down, F.silu(gate) * up)[0]
         return x_STD
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def head(self, weights: Weights) -> Head:
+        """The head for tokens [S, T, D] of some runs."""
+        if weights.whole is None:
+            return Head(self._final_D, self._head_VD)
+        return Head(weights.whole.final_SD[:, None], weights.whole.head_SVD)
+
+    def heads(self, weights: Weights) -> list[Head]:
+        """The head of each run; one for all where they share it."""
+        if weights.whole is None:
+            return [self.head(weights)]
+        return list(map(Head, weights.whole.final_SD.unbind(), weights.whole.head_SVD.unbind()))
+
+    def logits(self, x: torch.Tensor, head: Head) -> torch.Tensor:
         """Logits [..., V] in fp32 of what the last layer returned, [..., D]."""
-        return F.linear(rms_norm(x, self._final_D, self._eps), self._head_VD).float()
+        return (rms_norm(x, head.final, self._eps) @ head.weight.mT).float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last axis, in fp32 and rounded once to the dtype of x."""
     return (F.rms_norm(x.float(), x.shape[-1:], None, eps) * weight).to(x.dtype)
+
+
+def _by_run(norms: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Norms [S, W] of queries and keys as they meet heads [S, T, H, W]."""
+    return None if norms is None else (norms[0][:, None, None], norms[1][:, None, None])
 
 
 def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

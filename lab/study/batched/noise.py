@@ -30,7 +30,7 @@ from qerl.noise.schedule import NoiseSchedule
 from qerl.seeding import derive_seed, generator
 
 _SHARED = (
-    "weights", "rounding", "frozen_noise", "lora_r", "noise_per", "noise_where", "noise_share",
+    "weights", "rounding", "frozen_noise", "tuning", "lora_r", "noise_per", "noise_where", "noise_share",
     "noise_in_loss", "staleness",
 )  # fmt: skip
 

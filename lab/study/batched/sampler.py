@@ -75,7 +75,7 @@ class Sampler:
     """Samples from a batched model.
 
     Args:
-        model: The model; its adapters are read at each call.
+        model: The model; what its runs train is read at each call.
         pad: Token that fills what is masked.
         prompt_width: Tokens to which prompts are padded at least. Calls with prompts of one width share
         buffers
@@ -176,7 +176,7 @@ class _Decoder:
         self._cosine, self._sine = model.angles(width + tokens)
         norms = len(model.norm_names)
         self._norms_NSRD = torch.zeros(norms, s, shape.norm_rows, sizes.hidden, device=device)
-        self._adapted = model.adapters.views(model.adapters.cast_SE)
+        self._weights = model.trained.views(model.trained.cast_SE)
         self._hidden_UP = torch.zeros(s * u, width, dtype=torch.bool, device=device)
         self._length_SR = torch.zeros(s, u * n, dtype=torch.long, device=device)
         self._temperature_S = torch.ones(s, device=device)
@@ -220,7 +220,7 @@ class _Decoder:
     ) -> None:
         """Compute the prompts and draw the first token of each row."""
         model, shape = self._model, self._shape
-        model.adapters.refresh()
+        model.trained.refresh()
         own = norms.of_own_R[:1] if shape.norm_rows == 1 else norms.of_own_R
         index = torch.tensor(own, device=model.device)
         self._norms_NSRD.copy_(norms.weights_NSVD.index_select(2, index))
@@ -235,7 +235,8 @@ class _Decoder:
         self._tokens_BC.fill_(self._pad)
         self._finite_B.fill_(True)
         last_SUD = self._prefill(prompts, norms)
-        self._draw(model.logits(last_SUD).repeat_interleave(shape.samples, dim=1))
+        logits_SUV = model.logits(last_SUD, model.head(self._weights))
+        self._draw(logits_SUV.repeat_interleave(shape.samples, dim=1))
 
     def _prefill(self, prompts: Prompts, norms: Norms) -> torch.Tensor:
         """Keys and values of the prompts into the cache; what the last layer makes of each one's end."""
@@ -250,8 +251,8 @@ class _Decoder:
         at_L = prompts.positions_L
         angles = self._cosine[at_L][None, :, None], self._sine[at_L][None, :, None]
         weight = norms.weight(*prompts.segments(norms.of_prompt_R[:: self._shape.samples]))
-        x_SLD = torch.nn.functional.embedding(prompts.ids_SL, model.embedding_VD)
-        return prompts.ends(model.layers(x_SLD, angles, attend, self._adapted, weight))
+        x_SLD = model.embed(prompts.ids_SL, self._weights)
+        return prompts.ends(model.layers(x_SLD, angles, attend, self._weights, weight))
 
     def run(self, prompts: list[list[list[int]]], per_prompt: int) -> Samples:
         """Draw until every row has ended; the samples are copies of the buffers."""
@@ -294,9 +295,9 @@ class _Decoder:
             out = attend_samples(q, (prompt[0], prompt[1]), (own[0], own[1]), self._hidden_UP, hidden_1O)
             return out.view(s, u * n, -1)
 
-        x_SRD = torch.nn.functional.embedding(self._token_B.view(s, -1), model.embedding_VD)
-        x_SRD = model.layers(x_SRD, angles, attend, self._adapted, lambda norm: self._norms_NSRD[norm])
-        self._draw(model.logits(x_SRD))
+        x_SRD = model.embed(self._token_B.view(s, -1), self._weights)
+        x_SRD = model.layers(x_SRD, angles, attend, self._weights, lambda norm: self._norms_NSRD[norm])
+        self._draw(model.logits(x_SRD, model.head(self._weights)))
 
     def _draw(self, logits_SRV: torch.Tensor) -> None:
         """Draw the next token of each row, and write down those of rows that had not ended."""

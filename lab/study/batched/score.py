@@ -14,15 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lab.study.batched.adapters import Adapted
 from lab.study.batched.attention import attend_samples, by_head
-from lab.study.batched.model import BatchedModel
+from lab.study.batched.model import BatchedModel, Head
 from lab.study.batched.norms import Norms
 from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
 from lab.study.batched.sampler import Samples
+from lab.study.batched.trained import Weights
 
 _LOGITS_AT_ONCE = 2**27
 """Logits of the head that exist at a time, in fp32, and as many of each that are computed from them."""
@@ -96,14 +95,14 @@ def score_piece(
     model: BatchedModel,
     texts: Texts,
     piece: Piece,
-    adapted: Sequence[Adapted],
+    weights: Weights,
     norms: Norms,
     temperature_S: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies [s, R, C] of a piece, zero where the mask is.
 
     Args:
-        adapted: Adapters of the piece's runs.
+        weights: What the piece's runs train.
         norms: Weights of the norms, of all runs and samples.
         temperature_S: Divides the logits of each run.
     """
@@ -115,7 +114,7 @@ def score_piece(
     prompts = Prompts(texts.ids_SPT[at], texts.lengths_SP[at], shared).copies(copies)
     tokens_sRC = texts.tokens_SRC[piece.runs, piece.samples]
     s, samples, columns = tokens_sRC.shape
-    x_sLD = _layers(model, prompts, tokens_sRC[..., :-1], adapted, norms, n)
+    x_sLD = _layers(model, prompts, tokens_sRC[..., :-1], weights, norms, n)
     front = prompts.ids_SL.shape[1]
     first_sR1D = prompts.ends(x_sLD[:, :front]).repeat_interleave(n, dim=1)[:, :, None]
     others_sROD = x_sLD[:, front:].unflatten(1, (samples, columns - 1))
@@ -123,9 +122,12 @@ def score_piece(
     counts = texts.counts_SRC[piece.runs, piece.samples]
     index_M = counts.flatten().nonzero()[:, 0].to(model.device)
     temperature_M = temperature_S[piece.runs].repeat_interleave(samples * columns)[index_M]
+    heads = model.heads(weights)
+    tokens_of_head = counts.flatten(1).sum(dim=1).tolist() if len(heads) > 1 else [len(index_M)]
     logps_M, entropies_M = _head(
-        model, hidden.index_select(0, index_M), tokens_sRC.flatten()[index_M], temperature_M
-    )
+        model, heads, tokens_of_head, hidden.index_select(0, index_M), tokens_sRC.flatten()[index_M],
+        temperature_M,
+    )  # fmt: skip
     zeros = logps_M.new_zeros(s * samples * columns)
     logps, entropies = (zeros.index_put((index_M,), values) for values in (logps_M, entropies_M))
     return logps.view(s, -1, columns), entropies.view(s, -1, columns)
@@ -141,12 +143,12 @@ def score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies [S, R, C] of completions, without gradient."""
     logps, entropies = (torch.zeros(texts.mask_SRC.shape, device=model.device) for _ in range(2))
-    adapters = model.adapters
-    adapters.refresh()
+    trained = model.trained
+    trained.refresh()
     for piece in texts.pieces(tokens_at_once):
-        adapted = adapters.views(adapters.cast_SE[piece.runs])
+        weights = trained.views(trained.cast_SE[piece.runs])
         at = piece.runs, piece.samples
-        logps[at], entropies[at] = score_piece(model, texts, piece, adapted, norms, temperature_S)
+        logps[at], entropies[at] = score_piece(model, texts, piece, weights, norms, temperature_S)
     return logps, entropies
 
 
@@ -154,7 +156,7 @@ def _layers(
     model: BatchedModel,
     prompts: Prompts,
     inputs_sRO: torch.Tensor,
-    adapted: Sequence[Adapted],
+    weights: Weights,
     norms: Norms,
     n: int,
 ) -> torch.Tensor:
@@ -178,28 +180,36 @@ def _layers(
 
     variants, tokens = prompts.segments(norms.of_prompt_R[::n])
     weight = norms.weight([*variants, *norms.of_own_R], [*tokens, *[own] * samples])
-    x_sLD = F.embedding(torch.cat([ids_sL, inputs_sRO.flatten(1)], dim=1), model.embedding_VD)
-    return model.layers(x_sLD, (cosine[at_sL][:, :, None], sine[at_sL][:, :, None]), attend, adapted, weight)
+    x_sLD = model.embed(torch.cat([ids_sL, inputs_sRO.flatten(1)], dim=1), weights)
+    return model.layers(x_sLD, (cosine[at_sL][:, :, None], sine[at_sL][:, :, None]), attend, weights, weight)
 
 
 def _head(
-    model: BatchedModel, hidden_MD: torch.Tensor, labels_M: torch.Tensor, temperature_M: torch.Tensor
+    model: BatchedModel,
+    heads: Sequence[Head],
+    tokens_of_head: Sequence[int],
+    hidden_MD: torch.Tensor,
+    labels_M: torch.Tensor,
+    temperature_M: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the labels and entropies, [M] each."""
+    """Log-probabilities of the labels and entropies, [M] each; tokens are in the order of their heads."""
 
     def chunk(
-        hidden: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor
+        head: Head, hidden: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        logps = torch.log_softmax(model.logits(hidden) / temperature[:, None], dim=-1)
+        logps = torch.log_softmax(model.logits(hidden, head) / temperature[:, None], dim=-1)
         return logps.gather(-1, labels[:, None])[:, 0], -(logps.exp() * logps).sum(dim=-1)
 
     size = max(1, _LOGITS_AT_ONCE // model.sizes.vocabulary)
-    chunks = zip(hidden_MD.split(size), labels_M.split(size), temperature_M.split(size), strict=True)
+    of_heads = (x.split(list(tokens_of_head)) for x in (hidden_MD, labels_M, temperature_M))
+    chunks = [
+        (head, *tensors)
+        for head, *own in zip(heads, *of_heads, strict=True)
+        for tensors in zip(*(x.split(size) for x in own), strict=True)
+    ]
     if torch.is_grad_enabled():
-        parts = [
-            checkpoint(chunk, *tensors, use_reentrant=False, preserve_rng_state=False) for tensors in chunks
-        ]
+        parts = [checkpoint(chunk, *each, use_reentrant=False, preserve_rng_state=False) for each in chunks]
     else:
-        parts = [chunk(*tensors) for tensors in chunks]
+        parts = [chunk(*each) for each in chunks]
     logps, entropies = zip(*parts, strict=True)
     return torch.cat(logps), torch.cat(entropies)

@@ -32,7 +32,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lab.study.arms import Run
-from lab.study.batched.adapters import AdamW
+from lab.study.batched.adapters import Adapters
 from lab.study.batched.evaluation import Evaluation
 from lab.study.batched.model import BatchedModel
 from lab.study.batched.noise import Exploration, Explorers, same_batch
@@ -40,6 +40,7 @@ from lab.study.batched.objective import Outcome, loss_of
 from lab.study.batched.rewards import training_problems
 from lab.study.batched.sampler import Sampler, Samples, clean_norms, keyed_uniforms
 from lab.study.batched.score import Texts, score, score_piece
+from lab.study.batched.trained import AdamW
 from lab.study.followed import Followed
 from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
@@ -130,7 +131,7 @@ class BatchedTrainer:
                     "they cannot share a batch; train them in batches of their own."
                 )
         seeds = [run.seed for run in runs]
-        self.model = BatchedModel(base, len(runs), arm.lora_r, seeds, arm.frozen_noise)
+        self.model = BatchedModel(base, len(runs), arm.lora_r, seeds, arm.frozen_noise, arm.tuning)
         self._problems = training_problems(task, tokenizer)
         self._eos = int(tokenizer.eos_token_id)
         width = max(map(len, self._problems.ids))
@@ -140,8 +141,8 @@ class BatchedTrainer:
         }
         groups = settings.prompts_per_step, settings.samples_per_prompt
         self._explorers = Explorers(self.model, self.runs, settings.steps, *groups, followed)
-        self._adapters = self.model.adapters
-        self._optimizer = AdamW(self._adapters, settings.adam_beta2, settings.max_grad_norm)
+        self._trained = self.model.trained
+        self._optimizer = AdamW(self._trained, settings.adam_beta2, settings.max_grad_norm)
         self._former = deque[torch.Tensor](maxlen=arm.staleness)
         device = self.model.device
         self._alive_S = torch.ones(len(runs), dtype=torch.bool, device=device)
@@ -191,7 +192,7 @@ class BatchedTrainer:
         rates_S = self._rates_S * self.settings.rate(self.done)
         finite_S = self._alive_S & samples.finite_S & outcome.loss_S.isfinite()
         if self._former.maxlen:
-            self._former.append(self._adapters.values_SE.clone())
+            self._former.append(self._trained.values_SE.clone())
         norms_S, self._alive_S = self._optimizer.step(rates_S, finite_S)
         measured = outcome.columns() | {
             "grad_norm": norms_S,
@@ -213,15 +214,21 @@ class BatchedTrainer:
         return self._evaluation.run(problems, samples, self.done)
 
     def save_adapter(self, run: int, folder: str | Path) -> None:
-        """Write the adapter of a run as a folder of PEFT."""
-        self._adapters.save(run, folder, self.model.name)
+        """Write the adapter of a run as a folder of PEFT.
+
+        Raises:
+            QeRLError: The run trains all weights.
+        """
+        if not isinstance(self._trained, Adapters):
+            raise QeRLError("Runs of `tuning: full` have no adapter to save; train adapters.")
+        self._trained.save(run, folder, self.model.name)
 
     def state(self) -> dict[str, Any]:
         """All that a batch needs to go on as if it had not been interrupted; tensors on the CPU."""
         optimizer = self._optimizer
         return {
             "done": self.done,
-            "values": self._adapters.values_SE.cpu(),
+            "values": self._trained.values_SE.cpu(),
             "mean": optimizer.mean_SE.cpu(),
             "square": optimizer.square_SE.cpu(),
             "alive": self._alive_S.cpu(),
@@ -235,10 +242,10 @@ class BatchedTrainer:
         Raises:
             QeRLError: It is another batch's.
         """
-        if state["values"].shape != self._adapters.values_SE.shape or state["done"] > self.settings.steps:
+        if state["values"].shape != self._trained.values_SE.shape or state["done"] > self.settings.steps:
             raise QeRLError("The saved state belongs to another batch of runs; remove it to start anew.")
         self.done = self._optimizer.steps = state["done"]
-        self._adapters.values_SE.copy_(state["values"])
+        self._trained.values_SE.copy_(state["values"])
         self._optimizer.mean_SE.copy_(state["mean"])
         self._optimizer.square_SE.copy_(state["square"])
         self._alive_S.copy_(state["alive"])
@@ -256,8 +263,8 @@ class BatchedTrainer:
         settings = self.settings
         seeds = [derive_seed("rollout", run.seed, "train", self.done, 0, 0) for run in self.runs]
         sizes = settings.prompts_per_step, settings.samples_per_prompt, settings.max_completion_length
-        sampler_SE = self._former[0] if self._former else self._adapters.values_SE
-        with self._adapters.holding(sampler_SE):
+        sampler_SE = self._former[0] if self._former else self._trained.values_SE
+        with self._trained.holding(sampler_SE):
             return self._sampler.generate(
                 [[self._problems.ids[problem] for problem in own] for own in picked],
                 settings.samples_per_prompt,
@@ -298,16 +305,16 @@ class BatchedTrainer:
             self.runs, samples, texts, advantages_SR, exploration.noisy_R, self._explorers.share
         )
         outcome.noisy_SRC = noisy_SRC
-        self._adapters.refresh()
+        self._trained.refresh()
         with torch.enable_grad(), warnings.catch_warnings():
             # Gradients lie as the matrices do, in rows of runs, and torch would have them without gaps.
             warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
             for piece in texts.pieces(at_once):
-                leaves = self._adapters.leaves(piece.runs)
+                leaves = self._trained.leaves(piece.runs)
                 logps, entropies = score_piece(model, texts, piece, leaves, norms, temperature_S)
                 loss_S = loss_of(outcome, piece, logps, entropies)
                 loss_S.sum().backward()
-                self._adapters.collect(piece.runs)
+                self._trained.collect(piece.runs)
         if clean_SRC is not None:
             outcome.logps_SRC, outcome.entropies_SRC = clean_SRC
         return outcome
