@@ -1,4 +1,4 @@
-"""What distillation gave SmolLM2: the endpoints of lab/distilled/plan.yaml, from the runs of its seeds.
+"""What distillation gave SmolLM2: the endpoints of lab/trained/distilled.yaml, from the runs of its seeds.
 
 Arms are compared seed by seed, of the seeds that both have. What has not run is named below a table.
 
