@@ -135,7 +135,10 @@ def settings_of(
         QeRLError: The arm learns from another one that has not run, or its settings contradict each other.
     """
     arm = plan.arms[name]
-    own = {"seed": seed, "output_dir": str(folder.of(name, seed)), "report_to": "none"}
+    own = {
+        "seed": seed, "output_dir": str(folder.of(name, seed)), "report_to": "none",
+        "model": str(folder.model),
+    }  # fmt: skip
     given = dict(plan.settings) | dict(arm.settings) | own
     for what, form, other in (("teacher", TEACHER_ADAPTER, arm.teacher), ("adapter", "", arm.begins_with)):
         if other is not None:
@@ -148,7 +151,7 @@ def settings_of(
     options = dict(config.task_options) | {"seed": seed, "test_size": plan.held_out}
     taught_by_model = config.teacher is not None and arm.teacher is None
     return changed(config, {
-        "model": str(folder.packed(config.rounding) if config.weights == "nvfp4" else folder.model),
+        **({"model": str(folder.packed(config.rounding))} if config.weights == "nvfp4" else {}),
         "task_options": options,
         "max_steps": min(config.max_steps, steps or config.max_steps),
         **({"teacher": str(folder.model)} if taught_by_model else {}),
