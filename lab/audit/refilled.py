@@ -17,7 +17,8 @@ from lab.audit.words import NOT_RUN, estimate
 FILE = "refilled-smollm2.json"
 MARGIN = 0.02
 WORDS = {
-    "0": "synchronous", "1": "refilled-1", "2": "refilled-2", "4": "refilled-4", "4, no ratio": "uncorrected-4",
+    "0": "synchronous", "1": "refilled-1", "2": "refilled-2", "4": "refilled-4",
+    "4, no ratio": "uncorrected-4",
 }  # fmt: skip
 """Arms by the words of the table."""
 
@@ -81,13 +82,16 @@ def learned(table: Table) -> Iterator[Cell]:
             yield from row_of_cells(row, [NOT_RUN] * (len(row) - 1), table.head)
             continue
         start = np.array([run["accuracy"][0] for run in own])
-        ages = [np.mean(run["age"]) for run in own if "age" in run]
+        age, effective, seconds = (
+            np.mean([np.mean([v for v in run.get(name, [0]) if v is not None]) for run in own])
+            for name in ("age", "effective", "of_7b")
+        )
         found = [
             f"{start.mean():.3f} to {ends(own).mean():.3f}",
             f"{(ends(own) < start).sum()} of {len(own)}",
-            f"{np.mean(ages):.2f}" if ages else "0",
-            f"{np.mean([np.mean(run['effective']) for run in own]):.3f}",
-            f"{np.mean([np.mean(run['of_7b']) for run in own]):.2f}",
+            f"{age:.2f}" if "age" in own[0] else "0",
+            f"{effective:.3f}",
+            f"{seconds:.2f}",
         ]
         if arm == "synchronous":
             found += ["", "", ""]

@@ -1,4 +1,4 @@
-"""What the steps of a run would take a 7B model: a model of 135M on a card that other runs share has no clock.
+"""What the steps of a run would take a 7B model: one of 135M on a card that other runs share has no clock.
 
 Which rows decode in which round follows from the lengths that the run's samples had, as the engine's
 scheduler would fill them (`bench.tail.refilled`), and a token stands for `TOKENS`, so that completions are

@@ -217,8 +217,8 @@ def learn(config: QeRLConfig, every: int | None) -> Row:
 
     Returns:
         ``steps`` and the ``accuracy`` after each, share of right greedy answers; by optimizer step what
-        `KEPT` says of its samples, and where it draws some their ``tokens``, the ``longest`` of them, and the seconds ``of_7b`` that
-        `clock` gives it; ``seconds`` that the run took, scores included.
+        `KEPT` says of its samples, and where it draws some their ``tokens``, the ``longest`` of them, and the
+        seconds ``of_7b`` that `clock` gives it; ``seconds`` that the run took, scores included.
     """
     console = Console(quiet=True)
     started = time.perf_counter()

@@ -92,8 +92,8 @@ def learned() -> str:
         "sample size is a share of the tokens; both are means over all steps. No ratio: the loss has none to "
         f"the sampler; minus the same with it, at equal steps: {without_ratio()}. Seconds are not measured: "
         f"each of a run's tokens stands for {TOKENS} of a 7B on an H200, on a line through {DECODE}.json and "
-        f"with the update of {STEP}.json. SmolLM2-135M-Instruct, NVFP4, LoRA rank 16, steps of 8 x 8 samples. "
-        f"{source(NAME)} {files(NAME)}"
+        f"with the update of {STEP}.json. SmolLM2-135M-Instruct, NVFP4, LoRA rank 16, steps of 8 x 8 "
+        f"samples. {source(NAME)} {files(NAME)}"
     )
     return table(head, lines, caption)
 
@@ -108,10 +108,15 @@ def _of_arm(arm: str) -> tuple[str, ...]:
         f"{fmean(run['accuracy'][0] for run in found):.3f} to "
         f"{fmean(run['accuracy'][-1] for run in found):.3f}",
         f"{fell} of {len(found)}",
-        f"{fmean(fmean(run['age']) for run in found):.2f}" if "age" in found[0] else "0",
-        f"{fmean(fmean(run['effective']) for run in found):.3f}",
-        f"{fmean(fmean(run['of_7b']) for run in found):.2f}",
+        f"{_over_steps(found, 'age'):.2f}" if "age" in found[0] else "0",
+        f"{_over_steps(found, 'effective'):.3f}",
+        f"{_over_steps(found, 'of_7b'):.2f}",
     )
+
+
+def _over_steps(found: Sequence[Row], name: str) -> float:
+    """Mean over runs of the mean over steps; one in which no sample has an advantage has no ratios."""
+    return fmean(fmean(value for value in run[name] if value is not None) for run in found)
 
 
 def without_ratio() -> str:

@@ -7,6 +7,7 @@ from math import ceil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load
 
 from bench.lengths import draw_lengths
 from bench.result import read_rows
@@ -108,10 +109,12 @@ def test_refilled_steps_take_less_where_lengths_are_spread():
 
 @pytest.mark.slow
 def test_a_refilled_run_has_old_tokens_and_is_not_disturbed_by_its_scores(folder):
+    """No answer of a tiny model is right, so it learns to keep its entropy."""
     plan = replace(read_plan("refilled"), held_out=4)
     short = {
         "max_completion_length": 24, "num_generations": 4, "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 1, "max_steps": 4, "learning_rate": 1e-2,
+        "entropy_coef": 1.0,
     }  # fmt: skip
     weights = {}
     for every in (1, 4):
@@ -127,10 +130,12 @@ def test_a_refilled_run_has_old_tokens_and_is_not_disturbed_by_its_scores(folder
         stale = found["refilled-2"]
         assert stale["steps"] == list(range(0, 5, every)) and len(stale["accuracy"]) == len(stale["steps"])
         assert max(stale["age"]) > 0 and max(stale["oldest"]) <= 2 and max(stale["under_way"]) > 0
-        assert all(0 < share <= 1 for share in stale["effective"])
         assert all(0 < longest <= 24 for longest in stale["longest"])
         weights[every] = (own.of("refilled-2", 403) / "adapter_model.safetensors").read_bytes()
     assert weights[1] == weights[4]
+    assert any(
+        weight.any() for name, weight in load(weights[1]).items() if "lora_B" in name
+    )  # it has learned
 
 
 def test_scores_are_of_the_weights_at_their_steps():
@@ -175,7 +180,7 @@ def runs_of(gains, seeds=16, seconds=2.0):
             stale = {} if arm == "synchronous" else {"age": [0.5, 1.5], "oldest": [1, 2]}
             took = [3.0 if arm == "synchronous" else seconds] * 40
             found.append({"arm": arm, "seed": seed, "tuning": False, "steps": [0, 8, 16, 24, 32, 40], **stale,
-                          "accuracy": curve, "effective": [0.9, 0.8], "of_7b": took})  # fmt: skip
+                          "accuracy": curve, "effective": [0.9, None, 0.8], "of_7b": took})  # fmt: skip
     return found
 
 

@@ -1,4 +1,4 @@
-"""Runs of the trainer by plans: what the plans ask, that a folder goes on, and what tables say of distillation."""
+"""Runs by plans: what that of distillation asks, that a folder goes on, and what tables say of results."""
 
 import json
 from dataclasses import replace
