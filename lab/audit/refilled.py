@@ -87,6 +87,7 @@ def learned(table: Table) -> Iterator[Cell]:
             for name in ("age", "effective", "of_7b")
         )
         found = [
+            f"{np.mean([sum(run['tokens']) for run in own]) / 1000:.0f}",
             f"{start.mean():.3f} to {ends(own).mean():.3f}",
             f"{(ends(own) < start).sum()} of {len(own)}",
             f"{age:.2f}" if "age" in own[0] else "0",

@@ -81,13 +81,14 @@ def learned() -> str:
         more = [estimate(_differences(value, arm)) for value in (at_equal_steps, at_equal_time, in_area)]
         lines.append((words, *_of_arm(arm), more[0] + verdict * (more[0] != NOT_RUN), *more[1:]))
     head = (
-        "`max_staleness`", "accuracy at the end", "ended below their start", "age of tokens",
+        "`max_staleness`", "tokens, thousands", "accuracy", "ended below their start", "age of tokens",
         "effective sample size", "a step of 7B, s", "minus 0, at equal steps", "at equal time",
         "area under the curve",
     )  # fmt: skip
     counts = sorted({row["held_out"] for row in rows(NAME)})
     caption = (
-        f"Accuracy is of greedy answers to {' or '.join(map(str, counts))} held-out problems of each seed; "
+        "Accuracy, before RL to behind its last step, is of greedy answers to "
+        f"{' or '.join(map(str, counts))} held-out problems of each seed; "
         "differences are paired by seed, with 95 % intervals. Ages are in optimizer steps, the effective "
         "sample size is a share of the tokens; both are means over all steps. No ratio: the loss has none to "
         f"the sampler; minus the same with it, at equal steps: {without_ratio()}. Seconds are not measured: "
@@ -102,9 +103,10 @@ def _of_arm(arm: str) -> tuple[str, ...]:
     """Cells of an arm by itself."""
     found = rows(NAME, arm=arm, tuning=False)
     if not found:
-        return (NOT_RUN,) * 5
+        return (NOT_RUN,) * 6
     fell = sum(run["accuracy"][-1] < run["accuracy"][0] for run in found)
     return (
+        f"{fmean(sum(run['tokens']) for run in found) / 1e3:.0f}",
         f"{fmean(run['accuracy'][0] for run in found):.3f} to "
         f"{fmean(run['accuracy'][-1] for run in found):.3f}",
         f"{fell} of {len(found)}",
