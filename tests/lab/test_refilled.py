@@ -180,7 +180,7 @@ def runs_of(gains, seeds=16, seconds=2.0):
             stale = {} if arm == "synchronous" else {"age": [0.5, 1.5], "oldest": [1, 2]}
             took = [3.0 if arm == "synchronous" else seconds] * 40
             found.append(
-                {"arm": arm, "seed": seed, "tuning": False, "steps": [0, 8, 16, 24, 32, 40], "accuracy": curve}
+                {"arm": arm, "seed": seed, "tuning": False, "steps": [*range(0, 41, 8)], "accuracy": curve}
                 | {"effective": [0.9, None, 0.8], "of_7b": took, "tokens": [2000 + seed] * 40} | stale
             )  # fmt: skip
     return found
@@ -246,10 +246,7 @@ def test_nothing_is_claimed_behind_an_arm_without_its_claim(results):
         "refilled-1": "costs", "refilled-2": "undecided", "refilled-4": "undecided"
     }  # fmt: skip
     said = refilled_tables.TABLES["refilled-learned"]()
-    assert (
-        "| 4, no ratio | not run | not run | not run | not run | not run | not run | not run | not run | not run |"
-        in said
-    )
+    assert "| 4, no ratio |" + 9 * " not run |" in said
     assert differing(page())[0] == []
 
 
