@@ -74,7 +74,7 @@ def verdict(arm: str) -> str:
 
 
 def learned(table: Table) -> Iterator[Cell]:
-    """Cells of the table of arms, and what its caption says of the loss without a ratio."""
+    """Cells of the table of arms."""
     for row in table.rows:
         arm = WORDS[row[0]]
         own = [run for (run,) in runs(arm, file=FILE)]
@@ -102,9 +102,6 @@ def learned(table: Table) -> Iterator[Cell]:
                 equal += f": **{verdict(arm)}**"
             found += [equal, estimate(at_equal_time(arm)), estimate(difference(arm, area))]
         yield from row_of_cells(row, found, table.head)
-    if table.rows:
-        said = table.text.partition("with it, at equal steps: ")[2].partition(". Seconds")[0]
-        yield Cell("without a ratio", said, without_ratio())
 
 
 def without_ratio() -> str:

@@ -91,7 +91,7 @@ def learned() -> str:
         f"{' or '.join(map(str, counts))} held-out problems of each seed; "
         "differences are paired by seed, with 95 % intervals. Ages are in optimizer steps, the effective "
         "sample size is a share of the tokens; both are means over all steps. No ratio: the loss has none to "
-        f"the sampler; minus the same with it, at equal steps: {without_ratio()}. Seconds are not measured: "
+        "the sampler. Seconds are not measured: "
         f"each of a run's tokens stands for {TOKENS} of a 7B on an H200, on a line through {DECODE}.json and "
         f"with the update of {STEP}.json. SmolLM2-135M-Instruct, NVFP4, LoRA rank 16, steps of 8 x 8 "
         f"samples. {source(NAME)} {files(NAME)}"
