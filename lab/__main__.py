@@ -18,7 +18,7 @@ COMMANDS = {
     "needle": "needle.folder",
     "sums": "sums.runs",
     "testbed": "testbed.command",
-    "distilled": "distilled.runs",
+    "trained": "trained.runs",
     "audit": "audit.command",
     "tables": "writers.tables",
     "draw": "writers.draw",

@@ -23,10 +23,10 @@ LAST = 5
 Row = dict[str, Any]
 
 
-def runs(*arms: str) -> list[tuple[Row, ...]]:
+def runs(*arms: str, file: str = FILE) -> list[tuple[Row, ...]]:
     """Runs of arms side by side, of seeds that have them all."""
     found: list[dict[int, Row]] = [{} for _ in arms]
-    for row in read(FILE)["rows"]:
+    for row in read(file)["rows"]:
         if row["arm"] in arms and not row["tuning"]:
             found[arms.index(row["arm"])][row["seed"]] = row
     return [tuple(of[seed] for of in found) for seed in sorted(set.intersection(*map(set, found)))]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lab.audit import distilled
+from lab.audit import distilled, refilled
 from lab.audit.raw import Judged, area, end, first_quarter, logged, probe, study, subtract, two_steps
 from lab.audit.words import EARLIER, TASKS, TRAINED, TRUST, estimate, sentence, signed
 
@@ -132,4 +132,5 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "probe-trained-better": lambda: probes_better(TRAINED),
     "probe-trained-better-reference": lambda: probes_better(TRAINED, "clean-reference"),
     **distilled.NUMBERS,
+    **refilled.NUMBERS,
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.audit import distilled
+from lab.audit import distilled, refilled
 from lab.audit import statistics as st
 from lab.audit.cells import Cell, Table, row_of_cells
 from lab.audit.raw import (
@@ -356,5 +356,6 @@ TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints,
     "open-questions": questions, "-discovery": discovery,
     **distilled.TABLES,
+    **refilled.TABLES,
 }  # fmt: skip
 """By the name of a table, or how it ends."""

@@ -18,6 +18,12 @@ def row(name: str, /, **where: Any) -> Row:
     return only
 
 
+def side_by_side(name: str, *arms: str) -> list[tuple[Row, ...]]:
+    """Runs of arms of `lab.trained` side by side, of each seed that has them all, without the tuning's."""
+    found = [{row["seed"]: row for row in rows(name, arm=arm, tuning=False)} for arm in arms]
+    return [tuple(each[seed] for each in found) for seed in found[0] if all(seed in each for each in found)]
+
+
 RECOMPUTES = (
     "Of QeRL's layers the memory plan chose how many are recomputed for backward; TRL recomputes all."
 )

@@ -1,4 +1,4 @@
-"""What distillation gave SmolLM2: the endpoints of lab/distilled/plan.yaml, from the runs of its seeds.
+"""What distillation gave SmolLM2: the endpoints of lab/trained/distilled.yaml, from the runs of its seeds.
 
 Arms are compared seed by seed, of the seeds that both have. What has not run is named below a table.
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.result import RESULTS, Row
 from lab.study.statistics import FEWEST, bca, bca_ratio, holm, wilcoxon
-from lab.writers.captions import files, rows, source, table
+from lab.writers.captions import files, rows, side_by_side, source, table
 from lab.writers.study_tables import NOT_RUN, estimate
 from qerl.report.runs import number
 
@@ -40,12 +40,6 @@ def _is_there() -> bool:
 
 def _absent() -> str:
     return f"No results yet: bench/results has no {NAME}.json.\n"
-
-
-def _runs(*arms: str) -> list[tuple[Row, ...]]:
-    """Results of some arms side by side, of each seed that has them all."""
-    found = [{row["seed"]: row for row in rows(NAME, arm=arm, tuning=False)} for arm in arms]
-    return [tuple(each[seed] for each in found) for seed in found[0] if all(seed in each for each in found)]
 
 
 def _caption(words: str, missing: Sequence[str]) -> str:
@@ -85,7 +79,7 @@ def taught_by_adapter(rl_arm: str = "wp1-rl", taught_arm: str = "wp1-taught") ->
     """A fresh adapter that learns from one that RL has taught, beside that RL."""
     if not _is_there():
         return _absent()
-    pairs = _runs(rl_arm, taught_arm)
+    pairs = side_by_side(NAME, rl_arm, taught_arm)
     if len(pairs) < FEWEST:
         return f"{NAME}.json has no two seeds of {rl_arm} and {taught_arm}.\n"
     least = [rl["accuracy"][-1] - NEAR for rl, _ in pairs]
@@ -120,7 +114,7 @@ def taught_by_adapter(rl_arm: str = "wp1-rl", taught_arm: str = "wp1-taught") ->
 
 def taught_minus_teacher() -> str:
     """Accuracy of the adapters that were taught minus that of their teachers, both at their ends."""
-    return _minus_teacher(_runs("wp1-rl", "wp1-taught")) if _is_there() else NOT_RUN
+    return _minus_teacher(side_by_side(NAME, "wp1-rl", "wp1-taught")) if _is_there() else NOT_RUN
 
 
 def _minus_teacher(pairs: Sequence[tuple[Row, ...]]) -> str:
@@ -129,7 +123,7 @@ def _minus_teacher(pairs: Sequence[tuple[Row, ...]]) -> str:
 
 def _closed(task: str, arm: str) -> tuple[np.ndarray, np.ndarray]:
     """Of each seed, how much of the gap an arm has closed [seeds], and the gap [seeds]."""
-    pairs = _runs(f"{task}-{arm}", f"{task}-16bit")
+    pairs = side_by_side(NAME, f"{task}-{arm}", f"{task}-16bit")
     part = [taught["accuracy"][-1] - taught["accuracy"][0] for taught, _ in pairs]
     whole = [sixteen["accuracy"][0] - taught["accuracy"][0] for taught, sixteen in pairs]
     return np.array(part), np.array(whole)
@@ -154,7 +148,7 @@ def taught_by_16_bits() -> str:
         return _absent()
     lines, missing = [], []
     for task, arm, words in _ARMS:
-        pairs = _runs(f"{task}-{arm}", f"{task}-16bit")
+        pairs = side_by_side(NAME, f"{task}-{arm}", f"{task}-16bit")
         if len(pairs) < FEWEST:
             missing.append(f"{task}, {words}")
             continue
@@ -195,7 +189,7 @@ def before_rl() -> str:
     """RL that begins with an adapter that 16 bits have taught, beside as many steps of RL alone."""
     if not _is_there():
         return _absent()
-    found = {task: _runs(f"{task}-rl", f"{task}-reverse-rl") for task in _TASKS}
+    found = {task: side_by_side(NAME, f"{task}-rl", f"{task}-reverse-rl") for task in _TASKS}
     more = {
         task: np.array([after["accuracy"][-1] - alone["accuracy"][-1] for alone, after in pairs])
         for task, pairs in found.items()

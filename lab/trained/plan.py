@@ -1,4 +1,4 @@
-"""What plan.yaml says: which runs there are, and how their learning rates are chosen."""
+"""What a plan says: which runs there are, and how their learning rates are chosen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,9 @@ from typing import Any
 
 from qerl import yaml12
 
-PLAN = Path(__file__).parent / "plan.yaml"
+FOLDER = Path(__file__).parent
+PLANS = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+"""Names of the plans."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,8 @@ class Arm:
 
     Attributes:
         recipe: Name of a recipe of the package.
-        settings: What differs from it; a teacher that is a model is always the model of the runs.
+        settings: What differs from it, and from the plan's; a teacher that is a model is always the model of
+            the runs.
         every: Optimizer steps between two scores; None trains nothing and scores once.
         teacher: Arm whose adapter of the same seed is the teacher.
         begins_with: Arm whose adapter of the same seed is trained further.
@@ -43,28 +46,30 @@ class Tuning:
         arms: What runs, arms and what they need; each arm that others name in `rate_of` is among them.
     """
 
-    seeds: tuple[int, ...]
-    learning_rates: tuple[float, ...]
-    arms: tuple[str, ...]
+    seeds: tuple[int, ...] = ()
+    learning_rates: tuple[float, ...] = ()
+    arms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What plan.yaml says.
+    """What a plan says.
 
     Attributes:
         seeds: Of the runs that answer.
         later_seeds: Of arms that were added when these had been looked at.
         held_out: Problems that a policy is scored on.
-        tuning: How learning rates are chosen.
+        tuning: How learning rates are chosen, where they are.
         arms: By name, in the order in which a seed runs them.
+        settings: What differs from the recipes in all of them.
     """
 
     seeds: tuple[int, ...]
-    later_seeds: tuple[int, ...]
     held_out: int
-    tuning: Tuning
     arms: Mapping[str, Arm]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    later_seeds: tuple[int, ...] = ()
+    tuning: Tuning = field(default_factory=Tuning)
 
     def seeds_of(self, arm: Arm) -> tuple[int, ...]:
         """The seeds that an arm runs on."""
@@ -75,10 +80,14 @@ class Plan:
         return dict.fromkeys(arm.rate_of for arm in self.arms.values() if arm.rate_of is not None)
 
 
-def read_plan(path: Path = PLAN) -> Plan:
-    """The plan of a file."""
-    values = yaml12.load(path.read_text(encoding="utf-8"))
-    tuning = Tuning(**{name: tuple(value) for name, value in values["tuning"].items()})
-    arms = {name: Arm(**fields) for name, fields in values["arms"].items()}
-    seeds, later_seeds = tuple(values["seeds"]), tuple(values["later_seeds"])
-    return Plan(seeds, later_seeds, values["held_out"], tuning, arms)
+def read_plan(name: str) -> Plan:
+    """The plan of a name."""
+    values = yaml12.load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    return Plan(
+        seeds=tuple(values["seeds"]),
+        held_out=values["held_out"],
+        arms={arm: Arm(**fields) for arm, fields in values["arms"].items()},
+        settings=values.get("settings", {}),
+        later_seeds=tuple(values.get("later_seeds", ())),
+        tuning=Tuning(**{part: tuple(value) for part, value in values.get("tuning", {}).items()}),
+    )

@@ -1,4 +1,4 @@
-"""Runs of distillations: what the plan asks, that a folder goes on, and what the tables say of results."""
+"""Runs by plans: what that of distillation asks, that a folder goes on, and what tables say of results."""
 
 import json
 from dataclasses import replace
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lab.__main__ import main
-from lab.distilled import runs
-from lab.distilled.plan import Tuning, read_plan
+from lab.trained import runs
+from lab.trained.plan import Tuning, read_plan
 from lab.writers import distilled_tables
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
@@ -33,7 +33,7 @@ def folder(tiny_model, tiny_tokenizer, tmp_path):
 
 
 def test_the_plan_trains_half_as_long_with_a_teacher_and_asks_the_same_problems_of_a_seed(folder, tiny_model):
-    plan = read_plan()
+    plan = read_plan("distilled")
     assert plan.seeds == tuple(range(200, 208)) and plan.held_out >= 1024
     for name, arm in plan.arms.items():
         for other in filter(None, (arm.teacher, arm.begins_with)):
@@ -70,12 +70,12 @@ def test_the_plan_trains_half_as_long_with_a_teacher_and_asks_the_same_problems_
 
 def test_an_arm_whose_teacher_has_not_run_is_refused(folder):
     with pytest.raises(QeRLError, match="wp1-taught needs the adapter of wp1-rl; name both with --arms"):
-        runs.settings_of(read_plan(), "wp1-taught", 203, folder, {"wp1-taught": 1e-3})
+        runs.settings_of(read_plan("distilled"), "wp1-taught", 203, folder, {"wp1-taught": 1e-3})
 
 
 @pytest.mark.slow
 def test_a_seed_runs_whole_and_is_not_computed_again(folder, monkeypatch, capsys):
-    plan = replace(read_plan(), seeds=(203,), held_out=4)
+    plan = replace(read_plan("distilled"), seeds=(203,), held_out=4)
     # No answer of a tiny model is right, so its RL moves nothing that could be taught.
     taught = replace(plan.arms["wp1-taught"], teacher="wp12-reverse")
     plan = replace(plan, arms={name: small({**plan.arms, "wp1-taught": taught}[name]) for name in SHORT})
@@ -108,20 +108,20 @@ def test_the_command_computes_what_it_is_told_and_writes_the_results(folder, tmp
     monkeypatch.setattr(runs, "compute", compute)
     where = ["--model", str(folder.model), "--output_dir", str(tmp_path), "--out", str(tmp_path / "out.json")]
     words = [*where, "--processes", "2", "--seeds", "3", "4", "--arms", "wp12-16bit", "--held_out", "4"]
-    assert not main(["distilled", *words])
+    assert not main(["trained", "distilled", *words])
     assert told == [(["wp12-16bit"], 2, None, 4)]
     found = json.loads((tmp_path / "out.json").read_text())
     assert [(row["arm"], row["seed"]) for row in found["rows"]] == [("wp12-16bit", 3), ("wp12-16bit", 4)]
-    assert found["command"] == "python -m lab distilled --processes 2"
+    assert found["command"] == "python -m lab trained distilled --processes 2"
 
 
 @pytest.mark.slow
 def test_the_rates_of_the_tuning_are_those_of_the_runs(folder):
     """Processes: two rates are tried, and what is chosen trains."""
     tuning = Tuning((5,), (1e-9, 1e-2), ("wp12-reverse",))
-    arms = {name: replace(small(arm), rate_of=None) for name, arm in read_plan().arms.items()}
+    arms = {name: replace(small(arm), rate_of=None) for name, arm in read_plan("distilled").arms.items()}
     arms["wp12-reverse"] = replace(arms["wp12-reverse"], rate_of="wp12-reverse")
-    plan = replace(read_plan(), seeds=(203,), held_out=2, tuning=tuning, arms=arms)
+    plan = replace(read_plan("distilled"), seeds=(203,), held_out=2, tuning=tuning, arms=arms)
     runs.compute(plan, folder, ["wp12-reverse"], processes=2, steps=1)
     tried = [row for row in runs.gathered(plan, folder) if row["tuning"]]
     assert [(row["seed"], row["learning_rate"]) for row in tried] == [(5, 1e-9), (5, 1e-2)]
@@ -129,7 +129,7 @@ def test_the_rates_of_the_tuning_are_those_of_the_runs(folder):
 
 
 def test_the_highest_mean_decides_a_rate_and_the_lowest_rate_a_tie(folder):
-    plan = replace(read_plan(), tuning=Tuning((5, 6), (1e-3, 1e-4, 1e-2), ()))
+    plan = replace(read_plan("distilled"), tuning=Tuning((5, 6), (1e-3, 1e-4, 1e-2), ()))
     ends = {1e-4: (0.5, 0.1), 1e-3: (0.3, 0.4), 1e-2: (0.4, 0.3)}
     for rate, of_rate in ends.items():
         (folder.tuning(rate).path / "runs").mkdir(parents=True)
@@ -143,7 +143,7 @@ def test_the_highest_mean_decides_a_rate_and_the_lowest_rate_a_tie(folder):
 
 
 def test_the_command_knows_its_arms(capsys):
-    assert main(["distilled", "--output_dir", "x", "--arms", "wp13"]) == 2
+    assert main(["trained", "distilled", "--output_dir", "x", "--arms", "wp13"]) == 2
     assert "The plan has no arm 'wp13'; it has wp1-rl, " in capsys.readouterr().err
 
 

@@ -1,11 +1,12 @@
-"""The runs of lab/distilled/plan.yaml: a seed's one after the other, seeds side by side in processes.
+"""The runs of a plan: a seed's one after the other, seeds side by side in processes.
 
-    python -m lab distilled --model PATH --output_dir DIR --processes 8 --out bench/results/NAME.json
+    python -m lab trained PLAN --model PATH --output_dir DIR --processes 8 --out bench/results/NAME.json
 
 A run is one of the trainer, whole, from a recipe of the package and what its arm changes. Its seed draws the
 adapter, the order of the data, the samples, and the problems of both sets. It is scored as `qerl eval`
 scores: greedy answers to the held-out problems of its seed, by the engine that samples for it, so no policy
-is loaded again.
+is loaded again. All scores are taken behind the last step, of the adapters as they were kept at their steps:
+an evaluation between two steps would take the engine from samples that are under way (`max_staleness`).
 
     DIR/
       models/ROUNDING          the model in NVFP4, packed once
@@ -14,7 +15,8 @@ is loaded again.
       runs/ARM-SEED/           its adapter, which other arms of the seed may learn from or go on from
       runs/SEED.lock           held by the process that computes the seed
 
-The same command goes on where it was ended. Given up: a run that was ended begins anew.
+The same command goes on where it was ended; it may also be given several times at once, for one card each
+(`CUDA_VISIBLE_DEVICES`). Given up: a run that was ended begins anew.
 """
 
 import argparse
@@ -35,8 +37,9 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from bench.result import Row, write_result
-from lab.distilled.plan import Plan, read_plan
 from lab.study.files import claimed
+from lab.trained.clock import step_seconds
+from lab.trained.plan import PLANS, Plan, read_plan
 from qerl.atomic import write_whole
 from qerl.demo import one_microbatch
 from qerl.errors import QeRLError
@@ -54,9 +57,19 @@ from qerl.settings.recipe import changed, load_config
 from qerl.tasks.registry import get_task
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.run import build
+from qerl.trainer.sampler import Drawn
 
-DIVERGENCE, RIGHT = "distillation/divergence", "rewards/accuracy/mean"
-"""Metrics of a step that are kept."""
+KEPT = {
+    "right": "rewards/accuracy/mean",
+    "entropy": "entropy",
+    "divergence": "distillation/divergence",
+    "age": "staleness/mean",
+    "oldest": "staleness/max",
+    "under_way": "staleness/samples_under_way",
+    "effective": "sampling/ratio/effective_sample_size",
+    "kl": "sampling/kl",
+}
+"""Metrics of a step that a result keeps, where they are logged, by the name that they have there."""
 
 _OF_MACHINE = ("commit", "date", "gpu", "machine", "torch")
 """Fields of `provenance` that a run keeps: runs of a folder may be of several days and machines."""
@@ -122,7 +135,11 @@ def settings_of(
         QeRLError: The arm learns from another one that has not run, or its settings contradict each other.
     """
     arm = plan.arms[name]
-    given = dict(arm.settings) | {"seed": seed, "output_dir": str(folder.of(name, seed)), "report_to": "none"}
+    own = {
+        "seed": seed, "output_dir": str(folder.of(name, seed)), "report_to": "none",
+        "model": str(folder.model),
+    }  # fmt: skip
+    given = dict(plan.settings) | dict(arm.settings) | own
     for what, form, other in (("teacher", TEACHER_ADAPTER, arm.teacher), ("adapter", "", arm.begins_with)):
         if other is not None:
             if not folder.finished(other, seed):
@@ -134,7 +151,7 @@ def settings_of(
     options = dict(config.task_options) | {"seed": seed, "test_size": plan.held_out}
     taught_by_model = config.teacher is not None and arm.teacher is None
     return changed(config, {
-        "model": str(folder.packed(config.rounding) if config.weights == "nvfp4" else folder.model),
+        **({"model": str(folder.packed(config.rounding))} if config.weights == "nvfp4" else {}),
         "task_options": options,
         "max_steps": min(config.max_steps, steps or config.max_steps),
         **({"teacher": str(folder.model)} if taught_by_model else {}),
@@ -142,28 +159,53 @@ def settings_of(
     })  # fmt: skip
 
 
-class _Scores(TrainerCallback):
-    """Scores a policy before its first step, every so many steps, and behind the last one.
+class _Adapters(TrainerCallback):
+    """Keeps the trained weights from before the first step, of every so many steps, and of the last one.
 
     Attributes:
-        steps, accuracy: Of each score.
+        steps: Optimizer steps done when they were kept.
     """
 
-    def __init__(self, score: Callable[[], float], every: int) -> None:
-        self.score, self.every = score, every
+    def __init__(self, model: torch.nn.Module, every: int) -> None:
+        self._every = every
+        self._trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self._kept: list[list[torch.Tensor]] = []
         self.steps: list[int] = []
-        self.accuracy: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._score(state)
+        self._keep(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            self._score(state)
+        if state.global_step % self._every == 0 or state.global_step == state.max_steps:
+            self._keep(state)
 
-    def _score(self, state: Any) -> None:
+    def _keep(self, state: Any) -> None:
         self.steps.append(state.global_step)
-        self.accuracy.append(self.score())
+        self._kept.append([weight.detach().to("cpu", copy=True) for weight in self._trained])
+
+    def scored(self, score: Callable[[], float]) -> list[float]:
+        """What `score` says of each, in order, so that the model has the last one behind it."""
+        found = []
+        for kept in self._kept:
+            with torch.no_grad():
+                for weight, then in zip(self._trained, kept, strict=True):
+                    weight.copy_(then)
+            found.append(score())
+        return found
+
+
+def _lengths(trainer: QeRLTrainer) -> list[list[int]]:
+    """Gets, with each rollout of the training, the tokens of its samples, those of a group side by side."""
+    found: list[list[int]] = []
+    sampler = trainer.rollouts.sampler
+    prepare = sampler.prepare
+
+    def seen(drawn: Drawn, mode: str) -> None:
+        found.append([len(sample.tokens) for sample in drawn.samples])
+        prepare(drawn, mode)
+
+    sampler.prepare = seen  # type: ignore[method-assign]
+    return found
 
 
 def learn(config: QeRLConfig, every: int | None) -> Row:
@@ -174,9 +216,9 @@ def learn(config: QeRLConfig, every: int | None) -> Row:
         every: Optimizer steps between two scores; None trains nothing and scores once.
 
     Returns:
-        ``steps`` and the ``accuracy`` after each, share of right greedy answers; by optimizer step, before
-        it, the share ``right`` of its samples that are right and, with a teacher, the ``divergence`` from it
-        in nats per token of its samples; ``seconds``, scores included.
+        ``steps`` and the ``accuracy`` after each, share of right greedy answers; by optimizer step what
+        `KEPT` says of its samples, and where it draws some their ``tokens``, the ``longest`` of them, and the
+        seconds ``of_7b`` that `clock` gives it; ``seconds`` that the run took, scores included.
     """
     console = Console(quiet=True)
     started = time.perf_counter()
@@ -184,17 +226,27 @@ def learn(config: QeRLConfig, every: int | None) -> Row:
     score = _scorer(trainer, config, console)
     if every is None:
         return {"steps": [0], "accuracy": [score()], "seconds": time.perf_counter() - started}
-    scores = _Scores(score, every)
-    trainer.add_callback(scores)
+    adapters = _Adapters(trainer.model, every)
+    lengths = _lengths(trainer) if config.algorithm != "sft" else []
+    trainer.add_callback(adapters)
     trainer.train()
     trainer.save_final(Path(str(config.output_dir)))
     logged = [row for row in trainer.state.log_history if "loss" in row]
     return {
-        "steps": scores.steps,
-        "accuracy": scores.accuracy,
-        "right": [row[RIGHT] for row in logged],
-        **({"divergence": [row[DIVERGENCE] for row in logged]} if config.teacher is not None else {}),
+        "steps": adapters.steps,
+        "accuracy": adapters.scored(score),
+        **{name: [row[key] for row in logged] for name, key in KEPT.items() if key in logged[0]},
+        **(_of_lengths(lengths, config) if lengths else {}),
         "seconds": time.perf_counter() - started,
+    }
+
+
+def _of_lengths(lengths: list[list[int]], config: QeRLConfig) -> Row:
+    """What a result says of the tokens of samples, by optimizer step."""
+    return {
+        "tokens": [sum(step) for step in lengths],
+        "longest": [max(step) for step in lengths],
+        "of_7b": step_seconds(lengths, config.num_generations, config.max_staleness),
     }
 
 
@@ -253,8 +305,8 @@ def run_seed(job: Job) -> None:
         for name in job.arms if mine else ():
             config = settings_of(job.plan, name, job.seed, job.folder, job.rates, job.steps)
             asked = {
-                "arm": name, "seed": job.seed, "level": config.task_options["level"],
-                "held_out": job.plan.held_out, "max_steps": config.max_steps,
+                "arm": name, "seed": job.seed, "task": config.task, "held_out": job.plan.held_out,
+                "max_steps": config.max_steps, "max_staleness": config.max_staleness,
                 "learning_rate": config.learning_rate, "fingerprint": fingerprint,
             }  # fmt: skip
             known = job.folder.finished(name, job.seed)
@@ -299,7 +351,7 @@ def compute(
     """
     names = tuple(name for name in plan.arms if not arms or name in arms)
     threads = max(1, (os.cpu_count() or 1) // processes)
-    for rounding in ("mse", "rtn"):
+    for rounding in {str(plan.arms[name].settings.get("rounding", "mse")) for name in names}:
         folder.packed(rounding)  # ahead of processes that would all make it
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
@@ -360,8 +412,9 @@ def gathered(plan: Plan, folder: Folder) -> list[Row]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab distilled` with these arguments."""
-    parser = argparse.ArgumentParser(prog="python -m lab distilled", description=__doc__.split("\n")[0])
+    """Runs `python -m lab trained` with these arguments."""
+    parser = argparse.ArgumentParser(prog="python -m lab trained", description=__doc__.split("\n")[0])
+    parser.add_argument("plan", choices=PLANS, help="name of a plan of lab/trained")
     parser.add_argument("--model", default=HUB_ID, help="folder or Hub id of the model in 16 bits")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--processes", type=int, default=1, help="seeds side by side")
@@ -371,7 +424,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--held_out", type=int, help="problems that are scored, for a try")
     parser.add_argument("--out", type=Path, help="the result file")
     args = parser.parse_args(arguments)
-    plan = read_plan()
+    plan = read_plan(args.plan)
     if args.seeds:
         plan = replace(plan, seeds=tuple(args.seeds), later_seeds=())
     plan = replace(plan, held_out=args.held_out or plan.held_out)
@@ -383,4 +436,4 @@ def main(arguments: list[str]) -> None:
     finally:
         rows = gathered(plan, folder)
         if args.out and rows:
-            write_result(args.out, f"distilled --processes {args.processes}", rows, program="lab")
+            write_result(args.out, f"trained {args.plan} --processes {args.processes}", rows, program="lab")

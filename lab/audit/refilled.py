@@ -1,0 +1,125 @@
+"""What rows refilled across steps cost SmolLM2: cells and numbers of the pages, from the runs as they are.
+
+Legend: a run is a row of the file; N seeds.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from lab.audit import statistics as st
+from lab.audit.cells import Cell, Table, row_of_cells
+from lab.audit.distilled import ends, runs
+from lab.audit.raw import RESULTS
+from lab.audit.words import NOT_RUN, estimate
+
+FILE = "refilled-smollm2.json"
+MARGIN = 0.02
+WORDS = {
+    "0": "synchronous", "1": "refilled-1", "2": "refilled-2", "4": "refilled-4",
+    "4, no ratio": "uncorrected-4",
+}  # fmt: skip
+"""Arms by the words of the table."""
+
+Row = dict[str, Any]
+
+
+def difference(arm: str, value: Callable[[Row], Any], control: str = "synchronous") -> st.Array:
+    """A value of an arm's runs minus that of the control's, by seed, [N]."""
+    if not (RESULTS / FILE).exists():
+        return np.array([])
+    return np.array([value(run) - value(other) for run, other in runs(arm, control, file=FILE)])
+
+
+def end(run: Row) -> float:
+    """Accuracy behind the last step."""
+    return float(run["accuracy"][-1])
+
+
+def area(run: Row) -> float:
+    """The mean height of the curve of accuracy, by trapezoids."""
+    at, height = np.array(run["steps"], float), np.array(run["accuracy"])
+    return float(((height[1:] + height[:-1]) / 2 * np.diff(at)).sum() / at[-1])
+
+
+def at_equal_time(arm: str) -> st.Array:
+    """Ends of an arm minus the synchronous accuracy at the same seconds, [N]."""
+    found = []
+    for run, other in runs(arm, "synchronous", file=FILE):
+        clock = [sum(other["of_7b"][:step]) for step in other["steps"]]
+        found.append(end(run) - _on_line(sum(run["of_7b"]), clock, other["accuracy"]))
+    return np.array(found)
+
+
+def _on_line(at: float, clock: list[float], heights: list[float]) -> float:
+    """The height at a time, on a line between its neighbours; the last one behind it."""
+    for i in range(1, len(clock)):
+        if at <= clock[i]:
+            share = (at - clock[i - 1]) / (clock[i] - clock[i - 1])
+            return heights[i - 1] + share * (heights[i] - heights[i - 1])
+    return heights[-1]
+
+
+def verdict(arm: str) -> str:
+    """What is claimed of an arm's interval: no more than the margin only if it is of all arms before it."""
+    order = ["refilled-1", "refilled-2", "refilled-4"]
+    said = []
+    if st.bca(difference(arm, end))[1] < 0:
+        said.append("costs")
+    before = [difference(other, end) for other in order[: order.index(arm) + 1]]
+    if all(len(d) > 1 and st.bca(d)[0] > -MARGIN for d in before):
+        said.append("no more than 0.02")
+    return ", ".join(said) or "undecided"
+
+
+def learned(table: Table) -> Iterator[Cell]:
+    """Cells of the table of arms."""
+    for row in table.rows:
+        arm = WORDS[row[0]]
+        own = [run for (run,) in runs(arm, file=FILE)]
+        if not own:
+            yield from row_of_cells(row, [NOT_RUN] * (len(row) - 1), table.head)
+            continue
+        start = np.array([run["accuracy"][0] for run in own])
+        age, effective, seconds = (
+            np.mean([np.mean([v for v in run.get(name, [0]) if v is not None]) for run in own])
+            for name in ("age", "effective", "of_7b")
+        )
+        found = [
+            f"{np.mean([sum(run['tokens']) for run in own]) / 1000:.0f}",
+            f"{start.mean():.3f} to {ends(own).mean():.3f}",
+            f"{(ends(own) < start).sum()} of {len(own)}",
+            f"{age:.2f}" if "age" in own[0] else "0",
+            f"{effective:.3f}",
+            f"{seconds:.2f}",
+        ]
+        if arm == "synchronous":
+            found += ["", "", ""]
+        else:
+            equal = estimate(difference(arm, end))
+            if arm != "uncorrected-4" and equal != NOT_RUN:
+                equal += f": **{verdict(arm)}**"
+            found += [equal, estimate(at_equal_time(arm)), estimate(difference(arm, area))]
+        yield from row_of_cells(row, found, table.head)
+
+
+def without_ratio() -> str:
+    """Ends without any ratio to the sampler minus those with it."""
+    return estimate(difference("uncorrected-4", end, "refilled-4"))
+
+
+def costs(arm: str) -> str:
+    """The difference at equal steps, and what is claimed of it."""
+    d = difference(arm, end)
+    return f"{estimate(d)}, {verdict(arm)}" if len(d) > 1 else NOT_RUN
+
+
+TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {"refilled-learned": learned}
+
+NUMBERS: dict[str, Callable[[], str]] = {
+    "refilled-costs-1": lambda: costs("refilled-1"),
+    "refilled-costs-2": lambda: costs("refilled-2"),
+    "refilled-costs-4": lambda: costs("refilled-4"),
+    "refilled-without-ratio": without_ratio,
+}

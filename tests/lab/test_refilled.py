@@ -1,0 +1,269 @@
+"""The comparison of refilled rows with the synchronous run: its plan, task, clock, tables and their audit."""
+
+import json
+from dataclasses import fields, replace
+from math import ceil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load
+
+from bench.lengths import draw_lengths
+from bench.result import read_rows
+from bench.tail import nvfp4_steps
+from lab.audit import raw
+from lab.audit.cells import Cell
+from lab.audit.command import cells
+from lab.study.statistics import bca
+from lab.trained import clock, runs
+from lab.trained.chains import Chains
+from lab.trained.plan import read_plan
+from lab.writers import refilled_tables
+from qerl.lora.adapter import add_lora
+from qerl.rollout.paged.limits import ROW_COUNTS
+
+ARMS = ("synchronous", "refilled-2", "refilled-4", "refilled-1", "uncorrected-4")
+
+
+@pytest.fixture
+def folder(tiny_model, tiny_tokenizer, tmp_path):
+    model = tmp_path / "model"
+    tiny_model("llama", max_position_embeddings=1024).save_pretrained(model)
+    tiny_tokenizer.save_pretrained(model)
+    (tmp_path / "runs").mkdir()
+    return runs.Folder(tmp_path, model, tmp_path / "models")
+
+
+def test_arms_differ_in_what_the_plan_says_alone(folder, tiny_model, monkeypatch):
+    monkeypatch.setattr(runs.Folder, "packed", lambda self, rounding: self.model)
+    plan = read_plan("refilled")
+    assert plan.seeds == tuple(range(400, 416)) and tuple(plan.arms) == ("warm", *ARMS)
+    warm = runs.settings_of(plan, "warm", 403, folder, {})
+    assert warm.algorithm == "sft" and warm.weights == "nvfp4" and warm.lora_r == 16
+    folder.keep({"arm": "warm", "seed": 403})
+    add_lora(tiny_model("llama"), 16, 32, 0.0).save_pretrained(folder.of("warm", 403))
+    configs = {name: runs.settings_of(plan, name, 403, folder, {}) for name in ARMS}
+    names = {field.name for field in fields(warm)} - {"output_dir", "logging_dir"}
+    found = {arm: {name: getattr(config, name) for name in names} for arm, config in configs.items()}
+    apart = {
+        arm: {name: value for name, value in own.items() if value != found["synchronous"][name]}
+        for arm, own in found.items()
+    }
+    assert found["synchronous"]["loss_type"] == "dppo_kl" and found["synchronous"]["max_staleness"] == 0
+    assert found["synchronous"]["adapter"] == str(folder.of("warm", 403))
+    for steps in (1, 2, 4):
+        assert apart[f"refilled-{steps}"] == {"max_staleness": steps}
+    uncorrected = found["uncorrected-4"]
+    bounds = [uncorrected[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max")]
+    assert uncorrected["max_staleness"] == 4 and uncorrected["use_rollout_logprobs"] is False
+    assert np.allclose(bounds, 1.0, atol=2e-4)
+
+
+def test_problems_have_one_to_eight_lines_and_right_ones_are_right():
+    task = Chains(seed=403, train_size=256, test_size=64)
+    rows, held_out = task.train(), task.test()
+    solved = task.demonstrations()["completion"]
+    lines = [said[0]["content"].count("\n") for said in solved]
+    assert lines == rows["steps"] and {*lines} == {1, 2, 3, 4, 6, 8}
+    assert 0.2 < np.mean(np.array(lines) == 1) < 0.5
+    assert task.rewards[0](rows["prompt"], solved, answer=rows["answer"], steps=rows["steps"]) == [1.0] * 256
+    assert not {p[-1]["content"] for p in rows["prompt"]} & {p[-1]["content"] for p in held_out["prompt"]}
+
+
+def test_a_synchronous_step_takes_its_longest_sample_and_what_the_measured_one_took_beside():
+    lengths = [[5] * 60 + [40] * 4, [16] * 64]
+    found = clock.step_seconds(lengths, 8, 0)
+    measured = nvfp4_steps("rollout-7b-h200")
+    (step,) = read_rows("step-7b-lognormal-h200")
+    per_token = step["update_s"] / step["tokens"]
+    # Four samples need 3 rounds of 16 steps; up to 8 rows a decode step is not made smaller.
+    few = measured[8]
+    decode = [16e-3 * (measured[64] + 2 * few), 16e-3 * measured[64]]
+    rest = [
+        seconds - 10 * (d + per_token * sum(t)) for seconds, d, t in zip(found, decode, lengths, strict=True)
+    ]
+    assert rest[0] == pytest.approx(rest[1]) and 0 < rest[0] < step["rollout_s"]
+    whole = rest[0] + sum(
+        16e-3 * np.interp(rows, sorted(measured), [measured[n] for n in sorted(measured)])
+        for rows in _rows_by_round()
+    )
+    assert whole == pytest.approx(step["rollout_s"], rel=1e-3)
+
+
+def _rows_by_round():
+    """Rows of the step of each round of the measured rollout: the least that hold what still runs."""
+    needed = [ceil(n / 16) for n in draw_lengths("lognormal:400", 128, 1024)]
+    running = [max(8, sum(n > done for n in needed)) for done in range(max(needed))]
+    return [min(count for count in ROW_COUNTS if count >= rows) for rows in running]
+
+
+def test_refilled_steps_take_less_where_lengths_are_spread():
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(8, 96, (20, 64)).tolist()
+    alone, early = (sum(clock.step_seconds(lengths, 8, steps)) for steps in (0, 2))
+    assert early < 0.9 * alone
+    equal = [[16] * 64] * 20
+    assert clock.step_seconds(equal, 8, 2) == pytest.approx(clock.step_seconds(equal, 8, 0))
+
+
+@pytest.mark.slow
+def test_a_refilled_run_has_old_tokens_and_is_not_disturbed_by_its_scores(folder):
+    """No answer of a tiny model is right, so it learns to keep its entropy."""
+    plan = replace(read_plan("refilled"), held_out=4)
+    short = {
+        "max_completion_length": 24, "num_generations": 4, "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 1, "max_steps": 4, "learning_rate": 1e-2,
+        "entropy_coef": 1.0,
+    }  # fmt: skip
+    weights = {}
+    for every in (1, 4):
+        arms = {
+            name: replace(plan.arms[name], begins_with=None, every=every,
+                          settings={**plan.arms[name].settings, **short})
+            for name in ("synchronous", "refilled-2")
+        }  # fmt: skip
+        own = replace(folder, path=folder.path / str(every))
+        runs.run_seed(runs.Job(403, replace(plan, arms=arms), tuple(arms), own, {}))
+        found = {row["arm"]: row for row in runs.gathered(replace(plan, arms=arms, seeds=(403,)), own)}
+        assert "age" not in found["synchronous"] and len(found["synchronous"]["of_7b"]) == 4
+        stale = found["refilled-2"]
+        assert stale["steps"] == list(range(0, 5, every)) and len(stale["accuracy"]) == len(stale["steps"])
+        assert max(stale["age"]) > 0 and max(stale["oldest"]) <= 2 and max(stale["under_way"]) > 0
+        assert all(0 < longest <= 24 for longest in stale["longest"])
+        weights[every] = (own.of("refilled-2", 403) / "adapter_model.safetensors").read_bytes()
+    assert weights[1] == weights[4]
+    assert any(
+        weight.any() for name, weight in load(weights[1]).items() if "lora_B" in name
+    )  # it has learned
+
+
+def test_scores_are_of_the_weights_at_their_steps():
+    model = torch.nn.Linear(1, 1)
+    adapters = runs._Adapters(model, 2)
+    state = type("State", (), {"global_step": 0, "max_steps": 5})()
+    adapters.on_train_begin(None, state, None)
+    first = model.weight.item()
+    for step in range(1, 6):
+        state.global_step = step
+        with torch.no_grad():
+            model.weight.fill_(step)
+        adapters.on_step_end(None, state, None)
+    assert adapters.steps == [0, 2, 4, 5]
+    assert adapters.scored(lambda: model.weight.item()) == [first, 2, 4, 5]
+    assert model.weight.item() == 5
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    for where in ("bench.result", "lab.writers.refilled_tables", "lab.audit.raw", "lab.audit.refilled"):
+        monkeypatch.setattr(f"{where}.RESULTS", tmp_path)
+    raw.read.cache_clear()
+
+    def write(rows):
+        shared = {"gpu": "NVIDIA H200", "commit": "abcdef0", "date": "2026-11-28 21:00 UTC", "held_out": 512}
+        (tmp_path / "refilled-smollm2.json").write_text(json.dumps({**shared, "rows": rows}))
+        raw.read.cache_clear()
+
+    yield write
+    raw.read.cache_clear()
+
+
+def runs_of(gains, seeds=16, seconds=2.0):
+    """Runs as a result has them, of arms that end so much above the synchronous one."""
+    draw = np.random.default_rng(1)
+    found = []
+    for seed in range(400, 400 + seeds):
+        height = draw.normal(0.4, 0.05)
+        for arm, gain in gains.items():
+            curve = np.linspace(0.2, height + gain + draw.normal(0, 0.01), 6).tolist()
+            stale = {} if arm == "synchronous" else {"age": [0.5, 1.5], "oldest": [1, 2]}
+            took = [3.0 if arm == "synchronous" else seconds] * 40
+            found.append(
+                {"arm": arm, "seed": seed, "tuning": False, "steps": [*range(0, 41, 8)], "accuracy": curve}
+                | {"effective": [0.9, None, 0.8], "of_7b": took, "tokens": [2000 + seed] * 40} | stale
+            )  # fmt: skip
+    return found
+
+
+def page():
+    said = refilled_tables.TABLES["refilled-learned"]()
+    numbers = "".join(
+        f"<!-- number {n} -->{make()}<!-- / -->\n" for n, make in refilled_tables.NUMBERS.items()
+    )
+    return f"<!-- table refilled-learned -->\n{said}<!-- /table -->\n{numbers}"
+
+
+def differing(text):
+    found = list(cells(text))
+    assert all(isinstance(cell, Cell) for cell in found)
+    return [cell.where for cell in found if cell.published != cell.found], len(found)
+
+
+def test_without_results_the_pages_say_so(results):
+    assert refilled_tables.TABLES["refilled-learned"]() == (
+        "Not run yet: bench/results has no refilled-smollm2.json.\n"
+    )
+    assert {make() for make in refilled_tables.NUMBERS.values()} == {"not run"}
+    assert differing(page()) == ([], len(refilled_tables.NUMBERS))
+
+
+def test_the_table_says_what_refilled_rows_cost_at_equal_steps_and_at_equal_time(results):
+    gains = {
+        "synchronous": 0,
+        "refilled-1": 0.0,
+        "refilled-2": -0.005,
+        "refilled-4": -0.1,
+        "uncorrected-4": -0.2,
+    }
+    rows = runs_of(gains)
+    results(rows)
+    said = refilled_tables.TABLES["refilled-learned"]()
+    by_arm = {arm: [row for row in rows if row["arm"] == arm] for arm in gains}
+    ends = {arm: np.array([row["accuracy"][-1] for row in of]) for arm, of in by_arm.items()}
+    d = ends["refilled-2"] - ends["synchronous"]
+    low, high = bca(d)
+    (line,) = [line for line in said.splitlines() if line.startswith("| 2 |")]
+    assert f"| {d.mean():+.3f} ({low:+.3f} to {high:+.3f}): **no more than 0.02** |" in line
+    # After 40 steps of 2 s a synchronous run of 3 s a step is at step 26.67 of its line.
+    behind = [
+        row["accuracy"][0] + (row["accuracy"][-1] - row["accuracy"][0]) * 80 / 120
+        for row in by_arm["synchronous"]
+    ]
+    assert f"| {np.mean(ends['refilled-2'] - behind):+.3f} (" in line
+    assert f"| 96 | 0.200 to {ends['refilled-2'].mean():.3f} | 0 of 16 | 1.00 | 0.850 | 2.00 |" in line
+    (line,) = [line for line in said.splitlines() if line.startswith("| 4 |")]
+    assert ": **costs** |" in line
+    apart = ends["uncorrected-4"] - ends["refilled-4"]
+    assert refilled_tables.NUMBERS["refilled-without-ratio"]().startswith(f"{apart.mean():+.3f} (")
+    assert refilled_tables.NUMBERS["refilled-costs-4"]().endswith(", costs")
+
+
+def test_nothing_is_claimed_behind_an_arm_without_its_claim(results):
+    rows = runs_of({"synchronous": 0, "refilled-1": -0.1, "refilled-2": 0.0, "refilled-4": 0.0})
+    results(rows)
+    assert refilled_tables.verdicts() == {
+        "refilled-1": "costs", "refilled-2": "undecided", "refilled-4": "undecided"
+    }  # fmt: skip
+    said = refilled_tables.TABLES["refilled-learned"]()
+    assert "| 4, no ratio |" + 9 * " not run |" in said
+    assert differing(page())[0] == []
+
+
+def test_the_audit_finds_the_same_and_sees_what_was_changed(results):
+    gains = {
+        "synchronous": 0,
+        "refilled-1": -0.01,
+        "refilled-2": 0.004,
+        "refilled-4": -0.02,
+        "uncorrected-4": -0.3,
+    }
+    results(runs_of(gains, seconds=3.2))
+    text = page()
+    where, count = differing(text)
+    assert where == [] and count == 5 * 9 + len(refilled_tables.NUMBERS)
+    said = refilled_tables.NUMBERS["refilled-without-ratio"]()
+    changed = text.replace(said, said.replace("-", "+", 1)).replace("| 1.00 | 0.850 |", "| 1.00 | 0.851 |", 1)
+    assert differing(changed)[0] == [
+        "refilled-learned: 1, effective sample size", "refilled-without-ratio",
+    ]  # fmt: skip
