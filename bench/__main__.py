@@ -21,9 +21,9 @@ from qerl.kernels.cards import asked
 
 BENCHMARKS = (
     "rollout", "step", "context", "kernels", "bandwidth", "parity", "turns", "tail", "acceptance", "drafts",
-    "serve", "loop", "cookbook",
+    "serve", "loop", "cookbook", "demo",
 )  # fmt: skip
-WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "loop", "cookbook")
+WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "loop", "cookbook", "demo")
 """Benchmarks that measure the CPU where there is no GPU."""
 
 

@@ -74,8 +74,8 @@ class InProcess(vf.Harness):
 @functools.cache
 def _client() -> openai.AsyncOpenAI:
     """Keeps no connection: each conversation has a proxy of its own."""
-    limits = httpx.Limits(max_keepalive_connections=0)
-    return openai.AsyncOpenAI(api_key="each turn's", http_client=openai.DefaultAsyncHttpxClient(limits=limits))
+    http = openai.DefaultAsyncHttpxClient(limits=httpx.Limits(max_keepalive_connections=0))
+    return openai.AsyncOpenAI(api_key="each turn's", http_client=http)
 
 
 async def play(endpoint: EndpointOf, row: dict[str, Any]) -> float:

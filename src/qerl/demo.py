@@ -8,6 +8,7 @@ model has learned and a number does not.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,29 @@ _OF_REQUEST = (
 """Fields that mean the same in a run's settings and in an evaluation."""
 
 
-def run_demo(config: QeRLConfig, console: Console) -> int:
-    """The exit status of a demo, which prints the accuracy on `eval_samples` held-out problems before and
-    after training.
+@dataclass(frozen=True)
+class Demo:
+    """What a demo found.
+
+    Attributes:
+        before, after: Scores on the same held-out problems, of the untrained model and of the saved adapter.
+        seconds: Of all of it.
+    """
+
+    before: EvalResult
+    after: EvalResult
+    seconds: float
+
+
+def run_demo(config: QeRLConfig, console: Console) -> Demo | None:
+    """Train, and print the accuracy on `eval_samples` held-out problems before it and after it.
 
     Args:
         config: Settings of the run. Model, output folder and, on a GPU, microbatches are replaced.
         console: Shows progress and results.
+
+    Returns:
+        What was found; None if training was interrupted.
     """
     start = time.perf_counter()
     config = changed(config, {
@@ -62,12 +79,13 @@ def run_demo(config: QeRLConfig, console: Console) -> int:
     before = score_demo(config, None, console)
     run = train(config, console)
     if run.interrupted:
-        return 130
+        return None
     console.print("Scoring the saved adapter on the same problems.")
     after = score_demo(config, run.folder, console)
     _show(run.folder, before, after, console)
-    console.print(f"time: {(time.perf_counter() - start) / 60:.1f} minutes, seed {config.seed}")
-    return 0
+    found = Demo(before, after, time.perf_counter() - start)
+    console.print(f"time: {found.seconds / 60:.1f} minutes, seed {config.seed}")
+    return found
 
 
 def one_microbatch(config: QeRLConfig) -> dict[str, Any]:
