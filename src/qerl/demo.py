@@ -21,7 +21,7 @@ from qerl.agents.trajectory import Message
 from qerl.eval.policy import load
 from qerl.eval.record import EvalResult, Record
 from qerl.eval.request import Request
-from qerl.eval.run import Problems, prepare, score
+from qerl.eval.run import Job, Problems, prepare, score
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.cache import cache_folder
 from qerl.models.decide import Source
@@ -71,7 +71,7 @@ def run_demo(config: QeRLConfig, console: Console) -> Demo | None:
     """
     start = time.perf_counter()
     config = changed(config, {
-        "model": _packed(config, console),
+        "model": packed(config, console),
         "output_dir": str(_free(Path(str(config.output_dir)))),
         **(one_microbatch(config) if torch.cuda.is_available() else {}),
     })  # fmt: skip
@@ -105,7 +105,7 @@ def one_microbatch(config: QeRLConfig) -> dict[str, Any]:
     }
 
 
-def _packed(config: QeRLConfig, console: Console) -> str:
+def packed(config: QeRLConfig, console: Console) -> str:
     """The model in the settings' format; a four-bit one is quantised once and kept."""
     assert config.model is not None
     weights = config.weights or DEFAULT_FORMAT
@@ -133,11 +133,7 @@ def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> Ev
         adapter: The trained adapter; None for the untrained model.
         console: Shows progress, conversations and the result.
     """
-    assert config.model is not None and config.task is not None
-    own = {name: getattr(config, name) for name in _OF_SOURCE}
-    asked = {name: getattr(config, name) for name in _OF_REQUEST}
-    request = Request(max_tokens=config.max_completion_length, limit=config.eval_samples, **asked)
-    job = prepare(Source(config.model, adapter, **own), request, Problems(), console)
+    job = prepared(config, adapter, console)
     record = Record(adapter / "eval" if adapter else None, job.settings)
     result = score(job, load(job.loading, console), record, console)
     if job.turns:
@@ -145,6 +141,15 @@ def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> Ev
             question = problem["prompt"][-1]["content"]
             console.print(conversation(question, row["completion"]), markup=False, highlight=False)
     return result
+
+
+def prepared(config: QeRLConfig, adapter: Path | None, console: Console) -> Job:
+    """The job that scores a run's settings on `eval_samples` held-out problems; arguments as `score_demo`."""
+    assert config.model is not None and config.task is not None
+    own = {name: getattr(config, name) for name in _OF_SOURCE}
+    asked = {name: getattr(config, name) for name in _OF_REQUEST}
+    request = Request(max_tokens=config.max_completion_length, limit=config.eval_samples, **asked)
+    return prepare(Source(config.model, adapter, **own), request, Problems(), console)
 
 
 def conversation(question: str, messages: Sequence[Message]) -> str:
