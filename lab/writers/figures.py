@@ -178,7 +178,7 @@ def demo(name: str) -> str:
     return table(
         ("seed", "right answers before, %", "after, %", "minutes, both scores included"),
         lines,
-        f"Greedy, 128 held-out problems; two CPU cores per run, {newest[0]['date']}, commit "
+        f"Greedy, 128 held-out problems; two CPU cores per run, {newest[0]['date'][:10]}, commit "
         f"{newest[0]['commit']}. {files(name)}",
     )
 
