@@ -253,7 +253,7 @@ def test_recipes_of_the_package_have_names(tmp_path, monkeypatch, capsys):
 
 def test_demo_finds_its_recipe_anywhere(tmp_path, monkeypatch):
     taken = []
-    monkeypatch.setattr("qerl.demo.run_demo", lambda config, console: taken.append(config) or 0)
+    monkeypatch.setattr("qerl.demo.run_demo", lambda config, console: taken.append(config) or True)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--seed", "7"]) == 0
     assert (taken[0].task, taken[0].seed) == ("arithmetic", 7)

@@ -82,6 +82,6 @@ def test_the_demo_with_tools_has_an_environment_and_worked_turns_for_it() -> Non
 
 def test_the_flag_chooses_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr("qerl.demo.run_demo", lambda config, console: ran.append(config.environment) or 0)
+    monkeypatch.setattr("qerl.demo.run_demo", lambda config, console: ran.append(config.environment) or True)
     assert main(["demo", "--tools", "--seed", "1"]) == main(["demo"]) == 0
     assert ran == ["calculator", None]

@@ -7,13 +7,17 @@ policy is asked goes through verifiers' own proxy to the endpoint of the run.
 verifiers' harness `null` starts a program for every turn, in an environment that uv makes. For a conversation
 that needs no machine that is most of the time on two cores, so `InProcess` asks from here, with the same
 client of OpenAI. A harness that needs its program is named in `AgentConfig(harness=...)` instead, and the
-line that replaces it is left out.
+line that replaces it is left out. The client is made once: a new one reads all certificates of the system,
+which takes 30 ms of a CPU, as long as the policy's tokens of a turn. That of verifiers is made for each
+conversation, since each has a key.
 """
 
+import functools
 import itertools
 import os
 from typing import Any
 
+import httpx
 import openai
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
@@ -61,10 +65,17 @@ class InProcess(vf.Harness):
     ) -> vf.ProgramResult:
         """See `Harness.launch`."""
         assert isinstance(data.prompt, list)
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
-            messages: Any = [message_to_wire(message) for message in data.prompt]
-            await client.chat.completions.create(model=ctx.model, messages=messages)
+        client = _client().with_options(base_url=endpoint, api_key=secret)
+        messages: Any = [message_to_wire(message) for message in data.prompt]
+        await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+@functools.cache
+def _client() -> openai.AsyncOpenAI:
+    """Keeps no connection: each conversation has a proxy of its own."""
+    http = openai.DefaultAsyncHttpxClient(limits=httpx.Limits(max_keepalive_connections=0))
+    return openai.AsyncOpenAI(api_key="each turn's", http_client=http)
 
 
 async def play(endpoint: EndpointOf, row: dict[str, Any]) -> float:
@@ -92,6 +103,8 @@ async def play(endpoint: EndpointOf, row: dict[str, Any]) -> float:
                 turn = await talk.turn(value)
     finally:
         del os.environ[variable]
+    if not talk.trace.ok and "context_length_exceeded" in str(talk.trace.errors):
+        return 0.0  # it has used up its tokens without an answer
     if not talk.trace.ok:
         raise RuntimeError(f"verifiers could not finish the conversation: {talk.trace.errors}")
     return float(talk.trace.reward)

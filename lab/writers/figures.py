@@ -180,7 +180,7 @@ def demo(name: str) -> str:
     return table(
         ("seed", "right answers before, %", "after, %", "minutes, both scores included"),
         lines,
-        f"Greedy, 128 held-out problems; two CPU cores per run, {newest[0]['date']}, commit "
+        f"Greedy, 128 held-out problems; two CPU cores per run, {newest[0]['date'][:10]}, commit "
         f"{newest[0]['commit']}. {files(name)}",
     )
 
@@ -294,6 +294,11 @@ def _update_of_mixture(name: str) -> str:
     return f"{rows(name)[-1]['update_s']:.1f} s"
 
 
+def _agents(what: str) -> float:
+    """A ratio of the agents' rollout to the built-in loop's."""
+    return float(rows("agents-verifiers-cpu")[-1][what])
+
+
 def _demo_after() -> str:
     after = [found["after"] for found in _newest_demo("demo-cpu")]
     return f"{min(after):.0f} to {max(after):.0f} %"
@@ -347,6 +352,8 @@ TABLES: dict[str, Callable[[], str]] = {
 NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-7b": lambda: least_memory("7b"),
     "least-memory-32b": lambda: least_memory("32b"),
+    "agents-cpu": lambda: f"{_agents('cpu_ratio'):.2f}",
+    "agents-seconds": lambda: f"{_agents('ratio'):.1f}",
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
     "sums-before": lambda: _sums("before"),

@@ -335,7 +335,7 @@ def _demo(args: argparse.Namespace) -> int:
     from qerl.settings.recipe import load_config
 
     recipe = args.recipe or ("demo-tools" if args.tools else "demo")
-    return run_demo(load_config([recipe], _values(args.fields)), console)
+    return 0 if run_demo(load_config([recipe], _values(args.fields)), console) else 130
 
 
 def _recipes(_: argparse.Namespace) -> None:

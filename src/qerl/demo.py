@@ -8,6 +8,7 @@ model has learned and a number does not.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from qerl.agents.trajectory import Message
 from qerl.eval.policy import load
 from qerl.eval.record import EvalResult, Record
 from qerl.eval.request import Request
-from qerl.eval.run import Problems, prepare, score
+from qerl.eval.run import Job, Problems, prepare, score
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.cache import cache_folder
 from qerl.models.decide import Source
@@ -44,17 +45,33 @@ _OF_REQUEST = (
 """Fields that mean the same in a run's settings and in an evaluation."""
 
 
-def run_demo(config: QeRLConfig, console: Console) -> int:
-    """The exit status of a demo, which prints the accuracy on `eval_samples` held-out problems before and
-    after training.
+@dataclass(frozen=True)
+class Demo:
+    """What a demo found.
+
+    Attributes:
+        before, after: Scores on the same held-out problems, of the untrained model and of the saved adapter.
+        seconds: Of all of it.
+    """
+
+    before: EvalResult
+    after: EvalResult
+    seconds: float
+
+
+def run_demo(config: QeRLConfig, console: Console) -> Demo | None:
+    """Train, and print the accuracy on `eval_samples` held-out problems before it and after it.
 
     Args:
         config: Settings of the run. Model, output folder and, on a GPU, microbatches are replaced.
         console: Shows progress and results.
+
+    Returns:
+        What was found; None if training was interrupted.
     """
     start = time.perf_counter()
     config = changed(config, {
-        "model": _packed(config, console),
+        "model": packed(config, console),
         "output_dir": str(_free(Path(str(config.output_dir)))),
         **(one_microbatch(config) if torch.cuda.is_available() else {}),
     })  # fmt: skip
@@ -62,12 +79,13 @@ def run_demo(config: QeRLConfig, console: Console) -> int:
     before = score_demo(config, None, console)
     run = train(config, console)
     if run.interrupted:
-        return 130
+        return None
     console.print("Scoring the saved adapter on the same problems.")
     after = score_demo(config, run.folder, console)
     _show(run.folder, before, after, console)
-    console.print(f"time: {(time.perf_counter() - start) / 60:.1f} minutes, seed {config.seed}")
-    return 0
+    found = Demo(before, after, time.perf_counter() - start)
+    console.print(f"time: {found.seconds / 60:.1f} minutes, seed {config.seed}")
+    return found
 
 
 def one_microbatch(config: QeRLConfig) -> dict[str, Any]:
@@ -87,7 +105,7 @@ def one_microbatch(config: QeRLConfig) -> dict[str, Any]:
     }
 
 
-def _packed(config: QeRLConfig, console: Console) -> str:
+def packed(config: QeRLConfig, console: Console) -> str:
     """The model in the settings' format; a four-bit one is quantised once and kept."""
     assert config.model is not None
     weights = config.weights or DEFAULT_FORMAT
@@ -115,11 +133,7 @@ def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> Ev
         adapter: The trained adapter; None for the untrained model.
         console: Shows progress, conversations and the result.
     """
-    assert config.model is not None and config.task is not None
-    own = {name: getattr(config, name) for name in _OF_SOURCE}
-    asked = {name: getattr(config, name) for name in _OF_REQUEST}
-    request = Request(max_tokens=config.max_completion_length, limit=config.eval_samples, **asked)
-    job = prepare(Source(config.model, adapter, **own), request, Problems(), console)
+    job = prepared(config, adapter, console)
     record = Record(adapter / "eval" if adapter else None, job.settings)
     result = score(job, load(job.loading, console), record, console)
     if job.turns:
@@ -127,6 +141,15 @@ def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> Ev
             question = problem["prompt"][-1]["content"]
             console.print(conversation(question, row["completion"]), markup=False, highlight=False)
     return result
+
+
+def prepared(config: QeRLConfig, adapter: Path | None, console: Console) -> Job:
+    """The job that scores a run's settings on `eval_samples` held-out problems; arguments as `score_demo`."""
+    assert config.model is not None and config.task is not None
+    own = {name: getattr(config, name) for name in _OF_SOURCE}
+    asked = {name: getattr(config, name) for name in _OF_REQUEST}
+    request = Request(max_tokens=config.max_completion_length, limit=config.eval_samples, **asked)
+    return prepare(Source(config.model, adapter, **own), request, Problems(), console)
 
 
 def conversation(question: str, messages: Sequence[Message]) -> str:

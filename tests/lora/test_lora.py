@@ -17,6 +17,7 @@ from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import PackedLoraLinear, add_lora, load_adapter
 from qerl.lora.product import _adapter, _split_gradients
 from qerl.models.load import load_model
+from qerl.run_folder import MANIFEST_FILE
 from tests.support.plan import LINEARS
 
 IDS = torch.arange(40).reshape(2, 20)
@@ -147,6 +148,13 @@ def test_load_adapter_says_what_is_wrong(plain, tmp_path, tiny_model) -> None:
     folder = tmp_path / "adapter"
     with pytest.raises(QeRLError, match=r"There is no .*adapter_config\.json"):
         load_adapter(packed_model(plain), folder)
+    stopped = tmp_path / "run" / "checkpoint-3"
+    stopped.mkdir(parents=True)
+    (stopped / MANIFEST_FILE).write_text("{}")
+    with pytest.raises(
+        QeRLError, match=r"its run was stopped, so name its last checkpoint, .*run/checkpoint-3"
+    ):
+        load_adapter(packed_model(plain), tmp_path / "run")
     add_lora(packed_model(plain), rank=4, alpha=8, dropout=0.0).save_pretrained(folder)
     file = folder / "adapter_model.safetensors"
 

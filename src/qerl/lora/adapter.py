@@ -48,7 +48,7 @@ from qerl.families.towers import WRAPPED, of_wrapper
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.experts import leave_separate_experts, share, warn_of_merging
 from qerl.lora.product import DenseLoraLinear, PackedLoraLinear
-from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, last_checkpoint
 from qerl.seeding import derive_seed
 
 leave_separate_experts()
@@ -328,7 +328,10 @@ def adapter_file(folder: Path) -> Path:
     file = folder / ADAPTER_FILE
     for path in (folder / ADAPTER_CONFIG_FILE, file):
         if not path.is_file():
-            raise QeRLError(f"There is no {path}; give the folder of an adapter saved as safetensors.")
+            last = last_checkpoint(folder)
+            instead = f"its run was stopped, so name its last checkpoint, {last}, or go on with the run"
+            instead = instead if last else "give the folder of an adapter saved as safetensors"
+            raise QeRLError(f"There is no {path}; {instead}.")
     return file
 
 
