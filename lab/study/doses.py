@@ -8,8 +8,9 @@ over its runs and the stage's steps, so x = sqrt(KL / c) holds that distance the
 other in which the arm does not explore, stays as it is. What is printed is a part of a
 study, arms with `noise_sigma_stages` or `temperature_stages`: no controller, which would lag.
 
-Beyond small x the law fails: fit at strengths near those that are wanted, and look at `sampling/kl` of what
-runs.
+Beyond small x the law fails, so a second turn fits where the first one ends: a study of those arms on the
+same seeds, and this command without a KL, which gives each arm the dose that its name says. Look at
+`sampling/kl` of what runs afterwards.
 """
 
 import argparse
@@ -71,7 +72,14 @@ def _strength(run: RunResult, at: int, noisy: bool, base: float) -> float:
 def arms_at(
     results: Results, wanted: Sequence[float], stages: int, names: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Arms as a study's file has them: of these each that explores, at each KL; `aqn` at 0.03 is `aqn_03`."""
+    """Arms as a study's file has them: of these each that explores, at each KL; `aqn` at 0.03 is `aqn_03`.
+
+    Args:
+        results: Of the fit.
+        wanted: KLs, nats per token; none for that which each arm's name ends with, as here it would.
+        stages: How many strengths an arm gets.
+        names: The arms.
+    """
     found = {}
     usual = asdict(Arm(""))
     for name in names:
@@ -80,11 +88,15 @@ def arms_at(
             key: value for key, value in asdict(arm).items() if value != usual[key] and key not in _FITTED
         }
         runs = results.of(name)
-        for kl in wanted if runs else ():
+        base, _, digits = name.rpartition("_")
+        if not wanted and not digits.isdecimal():
+            continue
+        for kl in wanted or [float(f"0.{digits}")] if runs else ():
             strengths = stages_of(runs, kl, stages)
             if strengths is not None:
                 key = "noise_sigma_stages" if arm.noise else "temperature_stages"
-                found[f"{name}_{f'{kl:f}'.rstrip('0').partition('.')[2]}"] = kept | {key: strengths}
+                of = name if wanted else base
+                found[f"{of}_{f'{kl:f}'.rstrip('0').partition('.')[2]}"] = kept | {key: strengths}
     return found
 
 
@@ -103,7 +115,9 @@ def main(arguments: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m lab doses", description=__doc__.split("\n")[0])
     parser.add_argument("results", type=Path, help="a study's results.json.gz")
-    parser.add_argument("kl", type=float, nargs="+", help="nats per token, below 1")
+    parser.add_argument(
+        "kl", type=float, nargs="*", help="nats per token, below 1; without one that of each arm's name"
+    )
     parser.add_argument("--stages", type=int, default=5)
     parser.add_argument("--arms", nargs="+", help="of the study; all that explore")
     args = parser.parse_args(arguments)

@@ -55,3 +55,19 @@ def test_the_command_prints_arms_that_a_study_takes(tmp_path, capsys):
     assert list(yaml.safe_load(capsys.readouterr().out)["arms"]) == ["heat_01"]
     with pytest.raises(QeRLError, match="has no arm x; it has none, aqn, heat"):
         doses.main([str(tmp_path / "results.json.gz"), "0.01", "--arms", "x"])
+
+
+def test_a_second_turn_fits_each_arm_at_the_dose_of_its_name(tmp_path, capsys):
+    """Beyond small strengths the law fails: here the KL is twice as large as the first turn thought."""
+    arms = {"none": None, "aqn_04": {"noise": True, "noise_sigma_stages": [0.0, 0.2]},
+            "heat_003": {"temperature_stages": [1.0, 1.1]}}  # fmt: skip
+    study = tiny_study(arms=arms, steps=4, comparisons={})
+    kinds = (("none", [0.0] * 4, LAW), ("aqn_04", [0.0, 0.0, 0.2, 0.2], [0.0, 0.0, 4.0, 4.0]),
+             ("heat_003", [0.0, 0.0, 0.1, 0.1], [0.0, 0.0, 0.75, 0.75]))  # fmt: skip
+    runs = [a_run(study.arms[name], strength, law[:4]) for name, strength, law in kinds]
+    write_results(Results(study, runs), tmp_path / "results.json.gz")
+    doses.main([str(tmp_path / "results.json.gz"), "--stages", "2"])
+    assert yaml.safe_load(capsys.readouterr().out)["arms"] == {
+        "aqn_04": {"noise": True, "noise_sigma_stages": [0.0, 0.1]},
+        "heat_003": {"temperature_stages": [1.0, pytest.approx(1 + (0.003 / 0.75) ** 0.5, abs=1e-3)]},
+    }
