@@ -320,6 +320,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "before-after": before_after,
     "demo": lambda: demo("demo-cpu"),
     "demo-tools": lambda: demo("demo-tools-cpu"),
+    "demo-verifiers": lambda: demo("demo-verifiers-cpu"),
     "turns": lambda: turn_tables.kept("turns-smollm2-cpu"),
     "turns-gpu": lambda: turn_tables.on_gpu("turns-smollm2-h200"),
     "memory": memory,

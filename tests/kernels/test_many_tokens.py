@@ -5,6 +5,7 @@ import torch
 
 from bench.products import dequantised
 from bench.random_weights import random_tiles
+from qerl.kernels.cards import CARDS
 from qerl.kernels.weights import nvfp4
 from qerl.kernels.weights.packed_gemm import MAX_TOKENS
 from qerl.kernels.weights.tiles import TILE
@@ -32,3 +33,14 @@ def test_many_tokens_are_multiplied_without_quack(without_quack):
     scale_N = product.scale_L.repeat_interleave(TILE)
     expected = x_TK.double() @ dequantised(stack.tiles).T * scale_N
     torch.testing.assert_close(product.out_STN[0].double() * scale_N, expected, rtol=1e-2, atol=1e-1)
+
+
+def test_a_card_that_quack_knows_is_told_once_that_it_is_missing(monkeypatch, caplog):
+    monkeypatch.setattr(nvfp4, "has_module", lambda name: False)
+    device, other = torch.device("cuda", 14), torch.device("cuda", 15)
+    cards = {device: CARDS[9, 0], other: CARDS[8, 0]}
+    monkeypatch.setattr(nvfp4, "card_of", cards.get)
+    nvfp4.quack_runs.cache_clear()
+    assert not any(nvfp4.quack_runs(each) for each in (device, device, other))
+    assert ["quack-kernels is not installed" in record.message for record in caplog.records] == [True]
+    nvfp4.quack_runs.cache_clear()

@@ -9,6 +9,7 @@ product.
 Shapes: T tokens, N outputs, K inputs, L stacked linears.
 """
 
+import logging
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -31,6 +32,8 @@ from qerl.kernels.weights.packed_gemm import (
 from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 from qerl.kernels.weights.tiles import Tiles
 from qerl.kernels.workspace import workspace
+
+logger = logging.getLogger(__name__)
 
 # By padded tokens, with wgmma. Microseconds of gate_up and down of 32B, beside what other tilings took: on an
 # H100, at 128 tokens on an H200.
@@ -90,8 +93,15 @@ def tiling_for(tokens: int, card: Card, shape: tuple[int, int]) -> Tiling:
 
 @cache
 def quack_runs(device: torch.device) -> bool:
-    """Whether quack-kernels multiplies many tokens on this device."""
-    return card_of(device).quack and has_module("quack")
+    """Whether quack-kernels multiplies many tokens here; warns once where it could and is missing."""
+    has_kernels, installed = card_of(device).quack, has_module("quack")
+    if has_kernels and not installed:
+        logger.warning(
+            "quack-kernels is not installed, so products of more than %d tokens dequantise their weight, and "
+            "rollouts of more rows than that are slower than smaller ones; install the extra `gpu`.",
+            MAX_TOKENS,
+        )
+    return has_kernels and installed
 
 
 @dataclass(eq=False)
