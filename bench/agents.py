@@ -5,8 +5,9 @@
 
 Both recipes are played by turns on the same held-out problems and the untrained model, with the samples of a
 group and the lengths of their recipes, after one rollout of each that imports and connects. The processor's
-time, of all threads, is given as well: that of a machine that does other things. What is drawn differs, as
-seeds of agents follow from what they ask, so tokens are given too.
+time, of all threads of this process, is given as well: that of a machine that does other things, without the
+programs that an agent starts. What is drawn differs, as seeds of agents follow from what they ask, so tokens
+are given too, and ratios of the times for each of them.
 """
 
 import argparse
@@ -21,12 +22,20 @@ from rich.console import Console
 
 from bench.result import Row, write_result
 from qerl.demo import packed, prepared
+from qerl.errors import QeRLError
 from qerl.eval.policy import Policy, load
 from qerl.eval.run import Job
 from qerl.eval.sampling import conversations_of, in_conversations
 from qerl.rollout.engine import SamplingParams
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import changed, load_config
+
+
+ALIKE = (
+    "model", "weights", "rounding", "task", "task_options", "num_generations", "max_completion_length",
+    "temperature",
+)  # fmt: skip
+"""Settings in which two recipes have to agree, so that their rollouts are the same work."""
 
 
 class Way:
@@ -66,20 +75,31 @@ def rows(args: argparse.Namespace, console: Console) -> Iterator[Row]:
     """A row for the built-in loop and one for the agents, with their ratio to it."""
     names = (args.beside, args.recipe)
     configs = [load_config([name], {"eval_samples": args.prompts}) for name in names]
+    for name in ALIKE:
+        one, other = (getattr(config, name) for config in configs)
+        if one != other:
+            raise QeRLError(
+                f"{name} is {other!r} in {args.recipe} and {one!r} in {args.beside}; give both recipes the same."
+            )
     configs = [changed(config, {"model": packed(config, console)}) for config in configs]
     jobs = [prepared(config, None, console) for config in configs]
     policy = load(jobs[0].loading, console)
     ways = [Way(config, job, policy) for config, job in zip(configs, jobs, strict=True)]
     taken = [[way.play(repeat) for way in ways] for repeat in range(args.repeats + 1)][1:]
-    loop: Row = {}
+    loop: dict[str, float] = {}
     for name, config, runs in zip(names, configs, zip(*taken, strict=True), strict=True):
         seconds, cpu = (statistics.median(run[key] for run in runs) for key in ("seconds", "cpu_seconds"))
-        loop = loop or {"seconds": seconds, "cpu_seconds": cpu}
+        of_token = {
+            key: statistics.median(run[key] / run["drawn_tokens"] for run in runs)
+            for key in ("seconds", "cpu_seconds")
+        }
+        loop = loop or of_token
         yield {
             "recipe": name, "environment": config.environment, "prompts": args.prompts,
             "samples": config.num_generations, "max_completion_length": config.max_completion_length,
             "seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2),
-            "ratio": round(seconds / loop["seconds"], 3), "cpu_ratio": round(cpu / loop["cpu_seconds"], 3),
+            "ratio": round(of_token["seconds"] / loop["seconds"], 3),
+            "cpu_ratio": round(of_token["cpu_seconds"] / loop["cpu_seconds"], 3),
             "drawn_tokens": [run["drawn_tokens"] for run in runs],
             "failed": sum(run["failed"] for run in runs),
             "runs": [{key: round(run[key], 2) for key in ("seconds", "cpu_seconds")} for run in runs],
@@ -109,7 +129,7 @@ def main(arguments: list[str]) -> None:
         found.append(row)
         print(
             f"{row['recipe']}: {row['seconds']} s a rollout ({row['cpu_seconds']} of the CPU), "
-            f"{row['ratio']} of the loop's ({row['cpu_ratio']}), {row['drawn_tokens']} tokens drawn, "
+            f"{row['ratio']} of the loop's for each token ({row['cpu_ratio']}), {row['drawn_tokens']} drawn, "
             f"{row['failed']} failed",
             flush=True,
         )

@@ -152,7 +152,7 @@ def test_load_adapter_says_what_is_wrong(plain, tmp_path, tiny_model) -> None:
     stopped.mkdir(parents=True)
     (stopped / MANIFEST_FILE).write_text("{}")
     with pytest.raises(
-        QeRLError, match=r"its run was stopped, so name its last checkpoint, .*run/checkpoint-3"
+        QeRLError, match=r"its run has not ended, so name its last checkpoint, .*run/checkpoint-3"
     ):
         load_adapter(packed_model(plain), tmp_path / "run")
     add_lora(packed_model(plain), rank=4, alpha=8, dropout=0.0).save_pretrained(folder)

@@ -329,8 +329,11 @@ def adapter_file(folder: Path) -> Path:
     for path in (folder / ADAPTER_CONFIG_FILE, file):
         if not path.is_file():
             last = last_checkpoint(folder)
-            instead = f"its run was stopped, so name its last checkpoint, {last}, or go on with the run"
-            instead = instead if last else "give the folder of an adapter saved as safetensors"
+            instead = (
+                f"its run has not ended, so name its last checkpoint, {last}, or go on with the run"
+                if last
+                else "give the folder of an adapter saved as safetensors"
+            )
             raise QeRLError(f"There is no {path}; {instead}.")
     return file
 
