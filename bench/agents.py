@@ -30,7 +30,6 @@ from qerl.rollout.engine import SamplingParams
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import changed, load_config
 
-
 ALIKE = (
     "model", "weights", "rounding", "task", "task_options", "num_generations", "max_completion_length",
     "temperature",
@@ -79,7 +78,7 @@ def rows(args: argparse.Namespace, console: Console) -> Iterator[Row]:
         one, other = (getattr(config, name) for config in configs)
         if one != other:
             raise QeRLError(
-                f"{name} is {other!r} in {args.recipe} and {one!r} in {args.beside}; give both recipes the same."
+                f"{name} is {other!r} in {args.recipe} and {one!r} in {args.beside}; give both the same."
             )
     configs = [changed(config, {"model": packed(config, console)}) for config in configs]
     jobs = [prepared(config, None, console) for config in configs]

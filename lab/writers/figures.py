@@ -354,7 +354,6 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-7b": lambda: least_memory("7b"),
     "least-memory-32b": lambda: least_memory("32b"),
     "agents-cpu": lambda: f"{_agents('cpu_ratio'):.2f}",
-    "agents-seconds": lambda: f"{_agents('ratio'):.1f}",
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
     "sums-before": lambda: _sums("before"),

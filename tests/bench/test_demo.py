@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench import agents, demo
+from qerl.cli import main
 from qerl.demo import Demo
+from qerl.errors import QeRLError
 from qerl.eval.policy import Policy
 from qerl.models.decide import Loading
 from qerl.models.hub import LocalModel
@@ -30,6 +33,8 @@ import openai
 def play(endpoint, row):
     client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
     said = client.chat.completions.create(model=endpoint.model, messages=row["prompt"])
+    if {raises}:
+        raise ValueError("it fails")
     return float(len(said.choices[0].message.content))
 """
 
@@ -72,7 +77,7 @@ def test_agents_and_the_loop_play_the_same_problems(tmp_path, monkeypatch):
     monkeypatch.setattr("qerl.eval.run.decide", lambda source, choices: loading)
     monkeypatch.setattr(agents, "load", lambda loading, console: policy)
     for name, text in (("agent.py", AGENT), ("a.yaml", RECIPE), ("loop.yaml", LOOP)):
-        (tmp_path / name).write_text(text.format(folder=tmp_path) if name != "agent.py" else text)
+        (tmp_path / name).write_text(text.format(folder=tmp_path, raises=False))
     out = tmp_path / "found.json"
     beside = ["--beside", str(tmp_path / "loop.yaml"), "--prompts", "3", "--repeats", "1"]
     agents.main([str(tmp_path / "a.yaml"), *beside, "--out", str(out)])
@@ -81,3 +86,21 @@ def test_agents_and_the_loop_play_the_same_problems(tmp_path, monkeypatch):
     assert led["seconds"] > loop["seconds"] and led["ratio"] > 1
     assert len(set(prompts)) == 3, "both play the same three problems, token by token"
     assert led["drawn_tokens"] == loop["drawn_tokens"] and led["drawn_tokens"][0] > 0
+
+    (tmp_path / "agent.py").write_text(AGENT.format(raises=True))
+    agents.main([str(tmp_path / "a.yaml"), *beside, "--out", str(out)])
+    assert [row["failed"] for row in json.loads(out.read_text())["rows"]] == [0, 6]
+
+    other = LOOP.format(folder=tmp_path).replace("num_generations: 2", "num_generations: 4")
+    (tmp_path / "loop.yaml").write_text(other)
+    with pytest.raises(QeRLError, match=r"num_generations is 2 in .*a.yaml and 4 in .*loop.yaml"):
+        agents.main([str(tmp_path / "a.yaml"), *beside])
+
+
+def test_an_interrupted_demo_is_said_and_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "run_demo", lambda config, console: None)
+    with pytest.raises(QeRLError, match="interrupted; its row is not written"):
+        demo.main(["demo", "--out", str(tmp_path / "found.json")])
+    assert not (tmp_path / "found.json").exists()
+    monkeypatch.setattr("qerl.demo.run_demo", lambda config, console: None)
+    assert main(["demo"]) == 130

@@ -238,7 +238,7 @@ def priors(tmp_path_factory):
         of = pretraining.Pretraining(**ONE_LAYER, steps=400, batch=80, warmup=30, learning_rate=6e-3)
         run = pretraining.train(of, tmp_path_factory.mktemp("testbed"), CPU, 1e9, False, print)
         cells = (("chain", 2, 1.0), ("chain", 2, 0.1), ("chain", 3, 0.1), ("chain", 3, 0.01))
-        return measure.measure(run.model.eval(), 32, 500, cells=cells)
+        return measure.measure(run.model.eval(), 32, 2000, cells=cells)
 
 
 @pytest.mark.slow
