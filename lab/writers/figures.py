@@ -299,6 +299,11 @@ def _agents(what: str) -> float:
     return float(rows("agents-verifiers-cpu")[-1][what])
 
 
+def _step_refilled(max_staleness: int) -> str:
+    """Seconds of a whole step whose rows are refilled."""
+    return f"{rows(f'step-7b-refilled-{max_staleness}-h200')[-1]['total_s']:.1f} s"
+
+
 def _demo_after() -> str:
     after = [found["after"] for found in _newest_demo("demo-cpu")]
     return f"{min(after):.0f} to {max(after):.0f} %"
@@ -353,6 +358,8 @@ TABLES: dict[str, Callable[[], str]] = {
 NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-7b": lambda: least_memory("7b"),
     "least-memory-32b": lambda: least_memory("32b"),
+    "step-refilled-0": lambda: _step_refilled(0),
+    "step-refilled-2": lambda: _step_refilled(2),
     "agents-cpu": lambda: f"{_agents('cpu_ratio'):.2f}",
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
