@@ -114,11 +114,12 @@ def test_what_waits_for_memory_is_tried_again_when_samples_end(starts):
     assert starts == [(0, [200, 270], False), (2, [40] * 3, True), (1, [40] * 3, False)]
 
 
-def test_those_that_come_later_do_not_keep_a_large_one_waiting(monkeypatch, starts):
-    """One arrives in every round, and a small one takes six."""
+@pytest.mark.parametrize("overdue", [nothing_overdue, lambda: lambda: None], ids=["", "paused"])
+def test_those_that_come_later_do_not_keep_a_large_one_waiting(monkeypatch, starts, overdue):
+    """One arrives in every round, and a small one takes six; also with a pause behind each."""
     monkeypatch.setattr("qerl_serve.sampling.MAX_JOINERS", 4)
     arrivals = [[asked(LARGE)], *([asked(SMALL, seed=seed)] for seed in range(100))]
-    found = answers(made(**BESIDE), [asked(SMALL)], arrivals)
+    found = answers(made(**BESIDE), [asked(SMALL)], arrivals, overdue)
     assert found == {number: [300 if number == 1 else 40] for number in range(102)}
     begun = [limit for _, limits, refused in starts if not refused for limit in limits]
     assert begun.index(300) == 5  # behind the first and four that joined
