@@ -77,6 +77,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         if running.started:
             break
         time.sleep(0.05)
+    assert running.started
     yield f"openenv:http://127.0.0.1:{port}"
     running.should_exit = True
     thread.join(timeout=10)

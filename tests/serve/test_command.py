@@ -111,19 +111,9 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
         "qerl_serve.server.Server.run",
         lambda self, listening: served.append((self.clients.limits, self.keys)),
     )
-    words = [
-        "--resident",
-        "5",
-        "--max_models",
-        "6",
-        "--max_rank",
-        "7",
-        "--held_gb",
-        "0.5",
-        "--pause_after",
-        "3",
-    ]
-    words += ["--served_name", "Qwen/Qwen3-8B", "--adapter", "mine=a/b", "--adapter", "c"]
+    words = ["--resident", "5", "--max_models", "6", "--max_rank", "7", "--held_gb", "0.5"]
+    words += ["--pause_after", "3", "--served_name", "Qwen/Qwen3-8B"]
+    words += ["--adapter", "mine=a/b", "--adapter", "c"]
     keys = tmp_path / "keys.yaml"
     keys.write_text("alice: {key: tml-of-alice-0123456789, share: 0.5}\n")
     keys.chmod(0o600)

@@ -13,6 +13,8 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
+from qerl_serve.futures import Future
+from qerl_serve.line import Job
 from tests.support.wire import BASE, PATIENCE_S, FakeBackend, RunningServer
 
 
@@ -134,6 +136,42 @@ def test_a_worker_that_breaks_ends_the_server(tmp_path: Path):
         server.server.clients.queue.call(lambda _: None)
         server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive() and "ZeroDivisionError" in str(server.ended)
+
+
+def test_a_worker_that_breaks_in_a_pause_ends_the_server_and_tells_the_update(tmp_path: Path):
+    """As the backend does that hides from the batch what its pause raised."""
+    rounds, tried = threading.Event(), []
+
+    class Hides(FakeBackend):
+        def sample(self, requests, arrived, overdue):
+            rounds.set()
+            while (work := overdue()) is None:
+                time.sleep(0.001)
+            try:
+                work()
+            except Exception as error:
+                tried.append(error)
+            yield from enumerate(map(self._answer, requests))
+
+        def drop_gradients(self, model_id):
+            raise ZeroDivisionError("a defect")
+
+    with RunningServer(Hides(tmp_path), pause_s=0.0) as server:
+        model, sampler = server.session()
+        server.sample(sampler)
+        assert rounds.wait(PATIENCE_S)
+        future = Future("m:0", "forward_backward", model)
+        queue = server.server.clients.queue
+        queue.add_line("m")
+
+        def run(backend):
+            raise QeRLError("a mistake")
+
+        server.server.clients.futures.add(future)
+        queue.submit("m", None, lambda request_id, line: Job(future, run))
+        server.thread.join(PATIENCE_S)
+        assert not server.thread.is_alive() and "ZeroDivisionError" in str(server.ended)
+        assert len(tried) == 1 and "ZeroDivisionError" in future.outcome.error
 
 
 def test_a_server_that_is_told_to_end_does_not_wait_for_samples(tmp_path: Path):

@@ -114,11 +114,12 @@ def test_what_waits_for_memory_is_tried_again_when_samples_end(starts):
     assert starts == [(0, [200, 270], False), (2, [40] * 3, True), (1, [40] * 3, False)]
 
 
-def test_those_that_come_later_do_not_keep_a_large_one_waiting(monkeypatch, starts):
-    """One arrives in every round, and a small one takes six."""
+@pytest.mark.parametrize("overdue", [nothing_overdue, lambda: lambda: None], ids=["", "paused"])
+def test_those_that_come_later_do_not_keep_a_large_one_waiting(monkeypatch, starts, overdue):
+    """One arrives in every round, and a small one takes six; also with a pause behind each."""
     monkeypatch.setattr("qerl_serve.sampling.MAX_JOINERS", 4)
     arrivals = [[asked(LARGE)], *([asked(SMALL, seed=seed)] for seed in range(100))]
-    found = answers(made(**BESIDE), [asked(SMALL)], arrivals)
+    found = answers(made(**BESIDE), [asked(SMALL)], arrivals, overdue)
     assert found == {number: [300 if number == 1 else 40] for number in range(102)}
     begun = [limit for _, limits, refused in starts if not refused for limit in limits]
     assert begun.index(300) == 5  # behind the first and four that joined
@@ -190,19 +191,38 @@ def test_a_session_that_fails_does_not_fail_what_waits_for_memory(monkeypatch, s
     assert [refused for _, _, refused in starts] == [False, True, False]
 
 
+def test_who_has_no_memory_after_a_pause_is_refused_and_the_others_go_on():
+    """Of 40 blocks others take 32 in the first pause; what was drawn is not drawn again."""
+    engine, said = made(40), []
+    say = engine.say
+    engine.say = lambda row, so_far: said.append(len(row.prompt)) or say(row, so_far)
+
+    def take():
+        engine.others = 32
+
+    pauses = iter([None, take])
+    requests = [asked(LARGE), asked(SMALL, num_samples=2), *(asked(SMALL, seed=n) for n in (1, 2))]
+    found = answers(engine, requests, overdue=lambda: next(pauses, None))
+    assert isinstance(found.pop(0), QeRLError)
+    assert found == {1: [40] * 2, 2: [40], 3: [40]}
+    assert said.count(40) == 4 * 6, "rounds of seven tokens for each sample"
+
+
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("paused", [0.0, 0.3])
 def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, paused, monkeypatch):
-    """Also if it is paused, and others take memory then and give it back."""
+    """Also if it is paused, and others take memory then and give it back; who fits alone beside the most that
+    they ever take is served, and who fits only without them may be."""
     rng = random.Random(seed)
     monkeypatch.setattr("qerl_serve.sampling.MAX_JOINERS", rng.choice((1, 3, 64)))
     blocks = rng.randint(6, 30)
     share = rng.choice((blocks, rng.randint(4, blocks)))
     most = rng.randint(0, 8) if paused else 0  # blocks of others
-    engine = made(blocks + most, rows=rng.choice((1, 3, 64)), share=share, steps=rng.randint(0, 8))
+    short = rng.choice((0, rng.randint(1, 8))) if paused else 0  # of them on which the engine counts
+    engine = made(blocks + most - short, rows=rng.choice((1, 3, 64)), share=share, steps=rng.randint(0, 8))
 
     def others():
-        assert engine.parts.cache.given_up
+        assert engine.parts.cache.given_up or not engine.parts.cache.held_bytes
         engine.others = rng.randint(0, most)
 
     def some(most):
@@ -223,7 +243,9 @@ def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, paused
     assert sorted(found) == list(range(len(found))) and len(requests) <= len(found) <= len(given)
     for number, result in found.items():
         each = given[number]
-        if blocks_of(len(each.prompt), each.max_tokens) <= share:
-            assert result == [each.max_tokens] * each.num_samples
-        else:
+        needed = blocks_of(len(each.prompt), each.max_tokens)
+        all_samples = [each.max_tokens] * each.num_samples
+        if needed <= min(share, blocks - short):
+            assert result == all_samples
+        elif needed > share or result != all_samples:
             assert isinstance(result, QeRLError) and "one sequence needs" in str(result)

@@ -88,11 +88,51 @@ def test_a_pause_after_each_round_changes_nothing_and_holds_nothing(tmp_path, op
         assert not held()
         assert backend._seats.model.active_adapter == "default", "no policy is lent"
         assert not any(parameter.requires_grad for parameter in backend._seats.model.parameters())
-        assert torch.is_grad_enabled() and backend._base.engine._last.session.prefilled_tokens
+        session = backend._base.engine._last.session  # None between two sessions
+        assert torch.is_grad_enabled() and (session is None or session.prefilled_tokens)
 
     pauses = Pauses(look)
     same(sampled(backend, asked, late, pauses), expected)
     assert pauses.count > 10
+
+
+def test_a_session_that_cannot_go_on_is_begun_again_with_what_was_drawn(tmp_path, monkeypatch):
+    """As for want of memory, in every other pause; who listens is told of each token once."""
+    backend = trained(tmp_path)
+    key, told, enter, refused = backend.save_for_sampler("a", None), {}, PortableEngine.session, []
+
+    def tell(index, tokens):
+        told.setdefault(index, []).extend(tokens)
+
+    asked = [request(key, prompt, 1, 20, num_samples=2, stop_token_ids=()) for prompt in PROMPTS]
+    asked.append(request(key, PROMPTS[0], 2, 30, num_samples=3, stop_token_ids=(), told=tell))
+    late = [[], [request(key, (7, 7), 4, 5)]]
+    expected, once = sampled(backend, asked, late), told.copy()
+    told.clear()
+
+    def session(engine, *args, going_on=None, **options):
+        if going_on is not None and pauses.count % 2:
+            refused.append(going_on)
+            raise QeRLError("not enough memory")
+        return enter(engine, *args, going_on=going_on, **options)
+
+    monkeypatch.setattr(PortableEngine, "session", session)
+    pauses = Pauses(every=3)
+    same(sampled(backend, asked, late, pauses), expected)
+    assert len(refused) > 3 and told == once and sorted(map(len, told.values())) == [29] * 3
+
+
+def test_work_is_also_done_between_sessions_of_one_round(tmp_path):
+    """As of several policies, or where prompts alone are scored."""
+    backend = trained(tmp_path)
+    keys = [backend.sampler("tiny"), backend.save_for_sampler("a", None)]
+    train(backend)
+    keys.append(backend.save_for_sampler("a", None))
+    asked = [request(key, PROMPTS[0], 1, 1, prompt_logprobs=True) for key in keys]
+    expected, done = sampled(backend, asked), []
+    pauses = Pauses(lambda: (done.append(not held()), train(backend)))
+    same(sampled(backend, asked, overdue=pauses), expected)
+    assert done == [True] * 2
 
 
 def test_an_update_in_a_pause_is_the_one_that_it_is_alone(tmp_path):
@@ -276,7 +316,9 @@ def test_a_client_that_ends_its_session_ends_its_paused_rollout(tmp_path, steps)
         updates.backend.forward_backward = ends
         assert update(updates, model, 1) > 0
         batches = updates.server.metrics.registry.get_sample_value
+        deadline = time.monotonic() + 30
         while batches("qerl_sample_batch_requests_count") != 1:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         assert steps.count < 10, "of 400"
         assert updates.server.clients.futures.get(asked) is None

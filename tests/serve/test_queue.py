@@ -268,6 +268,7 @@ def test_a_batch_is_paused_for_an_update_that_it_has_kept_waiting(monkeypatch: p
     assert not queue.update_overdue()
     now += 5.0
     assert queue.update_overdue()
+    assert not queue.take_samples() and not queue.update_overdue(), "another batch"
 
 
 class InRounds(FakeBackend):

@@ -73,8 +73,7 @@ def mismatch(mode, mask, sampler=SAMPLER):
 
 
 def logged_of(own, gather=alone):
-    found = gathered([own], gather)
-    policy_loss.mismatch_metrics(found, 1.0)
+    found = policy_loss.mismatch_metrics(gathered([own], gather), 1.0)
     return {name: value for name, (value,) in found.items()}
 
 
@@ -127,3 +126,13 @@ def test_mismatch_adds_over_processes(mode):
 def test_nothing_computed_is_not_zero():
     logged = logged_of(mismatch("token_mask", torch.zeros_like(MASK)))
     assert all(math.isnan(value) for value in logged.values())
+
+
+def test_a_trainer_that_diverged_is_seen_in_the_extremes(monkeypatch):
+    trainer = TRAINER.clone()
+    trainer[0, 0] = math.nan
+    monkeypatch.setitem(globals(), "TRAINER", trainer)
+    assert math.isnan(logged_of(mismatch("token_truncate", MASK))["sampling/sampling_logp_difference/max"])
+    trainer[0, 0] = math.inf
+    logged = logged_of(mismatch("token_truncate", MASK))
+    assert logged["sampling/ratio/max"] == logged["sampling/sampling_logp_difference/max"] == math.inf

@@ -21,8 +21,8 @@ def reported(rank, loss):
         "mean": Metric.mean(values, counted),
         "mean or nothing": Metric.mean(values, counted, of_nothing=NAN),
         "sum": Metric.sum(values),
-        "least": Metric.least(shares),
-        "largest": Metric.largest(shares),
+        "least": Metric.least(shares, ~shares.isnan()),
+        "largest": Metric.largest(shares, ~shares.isnan()),
     }
 
 
@@ -63,3 +63,14 @@ def test_a_mean_stays_infinite(infinite):
     values = torch.tensor([infinite, NAN, 1.0])
     metric = Metric.mean(values, ~values.isnan())
     assert gathered([{"policy_loss": metric}], lambda own: own) == {"policy_loss": [infinite]}
+
+
+def test_an_infinite_extreme_is_not_one_of_nothing():
+    values, all_of_them = torch.tensor([1.0, math.inf, -math.inf]), torch.tensor([True] * 3)
+    for metric, expected in (
+        (Metric.largest(values, all_of_them), math.inf),
+        (Metric.least(values, all_of_them), -math.inf),
+        (Metric.largest(torch.tensor([1.0, NAN]), all_of_them[:2]), NAN),
+        (Metric.least(values, ~all_of_them), NAN),
+    ):
+        assert metric.value(metric.parts[None]) == pytest.approx(expected, nan_ok=True)

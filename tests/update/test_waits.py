@@ -79,7 +79,7 @@ def test_an_update_waits_for_nothing(trainer, monkeypatch, options):
     assert loss.is_meta
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     assert trained and all(p.grad is not None and p.grad.is_meta for p in trained)
-    reported = trainer.updates._losses
+    reported = trainer.updates._reports
     assert len(reported) == len(microbatches) + 1, "one of each loss, and what trainer and sampler differ in"
     assert all(metric.parts.is_meta for metrics in reported for metric in metrics.values())
 

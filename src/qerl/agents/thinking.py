@@ -4,10 +4,12 @@ A model that thinks writes its thoughts between two tokens of its own, ``<think>
 which that block is still open when the budget is spent is interrupted, the closing text is written, and the
 policy goes on within its limits. The closing is masked, as any text of others is: the loss trains the
 thoughts that were cut short and the answer that followed.
+
+Runs and evaluations ask for the budget beside texts that end a turn; `stops_of` makes the stops of both.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -96,8 +98,21 @@ def thinking_of(stops: Sequence[Stop]) -> ThinkingBudget | None:
     return next((stop for stop in stops if isinstance(stop, ThinkingBudget)), None)
 
 
-def stops_of(asked: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop, ...]:
-    """What ends or interrupts turns beside stop tokens, by settings of the recipe's names.
+class StopSettings(Protocol):
+    """Settings that say what ends or interrupts turns, by the names that recipes have for them."""
+
+    @property
+    def stop_strings(self) -> Sequence[str] | None: ...
+
+    @property
+    def thinking_budget(self) -> int | None: ...
+
+    @property
+    def thinking_end(self) -> str | None: ...  # None only without a budget
+
+
+def stops_of(asked: StopSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop, ...]:
+    """What ends or interrupts turns beside stop tokens.
 
     Raises:
         QeRLError: There is a budget of thinking and the model does not think.
@@ -106,5 +121,6 @@ def stops_of(asked: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop, ...]
     if asked.stop_strings:
         stops.append(StopStrings(tokenizer, asked.stop_strings))
     if asked.thinking_budget is not None:
+        assert asked.thinking_end is not None
         stops.append(ThinkingBudget(tokenizer, asked.thinking_budget, asked.thinking_end))
     return tuple(stops)

@@ -410,13 +410,13 @@ class RolloutEngine(ABC):
             "itself."
         )
 
-    def release(self) -> None:  # noqa: B027 - most engines hold nothing
+    def release(self) -> None:  # noqa: B027 - an engine may hold nothing
         """Free the memory that only `generate` and sessions need; the next call takes it back."""
 
-    def pause(self) -> None:  # noqa: B027 - as above
+    def pause(self) -> None:  # noqa: B027 - an engine may need all that it holds
         """Free of that memory what the last session can go on without; keys and values stay."""
 
-    def reset(self) -> None:  # noqa: B027 - as above
+    def reset(self) -> None:  # noqa: B027 - an engine may keep nothing of earlier calls
         """Free all that was sized by earlier calls, so that the next is computed as the first one of a new
         process would be."""
 

@@ -183,7 +183,7 @@ class UpdateStep:
             make_room=make_room,
         )
         self._entropy_coef, self._last_entropy = args.entropy_coef, torch.inf  # of the step before
-        self._losses: list[Metrics] = []
+        self._reports: list[Metrics] = []
         self._rollout_entropy = torch.nan
 
     def run(self, model: nn.Module, microbatches: Sequence[Microbatch], step: int) -> torch.Tensor:
@@ -251,7 +251,7 @@ class UpdateStep:
         computed_BC: torch.Tensor,
     ) -> None:
         """Keep what is to be logged of a step; nothing is read from the device."""
-        self._losses = [reports[at][1] for at in range(len(microbatches))]
+        self._reports = [reports[at][1] for at in range(len(microbatches))]
         entropies = [part.rollout_entropy for part in microbatches]
         self._rollout_entropy = sum(entropies) / len(entropies)
         trainer_BC = values[0] if inputs.old_BC is None else inputs.old_BC
@@ -261,19 +261,18 @@ class UpdateStep:
             *(ratio, self._correction.weight(ratio)),
             (self._correction.clip_min, self._correction.clip_max),
         )
-        self._losses.append(apart)
+        self._reports.append(apart)
 
     def metrics(self) -> dict[str, list[float]]:
         """What the losses of the last step have reported, a number of each; every process must call this.
 
         Reading the numbers waits for the device. Sets the weight of the adaptive entropy bonus.
         """
-        if not self._losses:
+        if not self._reports:
             return {}
         gather, args = self._accelerator.gather, self._args
-        found = gathered(self._losses, gather)
-        mismatch_metrics(found, self._rollout_entropy)
-        self._losses = []
+        found = mismatch_metrics(gathered(self._reports, gather), self._rollout_entropy)
+        self._reports = []
         if self._routing is not None:
             counts_12 = torch.tensor([self._routing.take_counts()], device=self._accelerator.device)
             differ, known = gather(counts_12).sum(0).tolist()

@@ -349,11 +349,11 @@ _OF_STEP = ("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"
 
 @dataclass(frozen=True)
 class Metric:
-    """What one process knows of a number that one loss reports.
+    """What one process knows of a number that is logged of a step.
 
     Attributes:
-        parts: Float64 on the device: sum and count [2] of a mean; else a sum, or an extreme that is infinite
-            where nothing is known [1].
+        parts: Float64 on the device: sum and count [2] of a mean; else a sum, or an extreme, of nothing the
+            infinity that any other value replaces [1].
         kind: What the parts of all processes make together.
         of_nothing: The mean where the processes count nothing.
     """
@@ -374,16 +374,14 @@ class Metric:
         return cls(values.detach().sum().double()[None], "sum")
 
     @classmethod
-    def least(cls, values: torch.Tensor) -> "Metric":
-        """The least value that is not NaN."""
-        return cls(values.detach().nan_to_num(math.inf, math.inf, -math.inf).amin().double()[None], "least")
+    def least(cls, values: torch.Tensor, counted: torch.Tensor) -> "Metric":
+        """The least value of what is counted, NaN where one is NaN."""
+        return cls(values.detach().where(counted.bool(), math.inf).amin().double()[None], "least")
 
     @classmethod
-    def largest(cls, values: torch.Tensor) -> "Metric":
-        """The largest value that is not NaN."""
-        return cls(
-            values.detach().nan_to_num(-math.inf, math.inf, -math.inf).amax().double()[None], "largest"
-        )
+    def largest(cls, values: torch.Tensor, counted: torch.Tensor) -> "Metric":
+        """The largest value of what is counted, NaN where one is NaN."""
+        return cls(values.detach().where(counted.bool(), -math.inf).amax().double()[None], "largest")
 
     def value(self, parts_Rn: torch.Tensor) -> float:
         """The number, given the parts of all processes, on the CPU; NaN for an extreme of nothing."""
@@ -392,8 +390,10 @@ class Metric:
             return total / count if count else self.of_nothing
         if self.kind == "sum":
             return parts_Rn.sum().item()
-        extreme = (parts_Rn.amin() if self.kind == "least" else parts_Rn.amax()).item()
-        return extreme if math.isfinite(extreme) else math.nan
+        extreme, of_nothing = (
+            (parts_Rn.amin(), math.inf) if self.kind == "least" else (parts_Rn.amax(), -math.inf)
+        )
+        return math.nan if extreme.item() == of_nothing else extreme.item()
 
 
 Metrics = Mapping[str, Metric]
@@ -436,27 +436,29 @@ def mismatch(
         "sampling/importance_sampling_ratio/mean": (weight, counted),
     }
     found = {name: Metric.mean(part.double(), mask, torch.nan) for name, (part, mask) in means.items()}
-    weight = weight.where(counted, torch.nan)
     return found | {
-        "sampling/sampling_logp_difference/max": Metric.largest(delta_BC.where(known_BC, torch.nan)),
-        "sampling/ratio/max": Metric.largest(ratio.where(counted, torch.nan)),
-        "sampling/importance_sampling_ratio/min": Metric.least(weight),
-        "sampling/importance_sampling_ratio/max": Metric.largest(weight),
+        "sampling/sampling_logp_difference/max": Metric.largest(delta_BC, known_BC),
+        "sampling/ratio/max": Metric.largest(ratio, counted),
+        "sampling/importance_sampling_ratio/min": Metric.least(weight, counted),
+        "sampling/importance_sampling_ratio/max": Metric.largest(weight, counted),
     }
 
 
-def mismatch_metrics(found: dict[str, list[float]], rollout_entropy: float) -> None:
-    """Put the entropy and the effective sample size in the place of what `mismatch` reports for them.
+def mismatch_metrics(found: Mapping[str, list[float]], rollout_entropy: float) -> dict[str, list[float]]:
+    """What is logged: the entropy and the effective sample size in the place of what `mismatch` reports for
+    them, and the rest as it is.
 
     Args:
         found: Of `gathered`.
         rollout_entropy: Mean entropy of the sampler over all tokens of the step's rollouts, computed or not;
             NaN where the sampler gave none, and then that of computed tokens is taken.
     """
-    (excess,), (square,) = found.pop("entropy/excess"), found.pop("sampling/ratio/square")
-    (computed,), (ratio,) = found["entropy/computed"], found["sampling/ratio/mean"]
-    found["entropy"] = [computed if math.isnan(rollout_entropy) else rollout_entropy + excess]
-    found["sampling/ratio/effective_sample_size"] = [ratio**2 / (square or math.nan)]
+    logged = dict(found)
+    (excess,), (square,) = logged.pop("entropy/excess"), logged.pop("sampling/ratio/square")
+    (computed,), (ratio,) = logged["entropy/computed"], logged["sampling/ratio/mean"]
+    logged["entropy"] = [computed if math.isnan(rollout_entropy) else rollout_entropy + excess]
+    logged["sampling/ratio/effective_sample_size"] = [ratio**2 / (square or math.nan)]
+    return logged
 
 
 def gathered(
@@ -773,13 +775,15 @@ def _mean_of(chosen: torch.Tensor, mask_BC: torch.Tensor) -> Metric:
 def _clip_metrics(below: torch.Tensor, above: torch.Tensor, mask_BC: torch.Tensor) -> dict[str, Metric]:
     """The share of tokens [B, C], or of samples [B, 1], whose gradient a lower or an upper bound takes; and
     of all samples' shares the least of the lower bound and the largest of the upper one."""
+    of_samples = below.size(1) == 1
+    counted_B = torch.ones_like(below[:, 0]) if of_samples else mask_BC.any(dim=-1)
     shares = [
-        x[:, 0].float() if x.size(1) == 1 else (x * mask_BC).sum(-1) / mask_BC.sum(-1) for x in (below, above)
+        x[:, 0].float() if of_samples else (x * mask_BC).sum(-1) / mask_BC.sum(-1) for x in (below, above)
     ]
     return {
         "clip_ratio/low_mean": _mean_of(below, mask_BC),
         "clip_ratio/high_mean": _mean_of(above, mask_BC),
         "clip_ratio/region_mean": _mean_of(below | above, mask_BC),
-        "clip_ratio/low_min": Metric.least(shares[0]),
-        "clip_ratio/high_max": Metric.largest(shares[1]),
+        "clip_ratio/low_min": Metric.least(shares[0], counted_B),
+        "clip_ratio/high_max": Metric.largest(shares[1], counted_B),
     }

@@ -175,6 +175,7 @@ class WorkQueue:
         """The sampling requests of a burst: all pending ones, once requests no longer follow close on one
         another."""
         with self._changed:
+            self._kept_since = None
             while self._samples and not self._closed:
                 first, last = self._samples[0].arrived, self._samples[-1].arrived
                 left = min(last + self._gather_s, first + self._gather_most_s) - time.monotonic()

@@ -19,7 +19,10 @@ of the session; a late request that wants them waits for the next session, becau
 Where somebody else has waited too long for the model, the session is left between two rounds, its keys and
 values are given back, and behind that work it is entered again, with the same policy and the same noise. What
 its sequences have is computed again then, and nothing is drawn twice. Their policy is a snapshot, which stays
-what it was although its model may have learned meanwhile.
+what it was although its model may have learned meanwhile. Where others have come to hold the memory that one
+of its requests needs, all of them go back to their places in the queue with what they have, and each is begun
+again or refused like any other. Work is also done between two sessions, since many of one round would else
+keep it waiting as long as one of many rounds.
 
 A request whose client is gone is not begun, and its samples end with the engine's next look at its stops.
 
@@ -27,14 +30,14 @@ A server with teachers has an engine for each model. One of them holds keys and 
 session of another it gives back what it holds.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from qerl.endpoint.stops import TurnLimits
 from qerl.errors import QeRLError
-from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, SamplingParams, Session
+from qerl.rollout.engine import Begun, Completion, NormOffsets, RolloutEngine, SamplingParams, Session
 from qerl.rollout.stops import Stop, StopStrings
 from qerl.seeding import derive_seed
 from qerl_serve.adapters import Snapshot
@@ -116,6 +119,7 @@ class _Asked:
         params: Of its samples, but for their seeds.
         scores: Of its prompt, if they were asked for.
         samples: Finished ones, by number.
+        begun: What others have from a session that could not go on, by number.
         refused: True if it is not tried again before samples of others end.
     """
 
@@ -127,7 +131,9 @@ class _Asked:
     params: SamplingParams
     scores: Scores | None = None
     samples: dict[int, Completion] = field(default_factory=dict)
+    begun: dict[int, Begun] = field(default_factory=dict)
     refused: bool = False
+    _listens: dict[int, tuple[Stop, ...]] = field(default_factory=dict)  # these know what they have told
 
     def shares_with(self, other: "_Asked") -> bool:
         """True if both can be in one session."""
@@ -139,13 +145,19 @@ class _Asked:
         wanted = self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
         return wanted and self.scores is None
 
+    @property
+    def unfinished(self) -> list[int]:
+        """Numbers of the samples that have not ended."""
+        return [index for index in range(self.request.num_samples) if index not in self.samples]
+
     def params_of(self, index: int) -> SamplingParams:
         """The parameters of a sample, which tells of its tokens if somebody listens."""
         told = self.request.told
         if told is None:
             return self.params
-        listens = TurnLimits(tell=partial(told, index)).stops()
-        return replace(self.params, stops=(*self.params.stops, *listens))
+        if index not in self._listens:
+            self._listens[index] = TurnLimits(tell=partial(told, index)).stops()
+        return replace(self.params, stops=(*self.params.stops, *self._listens[index]))
 
     def result(self) -> SampleResult | QeRLError:
         if not self.request.wanted():
@@ -203,6 +215,9 @@ class Sampling:
         try:
             while queue.waiting:
                 yield from queue.serve()
+                if queue.waiting and (work := overdue()) is not None:
+                    queue.release()
+                    work()
         finally:
             queue.release()
 
@@ -283,7 +298,13 @@ class _Queue:
                 if not any(each.request.wanted() for each in self._open.values()):
                     yield from ((number, given_up()) for number in self._open)
                     return
-                with host.lend(first.policy), opened(going_on=session):
+                with ExitStack() as stack:
+                    stack.enter_context(host.lend(first.policy))
+                    try:
+                        stack.enter_context(opened(going_on=session))
+                    except QeRLError:  # for want of memory, which not all of them need
+                        self._wait_again(session)
+                        return
                     work = yield from self._rounds(session, first)
         except Exception as error:  # of the engine or of the policy, so of this session alone
             yield from ((number, error) for number in self._open)
@@ -345,6 +366,18 @@ class _Queue:
         self.waiting = [each for each in self.waiting if not wanted(each)]
         return found
 
+    def _enqueue(self, asked: Iterable[_Asked]) -> None:
+        """Let requests wait in their places."""
+        self.waiting = sorted([*asked, *self.waiting], key=lambda each: each.number)
+
+    def _wait_again(self, session: Session) -> None:
+        """Let the requests of a session that cannot go on wait, with what they have."""
+        for number, begun in session.leave().items():
+            each, index = self._begun[number]
+            each.begun[index] = begun
+        self._enqueue(self._open.values())
+        self._open = {}
+
     def _refuse(self, each: _Asked, error: QeRLError) -> Iterator[Answer]:
         """Answer a request of the session with an error."""
         del self._open[each.number]
@@ -376,26 +409,25 @@ class _Queue:
                 yield from self._refuse(each, given_up())
         by_count: dict[int, list[_Asked]] = {}
         for same in by_prompt.values():
-            by_count.setdefault(sum(each.request.num_samples for each in same), []).extend(same)
+            by_count.setdefault(sum(len(each.unfinished) for each in same), []).extend(same)
         for together in by_count.values():
             for each, error in _refused(together, partial(self._begin, session)):
                 if session.busy:
                     each.refused = True
-                    self.waiting = sorted(
-                        [self._open.pop(each.number), *self.waiting], key=lambda other: other.number
-                    )
+                    self._enqueue([self._open.pop(each.number)])
                 else:
                     yield from self._refuse(each, error)
 
     def _begin(self, session: Session, asked: Sequence[_Asked]) -> None:
         """Begin requests, those of a prompt next to each other and every prompt with as many samples."""
-        begun = [(each, index) for each in asked for index in range(each.request.num_samples)]
+        begun = [(each, index) for each in asked for index in each.unfinished]
         prompts = list(dict.fromkeys(each.request.prompt for each in asked))
         indices = session.start(
             prompts,
             len(begun) // len(prompts),
             [each.params_of(index) for each, index in begun],
             seeds=[derive_seed("request", each.request.seed, index) for each, index in begun],
+            begun=[each.begun.get(index, Begun([], [], [])) for each, index in begun],
         )
         self._begun.update(zip(indices, begun, strict=True))
 

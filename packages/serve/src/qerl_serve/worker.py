@@ -140,8 +140,12 @@ class Worker(threading.Thread):
         def pause() -> None:
             nonlocal paused
             begin = time.monotonic()
-            self._updates()
-            self.gauges = dict(self._backend.gauges())
+            try:
+                self._updates()
+                self.gauges = dict(self._backend.gauges())
+            except Exception as error:  # a defect of the worker, which the batch would take for its own
+                self._break(error)
+                raise
             self._metrics.paused()
             paused += time.monotonic() - begin
 
