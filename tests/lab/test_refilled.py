@@ -38,12 +38,12 @@ def folder(tiny_model, tiny_tokenizer, tmp_path):
 def test_arms_differ_in_what_the_plan_says_alone(folder, tiny_model, monkeypatch):
     monkeypatch.setattr(runs.Folder, "packed", lambda self, rounding: self.model)
     plan = read_plan("refilled")
-    assert plan.seeds == tuple(range(400, 416)) and tuple(plan.arms) == ("warm", *ARMS)
-    warm = runs.settings_of(plan, "warm", 403, folder, {})
+    assert plan.seeds == tuple(range(460, 476)) and tuple(plan.arms) == ("warm", *ARMS)
+    warm = runs.settings_of(plan, "warm", 463, folder, {})
     assert warm.algorithm == "sft" and warm.weights == "nvfp4" and warm.lora_r == 16
-    folder.keep({"arm": "warm", "seed": 403})
-    add_lora(tiny_model("llama"), 16, 32, 0.0).save_pretrained(folder.of("warm", 403))
-    configs = {name: runs.settings_of(plan, name, 403, folder, {}) for name in ARMS}
+    folder.keep({"arm": "warm", "seed": 463})
+    add_lora(tiny_model("llama"), 16, 32, 0.0).save_pretrained(folder.of("warm", 463))
+    configs = {name: runs.settings_of(plan, name, 463, folder, {}) for name in ARMS}
     names = {field.name for field in fields(warm)} - {"output_dir", "logging_dir"}
     found = {arm: {name: getattr(config, name) for name in names} for arm, config in configs.items()}
     apart = {
@@ -51,7 +51,7 @@ def test_arms_differ_in_what_the_plan_says_alone(folder, tiny_model, monkeypatch
         for arm, own in found.items()
     }
     assert found["synchronous"]["loss_type"] == "dppo_kl" and found["synchronous"]["max_staleness"] == 0
-    assert found["synchronous"]["adapter"] == str(folder.of("warm", 403))
+    assert found["synchronous"]["adapter"] == str(folder.of("warm", 463))
     for steps in (1, 2, 4):
         assert apart[f"refilled-{steps}"] == {"max_staleness": steps}
     uncorrected = found["uncorrected-4"]
@@ -61,7 +61,7 @@ def test_arms_differ_in_what_the_plan_says_alone(folder, tiny_model, monkeypatch
 
 
 def test_problems_have_one_to_eight_lines_and_right_ones_are_right():
-    task = Chains(seed=403, train_size=256, test_size=64)
+    task = Chains(seed=463, train_size=256, test_size=64)
     rows, held_out = task.train(), task.test()
     solved = task.demonstrations()["completion"]
     lines = [said[0]["content"].count("\n") for said in solved]
@@ -124,14 +124,14 @@ def test_a_refilled_run_has_old_tokens_and_is_not_disturbed_by_its_scores(folder
             for name in ("synchronous", "refilled-2")
         }  # fmt: skip
         own = replace(folder, path=folder.path / str(every))
-        runs.run_seed(runs.Job(403, replace(plan, arms=arms), tuple(arms), own, {}))
-        found = {row["arm"]: row for row in runs.gathered(replace(plan, arms=arms, seeds=(403,)), own)}
+        runs.run_seed(runs.Job(463, replace(plan, arms=arms), tuple(arms), own, {}))
+        found = {row["arm"]: row for row in runs.gathered(replace(plan, arms=arms, seeds=(463,)), own)}
         assert "age" not in found["synchronous"] and len(found["synchronous"]["of_7b"]) == 4
         stale = found["refilled-2"]
         assert stale["steps"] == list(range(0, 5, every)) and len(stale["accuracy"]) == len(stale["steps"])
         assert max(stale["age"]) > 0 and max(stale["oldest"]) <= 2 and max(stale["under_way"]) > 0
         assert all(0 < longest <= 24 for longest in stale["longest"])
-        weights[every] = (own.of("refilled-2", 403) / "adapter_model.safetensors").read_bytes()
+        weights[every] = (own.of("refilled-2", 463) / "adapter_model.safetensors").read_bytes()
     assert weights[1] == weights[4]
     assert any(
         weight.any() for name, weight in load(weights[1]).items() if "lora_B" in name
@@ -173,7 +173,7 @@ def runs_of(gains, seeds=16, seconds=2.0):
     """Runs as a result has them, of arms that end so much above the synchronous one."""
     draw = np.random.default_rng(1)
     found = []
-    for seed in range(400, 400 + seeds):
+    for seed in range(460, 460 + seeds):
         height = draw.normal(0.4, 0.05)
         for arm, gain in gains.items():
             curve = np.linspace(0.2, height + gain + draw.normal(0, 0.01), 6).tolist()
