@@ -231,7 +231,7 @@ def test_the_table_says_what_refilled_rows_cost_at_equal_steps_and_at_equal_time
         for row in by_arm["synchronous"]
     ]
     assert f"| {np.mean(ends['refilled-2'] - behind):+.3f} (" in line
-    assert f"| 96 | 0.200 to {ends['refilled-2'].mean():.3f} | 0 of 16 | 1.00 | 0.850 | 2.00 |" in line
+    assert f"| 99 | 0.200 to {ends['refilled-2'].mean():.3f} | 0 of 16 | 1.00 | 0.850 | 2.00 |" in line
     (line,) = [line for line in said.splitlines() if line.startswith("| 4 |")]
     assert ": **costs** |" in line
     apart = ends["uncorrected-4"] - ends["refilled-4"]
