@@ -63,7 +63,11 @@ def test_rates_of_an_endpoint_are_those_of_its_study(tmp_path):
     drawn = np.random.default_rng(0).binomial(8, 0.5, (4000, 2))
     claims = [2 * fisher(int(a), int(b), 8) < 0.05 for a, b in drawn]
     assert own.false == pytest.approx(np.mean(claims), abs=0.01)
-    assert np.isnan(own.found)  # 8 of 8 beside a half are claimed where that half is 2 or fewer
+    first, second = (
+        np.random.default_rng(1).binomial(8, 0.5 + half, 4000) for half in (own.found / 2, -own.found / 2)
+    )
+    power = np.mean([2 * fisher(int(a), int(b), 8) < 0.05 for a, b in zip(first, second, strict=True)])
+    assert 0.5 < own.found < 1 and 0.79 < power < 0.85  # one step of .01 in the difference is .02 in power
 
 
 def test_figures_are_files_that_stand_alone(tmp_path):
