@@ -73,7 +73,8 @@ def rates_table(name: str) -> str:
         ("claim", "tests of the study", "rate, or difference: median", "largest", "of which"),
         lines,
         f"{first['seeds']} seeds, {first['draws']} draws from each of the {len(of_shapes)} planned "
-        f"comparisons of all studies, moved to a centre of 0. {first['machine']}, {first['date'][:10]}, "
+        f"comparisons of all studies, moved to a centre of 0; shares lie around their mean as far as 0 and 1 "
+        f"allow. {first['machine']}, {first['date'][:10]}, "
         f"commit {first['commit']}. File: {name}.json.",
     )
 

@@ -117,6 +117,22 @@ def test_curves_of_a_drawing_differ_however_many_arms_a_study_has(tmp_path):
     assert len({style for style, _ in styles}) == 3
 
 
+def test_arms_with_grids_of_their_own_are_drawn_by_rate(tmp_path):
+    pytest.importorskip("scipy")
+    arms = {"none": None, "full": {"tuning": "full", "weights": "bf16", "learning_rates": [1e-5, 1e-4, 4e-5]}}
+    fields = {"arms": arms, "comparisons": {"tuning": [["none", "full"]]}, "learning_rates": [1e-4, 2e-4]}
+    results = computed(tmp_path, **fields)
+    assert page._all_rates(results.study) == [1e-5, 4e-5, 1e-4, 2e-4]
+    none, full = page._by_rate(results)
+    assert (none.label, none.at) == ("none", [2, 3]) and (full.label, full.at) == ("full", [0, 1, 2])
+    seeds = results.study.tuning_seeds
+    means = [np.mean([run.area for run in results.of("full", rate, seeds)]) for rate in (1e-5, 4e-5, 1e-4)]
+    assert full.mean == pytest.approx(means)
+    page.write_figures(results, tmp_path / "figures")
+    drawn = (tmp_path / "figures" / "rates.svg").read_text()
+    assert all(f">{rate}<" in drawn for rate in ("1e-05", "4e-05", "0.0001", "0.0002"))
+
+
 def test_a_sweep_is_drawn_by_rate_and_needs_no_scipy(tmp_path, monkeypatch):
     monkeypatch.setattr("lab.study.statistics.has_module", lambda name: False)
     results = computed(tmp_path, tuning_seeds=0, comparisons={}, arms={"run": None})
