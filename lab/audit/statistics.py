@@ -183,18 +183,19 @@ def rates_of_typical(d: Array, tests: int, draws: int = 500) -> tuple[float, flo
 
 def rates_of_share(first: int, second: int, runs: int, tests: int) -> tuple[float, float]:
     """How often Fisher's test claims a difference where both arms have the mean share of two counts, and the
-    smallest larger share of the first, less that mean, that it finds with power .8, or NaN."""
+    smallest difference of .01, .02, ... 1 that it finds with power .8, or NaN: of arms half of it below and
+    half above that mean, moved as far as both need to lie between 0 and 1."""
     p, claims = (first + second) / (2 * runs), _claims(runs, tests)
 
     def chances(share: float) -> Array:
         return np.array([math.comb(runs, k) * share**k * (1 - share) ** (runs - k) for k in range(runs + 1)])
 
-    def claimed(share: float) -> float:
-        return float(chances(share) @ claims @ chances(p))
+    def claimed(percent: int) -> float:
+        apart, centre = percent / 100, min(max(p, percent / 200), 1 - percent / 200)
+        above, below = min(1.0, centre + apart / 2), max(0.0, centre - apart / 2)
+        return float(chances(above) @ claims @ chances(below))
 
-    larger = (float(share) for share in np.linspace(p, 1, 101)[1:])
-    found = next((share - p for share in larger if share > p and claimed(share) >= 0.8), math.nan)
-    return claimed(p), found
+    return claimed(0), next((at / 100 for at in range(1, 101) if claimed(at) >= 0.8), math.nan)
 
 
 @cache

@@ -105,6 +105,10 @@ def two_endpoints(table: Table) -> Iterator[Cell]:
         yield from row_of_cells(row, (*cells[0], share.counts, *cells[1]), table.head)
 
 
+ONLY_SHARES = {("four-bits", "formats"), ("four-bits", "nf4"), ("four-bits", "four_bits")}
+"""Comparisons of two formats, whose plan reads no areas."""
+
+
 def questions(table: Table) -> Iterator[Cell]:
     """Verdicts of families of comparisons, of studies that may not have run."""
     for row in table.rows:
@@ -119,6 +123,8 @@ def questions(table: Table) -> Iterator[Cell]:
             "; ".join(f"**{verdict}**: {', '.join(pairs)}" for verdict, pairs in by_verdict.items())
             for by_verdict in said
         ]
+        if (name, family) in ONLY_SHARES:
+            found[0] = "not read"
         yield from row_of_cells(row, (row[1], *(words or f"{NOT_RUN} yet" for words in found)), table.head)
 
 

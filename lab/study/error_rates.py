@@ -4,8 +4,8 @@ The typical seed: differences of a pair of arms, moved so that their centre (Hod
 drawn with replacement, as skewed and heavy-tailed as they are, and tested as `lab.study.endpoints` tests
 them. A claim is then false, at the level that Holm's correction leaves to the smallest p of a study, or to
 the only one. The same differences moved by the margin say how often two arms that differ by it are called
-equal; moved by more and more, what is found with power .8. The share of runs needs no draws: Fisher's test is
-summed over all counts.
+equal, at the level that the correction over comparisons, half as many, leaves; moved by more and more, what
+is found with power .8. The share of runs needs no draws: Fisher's test is summed over all counts.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def typical(d: np.ndarray, seeds: int, tests: int, draws: int, margin: float) ->
     Args:
         d: The differences [any number].
         seeds: How many are drawn.
-        tests: That Holm's correction counts.
+        tests: That Holm's correction counts, two for each comparison; 1 for one test alone.
         draws: How often.
         margin: Difference that does not matter.
 
@@ -44,7 +44,7 @@ def typical(d: np.ndarray, seeds: int, tests: int, draws: int, margin: float) ->
     least = critical(seeds, LEVEL / tests / 2)
     above = sums(x)
     most = seeds * (seeds + 1) // 2
-    one_sided = most - critical(seeds, LEVEL / tests)
+    one_sided = most - critical(seeds, LEVEL / max(1, tests // 2))
     # At the upper end of the margin: below it by one test, and above -margin by the other.
     upper = (sums(-x) >= one_sided) & (sums(x + 2 * margin) >= one_sided)
     found = (float(shift) for shift in STEPS if np.mean(sums(x + shift) >= most - least) >= POWER)
@@ -72,18 +72,27 @@ def critical(seeds: int, level: float) -> int:
 
 
 def share(p: float, seeds: int, tests: int) -> dict[str, float]:
-    """Rate of false claims about the share of runs where both arms have share p, and the smallest larger
-    share of the first that is found with power .8 (NaN if none is)."""
+    """What Fisher's test says of the share of runs in two arms.
+
+    Args:
+        p: Mean share of the two.
+        seeds: Runs of each.
+        tests: That Holm's correction counts.
+
+    Returns:
+        `false`: how often a difference is claimed where both have p. `found`: the smallest difference, of
+        shares as near to that mean as 0 and 1 allow, that is found with power .8; NaN if none is.
+    """
     from scipy.stats import binom
 
-    claims = _claims(seeds, tests)
+    claims, k = _claims(seeds, tests), np.arange(seeds + 1)
 
-    def claimed(q: float) -> float:
-        k = np.arange(seeds + 1)
-        return float(binom.pmf(k, seeds, q) @ claims @ binom.pmf(k, seeds, p))
+    def claimed(apart: float) -> float:
+        low = min(max(0.0, p - apart / 2), 1 - apart)
+        return float(binom.pmf(k, seeds, low + apart) @ claims @ binom.pmf(k, seeds, low))
 
-    larger = (float(q) for q in np.linspace(p, 1, 101) if q > p and claimed(float(q)) >= POWER)
-    return {"false": claimed(p), "found": next(larger, float("nan"))}
+    found = (float(apart) for apart in np.linspace(0, 1, 101)[1:] if claimed(float(apart)) >= POWER)
+    return {"false": claimed(0.0), "found": next(found, float("nan"))}
 
 
 @cache
@@ -104,8 +113,8 @@ class Rates:
         false: How often a difference would be claimed if there were none: the typical seed's as the pair's
             own differences are, moved to a centre of 0; the share's where both arms have the mean share of
             the two.
-        found: Smallest difference that is found with power .8: of centres up to .3, or of shares, the first
-            arm's above that mean; NaN where none is.
+        found: Smallest difference that is found with power .8: of centres up to .3, or of shares around that
+            mean; NaN where none is.
     """
 
     false: float
@@ -127,4 +136,4 @@ def of_endpoint(results: Results, one: Endpoint, draws: int = 500) -> Rates:
         return Rates(found["helps"] + found["harms"], found["detectable"])
     both = sum(one.counts) / (2 * one.seeds)
     found = share(both, one.seeds, tests)
-    return Rates(found["false"], found["found"] - both)
+    return Rates(found["false"], found["found"])

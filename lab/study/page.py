@@ -15,6 +15,7 @@ from lab.study.endpoints import endpoints
 from lab.study.error_rates import of_endpoint
 from lab.study.figures import Band, band, band_chart, difference_chart, standalone
 from lab.study.results import ACCURACY, ROLLOUT_ENTROPY, Results, RunResult, Values
+from lab.study.spec import Study
 from lab.study.statistics import Comparison, compare
 from qerl.atomic import writing
 from qerl.report.page import differing, document
@@ -128,7 +129,7 @@ def _drawings(
         if bands := list(_found(results.tested(name))):
             yield f"found-{name}", (f"{FOUND.title}, {name}", band_chart(FOUND, bands))
     if bands := list(_by_rate(results)):
-        labels = [f"{rate:g}" for rate in sorted(results.study.learning_rates)]
+        labels = [f"{rate:g}" for rate in _all_rates(results.study)]
         seeds = "tuning seeds" if results.study.tunes else "all seeds"
         yield (
             "rates",
@@ -213,17 +214,21 @@ def _whole(values: Values) -> list[float]:
     return found if len(found) == len(values) else []
 
 
+def _all_rates(study: Study) -> list[float]:
+    """The learning rates of all arms with a grid, in order."""
+    return sorted({rate for arm in study.arms.values() if len(of := study.rates(arm)) > 1 for rate in of})
+
+
 def _by_rate(results: Results) -> Iterator[Band]:
     study = results.study
-    rates = sorted(study.learning_rates)
-    if len(rates) < 2:
-        return
+    ticks = _all_rates(study)
     seeds = study.tuning_seeds if study.tunes else study.test_seeds
-    for index, name in enumerate(study.arms):
+    for index, (name, arm) in enumerate(study.arms.items()):
+        rates = sorted(study.rates(arm))
         found = [results.of(name, rate, seeds) for rate in rates]
-        if all(len(runs) == len(seeds) for runs in found):
+        if len(rates) > 1 and all(len(runs) == len(seeds) for runs in found):
             areas = np.array([[result.area for result in runs] for runs in found]).T
-            yield band(index, name, range(len(rates)), areas)
+            yield band(index, name, [ticks.index(rate) for rate in rates], areas)
 
 
 def _endpoints(results: Results) -> str:

@@ -13,6 +13,7 @@ model at once as four fifths of the GPU's memory hold.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePath
 from statistics import fmean
 from typing import Any
@@ -22,9 +23,10 @@ from rich.console import Console
 
 from bench.result import read_rows
 from lab.study.command import study_command
+from lab.study.doses import KL as SAMPLING_KL
 from lab.study.doses import arms_at
 from lab.study.library import study_file
-from lab.study.results import RESULTS_FILE, portable, read_results
+from lab.study.results import RESULTS_FILE, Results, portable, read_results
 from lab.study.spec import Study, joined, read_study
 from qerl import yaml12
 from qerl.atomic import write_whole
@@ -42,8 +44,9 @@ DOSES, PLAN = "replicate-doses", "replicate"
 KL, STAGES = 0.03, 5
 """Distance at which noise and temperature are held, nats per token, and in how many stages."""
 
-TOO_EASY, TOO_HARD = 0.8, 0.02
-"""Accuracy before training beyond which a task tells nothing apart."""
+TOO_EASY, TOO_HARD = 0.8, 0.15
+"""Accuracy before training beyond which a task tells nothing apart. The lower one is above `collapse_below`
+of the plan, or a model that does not move would count as a collapse."""
 
 MEASURED = Sizes.uniform(576, 1536, 30, 9, 3, 64, 49152, tied=True)
 """SmolLM2-135M, of which `study-h200` and `demo-cpu` of bench/results are."""
@@ -169,12 +172,15 @@ def replicate(
     if status := study_command([DOSES, *words], folder / "doses", None, False, console):
         return status
     fit = read_results(folder / "doses" / RESULTS_FILE)
-    _check_start(fmean(run.accuracy[0] for run in fit.runs), model, level)
+    for arm in fit.study.arms:
+        _check_start(fmean(run.accuracy[0] for run in fit.of(arm)), model, level)
     arms = arms_at(fit, [KL], STAGES, list(fit.study.arms))
     write_whole(folder / "doses.yaml", yaml12.dump({"arms": arms}))
     words.append(str(folder / "doses.yaml"))
     if status := study_command([PLAN, *words], folder / "study", None, False, console):
         return status
+    for line in _doses_met(read_results(folder / "study" / RESULTS_FILE)):
+        console.print(line, highlight=False, soft_wrap=True)
     file = folder / f"replicate-{short}.json.gz"
     write_whole(file, portable((folder / "study" / RESULTS_FILE).read_bytes()))
     console.print(f"Wrote {file}, which is the file to send.", highlight=False, soft_wrap=True)
@@ -204,6 +210,29 @@ def _said(model: str, sizes: Sizes, cost: Cost, memory: float | None) -> str:
         f"{what} take some {max(1, cost.seconds / 60):.0f} minutes on an H200, more on a slower card, and "
         f"{cost.gigabytes:.0f} of {memory / 1e9:.0f} GB of its memory. A model from the Hub is downloaded."
     )
+
+
+def _doses_met(results: Results) -> list[str]:
+    """For each arm with a dose, whether the KL of every stage after the clean one is within a factor of 2."""
+    lines = []
+    for name, arm in results.study.arms.items():
+        if arm.noise_sigma_stages is None and arm.temperature_stages is None:
+            continue
+        steps = [
+            [run.steps[SAMPLING_KL][at] for run in results.tested(name)] for at in range(results.study.steps)
+        ]
+        length = results.study.steps // STAGES
+        ends = [*range(length, STAGES * length, length), results.study.steps]
+        means = [
+            fmean(kl for step in steps[begin:end] for kl in step if kl is not None)
+            for begin, end in pairwise(ends)
+        ]
+        met = all(KL / 2 <= mean <= 2 * KL for mean in means)
+        lines.append(
+            f"{name}: its dose of {KL:g} nats per token was {'met' if met else 'missed'}; by stage "
+            f"{', '.join(f'{mean:.3f}' for mean in means)}."
+        )
+    return lines
 
 
 def _check_start(accuracy: float, model: str, level: str) -> None:

@@ -220,7 +220,8 @@ def portable(content: bytes) -> bytes:
     """
     plain = json.loads(gzip.decompress(content))
     spec = next(plain[key] for key in ("study", "probe") if key in plain)
-    if PurePath(spec["model"]).is_absolute():  # the id of a hub's model has a slash, too
+    # The id of a hub's model has a slash, too, and is the path of nothing.
+    if spec["model"][:1] in ("/", ".", "~") or Path(spec["model"]).exists():
         spec["model"] = PurePath(spec["model"]).name
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
     return gzip.compress(text.encode(), mtime=0)

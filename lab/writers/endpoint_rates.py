@@ -31,7 +31,7 @@ TESTS = (1, 32)
 
 MARGIN = 0.02
 SHARES = (0.0, 0.05, 0.25, 0.5)
-"""Of runs of the second arm that escape or collapse."""
+"""Of runs that escape or collapse, means of two arms."""
 
 
 def shapes() -> dict[str, np.ndarray]:
@@ -65,15 +65,16 @@ def rates_table(name: str) -> str:
         )
         of = [row for row in rows if row["endpoint"] == "share" and row["tests"] == tests]
         for row in of:
-            found = "none" if row["found"] is None else f"{row['found']:.0%}"
-            words = f"share of runs, {row['share']:.0%} in both: more or fewer, falsely; found in {POWER:.0%}"
-            lines.append((words, tests, f"{row['false']:.3f}", "", f"{found} beside {row['share']:.0%}"))
+            found = "none" if row["found"] is None else f"{row['found']:.2f} apart"
+            words = f"share of runs, mean {row['share']:.0%}: more or fewer, falsely; found in {POWER:.0%}"
+            lines.append((words, tests, f"{row['false']:.3f}", "", found))
     first, of_shapes = rows[0], {row["differences"] for row in rows if row["endpoint"] == "typical"}
     return table(
         ("claim", "tests of the study", "rate, or difference: median", "largest", "of which"),
         lines,
         f"{first['seeds']} seeds, {first['draws']} draws from each of the {len(of_shapes)} planned "
-        f"comparisons of all studies, moved to a centre of 0. {first['machine']}, {first['date'][:10]}, "
+        f"comparisons of all studies, moved to a centre of 0; shares lie around their mean as far as 0 and 1 "
+        f"allow. {first['machine']}, {first['date'][:10]}, "
         f"commit {first['commit']}. File: {name}.json.",
     )
 

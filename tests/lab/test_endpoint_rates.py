@@ -43,7 +43,31 @@ def test_shares_by_summing_are_those_of_drawing():
     counts = np.random.default_rng(0).binomial(16, 0.25, (4000, 2))
     p = [fisher_exact([[a, 16 - a], [b, 16 - b]]).pvalue for a, b in counts]
     assert found["false"] == pytest.approx(np.mean(np.array(p) < 0.05), abs=0.01)
-    assert 0.5 < found["found"] < 1 and np.isnan(error_rates.share(0.5, 4, 32)["found"])
+    assert 0.4 < found["found"] < 1 and np.isnan(error_rates.share(0.5, 4, 32)["found"])
+
+
+@pytest.mark.parametrize(("p", "low"), [(0.1, 0.0), (0.5, None), (0.84375, None), (0.98, None)])
+def test_the_smallest_difference_is_looked_for_on_both_sides_of_the_mean(p, low):
+    """A fall from a high share is found as a rise from a low one is, with the power that is asked for."""
+    found = error_rates.share(p, 64, 30)["found"]
+    assert found == pytest.approx(error_rates.share(1 - p, 64, 30)["found"])
+    below = min(max(0.0, p - found / 2), 1 - found) if low is None else low
+    rng = np.random.default_rng(5)
+    pairs = zip(rng.binomial(64, below + found, 2000), rng.binomial(64, below, 2000), strict=True)
+    power = np.mean([30 * fisher_exact([[a, 64 - a], [b, 64 - b]]).pvalue < 0.05 for a, b in pairs])
+    assert power == pytest.approx(0.8, abs=0.06) and power > 0.77
+
+
+def test_equivalence_is_corrected_over_comparisons_and_the_other_tests_over_both_endpoints():
+    d = np.random.default_rng(6).normal(0, 0.02, 40)
+    d -= rates.hodges_lehmann(d)
+    draws = np.random.default_rng(7).choice(d, (400, 32)) + rates.MARGIN
+    for tests, comparisons in ((1, 1), (2, 1), (8, 4)):
+        own = error_rates.typical(d, 32, tests, 2000, rates.MARGIN)["equal"]
+        expected = np.mean([within(row, rates.MARGIN) * comparisons < 0.05 for row in draws])
+        assert own == pytest.approx(expected, abs=0.03)
+    one, two = (error_rates.typical(d, 32, tests, 2000, rates.MARGIN) for tests in (1, 2))
+    assert one["equal"] == two["equal"] and two["helps"] + two["harms"] < one["helps"] + one["harms"]
 
 
 def test_every_planned_comparison_gives_a_shape_with_a_centre_of_0():

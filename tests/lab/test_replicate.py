@@ -1,14 +1,18 @@
 """The smallest fair version on a model of one's own: cost first, doses, runs, one file."""
 
+import gzip
+
 import numpy as np
 import pytest
 
 from bench.result import read_rows
 from lab.__main__ import main
 from lab.study import library, replicate
+from lab.study.arms import Run
 from lab.study.endpoints import endpoints, fisher
 from lab.study.library import FOLDER
-from lab.study.results import read_results
+from lab.study.results import Results, RunResult, portable, read_results, write_results
+from lab.study.spec import make_study
 from lab.study.statistics import wilcoxon
 from qerl import yaml12
 from qerl.errors import QeRLError
@@ -37,7 +41,7 @@ def test_the_cost_is_said_and_nothing_runs(llama_folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["replicate", str(llama_folder), "--output_dir", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "56 runs take" in said and "hours on two CPU cores" in said and "Add --yes" in said
+    assert "60 runs take" in said and "hours on two CPU cores" in said and "Add --yes" in said
     assert not out.exists()
 
 
@@ -46,7 +50,11 @@ def test_with_yes_it_fits_doses_runs_and_writes_one_file(llama_folder, tmp_path,
     out = tmp_path / "out"
     assert main(["replicate", str(llama_folder), "--output_dir", str(out), "--yes"]) == 0
     file = out / f"replicate-{llama_folder.name}.json.gz"
-    assert f"Wrote {file}" in capsys.readouterr().out.replace("\n", "")
+    said = capsys.readouterr().out.replace("\n", "")
+    assert f"Wrote {file}" in said
+    assert all(
+        f"{arm}: its dose of 0.03 nats per token was m" in said for arm in ("aqn_03", "temperature_03")
+    )
     results = read_results(file)
     assert results.study.model == llama_folder.name  # and not its path
     arms = results.study.arms
@@ -69,6 +77,29 @@ def test_a_task_without_room_is_refused():
     replicate._check_start(0.2, "m", "wp12")
 
 
+def test_a_model_that_stays_where_it_began_has_not_collapsed():
+    assert both_plans()[1].collapse_below < replicate.TOO_HARD
+    assert {arm.weights for arm in both_plans()[0].arms.values()} == {
+        "nvfp4",
+        "bf16",
+    }  # both starts are looked at
+
+
+def test_a_missed_stage_is_a_missed_dose():
+    study = both_plans()[1]
+    stages = {"aqn_03": {"noise": True, "noise_sigma_stages": [0.0, *[0.01] * 4]}}
+    study = make_study({**study.values(), "arms": {"none": {}, **stages}, "comparisons": {}})
+    for third, said in ((0.05, "met"), (0.07, "missed"), (0.01, "missed")):
+        kl = [0.0] * 8 + [0.03] * 8 + [third] * 8 + [0.03] * 16
+        runs = [
+            RunResult(Run(arm, seed, 2e-4), {"sampling/kl": kl}, study.eval_at, {"accuracy": [0.2] * 6})
+            for arm in study.arms.values() for seed in study.test_seeds
+        ]  # fmt: skip
+        (line,) = replicate._doses_met(Results(study, runs))
+        stages = f"by stage 0.030, {third:.3f}, 0.030, 0.030."
+        assert line == f"aqn_03: its dose of 0.03 nats per token was {said}; {stages}"
+
+
 def both_plans():
     arms = replicate._stand_ins()
     return [replicate._study(replicate.DOSES, {"model": "m"}, {}),
@@ -77,12 +108,12 @@ def both_plans():
 
 def test_the_cost_of_smollm2_is_what_was_measured_and_grows_with_the_model():
     smollm2 = replicate.cost_of(replicate.MEASURED, both_plans(), 141e9)
-    assert smollm2.runs == 4 * 12 + 2 * 4 and replicate.MEASURED.parameters == 134_515_008
+    assert smollm2.runs == 4 * 12 + 3 * 4 and replicate.MEASURED.parameters == 134_515_008
     row = next(r for r in read_rows("study-h200") if r["runs"] == 8)
-    scores = (4 * 12 * 6 + 2 * 4 * 2) * row["evaluation_s"] / 8
-    assert smollm2.seconds == pytest.approx(56 * 40 * row["seed_step_s"] + scores)
+    scores = (4 * 12 * 6 + 3 * 4 * 2) * row["evaluation_s"] / 8
+    assert smollm2.seconds == pytest.approx(60 * 40 * row["seed_step_s"] + scores)
     said = replicate._said("m", replicate.MEASURED, smollm2, 141e9)
-    assert "56 runs take some 3 minutes on an H200" in said and " of 141 GB of its memory" in said
+    assert "60 runs take some 4 minutes on an H200" in said and " of 141 GB of its memory" in said
     large = replicate.cost_of(Sizes.by_name("1.5b"), both_plans(), 80e9)
     assert 8 < large.seconds / smollm2.seconds < 14 and large.gigabytes < 0.8 * 80 + 1e-6
     assert large.tokens_per_forward <= smollm2.tokens_per_forward == 32768
@@ -96,3 +127,17 @@ def test_twelve_seeds_can_say_something():
     seeds, tests = len(study.test_seeds), 2 * sum(map(len, study.comparisons.values()))
     rising = np.linspace(0.01, 0.1, seeds)
     assert wilcoxon(rising) * tests < 0.05 and fisher(8, 0, seeds) * tests < 0.05
+
+
+def test_a_relative_path_is_not_sent(tmp_path, monkeypatch):
+    (tmp_path / "models" / "own").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "models")
+    for given, sent in (("own", "own"), ("../models/own", "own"), ("../gone/own", "own"), ("/a/own", "own"),
+                        ("owner/model", "owner/model"), ("../models", "models")):  # fmt: skip
+        study = replicate._study(replicate.DOSES, {"model": given}, {})
+        write_results(Results(study, []), tmp_path / "x")
+        (tmp_path / "y").write_bytes(portable((tmp_path / "x").read_bytes()))
+        assert read_results(tmp_path / "y").study.model == sent
+    monkeypatch.chdir(tmp_path)
+    write_results(Results(replicate._study(replicate.DOSES, {"model": "models/own"}, {}), []), tmp_path / "x")
+    assert b"models/own" not in gzip.decompress(portable((tmp_path / "x").read_bytes()))

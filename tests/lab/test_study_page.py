@@ -63,7 +63,11 @@ def test_rates_of_an_endpoint_are_those_of_its_study(tmp_path):
     drawn = np.random.default_rng(0).binomial(8, 0.5, (4000, 2))
     claims = [2 * fisher(int(a), int(b), 8) < 0.05 for a, b in drawn]
     assert own.false == pytest.approx(np.mean(claims), abs=0.01)
-    assert np.isnan(own.found)  # 8 of 8 beside a half are claimed where that half is 2 or fewer
+    first, second = (
+        np.random.default_rng(1).binomial(8, 0.5 + half, 4000) for half in (own.found / 2, -own.found / 2)
+    )
+    power = np.mean([2 * fisher(int(a), int(b), 8) < 0.05 for a, b in zip(first, second, strict=True)])
+    assert 0.5 < own.found < 1 and 0.79 < power < 0.85  # one step of .01 in the difference is .02 in power
 
 
 def test_figures_are_files_that_stand_alone(tmp_path):
@@ -111,6 +115,22 @@ def test_curves_of_a_drawing_differ_however_many_arms_a_study_has(tmp_path):
     styles = re.findall(r'<g class="(s\d d\d)" data-arm="(arm_\d+)"', drawn)
     assert [arm for _, arm in styles] == ["arm_0", "arm_24", "arm_29"]
     assert len({style for style, _ in styles}) == 3
+
+
+def test_arms_with_grids_of_their_own_are_drawn_by_rate(tmp_path):
+    pytest.importorskip("scipy")
+    arms = {"none": None, "full": {"tuning": "full", "weights": "bf16", "learning_rates": [1e-5, 1e-4, 4e-5]}}
+    fields = {"arms": arms, "comparisons": {"tuning": [["none", "full"]]}, "learning_rates": [1e-4, 2e-4]}
+    results = computed(tmp_path, **fields)
+    assert page._all_rates(results.study) == [1e-5, 4e-5, 1e-4, 2e-4]
+    none, full = page._by_rate(results)
+    assert (none.label, none.at) == ("none", [2, 3]) and (full.label, full.at) == ("full", [0, 1, 2])
+    seeds = results.study.tuning_seeds
+    means = [np.mean([run.area for run in results.of("full", rate, seeds)]) for rate in (1e-5, 4e-5, 1e-4)]
+    assert full.mean == pytest.approx(means)
+    page.write_figures(results, tmp_path / "figures")
+    drawn = (tmp_path / "figures" / "rates.svg").read_text()
+    assert all(f">{rate}<" in drawn for rate in ("1e-05", "4e-05", "0.0001", "0.0002"))
 
 
 def test_a_sweep_is_drawn_by_rate_and_needs_no_scipy(tmp_path, monkeypatch):
