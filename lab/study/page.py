@@ -283,9 +283,7 @@ def _means(comparisons: Sequence[Comparison]) -> str:
     heads = (("family", "first \N{MINUS SIGN} second"), ("difference", "95 % interval", "seeds"))
     return (
         "<h2>Means of areas</h2><p>Mean difference in the area under the curve of greedy accuracy, by seed, "
-        "with its BCa bootstrap interval.</p>"
-        + _table(heads, rows)
-        + "".join(map(_apart, comparisons))
+        "with its BCa bootstrap interval.</p>" + _table(heads, rows) + "".join(map(_apart, comparisons))
     )
 
 
