@@ -57,7 +57,13 @@ def test_seeds_of_a_demo_add_up_in_one_file(tmp_path, monkeypatch):
     out = tmp_path / "found.json"
     demo.main(["demo-tools", "--seed", "1", "2", "--out", str(out)])
     demo.main(["demo-tools", "--seed", "3", "--note", "alone", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
+    found = json.loads(out.read_text())
+    rows = found.pop("rows")
+    assert not found, "each row says where it comes from"
+    assert [row["command"].split(" --out")[0] for row in rows] == [
+        *["python -m bench demo demo-tools --seed 1 2"] * 2,
+        "python -m bench demo demo-tools --seed 3 --note alone",
+    ]
     assert taken == [(1, "arithmetic"), (2, "arithmetic"), (3, "arithmetic")]
     assert [row["gain_points"] for row in rows] == [10.0, 20.0, 30.0]
     assert [row["note"] for row in rows] == ["", "", "alone"] and {row["minutes"] for row in rows} == {1.5}
