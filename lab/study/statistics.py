@@ -14,13 +14,13 @@ first - second of the area under the curve of accuracy (`RunResult.area`) on the
 - how many runs of each collapsed.
 
 The verdict, which the studies have that were planned with it (docs/method.md; a study's page has those of
-`lab.study.endpoints`), is a word made of the corrected p value, the sign of the mean and the test of equivalence, all
-at a level of .05. An effect is claimed of the mean, which Wilcoxon's test is not about, so the interval of
-the mean must leave out 0 too, and the centre of ranks, which skewed differences may have on the other side
-of 0, must agree with it; else nothing is decided. If no two arms that a study compares differ, it claims no
-effect with probability .95; it claims no equivalence that does not hold with the same. If two arms differ and
-the means of their areas do not, because one is a little better and collapses now and then, an effect may be
-claimed more often than that: seeds that hold no collapse cannot show one. How often,
+`lab.study.endpoints`), is a word made of the corrected p value, the sign of the mean and the test of
+equivalence, all at a level of .05. An effect is claimed of the mean, which Wilcoxon's test is not about, so
+the interval of the mean must leave out 0 too, and the centre of ranks, which skewed differences may have on
+the other side of 0, must agree with it; else nothing is decided. If no two arms that a study compares differ,
+it claims no effect with probability .95; it claims no equivalence that does not hold with the same. If two
+arms differ and the means of their areas do not, because one is a little better and collapses now and then, an
+effect may be claimed more often than that: seeds that hold no collapse cannot show one. How often,
 `lab.writers.verdicts` counts.
 Given up: intervals are each of one comparison, and all of it is for the study's own held-out problems and the
 learning rates that were chosen.
