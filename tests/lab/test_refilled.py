@@ -26,7 +26,7 @@ ARMS = ("synchronous", "refilled-2", "refilled-4", "refilled-1", "uncorrected-4"
 def test_arms_differ_in_what_the_plan_says_alone(folder, tiny_model, monkeypatch):
     monkeypatch.setattr(runs.Folder, "packed", lambda self, rounding: self.model)
     plan = read_plan("refilled")
-    assert plan.seeds == tuple(range(460, 476)) and tuple(plan.arms) == ("warm", *ARMS)
+    assert plan.seeds == tuple(range(460, 492)) and tuple(plan.arms) == ("warm", *ARMS)
     warm = runs.settings_of(plan, "warm", 463, folder, {})
     assert warm.algorithm == "sft" and warm.weights == "nvfp4" and warm.lora_r == 16
     folder.keep({"arm": "warm", "seed": 463})
