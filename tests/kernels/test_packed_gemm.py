@@ -360,7 +360,9 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    some = {80: (8, 16, 32, 128), 86: (8, 16, 32, 64, 128), 90: (16, 64, 128, 256, 512)}.get(card.number, (16, 128))
+    some = {80: (8, 16, 32, 128), 86: (8, 16, 32, 64, 128), 90: (16, 64, 128, 256, 512)}.get(
+        card.number, (16, 128)
+    )
     cases = [(tokens, (1 << 14, 1 << 14)) for tokens in some]
     cases += [(tokens, (4096, 4096)) for tokens in {80: [64], 90: [128]}.get(card.number, [])]
     for tokens, shape in cases:
