@@ -3,10 +3,10 @@
     python -m bench ways --shape 7b --batch 256 512 \
         --way quack "qerl.kernels.weights.packed_gemm:MAX_TOKENS['wgmma']=128" --way packed
 
-A way is a name and what it sets: names of modules, or entries of tables with such a name, that hold the number
-of a choice while steps are captured and timed. Clocks and temperature drift by more than a choice is worth, so
-all ways take their turn in each round, in every second one in reverse order, and what a way is worth is its
-speed over that of the first way in the same round.
+A way is a name and what it sets: names of modules, or entries of tables with such a name, that say what is
+chosen, for as long as steps are captured and timed. Clocks and temperature drift by more than a choice is
+worth, so all ways take their turn in each round, in every second one in reverse order, and what a way is
+worth is its speed over that of the first way in the same round.
 """
 
 import argparse

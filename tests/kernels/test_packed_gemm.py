@@ -218,7 +218,8 @@ class Block:
     def write(self, acc, row_tile, row):
         part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
         if self.padded > 128:
-            return self.write_pairs(acc[0], part, row[0])
+            self.write_pairs(acc[0], part, row[0])
+            return
         for f, of_fragment in enumerate(acc):
             for g, d in enumerate(of_fragment):
                 m = g * 8 + LANE % 4 * 2

@@ -156,6 +156,6 @@ def act_mul(
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)), **a.constants(rank_part(a.ranks, shared)),
         R_TOTAL=b.columns, FUSED=fused, GELU=gelu,
-        PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, EARLY=EARLY, num_warps=4, num_stages=1,
-        **capped, **dependent(gemm_STN),
+        PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, EARLY=EARLY,
+        num_warps=4, num_stages=1, **capped, **dependent(gemm_STN),
     )  # fmt: skip

@@ -38,8 +38,8 @@ from qerl.kernels.workspace import workspace
 
 logger = logging.getLogger(__name__)
 
-# By padded tokens of a slice, with wgmma. Microseconds of gate_up and down of 32B, beside what other tilings took: on an
-# H100, at 128 tokens on an H200.
+# By padded tokens of a slice, with wgmma. Microseconds of gate_up and down of 32B, beside what other tilings
+# took: on an H100, at 128 tokens on an H200.
 _WGMMA_TILINGS = {
     8: Tiling(2, 2, 8, 4),  # 57.1 and 30.5; four warpgroups on 256 rows 57.9 and 31.2
     16: Tiling(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
@@ -207,8 +207,8 @@ def quack_gemm(x_TK: torch.Tensor, tiles: Tiles, out_TN: torch.Tensor, tile: Til
         from quack.gemm_w4 import gemm_w4a16
     except ImportError as error:
         raise QeRLError(
-            "Products of NVFP4 weights with many tokens need the package quack-kernels: install it, or use the "
-            "portable engine."
+            "Products of NVFP4 weights with many tokens need the package quack-kernels: install it, or use "
+            "the portable engine."
         ) from error
     tile_m, tile_n, split_k = tile
     gemm_w4a16(

@@ -189,8 +189,8 @@ def packed_gemm(
     Args:
         x: bf16, as :func:`to_operand` gives it for T tokens.
         tiles: The weight.
-        out_STN: As :func:`sums_dtype` says, contiguous, with as many partial sums as :func:`partial_sums` says; those that a row
-            does not have are left as they are.
+        out_STN: As :func:`sums_dtype` says, contiguous, with as many partial sums as :func:`partial_sums`
+            says; those that a row does not have are left as they are.
         tiling: How the product is tiled.
         xa: Parts that are added by the way, R a multiple of 8.
         ahead: What the kernels after this one read.
