@@ -113,13 +113,15 @@ def _residual_norm(
     in_t, in_d = t < T, d < D
     inside = in_t[:, None] & in_d[None, :]
     at = t[:, None].to(tl.int64) * D + d[None, :]
-    w = tl.load(w_D + d, mask=in_d, other=0.0)
+    # A row rather than numbers: those would go through shared memory, and what is loaded after them wait.
+    w = tl.load(w_D + d[None, :], mask=in_d[None, :], other=0.0)
+    if not EMBED:
+        y = tl.load(residual_TD + at, mask=inside, other=0.0)
     if R > 0:
         b = load_b(b_NR, d, in_d, 0, R, PART)
     if A_RANKS > 0:
         a = load_a(a_RK, 0, d, in_d, D, A_RANKS, A_PART)
     if not EMBED:
-        y = tl.load(residual_TD + at, mask=inside, other=0.0)
         if CHOSEN == 0 or SHARED:
             scale = tl.load(scale_1)
             counts = partial_counts(partials_G, d, in_d, S)
@@ -155,7 +157,7 @@ def _residual_norm(
         y *= tl.load(scalar_1)
     tl.store(residual_TD + at, y, mask=inside)
     tl.store(squares_PT + block * T + t, tl.sum(y * y, axis=1), mask=in_t)
-    u = (y * w[None, :]).to(u_TD.dtype.element_ty)
+    u = (y * w).to(u_TD.dtype.element_ty)
     store_operand(u_TD, u, t, d, inside, D, PADDED)
     if A_RANKS > 0:
         apply_a(parts_PTR, block, u, a, a_RK, d, in_d, D, t, in_t, T, A_RANKS, A_PART)
