@@ -32,7 +32,6 @@ from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part, stacked_part
 
-
 MANY = {"tokens": 16, "columns": 128, "warps": 4}
 """Tile and warps of a program with more than 128 tokens."""
 
@@ -121,10 +120,9 @@ def _residual_norm(
         b = load_b(b_NR, d, in_d, 0, R, PART)
     if A_RANKS > 0:
         a = load_a(a_RK, 0, d, in_d, D, A_RANKS, A_PART)
-    if not EMBED:
-        if CHOSEN == 0 or SHARED:
-            scale = tl.load(scale_1)
-            counts = partial_counts(partials_G, d, in_d, S)
+    if not EMBED and (CHOSEN == 0 or SHARED):
+        scale = tl.load(scale_1)
+        counts = partial_counts(partials_G, d, in_d, S)
     begin(PDL)
     if EMBED:
         token = tl.load(tokens_T + t, mask=in_t, other=0).to(tl.int64)
