@@ -31,6 +31,8 @@ from qerl.kernels.weights.packed_gemm import (
     Tiling,
     packed_gemm,
     partial_sums,
+    slices,
+    sums_dtype,
     to_operand,
 )
 from qerl.kernels.weights.tiles import TILE, Tiles
@@ -62,12 +64,19 @@ def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
 
 def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
     """Tilings worth trying on a card: stages of 9 to 74 KB of weight, at least two of them, as many tiles
-    before a wait as the registers of the teams allow.
+    before a wait as the registers of the teams allow. Above 128 tokens a block has 128 rows.
 
     Without wgmma a thread needs some 60 registers beside its accumulators, and a quarter of the
     multiprocessor has 512 for each lane of its warps.
     """
     found: dict[tuple[int, ...], Tiling] = {}
+    if tokens > 128:
+        wide = itertools.product(((1, 1), (2, 1), (2, 2), (3, 3)), (150_000, 190_000, 226_000), (1, 2))
+        for (tiles, together), shared, cluster in wide:
+            tiling = Tiling(2, 2, tiles, together, shared, cluster=cluster, registers=240)
+            if tiling.stages(tokens) >= 2:
+                found.setdefault((tiles, together, tiling.stages(tokens), cluster), tiling)
+        return list(found.values())
     hopper = card.math == "wgmma"
     memory = (140_000, 176_000, 215_000) if hopper else (card.shared_bytes - 1024,)
     fragments = (1,) if hopper or tokens <= 16 else (1, 2)
@@ -96,7 +105,7 @@ def usual_quack_tile(tokens: int, rows: int, width: int) -> Tile:
     H100, Qwen2.5-7B shapes, microseconds against quack's own choice: qkv 12.9 / 22.9 at 64 tokens, 15.1 /
     25.3 at 128; o 10.7 / 12.1; down 33.3 / 34.2 at 64.
     """
-    if tokens > MAX_TOKENS:
+    if tokens > MAX_TOKENS["mma.sync"]:
         return quack_tile(tokens, width)
     tile_n, long = max(32, 1 << (tokens - 1).bit_length()), width >= 8192
     if tokens > 64:
@@ -117,8 +126,9 @@ def quack_tiles(tokens: int, rows: int) -> list[Tile]:
 
 def time_packed(x_TK: torch.Tensor, weights: list[Tiles], tiling: Tiling) -> float:
     """Microseconds of one tiling."""
-    most, _ = partial_sums(tiling, weights[0].shape, x_TK.device)
-    out = torch.empty(most, x_TK.shape[0], weights[0].shape[0], device="cuda")
+    tokens = len(x_TK)
+    most, _ = partial_sums(tiling, weights[0].shape, x_TK.device, slices(tokens))
+    out = torch.empty(most, tokens, weights[0].shape[0], dtype=sums_dtype(tokens), device="cuda")
     x = to_operand(x_TK)
     return graph_time([lambda w=w: packed_gemm(x, w, out, tiling) for w in weights])  # type: ignore[misc]
 
@@ -147,8 +157,10 @@ def time_cublas(x_TK: torch.Tensor, rows: int) -> float:
 
 def packed_error(x_TK: torch.Tensor, weight: Tiles, tiling: Tiling) -> float:
     """Relative error of this package's kernel; parts that a row does not have are poisoned."""
-    most, counts = partial_sums(tiling, weight.shape, x_TK.device)
-    out = torch.full((most, x_TK.shape[0], weight.shape[0]), float("nan"), device="cuda")
+    tokens = len(x_TK)
+    most, counts = partial_sums(tiling, weight.shape, x_TK.device, slices(tokens))
+    shape = most, tokens, weight.shape[0]
+    out = torch.full(shape, float("nan"), dtype=sums_dtype(tokens), device="cuda")
     packed_gemm(to_operand(x_TK), weight, out, tiling)
     used = torch.arange(most, device="cuda")[:, None] < counts.repeat_interleave(TILE)[None]
     found = torch.where(used[:, None], out.double(), 0.0).sum(0) / OUTPUT_SCALE
@@ -192,8 +204,8 @@ def measure(
                  "choice": choice, "error": error}
             )  # fmt: skip
 
-    if "qerl" in engines and tokens <= MAX_TOKENS:
-        card = card_of(torch.device("cuda", torch.cuda.current_device()))
+    card = card_of(torch.device("cuda", torch.cuda.current_device()))
+    if "qerl" in engines and tokens <= MAX_TOKENS[card.math]:
         chosen = tiling_for(tokens, card, (rows, width))
         tilings = packed_tilings(tokens, card) if "qerl" in tune else [chosen]
         timed = [(time_packed(x_TK, weights, tiling), list(vars(tiling).values())) for tiling in tilings]

@@ -78,7 +78,7 @@ def test_gpu_machine_with_everything(cuda, installed):
     assert finding == "Test GPU, 80.0 GiB, compute capability 9.0, 132 multiprocessors"
     assert row("rollout", "paged engine").state == "ok"
     assert row("rollout", "kernels").state == "ok"
-    assert "up to 128 tokens" in row("rollout", "products").finding
+    assert "up to 512 tokens" in row("rollout", "products").finding
     assert row("weight formats", "nf4").state == "ok"
     assert all(r.state == "ok" for r in diagnose() if r.section == "optional packages")
 

@@ -232,7 +232,7 @@ def _rollout() -> Iterator[Row]:
         state: State = "ok" if capability in needs.RUN_ON and card.native else "untested"
         yield Row(section, "kernels", state, needs.card_sentence(card))
         finding = (
-            f"four-bit weights: this package's kernel up to {MAX_TOKENS} tokens, "
+            f"four-bit weights: this package's kernel up to {MAX_TOKENS[card.math]} tokens, "
             f"{needs.many_tokens_by(card)} from there; 16-bit weights: cuBLAS"
         )
         yield Row(section, "products", "ok", finding)

@@ -164,7 +164,9 @@ def test_nan_stays_nan_in_an_fp8_cache():
         assert not cache[0, 0, 0].float().isnan().any() and cache[0, 0, 1].float().isnan().any()
 
 
-@pytest.mark.parametrize("tokens,rank,padded", [(3, 16, 8), (20, 0, 0), (20, 16, 32), (70, 16, 0)])
+@pytest.mark.parametrize(
+    "tokens,rank,padded", [(3, 16, 8), (20, 0, 0), (20, 16, 32), (70, 16, 0), (150, 16, 256), (260, 16, 512)]
+)
 def test_act_mul(tokens, rank, padded):
     intermediate, width, splits = 192, 100, 2  # a block of columns and a half
     product, summed, counts = partial_sums(splits, tokens, 2 * intermediate + 64)

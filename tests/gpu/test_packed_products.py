@@ -8,18 +8,21 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from bench.kernels import packed_error
+from bench.kernels import packed_error, packed_tilings
 from bench.random_weights import random_tiles
 from qerl.kernels.cards import card_of
 from qerl.kernels.needs import obstacles
 from qerl.kernels.weights.add_parts import add_parts
 from qerl.kernels.weights.nvfp4 import tiling_for
 from qerl.kernels.weights.packed_gemm import (
+    MAX_TOKENS,
     Ahead,
     Tiling,
     packed_gemm,
     padded_tokens,
     partial_sums,
+    slices,
+    sums_dtype,
     to_operand,
 )
 from qerl.kernels.weights.product import LoraSum
@@ -49,6 +52,21 @@ def test_packed_gemm(tokens, rows, width):
             assert packed_error(x, weight, tiling) < 1e-5, tiling
 
 
+@pytest.mark.parametrize("tokens", [129, 200, 256, 300, 512])
+@pytest.mark.parametrize("rows,width", [(128, 64), (384, 192), (640, 2368), (2176, 512), (4160, 9216)])
+def test_packed_gemm_of_many_tokens(tokens, rows, width):
+    """A slice and two of them, with room beyond the tokens; sums are rounded to bf16."""
+    if not GPU or obstacles():
+        pytest.skip("needs a GPU on which the kernels run")
+    card = card_of(torch.device(DEVICE))
+    if tokens > MAX_TOKENS[card.math]:
+        pytest.skip("products of so many tokens are those of another package here")
+    weight, x = random_tiles(rows, width), torch.randn(tokens, width, device=DEVICE).bfloat16()
+    assert torch.equal(as_rows(to_operand(x), tokens, width, padded_tokens(tokens)), x)
+    for tiling in {tiling_for(tokens, card, (rows, width)), *packed_tilings(tokens, card)}:
+        assert packed_error(x, weight, tiling) < 2.5e-3, tiling
+
+
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_packed_gemm_with_something_ahead(tokens):
     """What is asked of the cache for later kernels, of other sizes, changes no number of this one."""
@@ -72,19 +90,23 @@ def test_parts_are_added(count, tokens, rank):
 
 
 @pytest.mark.parametrize(
-    "count,tokens,rank", [(1, 1, 16), (28, 8, 96), (148, 64, 32), (56, 13, 768), (28, 128, 96)]
+    "count,tokens,rank",
+    [(1, 1, 16), (28, 8, 96), (148, 64, 32), (56, 13, 768), (28, 128, 96), (148, 256, 32), (28, 512, 96)],
 )
 def test_a_product_adds_parts(count, tokens, rank):
     """With a weight for few blocks and with one for many; always the same sum, and the same product."""
     if not GPU or obstacles():
         pytest.skip("needs a GPU on which the kernels run")
+    if tokens > MAX_TOKENS[card_of(torch.device(DEVICE)).math]:
+        pytest.skip("products of so many tokens are those of another package here")
     parts = torch.randn(count, tokens, rank, device=DEVICE)
     for rows, width in ((128, 64), (2176, 512)):
         weight, x_TK = random_tiles(rows, width), torch.randn(tokens, width, device=DEVICE).bfloat16()
         x = to_operand(x_TK)
         tiling = tiling_for(tokens, card_of(weight.codes.device), (rows, width))
-        most, _ = partial_sums(tiling, (rows, width), x.device)
-        plain, out, again = (torch.zeros(most, tokens, rows, device=DEVICE) for _ in range(3))
+        most, _ = partial_sums(tiling, (rows, width), x.device, slices(tokens))
+        shape, dtype = (most, tokens, rows), sums_dtype(tokens)
+        plain, out, again = (torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(3))
         found, second = poison(tokens, rank), poison(tokens, rank)
         packed_gemm(x, weight, plain, tiling)
         packed_gemm(x, weight, out, tiling, LoraSum(parts, found))

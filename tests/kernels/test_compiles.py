@@ -266,7 +266,7 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.kernels.update.token_logps import token_logps
     from qerl.kernels.weights.dense import DenseStack
     from qerl.kernels.weights.experts import DenseExperts, NVFP4Experts
-    from qerl.kernels.weights.nvfp4 import NVFP4Stack
+    from qerl.kernels.weights.packed_gemm import MAX_TOKENS, padded_tokens
     from qerl.measure.random_model import random_decoder
     from qerl.rollout.paged.decode import DecodeStep
     from qerl.rollout.paged.kv_cache import KVCache
@@ -283,7 +283,11 @@ def walk(recorder: Recorder, target: int) -> None:
             launch = {"PDL": True, "launch_pdl": True} if card.dependent_launch else {"PDL": False}
             module.dependent = lambda tensor, launch=launch: launch
 
-    DenseStack.padded_tokens = NVFP4Stack.padded_tokens  # type: ignore[method-assign]  # operands as on a GPU
+    def operand_tokens(weight: DenseStack, tokens: int) -> int:
+        """As of a weight in NVFP4 on a GPU."""
+        return padded_tokens(tokens) if tokens <= MAX_TOKENS[card.math] else 0
+
+    DenseStack.padded_tokens = operand_tokens  # type: ignore[method-assign]
 
     def decode(
         tokens: int,

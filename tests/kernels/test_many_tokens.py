@@ -25,7 +25,7 @@ def without_quack(monkeypatch):
 def test_many_tokens_are_multiplied_without_quack(without_quack):
     torch.manual_seed(0)
     stack = nvfp4.NVFP4Stack(random_tiles(128, 192, device="cpu"), torch.tensor([0.5, 3.0]))
-    tokens = MAX_TOKENS + 2
+    tokens = MAX_TOKENS["wgmma"] + 2
     x_TK = torch.randn(tokens, 192).bfloat16()
     scratch = torch.empty(stack.scratch_bytes(tokens), dtype=torch.uint8)
     product = stack.multiply(x_TK, tokens, scratch)

@@ -22,7 +22,7 @@ from qerl.kernels.nvrtc import compile_source
 from qerl.kernels.weights import packed_gemm
 from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.nvfp4 import NVFP4Stack, tiling_for
-from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, padded_tokens, switches, to_operand
+from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, slice_tokens, slices, switches, to_operand
 from qerl.rollout.paged.weights import AttentionWeights, Layer, Lora, MLPWeights, Projection, look_ahead
 
 STACK = {128: 48}
@@ -109,9 +109,9 @@ class Block:
     """One block of threads, with its shared memory."""
 
     def __init__(self, index, blocks, tiling, stages, x, tiles, out_STN):
-        self.index, self.blocks, self.tiling, self.stages = index, blocks, tiling, stages
-        self.tokens, self.y = out_STN.shape[1], out_STN
-        self.padded = padded_tokens(self.tokens)
+        self.tokens, self.y, self.tiling, self.stages = out_STN.shape[1], out_STN, tiling, stages
+        self.padded, self.slices = slice_tokens(self.tokens), slices(self.tokens)
+        self.slice, self.index, self.blocks = index % self.slices, index // self.slices, blocks // self.slices
         self.x, self.codes, self.scales = x, tiles.codes.numpy().ravel(), tiles.scales.numpy().ravel()
         self.groups, self.k_tiles = tiles.shape[0] // 64, tiles.shape[1] // 64
         self.total = -(-self.groups // (tiling.row_groups * tiling.cluster)) * self.k_tiles
@@ -217,6 +217,9 @@ class Block:
 
     def write(self, acc, row_tile, row):
         part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
+        if self.padded > 128:
+            self.write_pairs(acc[0], part, row[0])
+            return
         for f, of_fragment in enumerate(acc):
             for g, d in enumerate(of_fragment):
                 m = g * 8 + LANE % 4 * 2
@@ -225,6 +228,29 @@ class Block:
                     at = part, (m + j % 2)[inside], (row + f * 16 + 8 * (j // 2))[inside]
                     assert np.isnan(self.y[at]).all(), "written twice"
                     self.y[at] = d[inside, j]
+
+    def write_pairs(self, acc, part, row):
+        """What store_tile does with registers of two numbers."""
+        odd = LANE % 2 == 1
+        column = row + LANE % 4 * 2 + np.where(odd, 6, 0)
+        for i, d in enumerate(acc):
+            top, bottom = transposed(d[:, :2]), transposed(d[:, 2:])
+            got = np.where(odd[:, None], top, bottom)[LANE ^ 1]
+            four = np.where(odd[:, None], np.hstack([got, bottom]), np.hstack([top, got]))
+            m = i * 8 + LANE // 4
+            inside = m < self.tokens - self.slice * self.padded
+            for j in range(4):
+                at = part, (self.slice * self.padded + m)[inside], (column + j)[inside]
+                assert np.isnan(self.y[at]).all(), "written twice"
+                self.y[at] = four[inside, j]
+
+
+def transposed(pairs):
+    """movmatrix.trans: a lane has numbers 2 (lane % 4) and the next of row lane / 4 of 8 x 8."""
+    matrix = np.zeros((8, 8))
+    for h in range(2):
+        matrix[LANE // 4, LANE % 4 * 2 + h] = pairs[:, h]
+    return np.stack([matrix[LANE % 4 * 2 + h, LANE // 4] for h in range(2)], -1)
 
 
 @pytest.mark.slow
@@ -335,7 +361,9 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    some = {80: (8, 16, 32, 128), 86: (8, 16, 32, 64, 128), 90: (16, 64, 128)}.get(card.number, (16, 128))
+    some = {80: (8, 16, 32, 128), 86: (8, 16, 32, 64, 128), 90: (16, 64, 128, 256, 512)}.get(
+        card.number, (16, 128)
+    )
     cases = [(tokens, (1 << 14, 1 << 14)) for tokens in some]
     cases += [(tokens, (4096, 4096)) for tokens in {80: [64], 90: [128]}.get(card.number, [])]
     for tokens, shape in cases:
@@ -351,7 +379,9 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
         allowed = 0 if card.math == "wgmma" else STACK.get(tokens, 0)
         assert registers * tiling.threads(card) <= 1 << 16 and stack <= allowed, "registers are spilled"
         if tiling.registers:  # what is given up must be there, or whoever asks for it waits for ever
-            assert registers * tiling.threads(card) == 1 << 16
+            kept = 24  # of a thread that loads (KEPT_REGISTERS)
+            wanted = 128 * (tiling.teams * tiling.registers + kept)
+            assert registers * tiling.threads(card) >= wanted
         assert static % 1024 + taken <= card.shared_bytes, "the driver's kilobyte is not the block's"
 
 

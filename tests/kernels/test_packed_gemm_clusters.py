@@ -13,7 +13,7 @@ import torch
 from bench.products import dequantised
 from bench.random_weights import random_tiles
 from qerl.kernels.weights import packed_gemm
-from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, to_operand
+from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, slices, to_operand
 from tests.kernels.test_packed_gemm import CODE_BYTES, SCALE_BYTES, Barrier, Block
 
 pytestmark = pytest.mark.slow
@@ -81,9 +81,12 @@ class OfCluster(Block):
                 self.ask([self], s, to, self.codes, tile * CODE_BYTES, count * CODE_BYTES)
                 to = stage + tiles * (row_groups * CODE_BYTES + g * SCALE_BYTES)
                 self.ask([self], s, to, self.scales, tile * SCALE_BYTES, count * SCALE_BYTES)
-            size = count * self.x_bytes // len(self.cluster)
+            copies = count if self.slices > 1 else 1
+            size = count // copies * self.x_bytes // len(self.cluster)
             at, to = self.rank * size, stage + tiles * self.weight_bytes
-            self.ask(self.cluster, s, to + at, self.x, first * self.x_bytes + at, size)
+            for t in range(copies):
+                source = ((first + t) * self.slices + self.slice) * self.x_bytes + at
+                self.ask(self.cluster, s, to + t * self.x_bytes + at, self.x, source, size)
             yield
         for last in range(max(0, n + 1 - self.stages), n + 1):
             yield from self.read(last)
@@ -116,18 +119,24 @@ def run(blocks, order):
 
 @pytest.mark.parametrize(
     "tokens,width,tiling,stages",
-    [(60, 576, Tiling(3, 3, 2, 2, cluster=2), 2), (70, 256, Tiling(2, 2, 1, 1, cluster=2), 2)],
+    [
+        (60, 576, Tiling(3, 3, 2, 2, cluster=2), 2),
+        (70, 256, Tiling(2, 2, 1, 1, cluster=2), 2),
+        (150, 256, Tiling(2, 2, 1, 1, cluster=2), 3),
+        (300, 192, Tiling(2, 2, 2, 2, cluster=2), 2),
+    ],
 )
 def test_blocks_of_a_cluster_share_activations(monkeypatch, tokens, width, tiling, stages):
     torch.manual_seed(0)
-    rows, multiprocessors = 640, 5
+    rows, multiprocessors = 640, 9
     weight, x_TK = random_tiles(rows, width, device="cpu"), torch.randn(tokens, width).bfloat16()
     monkeypatch.setattr(packed_gemm, "multiprocessors", lambda device: multiprocessors)
     packed_gemm.partial_sums.cache_clear()
-    most, counts_G = packed_gemm.partial_sums(tiling, (rows, width), torch.device("cpu"))
+    of_slices = slices(tokens)
+    most, counts_G = packed_gemm.partial_sums(tiling, (rows, width), torch.device("cpu"), of_slices)
     packed_gemm.partial_sums.cache_clear()
     out_STN, x = np.full((most, tokens, rows), np.nan), to_operand(x_TK).view(torch.uint8).numpy()
-    order, clusters = random.Random(0), multiprocessors // 2
+    order, clusters = random.Random(0), multiprocessors // (2 * of_slices) * of_slices
     for index in range(clusters):
         cluster = []
         cluster += [

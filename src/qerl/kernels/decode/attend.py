@@ -230,6 +230,10 @@ def attend(
     )  # fmt: skip
 
 
+PIPELINE = {"num_warps": 4, "num_stages": 3}
+"""Of a program with few rows, or with heads up to 128."""
+
+
 def _pipeline(rows: int, size: int, shared: int) -> dict[str, int]:
     """Warps of a program, and stages in which it asks for pages of keys and values ahead of their use.
 
@@ -239,7 +243,7 @@ def _pipeline(rows: int, size: int, shared: int) -> dict[str, int]:
     if size > 256:
         return {"num_warps": 8, "num_stages": 2 if shared >= WHOLE_PARTS else 1}
     if size <= 128 or rows <= 16:
-        return {"num_warps": 4, "num_stages": 3}
+        return dict(PIPELINE)
     return {"num_warps": 8, "num_stages": 3 if shared >= WHOLE_PARTS else 1}
 
 

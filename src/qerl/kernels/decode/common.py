@@ -113,6 +113,15 @@ def apply_b(
 ):  # fmt: skip
     """(x A^T) B^T of one linear layer, whose columns of x A^T begin at ``first``; ``b`` is B's first part."""
     xa = load_xa(xa_TR, first, t, in_t, R_TOTAL, PART)
+    return times_b(xa, xa_TR, first, b, b_NR, n, in_n, t, in_t, R_TOTAL, R, PART)
+
+
+@triton.jit
+def times_b(
+    xa, xa_TR, first, b, b_NR, n, in_n, t, in_t,
+    R_TOTAL: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """As :func:`apply_b`; ``xa`` is the first part of x A^T, which was loaded."""
     y = tl.dot(xa.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
     for more in tl.static_range(PART, R, PART):
         xa = load_xa(xa_TR, first + more, t, in_t, R_TOTAL, PART)

@@ -32,10 +32,15 @@ from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part, stacked_part
 
+MANY = {"tokens": 16, "columns": 128, "warps": 4}
+"""Tile and warps of a program with more than 128 tokens."""
+
 
 def block_d(tokens: int) -> int:
     """Columns per program: few when there are few tokens, so that all multiprocessors take part; more when
     there are many, because every program adds its share of x A^T for each token."""
+    if tokens > 128:
+        return MANY["columns"]
     return 64 if tokens <= 32 else 128
 
 
@@ -107,16 +112,17 @@ def _residual_norm(
     in_t, in_d = t < T, d < D
     inside = in_t[:, None] & in_d[None, :]
     at = t[:, None].to(tl.int64) * D + d[None, :]
-    w = tl.load(w_D + d, mask=in_d, other=0.0)
+    # A row rather than numbers: those would go through shared memory, and what is loaded after them wait.
+    w = tl.load(w_D + d[None, :], mask=in_d[None, :], other=0.0)
+    if not EMBED:
+        y = tl.load(residual_TD + at, mask=inside, other=0.0)
     if R > 0:
         b = load_b(b_NR, d, in_d, 0, R, PART)
     if A_RANKS > 0:
         a = load_a(a_RK, 0, d, in_d, D, A_RANKS, A_PART)
-    if not EMBED:
-        y = tl.load(residual_TD + at, mask=inside, other=0.0)
-        if CHOSEN == 0 or SHARED:
-            scale = tl.load(scale_1)
-            counts = partial_counts(partials_G, d, in_d, S)
+    if not EMBED and (CHOSEN == 0 or SHARED):
+        scale = tl.load(scale_1)
+        counts = partial_counts(partials_G, d, in_d, S)
     begin(PDL)
     if EMBED:
         token = tl.load(tokens_T + t, mask=in_t, other=0).to(tl.int64)
@@ -149,7 +155,7 @@ def _residual_norm(
         y *= tl.load(scalar_1)
     tl.store(residual_TD + at, y, mask=inside)
     tl.store(squares_PT + block * T + t, tl.sum(y * y, axis=1), mask=in_t)
-    u = (y * w[None, :]).to(u_TD.dtype.element_ty)
+    u = (y * w).to(u_TD.dtype.element_ty)
     store_operand(u_TD, u, t, d, inside, D, PADDED)
     if A_RANKS > 0:
         apply_a(parts_PTR, block, u, a, a_RK, d, in_d, D, t, in_t, T, A_RANKS, A_PART)
@@ -200,6 +206,9 @@ def residual_norm(
     """
     tokens, width = residual_TD.shape
     block_t, columns, shared = 16, block_d(tokens), shared_bytes(residual_TD)
+    warps = 4
+    if tokens > 128:
+        block_t, warps = MANY["tokens"], MANY["warps"]
     table, ids = embedding or (None, None)
     chosen_SD = place_TC = factor_TC = expert_TC = bias_ED = shared_T = None
     if chosen is not None:
@@ -223,6 +232,6 @@ def residual_norm(
         **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
         EMBED=embedding is not None, CHOSEN=0 if place_TC is None else place_TC.shape[1],
         CHOSEN_BIAS=bias_ED is not None, SHARED=shared_T is not None,
-        PADDED=padded_tokens, BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,
+        PADDED=padded_tokens, BLOCK_T=block_t, BLOCK_D=columns, num_warps=warps if a.ranks <= 128 else 8,
         **dependent(residual_TD),
     )  # fmt: skip

@@ -22,15 +22,16 @@ import triton.language as tl
 
 from qerl.errors import QeRLError
 from qerl.kernels.decode.common import (
-    apply_b,
     begin,
     both,
     in_head,
     inverse_rms,
     load_b,
     load_head,
+    load_xa,
     partial_counts,
     sum_partials,
+    times_b,
 )
 from qerl.kernels.decode.launch import NO_B, LoraB
 from qerl.kernels.launch import dependent, pointers, shared_bytes
@@ -156,12 +157,15 @@ def _rope_kv(
             cos = tl.load(cos_MP + angle, mask=turns, other=1.0)
             sin = tl.load(sin_MP + angle, mask=turns, other=0.0)
     begin(PDL)
-    rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
+    # All loads are asked for before the first barrier, which none would pass.
     x1 = sum_partials(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
     x2 = sum_partials(gemm_STN, counts2, t, in_t, n2, every, T, N, S) * scale
     if R > 0:
-        x1 += apply_b(xa_TR, linear * R, b1, b_NR, n1, every, t, in_t, LINEARS * R, R, PART)
-        x2 += apply_b(xa_TR, linear * R, b2, b_NR, n2, every, t, in_t, LINEARS * R, R, PART)
+        xa = load_xa(xa_TR, linear * R, t, in_t, LINEARS * R, PART)
+    rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
+    if R > 0:
+        x1 += times_b(xa, xa_TR, linear * R, b1, b_NR, n1, every, t, in_t, LINEARS * R, R, PART)
+        x2 += times_b(xa, xa_TR, linear * R, b2, b_NR, n2, every, t, in_t, LINEARS * R, R, PART)
     x1 *= rms[:, None]
     x2 *= rms[:, None]
     if HAS_BIAS:

@@ -34,8 +34,10 @@ __device__ __forceinline__ void load_weight(const Piece& p, u32 stage, u32 full,
 __device__ __forceinline__ void load_x(const Piece& p, u32 stage, u32 full, const u8* x, u64 policy) {
   stage += TILES * WEIGHT_BYTES;
   x += p.x_tile() * X_BYTES;
-  const u32 bytes = p.count * (X_BYTES / CLUSTER), first = rank() * bytes;
-  copy_to_all(stage + first, x + first, bytes, full, policy);
+  // Tiles of one slice lie side by side if there is no other.
+  const u32 bytes = (SLICES > 1 ? 1 : p.count) * (X_BYTES / CLUSTER), first = rank() * bytes;
+  for (int t = 0; t < (SLICES > 1 ? p.count : 1); t++)
+    copy_to_all(stage + t * X_BYTES + first, x + t * (SLICES * X_BYTES) + first, bytes, full, policy);
 }
 
 // Loads all pieces of a block, weights ahead of the end of the kernel before.

@@ -28,6 +28,9 @@ from qerl.kernels.weights.packed_gemm import (
     packed_gemm,
     padded_tokens,
     partial_sums,
+    slice_tokens,
+    slices,
+    sums_dtype,
 )
 from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 from qerl.kernels.weights.tiles import Tiles
@@ -35,14 +38,15 @@ from qerl.kernels.workspace import workspace
 
 logger = logging.getLogger(__name__)
 
-# By padded tokens, with wgmma. Microseconds of gate_up and down of 32B, beside what other tilings took: on an
-# H100, at 128 tokens on an H200.
+# By padded tokens of a slice, with wgmma. Microseconds of gate_up and down of 32B, beside what other tilings
+# took: on an H100, at 128 tokens on an H200.
 _WGMMA_TILINGS = {
     8: Tiling(2, 2, 8, 4),  # 57.1 and 30.5; four warpgroups on 256 rows 57.9 and 31.2
     16: Tiling(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
     32: Tiling(3, 3, 4, 4),  # 62.0 and 34.0; four warpgroups on 256 rows 61.8 and 34.6
     64: Tiling(3, 3, 4, 4, 200_000),  # 77.1 and 40.9; two warpgroups on 128 rows 83.2 and 43.8
     128: Tiling(2, 2, 4, 4, 215_000, cluster=2),  # 124.9 and 66.9; without clusters 126.4 and 66.4
+    256: Tiling(2, 2, 1, 1, 226_000, cluster=2, registers=240),
 }
 # At 128 tokens, for weights of so many numbers: 117.0 and 65.3, without clusters 116.9 and 63.8. A block has
 # all registers of its multiprocessor, so kernels before and after do not overlap with it, and whole steps
@@ -73,14 +77,14 @@ _BARRIERS = 1024  # more than the kernel's own shared memory takes
 
 
 def tiling_for(tokens: int, card: Card, shape: tuple[int, int]) -> Tiling:
-    """How packed_gemm.cu tiles a product of at most `MAX_TOKENS` tokens, from the tables above.
+    """How packed_gemm.cu tiles a product of as many tokens as it takes, from the tables above.
 
     Args:
         tokens: T.
         card: What it runs on.
         shape: (N, K) of the weight.
     """
-    padded, weight = padded_tokens(tokens), shape[0] * shape[1]
+    padded, weight = slice_tokens(tokens), shape[0] * shape[1]
     if card.math == "wgmma":
         large_weight = padded == 128 and weight >= _LARGE_WEIGHT
         return _WGMMA_OF_LARGE_WEIGHT if large_weight else _WGMMA_TILINGS[padded]
@@ -91,6 +95,11 @@ def tiling_for(tokens: int, card: Card, shape: tuple[int, int]) -> Tiling:
     return replace(tiling, shared_bytes=min(tiling.shared_bytes, card.shared_bytes - _BARRIERS))
 
 
+def most_tokens(device: torch.device) -> int:
+    """Tokens up to which packed_gemm.cu multiplies here."""
+    return MAX_TOKENS[card_of(device).math]
+
+
 @cache
 def quack_runs(device: torch.device) -> bool:
     """Whether quack-kernels multiplies many tokens here; warns once where it could and is missing."""
@@ -99,7 +108,7 @@ def quack_runs(device: torch.device) -> bool:
         logger.warning(
             "quack-kernels is not installed, so products of more than %d tokens dequantise their weight, and "
             "rollouts of more rows than that are slower than smaller ones; install the extra `gpu`.",
-            MAX_TOKENS,
+            most_tokens(device),
         )
     return has_kernels and installed
 
@@ -127,19 +136,20 @@ class NVFP4Stack:
 
     def padded_tokens(self, tokens: int) -> int:
         """Tokens that packed_gemm.cu computes; 0 for more than it takes."""
-        return padded_tokens(tokens) if tokens <= MAX_TOKENS else 0
+        return padded_tokens(tokens) if tokens <= most_tokens(self.tiles.codes.device) else 0
 
     def scratch_bytes(self, tokens: int) -> int:
-        """Bytes of the product: fp32 partial sums, or bf16."""
-        if tokens > MAX_TOKENS:
+        """Bytes of the product."""
+        device = self.tiles.codes.device
+        if tokens > most_tokens(device):
             return tokens * self.shape[0] * 2
-        most, _ = partial_sums(self._tiling(tokens), self.shape, self.tiles.codes.device)
-        return most * tokens * self.shape[0] * 4
+        most, _ = partial_sums(self._tiling(tokens), self.shape, device, slices(tokens))
+        return most * tokens * self.shape[0] * sums_dtype(tokens).itemsize
 
     def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor, xa: LoraSum = NO_SUM) -> Product:
         """x w^T; see `GemmWeight.multiply`."""
         rows, width = self.shape
-        if tokens > MAX_TOKENS:
+        if tokens > most_tokens(x.device):
             xa.add()
             x_TK = x.view(-1)[: tokens * width].view(tokens, width)
             out_STN = scratch[: tokens * rows * 2].view(x.dtype).view(1, tokens, rows)
@@ -149,8 +159,9 @@ class NVFP4Stack:
                 self._dense_gemm(x_TK, out_STN[0])
             return Product(out_STN, None, self.scale_L)
         tiling = self._tiling(tokens)
-        most, partials_G = partial_sums(tiling, self.shape, x.device)
-        out_STN = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
+        most, partials_G = partial_sums(tiling, self.shape, x.device, slices(tokens))
+        dtype = sums_dtype(tokens)
+        out_STN = scratch[: most * tokens * rows * dtype.itemsize].view(dtype).view(most, tokens, rows)
         packed_gemm(x, self.tiles, out_STN, tiling, xa, self.ahead)
         return Product(out_STN, partials_G, self._packed_gemm_scale_L)
 
@@ -196,8 +207,8 @@ def quack_gemm(x_TK: torch.Tensor, tiles: Tiles, out_TN: torch.Tensor, tile: Til
         from quack.gemm_w4 import gemm_w4a16
     except ImportError as error:
         raise QeRLError(
-            f"Products of NVFP4 weights with more than {MAX_TOKENS} tokens need the package quack-kernels: "
-            "install it, or use the portable engine."
+            "Products of NVFP4 weights with many tokens need the package quack-kernels: install it, or use "
+            "the portable engine."
         ) from error
     tile_m, tile_n, split_k = tile
     gemm_w4a16(

@@ -1,4 +1,4 @@
-// y[s, m, n] = part s of the sum over k of x[m, k] * w[n, k], w in NVFP4, for few tokens (M <= 128).
+// y[s, m, n] = part s of the sum over k of x[m, k] * w[n, k], w in NVFP4, for few tokens (M <= 512).
 //
 // At these sizes a product is as fast as its weight is read, so the kernel is a stream. One block sits on each
 // multiprocessor for the whole product. Some of its warps do nothing but ask for the next pieces of weight and
@@ -47,13 +47,18 @@
 // ahead here too. The line has the row tiles of all items and is cut between them, so that there are no partial sums; an
 // expert is read from memory by few blocks, which then have its next item as well.
 //
+// Slices. More than 256 tokens are as many slices of 256, and the clusters take turns in having one: neighbours have the
+// same tiles of weight at the same time, which the memory then gives once. From 129 tokens on a tile of a block is as large
+// as registers allow, so the sums are written once for each and in bf16 (store_tile): in fp32 they would be most of what
+// the kernels around move.
+//
 // Registers. A launch gives all threads of a block equally many. With three warpgroups that multiply and a warp that
 // loads that is at most 128 for each (a quarter of the multiprocessor has four of these warps), too few for 128
 // tokens. So with REGISTERS there are four warps that load, of which one does, and all four give registers up to
 // those that multiply. The block then has all registers of the multiprocessor, and no block of the kernels before and
 // after fits beside it.
 //
-// Compile-time: EXPERTS, TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with
+// Compile-time: EXPERTS, TOKENS of a slice (8, 16, 32, 64, 128 or 256), SLICES, TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with
 // two FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups that a block has of a row tile (TEAMS / ROW_GROUPS teams
 // share K), TILES 64-wide k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, CLUSTER (1, or 2
 // with BULK), REGISTERS (of a thread that multiplies, where four warps that load give up theirs; 0: all have as
@@ -70,6 +75,9 @@
 #endif
 #if EXPERTS && CLUSTER > 1
 #error "Blocks of a cluster share activations, and experts have few."
+#endif
+#if (TOKENS > 128 || SLICES > 1) && !(BULK && WGMMA && TEAMS == ROW_GROUPS && !EXPERTS)
+#error "More than 128 tokens are for the copy engine and wgmma, by teams that do not share K."
 #endif
 #if REGISTERS && !(BULK && WGMMA)
 #error "Registers change hands between warpgroups of 9.0."
@@ -119,10 +127,11 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
-// Of this block in its cluster, and of its cluster in the grid.
+// Of this block in its cluster, and of its cluster in the grid: its slice, and its place among those that have it.
 __device__ __forceinline__ int rank() { return blockIdx.x % CLUSTER; }
-__device__ __forceinline__ u32 cluster() { return blockIdx.x / CLUSTER; }
-__device__ __forceinline__ u32 clusters() { return gridDim.x / CLUSTER; }
+__device__ __forceinline__ int slice() { return blockIdx.x / CLUSTER % SLICES; }
+__device__ __forceinline__ u32 cluster() { return blockIdx.x / (CLUSTER * SLICES); }
+__device__ __forceinline__ u32 clusters() { return gridDim.x / (CLUSTER * SLICES); }
 
 #if EXPERTS
 // The items: of each its expert and its tokens. `groups` are the 64-row groups of an expert, ROW_GROUPS of them a row tile.
@@ -182,7 +191,7 @@ struct Piece {
     return (long long)min(group(row_group), groups - 1) * k_tiles + first;
   }
   // The first tile of activations.
-  __device__ __forceinline__ long long x_tile() const { return first; }
+  __device__ __forceinline__ long long x_tile() const { return first * SLICES + slice(); }
 #endif
   __device__ __forceinline__ void advance() {
     at += count;
@@ -297,6 +306,9 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   int stage = 0, parity = 0, unit = 0;
   for (Piece p(begin, end, k_tiles, items); p.at < end; p.advance()) {
+#if TOKENS > 128
+    for (;; p.advance()) {  // of a row tile: in one loop ptxas moves all accumulators, and keeps some of them in memory
+#endif
     barrier_wait(full + stage * 8, parity);
     int t = k_group;
     for (; t + (TOGETHER - 1) * K_GROUPS < p.count; t += TOGETHER * K_GROUPS) {
@@ -311,7 +323,12 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
     __syncwarp();
     barrier_arrive_in_all(lane, empty + stage * 8);
     if (++stage == STAGES) stage = 0, parity ^= 1;
+#if TOKENS > 128
+    if (p.ends_row_tile()) break;
+    }
+#else
     if (!p.ends_row_tile()) continue;
+#endif
 
     // The row tile, or this block's part of it, is complete. Warpgroups that shared K are added in order, in one
     // of two buffers in turn, so that one barrier is enough.
@@ -335,13 +352,17 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
     if (k_group == 0 && group < groups) {
 #if EXPERTS
       const int M = p.tokens;
-      float* to = y + (long long)p.item * TOKENS * N + group * 64 + first_fragment * 16 + lane / 4;
+      long long at_tile = (long long)p.item * TOKENS * N + group * 64 + first_fragment * 16;
 #else
       // Whoever holds the row tile's first k tile writes part 0.
       long long first = (long long)p.row_tile * k_tiles;
       int part = cluster() - (int)(((first + 1) * clusters() - 1) / total);
-      float* to = y + (long long)part * M * N + group * 64 + first_fragment * 16 + lane / 4;
+      long long at_tile = ((long long)part * M + slice() * TOKENS) * N + group * 64 + first_fragment * 16;
 #endif
+#if TOKENS > 128
+      store_tile(acc, (unsigned short*)y + at_tile, M - slice() * TOKENS, N, lane);
+#else
+      float* to = y + at_tile + lane / 4;
 #pragma unroll
       for (int i = 0; i < VALUES / 4; i++) {
         int m = i % (TOKENS / 8) * 8 + lane % 4 * 2;
@@ -349,6 +370,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
         if (m < M) { row[0] = acc[i * 4]; row[8] = acc[i * 4 + 2]; }
         if (m + 1 < M) { row[N] = acc[i * 4 + 1]; row[N + 8] = acc[i * 4 + 3]; }
       }
+#endif
     }
 #pragma unroll
     for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;

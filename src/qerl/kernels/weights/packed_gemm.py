@@ -20,22 +20,43 @@ from qerl.kernels.weights.tiles import TILE, TILE_BYTES, Tiles
 SOURCE = Path(__file__).with_name("packed_gemm.cu")
 """The kernel."""
 
-_TOKENS = (8, 16, 32, 64, 128)
+_TOKENS = (8, 16, 32, 64, 128, 256, 512)
 
-MAX_TOKENS = _TOKENS[-1]
-"""Tokens that the kernel takes at most."""
+MAX_TOKENS = {"wgmma": 512, "mma.sync": 128}
+"""Tokens that the kernel takes at most, by what multiplies."""
+
+SLICE = 256
+"""Tokens that a block multiplies at most; of more it has a slice."""
+
+_HALF_FROM = 129
+"""Tokens from which on the sums are bf16."""
 
 OUTPUT_SCALE = 2.0**-8
 """The kernel's output is this times x w^T: decoding a weight leaves it so, exactly."""
 
 
 def padded_tokens(tokens: int) -> int:
-    """Tokens that an operand for ``tokens`` tokens, at most `MAX_TOKENS`, has room for."""
+    """Tokens that an operand for ``tokens`` tokens, at most 512, has room for."""
     return next(size for size in _TOKENS if size >= tokens)
 
 
+def slice_tokens(tokens: int) -> int:
+    """Tokens of a slice, with padding."""
+    return min(SLICE, padded_tokens(tokens))
+
+
+def slices(tokens: int) -> int:
+    """Slices of so many tokens."""
+    return padded_tokens(tokens) // slice_tokens(tokens)
+
+
+def sums_dtype(tokens: int) -> torch.dtype:
+    """In which the kernel writes partial sums of so many tokens."""
+    return torch.float32 if tokens < _HALF_FROM else torch.bfloat16
+
+
 def to_operand(x_TK: torch.Tensor) -> torch.Tensor:
-    """Activations, at most 128 tokens, in the order :func:`packed_gemm` reads, flat.
+    """Activations, at most 512 tokens, in the order :func:`packed_gemm` reads, flat.
 
     The kernels of a decode step write this order themselves, see
     :func:`qerl.kernels.decode.common.store_operand`.
@@ -85,11 +106,11 @@ class Tiling:
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""
-        return 2 * (self.teams // self.row_groups - 1) * self.row_groups * padded_tokens(tokens) * 256
+        return 2 * (self.teams // self.row_groups - 1) * self.row_groups * slice_tokens(tokens) * 256
 
     def stage_bytes(self, tokens: int) -> int:
         """Shared memory of one stage: codes, scales and activations."""
-        return self.tiles * (self.row_groups * TILE_BYTES + padded_tokens(tokens) * 128)
+        return self.tiles * (self.row_groups * TILE_BYTES + slice_tokens(tokens) * 128)
 
     def stages(self, tokens: int) -> int:
         """Stages that fit, at most 16."""
@@ -97,10 +118,12 @@ class Tiling:
 
 
 @cache
-def partial_sums(tiling: Tiling, shape: tuple[int, int], device: torch.device) -> tuple[int, torch.Tensor]:
+def partial_sums(
+    tiling: Tiling, shape: tuple[int, int], device: torch.device, slices: int = 1
+) -> tuple[int, torch.Tensor]:
     """Partial sums that a product leaves: the most of any row, and those of each 64 rows, int32 [N/64]."""
     groups, k_tiles = shape[0] // TILE, shape[1] // TILE
-    total, clusters = _tiles(tiling, shape), _clusters(tiling, shape, device)
+    total, clusters = _tiles(tiling, shape), _clusters(tiling, shape, device, slices)
     counts = []
     for group in range(groups):
         first = group // (tiling.row_groups * tiling.cluster) * k_tiles
@@ -114,9 +137,10 @@ def _tiles(tiling: Tiling, shape: tuple[int, int]) -> int:
     return -(-shape[0] // (TILE * tiling.row_groups * tiling.cluster)) * (shape[1] // TILE)
 
 
-def _clusters(tiling: Tiling, shape: tuple[int, int], device: torch.device) -> int:
-    """Clusters among which a product's tiles are divided; their blocks have a multiprocessor each."""
-    return min(multiprocessors(device) // tiling.cluster, _tiles(tiling, shape))
+def _clusters(tiling: Tiling, shape: tuple[int, int], device: torch.device, slices: int) -> int:
+    """Clusters among which the tiles of a slice's product are divided; their blocks have a multiprocessor
+    each."""
+    return min(multiprocessors(device) // (tiling.cluster * slices), _tiles(tiling, shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,8 +189,8 @@ def packed_gemm(
     Args:
         x: bf16, as :func:`to_operand` gives it for T tokens.
         tiles: The weight.
-        out_STN: fp32, contiguous, with as many partial sums as :func:`partial_sums` says; those that a row
-            does not have are left as they are.
+        out_STN: As :func:`sums_dtype` says, contiguous, with as many partial sums as :func:`partial_sums`
+            says; those that a row does not have are left as they are.
         tiling: How the product is tiled.
         xa: Parts that are added by the way, R a multiple of 8.
         ahead: What the kernels after this one read.
@@ -176,18 +200,21 @@ def packed_gemm(
     """
     (rows, width), tokens = tiles.shape, out_STN.shape[1]
     padded = padded_tokens(tokens)
-    most, _ = partial_sums(tiling, (rows, width), x.device)
+    dtype, count = sums_dtype(tokens), slices(tokens)
+    most, _ = partial_sums(tiling, (rows, width), x.device, count)
     if x.numel() != padded * width or not x.is_contiguous():
         raise QeRLError(f"packed_gemm takes {padded} x {width} activations, not {tuple(x.shape)}.")
-    if out_STN.shape != (most, tokens, rows) or out_STN.dtype != torch.float32:
-        raise QeRLError(f"packed_gemm writes fp32 {(most, tokens, rows)}, not {tuple(out_STN.shape)}.")
+    if out_STN.shape != (most, tokens, rows) or out_STN.dtype != dtype:
+        raise QeRLError(
+            f"packed_gemm writes {dtype} {(most, tokens, rows)}, not {out_STN.dtype} {tuple(out_STN.shape)}."
+        )
     stages, card = tiling.stages(tokens), card_of(x.device)
     parts, total = (out_STN[:0] if each is None else each for each in (xa.parts_PTR, xa.sum_TR))
     if card.dependent_launch or tokens > _AHEAD_TOKENS:
         ahead = NOTHING_AHEAD
     pointers, numbers = _arguments(ahead, tiles, tiling)
     _compiled(tiling, padded, stages, x.device.index or 0)(
-        (tiling.cluster * _clusters(tiling, tiles.shape, x.device), 1),
+        (tiling.cluster * count * _clusters(tiling, tiles.shape, x.device, count), 1),
         tiling.threads(card),
         stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens),
         (x, tiles.codes, tiles.scales, out_STN, parts, total, *pointers),
@@ -300,7 +327,8 @@ def switches(tiling: Tiling, tokens: int, stages: int, card: Card, experts: bool
     """The kernel's compile-time parameters, for so many padded tokens."""
     return {
         "EXPERTS": int(experts),
-        "TOKENS": tokens,
+        "TOKENS": slice_tokens(tokens),
+        "SLICES": slices(tokens),
         "TEAMS": tiling.teams,
         "ROW_GROUPS": tiling.row_groups,
         "FRAGMENTS": tiling.fragments,
