@@ -138,7 +138,7 @@ def gated_product(work: Work) -> Launch:
     product, h_TI = work.single(1, t, 2 * i), work.half(t, i)
     b_NR, a_RK = work.half(2 * i, r), work.half(r, i)
     squares, scale = work.single(1, t).abs(), torch.ones(2, device=work.device)
-    b, a = LoraB(work.sum(2 * r), b_NR), LoraA(a_RK, work.parts(-(-i // act_mul.BLOCK_I), r))
+    b, a = LoraB(work.sum(2 * r), b_NR), LoraA(a_RK, work.parts(-(-i // act_mul.block_i(work.tokens)), r))
     return Launch(
         lambda: act_mul.act_mul(
             product, scale, squares, h_TI, intermediate=i, width=work.sizes.hidden, eps=1e-6, b=b, a=a

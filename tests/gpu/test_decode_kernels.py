@@ -178,7 +178,7 @@ def test_act_mul(tokens, rank, padded):
     h = poison(tokens, intermediate, dtype=HALF)
     if padded:
         h = torch.zeros(padded * intermediate, device=DEVICE, dtype=HALF)
-    following = poison(-(-intermediate // act_mul.BLOCK_I), tokens, max(rank, 1))
+    following = poison(-(-intermediate // act_mul.block_i(tokens)), tokens, max(rank, 1))
     lora = {"b": LoraB(LoraSum(sum_TR=low), b), "a": LoraA(a, LoraSum(following))} if rank else {}
     act_mul.act_mul(
         product, scale, squares, h, intermediate=intermediate, width=width, eps=EPS, padded_tokens=padded,

@@ -1,6 +1,6 @@
 """silu(gate) * up, or GELU(gate) * up, with LoRA on both, and down's x A^T, in one launch.
 
-A program owns 128 columns of the intermediate size. With many tokens it takes several blocks of 16 tokens in
+A program owns 128 columns of the intermediate size, or 64 with few tokens. With many tokens it takes several blocks of 16 tokens in
 turn, so that A and B of its columns are read once for all of them.
 """
 
@@ -12,14 +12,16 @@ from qerl.kernels.decode.common import (
     apply_a,
     apply_b,
     begin,
-    inverse_rms,
     load_a,
     load_b,
+    load_squares,
     partial_counts,
+    rms_of,
     store_operand,
     sum_partials,
 )
-from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
+from qerl.kernels.decode import launch
+from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB, block_of_tokens
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
 
@@ -50,9 +52,10 @@ def _act_mul(
     for i in range(ROUNDS):
         t = (tl.program_id(1) * ROUNDS + i) * BLOCK_T + tl.arange(0, BLOCK_T)
         in_t = t < T
-        rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
+        squares = load_squares(squares_PT, t, in_t, T, SQ_P, SQ_PADDED)
         gate = sum_partials(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S) * gate_scale
         up = sum_partials(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S) * up_scale
+        rms = rms_of(squares, D, eps, SQ_P)
         if R > 0:
             gate += apply_b(xa_TR, 0, gate_b, b_NR, n, in_n, t, in_t, R_TOTAL, R, PART)
             up += apply_b(xa_TR, (LINEARS - 1) * R, up_b, b_NR, INNER + n, in_n, t, in_t, R_TOTAL, R, PART)
@@ -67,8 +70,9 @@ def _act_mul(
             apply_a(parts_PTR, block, h, a, a_RK, n, in_n, INNER, t, in_t, T, A_RANKS, A_PART)
 
 
-BLOCK_I = 128
-"""Columns of a program."""
+def block_i(tokens: int) -> int:
+    """Columns of a program: half as many with few tokens, where what one program does in turn takes the time."""
+    return 64 if tokens <= launch.FEW_TOKENS else 128
 
 
 def blocks_in_turn(tokens: int) -> int:
@@ -117,7 +121,7 @@ def act_mul(
     """
     splits, tokens, columns = gemm_STN.shape
     squares = squares_PT.shape[0]
-    block_t = 16  # 32 tokens at once spill registers
+    block_t, columns_each = block_of_tokens(tokens), block_i(tokens)
     rounds, shared = blocks_in_turn(tokens), shared_bytes(h_TI)
     # One stage: loads ahead of the next 16 tokens take shared memory, at 256 ranks more than any card has.
     # Half the registers that the compiler wants let four programs share a multiprocessor instead of two. At
@@ -127,11 +131,11 @@ def act_mul(
         "act_mul", h_TI, gemm_STN=gemm_STN, partials_G=partials_G, scale_2=scale_2, squares_PT=squares_PT,
         xa_TR=b.xa.sum_TR, b_NR=b.b_NR, a_RK=a.a_RK, h_TI=h_TI, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
-    _act_mul[(triton.cdiv(intermediate, BLOCK_I), triton.cdiv(tokens, block_t * rounds))](
+    _act_mul[(triton.cdiv(intermediate, columns_each), triton.cdiv(tokens, block_t * rounds))](
         *arguments, tokens, columns, intermediate, width, eps,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)), **a.constants(rank_part(a.ranks, shared)),
         R_TOTAL=b.columns, FUSED=fused, GELU=gelu,
-        PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
+        PADDED=padded_tokens, COLUMNS=columns_each, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
         **capped, **dependent(gemm_STN),
     )  # fmt: skip

@@ -74,15 +74,27 @@ def load_head(at, in_e):
 
 
 @triton.jit
+def load_squares(squares_PT, t, in_t, T, P: tl.constexpr, P_PADDED: tl.constexpr):
+    """Partial sums of squares of each token, [P, BLOCK_T]. Adding them waits for them and for other warps, so
+    whatever else is loaded is better asked for before."""
+    p = tl.arange(0, P_PADDED)
+    at = squares_PT + p[:, None] * T + t[None, :]
+    return tl.load(at, mask=(p < P)[:, None] & in_t[None, :], other=0.0)
+
+
+@triton.jit
+def rms_of(squares, D, eps, P: tl.constexpr):
+    """1 / rms of each token from what `load_squares` gives; 1 where there are no squares and so no norm."""
+    if P == 0:
+        return tl.full((squares.shape[1],), 1.0, tl.float32)
+    else:  # noqa: RET505 (Triton needs both branches)
+        return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / D + eps)
+
+
+@triton.jit
 def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.constexpr):
     """1 / rms of each token from its partial sums of squares; 1 where there are none and so no norm."""
-    if P == 0:
-        return tl.full(t.shape, 1.0, tl.float32)
-    else:  # noqa: RET505 (Triton needs both branches)
-        p = tl.arange(0, P_PADDED)
-        at = squares_PT + p[:, None] * T + t[None, :]
-        squares = tl.load(at, mask=(p < P)[:, None] & in_t[None, :], other=0.0)
-        return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / D + eps)
+    return rms_of(load_squares(squares_PT, t, in_t, T, P, P_PADDED), D, eps, P)
 
 
 @triton.jit

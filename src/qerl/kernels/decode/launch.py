@@ -14,6 +14,15 @@ import torch
 from qerl.kernels.weights.product import NO_SUM, LoraSum
 
 
+FEW_TOKENS = 8
+"""Tokens up to which a kernel's tiles are of 8 tokens: what a tile lacks of its tokens is computed all the same."""
+
+
+def block_of_tokens(tokens: int) -> int:
+    """Tokens of a tile in a step of so many. More than 16 at once would spill registers."""
+    return 8 if tokens <= FEW_TOKENS else 16
+
+
 @dataclass(frozen=True)
 class LoraA:
     """What the kernel that makes x leaves for the product after it.

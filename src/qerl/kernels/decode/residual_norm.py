@@ -28,7 +28,7 @@ from qerl.kernels.decode.common import (
     store_operand,
     sum_partials,
 )
-from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
+from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB, block_of_tokens
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part, stacked_part
 
@@ -199,7 +199,7 @@ def residual_norm(
         QeRLError: A tensor is not contiguous.
     """
     tokens, width = residual_TD.shape
-    block_t, columns, shared = 16, block_d(tokens), shared_bytes(residual_TD)
+    block_t, columns, shared = block_of_tokens(tokens), block_d(tokens), shared_bytes(residual_TD)
     table, ids = embedding or (None, None)
     chosen_SD = place_TC = factor_TC = expert_TC = bias_ED = shared_T = None
     if chosen is not None:

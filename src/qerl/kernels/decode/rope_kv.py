@@ -26,13 +26,14 @@ from qerl.kernels.decode.common import (
     begin,
     both,
     in_head,
-    inverse_rms,
     load_b,
     load_head,
+    load_squares,
     partial_counts,
+    rms_of,
     sum_partials,
 )
-from qerl.kernels.decode.launch import NO_B, LoraB
+from qerl.kernels.decode.launch import NO_B, LoraB, block_of_tokens
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
 
@@ -156,9 +157,10 @@ def _rope_kv(
             cos = tl.load(cos_MP + angle, mask=turns, other=1.0)
             sin = tl.load(sin_MP + angle, mask=turns, other=0.0)
     begin(PDL)
-    rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
+    squares = load_squares(squares_PT, t, in_t, T, SQ_P, SQ_PADDED)
     x1 = sum_partials(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
     x2 = sum_partials(gemm_STN, counts2, t, in_t, n2, every, T, N, S) * scale
+    rms = rms_of(squares, D, eps, SQ_P)
     if R > 0:
         x1 += apply_b(xa_TR, linear * R, b1, b_NR, n1, every, t, in_t, LINEARS * R, R, PART)
         x2 += apply_b(xa_TR, linear * R, b2, b_NR, n2, every, t, in_t, LINEARS * R, R, PART)
@@ -310,7 +312,7 @@ def rope_kv(
     splits, tokens, columns = gemm_STN.shape
     count, size = q_THE.shape[1:]
     kv_heads, page = k_cache.shape[1:3]
-    block_t, shared = 16, shared_bytes(q_THE)
+    block_t, shared = block_of_tokens(tokens), shared_bytes(q_THE)
     squares, sums = squares_PT.shape[0], heads.squares_PT
     pairs, stride = heads.turned or (size // 2, size // 2)
     beta, positions = heads.position_scale or (0.0, 1)

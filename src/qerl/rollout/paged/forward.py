@@ -415,7 +415,7 @@ def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, Sums]:
     for layer in decoder.layers:
         if (spec := layer.spec) not in shapes:
             columns = triton.cdiv(spec.hidden, residual_norm.block_d(tokens))
-            blocks = triton.cdiv(spec.mlp.inner, act_mul.BLOCK_I)
+            blocks = triton.cdiv(spec.mlp.inner, act_mul.block_i(tokens))
             made_by = columns, _heads_of_output(spec), columns, blocks
             ranks = [0 if each.lora is None else len(each.lora.a_RK) for each in layer.projections]
             ranks += [0] * (len(made_by) - len(ranks))  # experts have no adapter
