@@ -21,7 +21,7 @@ from qerl.kernels.cards import asked
 
 BENCHMARKS = (
     "rollout", "step", "context", "kernels", "bandwidth", "parity", "turns", "tail", "acceptance", "drafts",
-    "serve", "loop", "cookbook", "demo", "agents",
+    "serve", "loop", "cookbook", "demo", "agents", "ways", "cuts",
 )  # fmt: skip
 WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "loop", "cookbook", "demo", "agents")
 """Benchmarks that measure the CPU where there is no GPU."""
