@@ -1,6 +1,6 @@
 """Products of few tokens with parts of the kernel left out: what bounds them. Results of cuts are wrong.
 
-    python -m bench cuts --shape 7b --tokens 8 --out cuts.json
+python -m bench cuts --shape 7b --tokens 8 --out cuts.json
 """
 
 import argparse
@@ -105,6 +105,4 @@ def main(arguments: list[str]) -> None:
                 print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         del copies
         if args.out:
-            write_result(
-                args.out, " ".join(["cuts", *arguments]), rows, shape=args.shape, tokens=args.tokens
-            )
+            write_result(args.out, " ".join(["cuts", *arguments]), rows, shape=args.shape, tokens=args.tokens)

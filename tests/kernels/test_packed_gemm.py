@@ -216,7 +216,11 @@ class Block:
         return load_matrices(self.memory, at)[:, g % 2 * 2 :][:, :2]
 
     def write(self, acc, row_tile, row):
-        part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
+        # Of a block's row tiles only the first may begin in another block.
+        begin = self.index * self.total // self.blocks
+        part = 0
+        if row_tile == begin // self.k_tiles:
+            part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
         for f, of_fragment in enumerate(acc):
             for g, d in enumerate(of_fragment):
                 m = g * 8 + LANE % 4 * 2
