@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Products of few tokens with parts of the kernel left out: what bounds them. Results of cuts are wrong.
 
 python -m bench cuts --shape 7b --tokens 8 --out cuts.json

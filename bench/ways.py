@@ -1,10 +1,10 @@
-"""Decode steps of few rows in several ways, in turn in one process, so that a difference is not the machine's.
+"""Decode steps of few rows in several ways, in turn in one process.
 
     python -m bench ways --shape 7b --batch 1 8 --ways old new --rounds 4
 
-A way is what replaces constants and tilings of the kernels before a step is captured. The ways take turns, every
-other round in reverse order. A row has the median step of all rounds, how far the rounds are apart, and the ratio
-to the first way within each round, whose median and extremes are what a decision is made of.
+A way is what replaces constants and tilings of the kernels before a step is captured. The ways take turns,
+every other round in reverse order. A row has the median step of all rounds, how far the rounds are apart, and
+the ratio to the first way within each round, whose median and extremes are what a decision is made of.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from qerl.rollout.paged import decode
 
 _OLD = Tiling(2, 2, 8, 4)
 _EIGHT = Tiling(2, 2, 8, 8)
-# Of each way: tokens up to which splits are combined one token a program, tokens up to which tiles have 8, the
+# Of each way: tokens up to which a program combines one token's splits, tokens up to which tiles have 8, the
 # tiling of products of 8 and of 16 tokens, and splits of attention (0: as the rule says).
 WAYS: dict[str, tuple[int, int, Tiling, int]] = {
     "old": (0, 0, _OLD, 0),
@@ -110,8 +110,8 @@ def main(arguments: list[str]) -> None:
                 )  # fmt: skip
                 print(
                     f"{args.shape} batch {batch} {way}: {middle:.4f} ms, {batch / middle * 1e3:.0f} tok/s, "
-                    f"{statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}), "
-                    f"spread {rows[-1]['spread']:.1%}",
+                    f"{statistics.median(ratios) - 1:+.1%} "
+                    f"({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}), spread {rows[-1]['spread']:.1%}",
                     flush=True,
                 )
             if args.out:

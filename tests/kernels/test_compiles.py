@@ -36,9 +36,9 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 KERNELS = {
-    "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_combine_of_token", "_act_mul", "_partial_softmax",
-    "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
-    "_rotate", "_propose", "_settle", "_token_logps",
+    "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_combine_of_token", "_act_mul",
+    "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
+    "_swiglu_backward", "_rotate", "_propose", "_settle", "_token_logps",
     "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_gated_norm",
     "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
@@ -61,7 +61,7 @@ AROUND_EXPERTS = {"_rope_kv", "_attend", "_combine_splits", "_partial_softmax", 
 """What a decoder with experts has as others do; it is compiled for those."""
 WITHOUT_PRODUCTS = {
     "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
-    "_swiglu_backward", "_rotate", "_propose", "_settle", "_token_logps", "_find_slots", "_combine_of_token",
+    "_swiglu_backward", "_rotate", "_propose", "_settle", "_token_logps", "_find_slots",
 }  # fmt: skip
 OF_OPERANDS = {
     "_residual_norm", "_act_mul", "_combine_splits", "_gated_norm", "_spread", "_act_items", "_items_times_a",

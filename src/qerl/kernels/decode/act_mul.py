@@ -1,13 +1,14 @@
 """silu(gate) * up, or GELU(gate) * up, with LoRA on both, and down's x A^T, in one launch.
 
-A program owns 128 columns of the intermediate size, or 64 with few tokens. With many tokens it takes several blocks of 16 tokens in
-turn, so that A and B of its columns are read once for all of them.
+A program owns 128 columns of the intermediate size, or 64 with few tokens. With many tokens it takes several
+blocks of 16 tokens in turn, so that A and B of its columns are read once for all of them.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from qerl.kernels.decode import launch
 from qerl.kernels.decode.common import (
     apply_a,
     apply_b,
@@ -20,7 +21,6 @@ from qerl.kernels.decode.common import (
     store_operand,
     sum_partials,
 )
-from qerl.kernels.decode import launch
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB, block_of_tokens
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
@@ -71,7 +71,7 @@ def _act_mul(
 
 
 def block_i(tokens: int) -> int:
-    """Columns of a program: half as many with few tokens, where what one program does in turn takes the time."""
+    """Columns of a program: half as many with few tokens, where a step waits for what one program does."""
     return 64 if tokens <= launch.FEW_TOKENS else 128
 
 

@@ -184,7 +184,7 @@ def _combine_of_token(
     SINKS: tl.constexpr, GATED: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token, so that all of its splits are loaded at once and x A^T needs no product of tiles."""
+    """One head of one token: all of its splits are loaded at once, and x A^T needs no product of tiles."""
     head = tl.program_id(0)
     t = tl.program_id(1) + tl.arange(0, 1)
     z = tl.arange(0, Z_PADDED)
@@ -220,8 +220,8 @@ def _combine_of_token(
 
 
 FEW_TOKENS = 16
-"""Tokens up to which a program combines the splits of one token and head. Programs of 16 tokens load the splits one
-after another, because their registers do not hold all of them, and what they lack of 16 tokens takes part."""
+"""Tokens up to which a program combines the splits of one token and head. One of 16 tokens loads splits one
+after another, because its registers do not hold all of them, and computes what it lacks of 16 as well."""
 
 
 def attend(

@@ -77,14 +77,17 @@ def load_head(at, in_e):
 def load_squares(squares_PT, t, in_t, T, P: tl.constexpr, P_PADDED: tl.constexpr):
     """Partial sums of squares of each token, [P, BLOCK_T]. Adding them waits for them and for other warps, so
     whatever else is loaded is better asked for before."""
-    p = tl.arange(0, P_PADDED)
-    at = squares_PT + p[:, None] * T + t[None, :]
-    return tl.load(at, mask=(p < P)[:, None] & in_t[None, :], other=0.0)
+    if P == 0:
+        return tl.zeros((1, t.shape[0]), tl.float32)
+    else:  # noqa: RET505 (Triton needs both branches)
+        p = tl.arange(0, P_PADDED)
+        at = squares_PT + p[:, None] * T + t[None, :]
+        return tl.load(at, mask=(p < P)[:, None] & in_t[None, :], other=0.0)
 
 
 @triton.jit
 def rms_of(squares, D, eps, P: tl.constexpr):
-    """1 / rms of each token from what `load_squares` gives; 1 where there are no squares and so no norm."""
+    """1 / rms of each token from what `load_squares` gives; 1 where there is no norm."""
     if P == 0:
         return tl.full((squares.shape[1],), 1.0, tl.float32)
     else:  # noqa: RET505 (Triton needs both branches)

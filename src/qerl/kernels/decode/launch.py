@@ -13,9 +13,8 @@ import torch
 
 from qerl.kernels.weights.product import NO_SUM, LoraSum
 
-
 FEW_TOKENS = 8
-"""Tokens up to which a kernel's tiles are of 8 tokens: what a tile lacks of its tokens is computed all the same."""
+"""Tokens up to which tiles are of 8 tokens: what a tile lacks of its tokens is computed all the same."""
 
 
 def block_of_tokens(tokens: int) -> int:
