@@ -42,6 +42,8 @@ def test_packed_gemm(tokens, rows, width):
     room = card.shared_bytes - 1024
     if card.math == "wgmma":
         others = {Tiling(4, 1, 4, 2), Tiling(2, 2, 2, 2), Tiling(2, 2, 2, 2, cluster=2)}
+        if tokens <= 16:
+            others |= {Tiling(2, 2, 4, 4, sets=2), Tiling(4, 2, 4, 2, sets=4, adder=True)}
     else:  # teams of two and of four warps, that share K or do not
         others = {Tiling(2, 1, 2, 1, room)}
         if tokens > 16:

@@ -36,9 +36,9 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 KERNELS = {
-    "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_act_mul", "_partial_softmax",
-    "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
-    "_rotate", "_propose", "_settle", "_token_logps",
+    "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_combine_of_token", "_act_mul",
+    "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
+    "_swiglu_backward", "_rotate", "_propose", "_settle", "_token_logps",
     "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_gated_norm",
     "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
@@ -311,7 +311,7 @@ def walk(recorder: Recorder, target: int) -> None:
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
         DecodeStep(decoder, cache, tokens, 8, 2, NoGraphs()).run()
         if prefill:
-            DecodeStep(decoder, cache, 4, 8, 2, NoGraphs(), drafted=3).run()
+            DecodeStep(decoder, cache, 2, 8, 2, NoGraphs(), drafted=3).run()
             Prefill(decoder, Pace().prefill_tokens).run(
                 [Span([1, 2, 3], 0, {pool: [0] for pool in range(pools)})], cache
             )

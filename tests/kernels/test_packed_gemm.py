@@ -217,6 +217,8 @@ class Block:
 
     def write(self, acc, row_tile, row):
         part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
+        begin = self.index * self.total // self.blocks
+        assert part == 0 or row_tile == begin // self.k_tiles, "of a block's row tiles only the first has another"
         if self.padded > 128:
             self.write_pairs(acc[0], part, row[0])
             return

@@ -33,7 +33,6 @@ def _act_mul(
     R: tl.constexpr, R_TOTAL: tl.constexpr, PART: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     FUSED: tl.constexpr, GELU: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr, ROUNDS: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -53,22 +52,15 @@ def _act_mul(
         t = (tl.program_id(1) * ROUNDS + i) * BLOCK_T + tl.arange(0, BLOCK_T)
         in_t = t < T
         # All loads of a round are asked for before the first barrier, which none would pass.
-        if not EARLY:
-            rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
         gate = sum_partials(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S)
         up = sum_partials(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S)
-        if R > 0 and EARLY:
+        if R > 0:
             gate_xa = load_xa(xa_TR, 0, t, in_t, R_TOTAL, PART)
             up_xa = load_xa(xa_TR, (LINEARS - 1) * R, t, in_t, R_TOTAL, PART)
-        if EARLY:
-            rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
+        rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
         gate, up = gate * gate_scale, up * up_scale
         if R > 0:
-            if not EARLY:
-                gate_xa = load_xa(xa_TR, 0, t, in_t, R_TOTAL, PART)
             gate += times_b(gate_xa, xa_TR, 0, gate_b, b_NR, n, in_n, t, in_t, R_TOTAL, R, PART)
-            if not EARLY:
-                up_xa = load_xa(xa_TR, (LINEARS - 1) * R, t, in_t, R_TOTAL, PART)
             up += times_b(
                 up_xa, xa_TR, (LINEARS - 1) * R, up_b, b_NR, INNER + n, in_n, t, in_t, R_TOTAL, R, PART
             )
@@ -86,20 +78,10 @@ def _act_mul(
 BLOCK_I = 128
 """Columns of a program."""
 
-MANY_IN_TURN = 4
-"""Blocks that one program takes in turn with more than 128 tokens."""
-
-EARLY = True
-"""Whether all loads of a block are asked for before anything waits."""
-
 
 def blocks_in_turn(tokens: int) -> int:
-    """Blocks of 16 tokens that one program takes in turn."""
-    if tokens <= 16:
-        return 1
-    if tokens > 128:
-        return MANY_IN_TURN
-    return triton.cdiv(tokens, 32) if tokens <= 64 else 2
+    """Blocks of 16 tokens that one program takes in turn: two, and four in the long passes of prefill."""
+    return 4 if tokens > 512 else min(2, triton.cdiv(tokens, 32))
 
 
 def act_mul(
@@ -156,6 +138,6 @@ def act_mul(
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)), **a.constants(rank_part(a.ranks, shared)),
         R_TOTAL=b.columns, FUSED=fused, GELU=gelu,
-        PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, EARLY=EARLY,
-        num_warps=4, num_stages=1, **capped, **dependent(gemm_STN),
+        PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
+        **capped, **dependent(gemm_STN),
     )  # fmt: skip

@@ -177,6 +177,53 @@ def _combine_splits(
         apply_a(parts_PTR, head, y, a, a_RK, c, e < E, HQ * E, t, in_t, T, A_RANKS, A_PART)
 
 
+@triton.jit
+def _combine_of_token(
+    out_ZTHE, lse_ZTH, sink_H, gate_THE, a_RK, y_TC, parts_PTR, T,
+    HQ: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, Z: tl.constexpr, Z_PADDED: tl.constexpr,
+    SINKS: tl.constexpr, GATED: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
+    PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: all of its splits are loaded at once, and x A^T needs no product of tiles."""
+    head = tl.program_id(0)
+    t = tl.program_id(1) + tl.arange(0, 1)
+    z = tl.arange(0, Z_PADDED)
+    in_z = z < Z
+    e = tl.arange(0, E_PADDED)
+    in_e = e < E
+    c = head * E + e
+    if A_RANKS > 0:
+        a = load_a(a_RK, 0, c, in_e, HQ * E, A_RANKS, A_PART)
+    begin(PDL)
+    at = (z * T + tl.program_id(1)) * HQ + head
+    lse = tl.load(lse_ZTH + at, mask=in_z, other=-float("inf"))
+    inside = both(in_z[:, None], in_head(e, E))
+    part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=inside, other=0.0)
+    best = tl.max(lse, axis=0)
+    weight = tl.exp(lse - tl.where(best == -float("inf"), 0.0, best))
+    total = tl.sum(weight, axis=0)
+    y = tl.sum(tl.where((weight > 0)[:, None], part * weight[:, None], 0.0), axis=0)
+    if SINKS:
+        total += tl.exp(tl.load(sink_H + head) - best)
+    y = y / total
+    if GATED:
+        y *= tl.sigmoid(tl.load(gate_THE + tl.program_id(1) * (HQ * E) + c, mask=in_e, other=0.0))
+    y = y.to(y_TC.dtype.element_ty)
+    store_operand(y_TC, y[None, :], t, c, in_e[None, :], HQ * E, PADDED)
+    if A_RANKS > 0:
+        to = parts_PTR + (head * T + tl.program_id(1)) * A_RANKS
+        for first in tl.static_range(0, A_RANKS, A_PART):
+            if first > 0:
+                a = load_a(a_RK, first, c, in_e, HQ * E, A_RANKS, A_PART)
+            r = first + tl.arange(0, A_PART)
+            tl.store(to + r, tl.sum(a.to(tl.float32) * y.to(tl.float32)[None, :], axis=1), mask=r < A_RANKS)
+
+
+FEW_TOKENS = 8
+"""Tokens up to which a program combines the splits of one token and head. One of 16 tokens loads splits one
+after another, because its registers do not hold all of them, and computes what it lacks of 16 as well."""
+
+
 def attend(
     q_THE: torch.Tensor,
     k_cache: torch.Tensor,
@@ -230,10 +277,6 @@ def attend(
     )  # fmt: skip
 
 
-PIPELINE = {"num_warps": 4, "num_stages": 3}
-"""Of a program with few rows, or with heads up to 128."""
-
-
 def _pipeline(rows: int, size: int, shared: int) -> dict[str, int]:
     """Warps of a program, and stages in which it asks for pages of keys and values ahead of their use.
 
@@ -243,7 +286,7 @@ def _pipeline(rows: int, size: int, shared: int) -> dict[str, int]:
     if size > 256:
         return {"num_warps": 8, "num_stages": 2 if shared >= WHOLE_PARTS else 1}
     if size <= 128 or rows <= 16:
-        return dict(PIPELINE)
+        return {"num_warps": 4, "num_stages": 3}
     return {"num_warps": 8, "num_stages": 3 if shared >= WHOLE_PARTS else 1}
 
 
@@ -271,13 +314,22 @@ def combine_splits(
         QeRLError: A tensor is not contiguous.
     """
     splits, tokens, heads, size = out_ZTHE.shape
-    block_t, shared = 16, shared_bytes(out_ZTHE)
     arguments = pointers(
         "combine_splits", y_TC, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH, sink_H=sink_H, gate_THE=gate_THE,
         a_RK=a.a_RK, y_TC=y_TC, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
-    _combine_splits[(heads, triton.cdiv(tokens, block_t))](
-        *arguments, tokens, HQ=heads, E=size, E_PADDED=triton.next_power_of_2(size), Z=splits,
-        SINKS=sink_H is not None, GATED=gate_THE is not None, **a.constants(rank_part(a.ranks, shared)),
-        PADDED=padded_tokens, BLOCK_T=block_t, num_warps=4, **dependent(out_ZTHE),
-    )  # fmt: skip
+    constants = {
+        "HQ": heads, "E": size, "E_PADDED": triton.next_power_of_2(size), "Z": splits,
+        "SINKS": sink_H is not None, "GATED": gate_THE is not None,
+        **a.constants(rank_part(a.ranks, shared_bytes(out_ZTHE))),
+        "PADDED": padded_tokens, "num_warps": 4, **dependent(out_ZTHE),
+    }  # fmt: skip
+    if tokens <= FEW_TOKENS:
+        _combine_of_token[(heads, tokens)](
+            *arguments, tokens, **constants, Z_PADDED=triton.next_power_of_2(splits)
+        )
+    else:
+        block_t = 16
+        _combine_splits[(heads, triton.cdiv(tokens, block_t))](
+            *arguments, tokens, **constants, BLOCK_T=block_t
+        )

@@ -32,15 +32,10 @@ from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part, stacked_part
 
-MANY = {"tokens": 16, "columns": 128, "warps": 4}
-"""Tile and warps of a program with more than 128 tokens."""
-
 
 def block_d(tokens: int) -> int:
     """Columns per program: few when there are few tokens, so that all multiprocessors take part; more when
     there are many, because every program adds its share of x A^T for each token."""
-    if tokens > 128:
-        return MANY["columns"]
     return 64 if tokens <= 32 else 128
 
 
@@ -206,9 +201,6 @@ def residual_norm(
     """
     tokens, width = residual_TD.shape
     block_t, columns, shared = 16, block_d(tokens), shared_bytes(residual_TD)
-    warps = 4
-    if tokens > 128:
-        block_t, warps = MANY["tokens"], MANY["warps"]
     table, ids = embedding or (None, None)
     chosen_SD = place_TC = factor_TC = expert_TC = bias_ED = shared_T = None
     if chosen is not None:
@@ -232,6 +224,6 @@ def residual_norm(
         **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
         EMBED=embedding is not None, CHOSEN=0 if place_TC is None else place_TC.shape[1],
         CHOSEN_BIAS=bias_ED is not None, SHARED=shared_T is not None,
-        PADDED=padded_tokens, BLOCK_T=block_t, BLOCK_D=columns, num_warps=warps if a.ranks <= 128 else 8,
+        PADDED=padded_tokens, BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,
         **dependent(residual_TD),
     )  # fmt: skip

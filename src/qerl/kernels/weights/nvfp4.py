@@ -39,14 +39,15 @@ from qerl.kernels.workspace import workspace
 logger = logging.getLogger(__name__)
 
 # By padded tokens of a slice, with wgmma. Microseconds of gate_up and down of 32B, beside what other tilings
-# took: on an H100, at 128 tokens on an H200.
+# took: on an H100, at 128 tokens on an H200. Those of 8 and 256 tokens were chosen in whole steps of 7B on an
+# H200 (docs/dev/decode-kernels.md).
 _WGMMA_TILINGS = {
-    8: Tiling(2, 2, 8, 4),  # 57.1 and 30.5; four warpgroups on 256 rows 57.9 and 31.2
+    8: Tiling(2, 2, 8, 8, sets=2, adder=True),
     16: Tiling(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
     32: Tiling(3, 3, 4, 4),  # 62.0 and 34.0; four warpgroups on 256 rows 61.8 and 34.6
     64: Tiling(3, 3, 4, 4, 200_000),  # 77.1 and 40.9; two warpgroups on 128 rows 83.2 and 43.8
     128: Tiling(2, 2, 4, 4, 215_000, cluster=2),  # 124.9 and 66.9; without clusters 126.4 and 66.4
-    256: Tiling(2, 2, 1, 1, 226_000, cluster=2, registers=240),
+    256: Tiling(2, 2, 2, 2, 226_000, cluster=2, registers=240),
 }
 # At 128 tokens, for weights of so many numbers: 117.0 and 65.3, without clusters 116.9 and 63.8. A block has
 # all registers of its multiprocessor, so kernels before and after do not overlap with it, and whole steps

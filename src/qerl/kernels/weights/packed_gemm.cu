@@ -62,7 +62,7 @@
 // two FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups that a block has of a row tile (TEAMS / ROW_GROUPS teams
 // share K), TILES 64-wide k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, CLUSTER (1, or 2
 // with BULK), REGISTERS (of a thread that multiplies, where four warps that load give up theirs; 0: all have as
-// many), BULK and WGMMA.
+// many), SETS of accumulators, ADDERS (1: a warp of its own adds LoRA's parts; 0: those that multiply do), BULK and WGMMA.
 //
 // staging.cuh copies and waits, bulk_loads.cuh and thread_loads.cuh load pieces, fragment.cuh decodes, warp_math.cuh and
 // warpgroup_math.cuh multiply a tile.
@@ -79,6 +79,12 @@
 #if (TOKENS > 128 || SLICES > 1) && !(BULK && WGMMA && TEAMS == ROW_GROUPS && !EXPERTS)
 #error "More than 128 tokens are for the copy engine and wgmma, by teams that do not share K."
 #endif
+#if SETS > 1 && TOKENS > 16
+#error "Several sets of accumulators are for up to 16 tokens."
+#endif
+#if ADDERS && (EXPERTS || REGISTERS)
+#error "Experts have no sums x A^T, and where registers change hands there are none for a warp that adds."
+#endif
 #if REGISTERS && !(BULK && WGMMA)
 #error "Registers change hands between warpgroups of 9.0."
 #endif
@@ -86,7 +92,7 @@
 #define K_GROUPS (TEAMS / ROW_GROUPS)
 #define CONSUMERS (TEAMS * TEAM)
 #define LOADERS (BULK && !REGISTERS ? 1 : 4)  // warps that load; with REGISTERS one of them does
-#define THREADS (CONSUMERS + 32 * LOADERS)
+#define THREADS (CONSUMERS + 32 * (LOADERS + ADDERS))
 #define KEPT_REGISTERS 24  // of a thread that gives up the others
 #if REGISTERS && CONSUMERS * REGISTERS + 32 * LOADERS * KEPT_REGISTERS > 65536 / THREADS / 8 * 8 * THREADS
 #error "So many registers are not there, and whoever asks for them waits for ever."
@@ -100,6 +106,9 @@
 #define WARPGROUP_MATH (WGMMA && TOKENS > 16)
 // Sums of LoRA come after the product where they would cost it registers that it does not have.
 #define ADD_LAST (TOKENS == 128 && !WGMMA)
+// With few tokens the division of 64 bits that says where sums go is done before a block waits, rather than at each row
+// tile's end. That was timed with up to 8 tokens and wgmma.
+#define PART_AHEAD (TOKENS == 8 && WGMMA)
 #define STARTS_EARLY (__CUDA_ARCH__ >= 900)
 #if CLUSTER > 1
 #define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
@@ -204,6 +213,11 @@ struct Piece {
 // Where the tiles of a cluster begin on a line of so many.
 __device__ __forceinline__ int share(int total, int cluster) { return (int)((long long)cluster * total / clusters()); }
 
+// Which part of a row tile's sums this cluster writes: 0 if it has the row tile's first k tile, which is the one before `next`.
+__device__ __forceinline__ u32 part_of(long long next, int total) {
+  return cluster() - (int)((next * clusters() - 1) / total);
+}
+
 // What the kernels after this one read: the adapters' matrices between this product and the next, and that one's
 // weight, of which so many pieces of each block are asked for ahead. A block is that of this kernel's tiling and grid;
 // where the next product is tiled alike, these are the pieces that its block reads before all others.
@@ -222,8 +236,9 @@ struct Ahead {
 // has left `count` parts of each. A warp adds eight numbers: 16 pairs of lanes have every 16th part each, then the
 // pairs' sums are added, always in the same order. The loads pass by the L1 cache, where the parts of an earlier
 // layer may be.
-__device__ __forceinline__ void add_parts(const float* parts, float* sum, int count, int numbers, int warp, int lane) {
-  for (int first = (blockIdx.x + gridDim.x * warp) * 8; first < numbers; first += gridDim.x * (CONSUMERS / 32) * 8) {
+__device__ __forceinline__ void add_parts(const float* parts, float* sum, int count, int numbers, int warp, int warps,
+                                          int lane) {
+  for (int first = (blockIdx.x + gridDim.x * warp) * 8; first < numbers; first += gridDim.x * warps * 8) {
     const int at = first + lane % 2 * 4;
     float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 4
@@ -264,6 +279,11 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   const Items items = {};
   const int total = (groups + CLUSTER * ROW_GROUPS - 1) / (CLUSTER * ROW_GROUPS) * k_tiles;
   const int begin = share(total, cluster()), end = share(total, cluster() + 1);
+#if PART_AHEAD
+  // Of a cluster's row tiles only the first may have begun in another's.
+  const int first_row_tile = begin / k_tiles;
+  const long long first_part = part_of(first_row_tile * k_tiles + 1, total);
+#endif
 #endif
   const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
@@ -277,6 +297,13 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   }
   cluster_sync();  // nobody counts bytes on barriers that are not there, or arrives on them
 
+#if ADDERS
+  if (warp == CONSUMERS / 32 + LOADERS) {
+    wait_for_kernel_before();
+    add_parts(xa_parts, xa, parts, numbers, 0, ADDERS, lane);
+    return;
+  }
+#endif
   if (warp >= CONSUMERS / 32) {
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(KEPT_REGISTERS));
@@ -290,8 +317,8 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
   wait_for_kernel_before();
-#if !ADD_LAST && !EXPERTS
-  add_parts(xa_parts, xa, parts, numbers, warp, lane);
+#if !ADD_LAST && !ADDERS && !EXPERTS
+  add_parts(xa_parts, xa, parts, numbers, warp, CONSUMERS / 32, lane);
 #endif
   const int row_group = warp / (TEAM / 32) % ROW_GROUPS, k_group = warp / (TEAM / 32) / ROW_GROUPS;
   const int first_fragment = warp % (TEAM / 32) * FRAGMENTS;  // of the row group, that this warp has
@@ -301,9 +328,9 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       operand_address(base + TILES * WEIGHT_BYTES, lane),
   };
 
-  float acc[VALUES];
+  float acc[SETS * VALUES];
 #pragma unroll
-  for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
+  for (int i = 0; i < SETS * VALUES; i++) acc[i] = 0.0f;
   int stage = 0, parity = 0, unit = 0;
   for (Piece p(begin, end, k_tiles, items); p.at < end; p.advance()) {
 #if TOKENS > 128
@@ -330,6 +357,9 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
     if (!p.ends_row_tile()) continue;
 #endif
 
+#pragma unroll
+    for (int i = VALUES; i < SETS * VALUES; i++) acc[i % VALUES] += acc[i];
+
     // The row tile, or this block's part of it, is complete. Warpgroups that shared K are added in order, in one
     // of two buffers in turn, so that one barrier is enough.
 #if K_GROUPS > 1
@@ -354,9 +384,11 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       const int M = p.tokens;
       long long at_tile = (long long)p.item * TOKENS * N + group * 64 + first_fragment * 16;
 #else
-      // Whoever holds the row tile's first k tile writes part 0.
-      long long first = (long long)p.row_tile * k_tiles;
-      int part = cluster() - (int)(((first + 1) * clusters() - 1) / total);
+#if PART_AHEAD
+      const long long part = p.row_tile == first_row_tile ? first_part : 0;
+#else
+      const int part = part_of((long long)p.row_tile * k_tiles + 1, total);
+#endif
       long long at_tile = ((long long)part * M + slice() * TOKENS) * N + group * 64 + first_fragment * 16;
 #endif
 #if TOKENS > 128
@@ -373,9 +405,9 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #endif
     }
 #pragma unroll
-    for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
+    for (int i = 0; i < SETS * VALUES; i++) acc[i] = 0.0f;
   }
 #if ADD_LAST && !EXPERTS
-  add_parts(xa_parts, xa, parts, numbers, warp, lane);
+  add_parts(xa_parts, xa, parts, numbers, warp, CONSUMERS / 32, lane);
 #endif
 }

@@ -88,6 +88,8 @@ class Tiling:
             has `row_groups` groups of each.
         registers: Of a thread that multiplies, a multiple of 8, where four warps that load give up theirs;
             with wgmma. The block then has all of a multiprocessor's. 0: all threads have as many.
+        sets: Sets of accumulators that the products of a warp take in turn, 1, 2 or 4; up to 16 tokens.
+        adder: True if a warp of its own adds the parts of x A^T, while the others multiply.
     """
 
     teams: int
@@ -98,11 +100,13 @@ class Tiling:
     fragments: int = 1
     cluster: int = 1
     registers: int = 0
+    sets: int = 1
+    adder: bool = False
 
     def threads(self, card: Card) -> int:
         """Threads of a block: those of the teams, and those that load."""
         one_warp = card.loader == "bulk" and not self.registers
-        return self.teams * 128 // self.fragments + (32 if one_warp else 128)
+        return self.teams * 128 // self.fragments + (32 if one_warp else 128) + 32 * self.adder
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""
@@ -337,6 +341,8 @@ def switches(tiling: Tiling, tokens: int, stages: int, card: Card, experts: bool
         "STAGES": stages,
         "CLUSTER": tiling.cluster,
         "REGISTERS": tiling.registers,
+        "SETS": tiling.sets,
+        "ADDERS": int(tiling.adder),
         "BULK": int(card.loader == "bulk"),
         "WGMMA": int(card.math == "wgmma"),
     }

@@ -23,7 +23,8 @@ __device__ __forceinline__ u32 operand_address(u32 x, int lane) {
 }
 
 #if TOKENS <= 16
-// acc += a tile of weight * its activations.
+// acc += a tile of weight * its activations. The k16 blocks of a tile add to the sets of accumulators in turn, so that a
+// product does not wait for the one just before it.
 __device__ __forceinline__ void multiply_tile(float* acc, const Operands& at, int stage, int t) {
   uint4 code = *(const uint4*)(at.codes + stage * STAGE_BYTES + t * CODE_BYTES);
   uint2 scale = *(const uint2*)(at.scales + stage * STAGE_BYTES + t * SCALE_BYTES);
@@ -39,7 +40,8 @@ __device__ __forceinline__ void multiply_tile(float* acc, const Operands& at, in
   for (int k = 0; k < 4; k++) {
     decode(words[k], k < 2 ? scale.x : scale.y, k & 1, a);
 #pragma unroll
-    for (int g = 0; g < TOKENS / 8; g++) multiply_warp(acc + g * 4, a, b[g][2 * k], b[g][2 * k + 1]);
+    for (int g = 0; g < TOKENS / 8; g++)
+      multiply_warp(acc + k % SETS * VALUES + g * 4, a, b[g][2 * k], b[g][2 * k + 1]);
   }
 }
 #else
