@@ -1,9 +1,10 @@
 """The four-bit products of a model's shapes, by this package and by others that are installed, side by side.
 
 This package's kernel and quack share one copy of an NVFP4 weight; humming has its own,
-bitsandbytes multiplies with NF4, cuBLAS with BF16.
+bitsandbytes multiplies with NF4, cuBLAS with BF16. The tile that the rollout gives quack is one for many tokens,
+so with few tokens its best is found by ``--tune quack``.
 
-    python -m bench kernels --shape 7b 32b --tokens 1 8 16 32 64
+    python -m bench kernels --shape 7b 32b --tokens 1 8 16 32 64 --tune quack
 
 Each time is the median of CUDA-graph replays that walk over copies of the weight larger together than the L2
 cache. The error is against float64, relative, in the Frobenius norm.
@@ -97,24 +98,6 @@ def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
         if (not hopper or tiling.tiles * row_groups >= 4) and tiling.tiles * row_groups <= 32 and stages >= 2:
             found.setdefault((teams, row_groups, rounds, stages, rows, cluster), tiling)
     return list(found.values())
-
-
-def usual_quack_tile(tokens: int, rows: int, width: int) -> Tile:
-    """A good tile of quack, also for so few tokens that the engine takes this package's own kernel.
-
-    H100, Qwen2.5-7B shapes, microseconds against quack's own choice: qkv 12.9 / 22.9 at 64 tokens, 15.1 /
-    25.3 at 128; o 10.7 / 12.1; down 33.3 / 34.2 at 64.
-    """
-    if tokens > MAX_TOKENS["mma.sync"]:
-        return quack_tile(tokens, width)
-    tile_n, long = max(32, 1 << (tokens - 1).bit_length()), width >= 8192
-    if tokens > 64:
-        return 64, tile_n, 2 if long or rows < 4608 else 1
-    if rows >= 112 * 128:
-        return 128, tile_n, 1
-    if rows <= 66 * 64 and not long:
-        return 64, tile_n, 2
-    return 128, tile_n, max(1, min(4, 132 * 128 // rows))
 
 
 def quack_tiles(tokens: int, rows: int) -> list[Tile]:
@@ -211,7 +194,7 @@ def measure(
         timed = [(time_packed(x_TK, weights, tiling), list(vars(tiling).values())) for tiling in tilings]
         add("qerl", size, timed, packed_error(x_TK, weights[0], chosen))
     if "quack" in engines and has_module("quack"):
-        chosen_tile = usual_quack_tile(tokens, rows, width)
+        chosen_tile = quack_tile(tokens, width)
         tiles = quack_tiles(tokens, rows) if "quack" in tune else [chosen_tile]
         timed_tiles = [(time_quack(x_TK, weights, tile), list(tile)) for tile in tiles]
         add("quack", size, timed_tiles, quack_error(x_TK, weights[0], chosen_tile))

@@ -4,20 +4,20 @@ import pytest
 
 from bench.ways import over_first, setting, turns, value_of
 from qerl.errors import QeRLError
-from qerl.kernels.decode import act_mul
+from qerl.kernels.decode import attend
 from qerl.kernels.weights import nvfp4, packed_gemm
 from qerl.kernels.weights.packed_gemm import Tiling
 
 
 def test_a_way_lasts_as_long_as_its_turn():
-    before = act_mul.MANY_IN_TURN, dict(packed_gemm.MAX_TOKENS)
+    before = attend.FEW_TOKENS, dict(packed_gemm.MAX_TOKENS)
     with (
-        setting("qerl.kernels.decode.act_mul:MANY_IN_TURN=2"),
+        setting("qerl.kernels.decode.attend:FEW_TOKENS=0"),
         setting("qerl.kernels.weights.packed_gemm:MAX_TOKENS['wgmma']=128"),
     ):
-        assert act_mul.blocks_in_turn(256) == 2
+        assert attend.FEW_TOKENS == 0
         assert nvfp4.MAX_TOKENS["wgmma"] == 128
-    assert before == (act_mul.MANY_IN_TURN, packed_gemm.MAX_TOKENS)
+    assert before == (attend.FEW_TOKENS, packed_gemm.MAX_TOKENS)
 
 
 def test_tilings_are_values():
@@ -25,7 +25,7 @@ def test_tilings_are_values():
 
 
 @pytest.mark.parametrize(
-    "text", ["MANY=2", "qerl.kernels.decode.act_mul:NOTHING=2", "qerl.nothing:A=1", "math:pi=print(3)"]
+    "text", ["MANY=2", "qerl.kernels.decode.attend:NOTHING=2", "qerl.nothing:A=1", "math:pi=print(3)"]
 )
 def test_what_sets_nothing_is_refused(text):
     with pytest.raises(QeRLError, match="--way"), setting(text):

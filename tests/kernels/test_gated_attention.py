@@ -95,15 +95,25 @@ def test_rope_kv_finishes_gates_and_all_else_behind_them(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "size", "rank", "padded", "sinks"),
-    [(1, 2, 32, 0, 0, False), (5, 4, 48, 8, 8, True), (18, 2, 256, 32, 32, False), (18, 2, 80, 32, 0, False)],
+    ("tokens", "heads", "size", "rank", "padded", "sinks", "gated"),
+    [
+        (1, 2, 32, 0, 0, False, True),
+        (5, 4, 48, 8, 8, True, True),
+        (8, 2, 80, 272, 8, False, False),
+        (9, 2, 48, 8, 16, True, False),
+        (18, 2, 256, 32, 32, False, True),
+        (18, 2, 80, 32, 0, False, True),
+    ],
 )
-def test_combine_splits_multiplies_by_the_gate(tokens, heads, size, rank, padded, sinks):
+def test_combine_splits_adds_splits_and_multiplies_by_the_gate(
+    tokens, heads, size, rank, padded, sinks, gated
+):
+    """Up to 8 tokens a program has one token, and 16 of more."""
     splits, inner, a, parts = 4, heads * size, None, None
     out, lse = torch.randn(splits, tokens, heads, size, device=DEVICE), torch.randn(splits, tokens, heads)
     lse[1, ::2] = -torch.inf
     out[1, ::2] = float("nan")  # a split without keys
-    lse, gate = lse.to(DEVICE), torch.randn(tokens, heads, size, device=DEVICE) * 3
+    lse, gate = lse.to(DEVICE), torch.randn(tokens, heads, size, device=DEVICE) * 3 if gated else None
     sink_H = torch.randn(heads, device=DEVICE) if sinks else None
     y = poison(tokens, inner, dtype=HALF)
     if padded:
@@ -116,7 +126,7 @@ def test_combine_splits_multiplies_by_the_gate(tokens, heads, size, rank, padded
     weight = lse.double().exp()
     total = weight.sum(0) + (sink_H.double().exp() if sinks else 0.0)
     truth = torch.where(weight[..., None] > 0, out, 0.0).double() * weight[..., None] / total[..., None]
-    truth = truth.sum(0) * gate.double().sigmoid()
+    truth = truth.sum(0) * (gate.double().sigmoid() if gated else 1.0)
     assert error(y.view(tokens, heads, size), truth) < (1e-6 if EXACT else 3e-3)
     if rank:
         each = torch.stack([y[:, c].double() @ a[:, c].double().T for c in torch.arange(inner).split(size)])

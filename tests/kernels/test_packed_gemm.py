@@ -218,7 +218,9 @@ class Block:
     def write(self, acc, row_tile, row):
         part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
         begin = self.index * self.total // self.blocks
-        assert part == 0 or row_tile == begin // self.k_tiles, "of a block's row tiles only the first has another"
+        assert part == 0 or row_tile == begin // self.k_tiles, (
+            "of a block's row tiles only the first has another"
+        )
         if self.padded > 128:
             self.write_pairs(acc[0], part, row[0])
             return
@@ -337,7 +339,7 @@ def test_weights_know_what_the_kernels_after_their_product_read():
 
 
 @pytest.mark.parametrize(
-    "count, numbers, blocks, warps", [(28, 768, 132, 8), (148, 2048, 5, 12), (3, 16, 1, 2)]
+    "count, numbers, blocks, warps", [(28, 768, 132, 8), (148, 2048, 5, 12), (3, 16, 1, 2), (28, 256, 7, 1)]
 )
 def test_every_part_of_a_sum_is_added_once(count, numbers, blocks, warps):
     """add_parts: which numbers of which parts each lane loads, and what its pair and the others add."""
@@ -363,7 +365,7 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    some = {80: (8, 16, 32, 128), 86: (8, 16, 32, 64, 128), 90: (16, 64, 128, 256, 512)}.get(
+    some = {80: (8, 16, 32, 128), 86: (8, 16, 32, 64, 128), 90: (8, 16, 64, 128, 256, 512)}.get(
         card.number, (16, 128)
     )
     cases = [(tokens, (1 << 14, 1 << 14)) for tokens in some]
