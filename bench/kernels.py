@@ -1,8 +1,8 @@
 """The four-bit products of a model's shapes, by this package and by others that are installed, side by side.
 
 This package's kernel and quack share one copy of an NVFP4 weight; humming has its own,
-bitsandbytes multiplies with NF4, cuBLAS with BF16. The tile that the rollout gives quack is one for many tokens,
-so with few tokens its best is found by ``--tune quack``.
+bitsandbytes multiplies with NF4, cuBLAS with BF16. The tile that the rollout gives quack is one for many
+tokens, so with few tokens its best is found by ``--tune quack``.
 
     python -m bench kernels --shape 7b 32b --tokens 1 8 16 32 64 --tune quack
 

@@ -99,8 +99,8 @@ def test_rope_kv_finishes_gates_and_all_else_behind_them(
     [
         (1, 2, 32, 0, 0, False, True),
         (5, 4, 48, 8, 8, True, True),
-        (8, 2, 80, 272, 8, False, False),
-        (9, 2, 48, 8, 16, True, False),
+        (8, 4, 80, 272, 8, False, False),
+        (9, 4, 48, 8, 16, True, False),
         (18, 2, 256, 32, 32, False, True),
         (18, 2, 80, 32, 0, False, True),
     ],

@@ -1,11 +1,11 @@
 """NVFP4 weights on top of each other, and which kernel multiplies with them.
 
 Up to as many tokens as packed_gemm.cu takes on a card (512 with wgmma, 128 without) it is the faster one
-(gate_up of 32B on an H100: 57 us, and 84 with quack-kernels, at 8 tokens, 77 and 104 at 64; steps of 256 and
-512 rows of 7B on an H200 become 5 to 6 % faster by it), and quack-kernels from then on, in passes of prefill;
-both read the same bytes. Where quack-kernels is not installed or has no kernel for the card, the weight is dequantised and cuBLAS
-multiplies, as in the update: eight times the bytes, which from some hundred tokens on take less time than the
-product.
+(gate_up of 32B on an H100: 57 us, and 84 with quack-kernels, at 8 tokens, 77 and 104 at 64; at 256 and 512 it
+makes whole steps of 7B on an H200 five percent faster), and quack-kernels from then on; both read the same
+bytes. Where quack-kernels is not installed or has no kernel for the card, the weight is dequantised and
+cuBLAS multiplies, as in the update: eight times the bytes, which from some hundred tokens on take less time
+than the product.
 
 Shapes: T tokens, N outputs, K inputs, L stacked linears.
 """
