@@ -1,5 +1,6 @@
 """Tables of decoded tokens per second: by shape and number of sequences, and by ways to multiply."""
 
+from operator import itemgetter
 from statistics import fmean
 
 from bench.result import Row
@@ -16,6 +17,28 @@ BESIDE_VLLM = "rollout-7b-vllm-h200"
 _H200 = {"7b": ("rollout-7b-h200", BESIDE_VLLM), "32b": ("rollout-32b-h200",)}
 """Of each shape, the newest first; a row is shown of the first file that has it."""
 _WAYS = "decode-128-ways-h200"
+_FEW, _FEW_PARTS = "ways-7b-few-h200", "ways-7b-few-parts-h200"
+_MANY = {
+    "ways-7b-products-h200": (
+        ("quack-early", "with quack's products, LoRA's sums and 1/rms loaded early in act_mul"),
+        ("packed-1x6", "own products, six stages of one 64-wide tile of K"),
+        ("packed-2x3", "own products, three stages of two: taken"),
+    ),
+    "ways-7b-act-h200": (
+        ("early-4", "act_mul loads early, four blocks of tokens in turn"),
+        ("early-2", "two in turn: taken"),
+        ("early-8", "eight in turn"),
+    ),
+    "ways-7b-norm-h200": (
+        ("32x128", "residual_norm on 32 tokens rather than 16"),
+        ("16x64", "on 64 columns rather than 128"),
+    ),
+    "ways-7b-attend-h200": (
+        ("8x3", "attention with eight warps rather than four"),
+        ("4x2", "with two stages rather than three"),
+    ),
+}
+"""Ways of many rows by file, each with what it is against the first way of the file."""
 
 
 def decode() -> str:
@@ -109,6 +132,66 @@ def ways_of_128() -> str:
     )
 
 
+def ways_of_few() -> str:
+    """What each change for few rows is worth: all of them, and all but one."""
+    compared = (
+        (_FEW, "new", "all of it, against none"),
+        (_FEW_PARTS, "new-combine", "without a program for each head and token that combines splits"),
+        (_FEW_PARTS, "new-together", "without eight tiles of K at once in a product"),
+        (_FEW_PARTS, "new-sets", "without a second set of accumulators"),
+        (_FEW_PARTS, "new-adder", "without a warp of its own for LoRA's sums"),
+        (_FEW_PARTS, "new-tiles", "without blocks of 8 tokens between the products: taken so"),
+    )
+    lines = [
+        (what, *(_percent(row["faster"]) for batch in (1, 8) for row in rows(name, way=way, batch=batch)))
+        for name, way, what in compared
+    ]
+    apart = max(row["faster_most"] - row["faster_least"] for name in (_FEW, _FEW_PARTS) for row in rows(name))
+    return table(
+        ("Qwen2.5-7B, change of tokens per second", "1 sequence", "8 sequences"),
+        lines,
+        "All ways of a file in turn in one process, every second time in reverse order; medians of four "
+        f"rounds (first line) and three, which differ by at most {100 * apart:.1f} percentage points. "
+        f"{source(_FEW, _FEW_PARTS)} {files(_FEW, _FEW_PARTS)}",
+    )
+
+
+def ways_of_many() -> str:
+    """What each choice for 256 and 512 rows is worth."""
+    lines = []
+    apart = 0.0
+    for name, ways in _MANY.items():
+        first = rows(name)[0]["way"]
+        for way, what in ways:
+            changes = []
+            for batch in (256, 512):
+                each = [
+                    own["decode_tok_s"] / other["decode_tok_s"]
+                    for own, other in zip(
+                        *(
+                            sorted(rows(name, way=w, batch=batch), key=itemgetter("round"))
+                            for w in (way, first)
+                        ),
+                        strict=True,
+                    )
+                ]
+                apart = max(apart, max(each) - min(each))
+                changes.append(_percent(fmean(each)))
+            lines.append((what, *changes))
+    return table(
+        ("Qwen2.5-7B, change of tokens per second", "256 sequences", "512 sequences"),
+        lines,
+        "The first three are against quack's products, the next against loads one after another, the others "
+        "against what is there. All ways of a file in turn in one process, twice, the second time in reverse "
+        f"order; the two times differ by at most {100 * apart:.1f} percentage points. act_mul, residual_norm "
+        f"and attention were compared beside the product of six stages. {source(*_MANY)} {files(*_MANY)}",
+    )
+
+
+def _percent(ratio: float) -> str:
+    return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f} %"  # no -0.0
+
+
 def faster_128(shape: str) -> str:
     """By how much clusters and three warpgroups make steps of 128 sequences faster."""
     return _change("decode_tok_s", shape, "three", "single", 1).removeprefix("+")
@@ -123,7 +206,7 @@ def _changes(shape: str, first: str, second: str, machine: int) -> str | None:
 
 def _change(key: str, shape: str, first: str, second: str, machine: int) -> str:
     means = [fmean(_values(key, shape, way, machine)) for way in (first, second)]
-    return f"{100 * (means[0] / means[1] - 1):+.1f} %"
+    return _percent(means[0] / means[1])
 
 
 def _values(key: str, shape: str, way: str, machine: int) -> list[float]:
