@@ -51,7 +51,7 @@ def _act_mul(
     for i in range(ROUNDS):
         t = (tl.program_id(1) * ROUNDS + i) * BLOCK_T + tl.arange(0, BLOCK_T)
         in_t = t < T
-        # All loads of a round are asked for before the first barrier, which none would pass.
+        # All loads of a round stand before the sum over warps, whose barriers none of them would pass.
         gate = sum_partials(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S)
         up = sum_partials(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S)
         if R > 0:

@@ -157,7 +157,7 @@ def _rope_kv(
             cos = tl.load(cos_MP + angle, mask=turns, other=1.0)
             sin = tl.load(sin_MP + angle, mask=turns, other=0.0)
     begin(PDL)
-    # All loads are asked for before the first barrier, which none would pass.
+    # All loads stand before the sum over warps, whose barriers none of them would pass.
     x1 = sum_partials(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
     x2 = sum_partials(gemm_STN, counts2, t, in_t, n2, every, T, N, S) * scale
     if R > 0:
