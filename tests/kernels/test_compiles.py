@@ -11,12 +11,17 @@ product, and so needs no tensor cores, large ranks, few tokens or heads of 80, e
 one class for each kind of tensor cores the widest heads. 8.9 is 8.6 with FP8, so it gets what reads or writes
 keys and values.
 
-As many processes compile as there are cores. What the compiler said of a launch is kept in pytest's cache,
-under a name made of all that it depends on, so a launch is compiled again only when it, Triton or this file
-changes. `pytest --cache-clear` compiles everything.
+As many processes compile as there are cores. What the compiler said of a launch stands in compiled.tsv behind
+a hash of all that it depends on: kernel, types, constants and options, Triton, ptxas, and how this file asks.
+So a launch is compiled only when one of them has changed, and until the file is written anew:
+
+    .venv/bin/python tests/kernels/test_compiles.py --write
+
+Without the file everything is compiled.
 """
 
 import gc
+import inspect
 import io
 import os
 import re
@@ -25,7 +30,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +38,8 @@ from typing import Any
 
 import pytest
 
+if __name__ == "__main__":  # ahead of the import of any Triton
+    sys.path[:0] = map(str, Path(sys.prefix).glob("oldest"))
 pytest.importorskip("triton", reason="Triton is not installed")
 
 KERNELS = {
@@ -68,20 +75,18 @@ OF_OPERANDS = {
 }  # fmt: skip
 TARGETS = (80, 86, 89, 90, 100, 120)
 LEAST_MEMORY, HOPPER = 86, 90
+KNOWN = Path(__file__).with_name("compiled.tsv")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_kernel_compiles_and_fits_for_every_class_of_gpus(pytestconfig):
+def test_every_kernel_compiles_and_fits_for_every_class_of_gpus():
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs the kernels themselves")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if (oldest := Path(sys.prefix, "oldest")).exists():
-        environment["PYTHONPATH"] = os.pathsep.join([str(oldest), environment.get("PYTHONPATH", "")])
-    kept = str(pytestconfig.cache.mkdir("compiled-kernels"))
-    done = subprocess.run([sys.executable, __file__, kept], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = [Compiled.of(line) for line in done.stdout.splitlines() if line.startswith("_")]
     for target in TARGETS:
@@ -513,9 +518,16 @@ JOBS: list[tuple[int, str, Any, dict[str, Any], dict[Any, Any]]] = []
 """What to compile; the processes that compile are forks, so they have it."""
 
 
-def compile_one(number: int, folder: Path) -> str:
-    """One launch compiled to machine code, as a line of `Compiled`, which the folder may have from an earlier
-    run; otherwise what went wrong."""
+@cache
+def known() -> dict[str, str]:
+    """Lines of `Compiled`, by hash."""
+    lines = KNOWN.read_text().splitlines() if KNOWN.exists() else []
+    return dict(line.split("\t", 1) for line in lines)
+
+
+def compile_one(number: int) -> tuple[str, str]:
+    """The hash of a launch, and what it is as a line of `Compiled`, known or compiled to machine code; where
+    that fails, what went wrong."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -526,27 +538,24 @@ def compile_one(number: int, folder: Path) -> str:
     card = GPUTarget("cuda", target, 32)
     backend = make_backend(card)
     key = get_cache_key(source, backend, backend.parse_options(options), {})
-    made_of = f"{key} {target} {name} {Path(__file__).read_text()}"
-    kept = folder / sha256(made_of.encode()).hexdigest()
-    if kept.exists():
-        return kept.read_text()
+    made_of = f"{key} {target} {name} {inspect.getsource(compile_one)} {inspect.getsource(Compiled)}"
+    kept = sha256(made_of.encode()).hexdigest()
+    if kept in known():
+        return kept, known()[kept]
     knobs.nvidia.dump_ptxas_log = True
     log = io.StringIO()
     try:
         with redirect_stdout(log):
             kernel = triton.compile(source, target=card, options=options)
     except Exception as error:
-        return f"{source.fn.__name__} for {target} of {constants}: {error}"
+        return kept, f"{source.fn.__name__} for {target} of {constants}: {error}"
     registers, spilled = (
         max(map(int, re.findall(pattern, log.getvalue())), default=-1)
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
     )
     halves = len(re.findall(r"st[.]global[.]b16", kernel.asm["ptx"]))
     found = Compiled(source.fn.__name__, target, name, kernel.metadata.shared, registers, spilled, halves)
-    aside = kept.with_suffix(f".{os.getpid()}")
-    aside.write_text(found.line())
-    aside.replace(kept)
-    return found.line()
+    return kept, found.line()
 
 
 def main() -> None:
@@ -563,13 +572,21 @@ def main() -> None:
         recorder.met.clear()
         walk(recorder, target)
         JOBS.extend((target, *launch) for launch in wanted(recorder, target))
+    for _, _, source, *_ in JOBS:
+        source.hash()  # in this order: a kernel's depends on those of others that were asked for before
     # Triton's cache keeps machine code, and not what the compiler had said of it.
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(cores, get_context("fork")) as pool:
         os.environ["TRITON_CACHE_DIR"] = folder
-        lines = list(pool.map(partial(compile_one, folder=Path(sys.argv[1])), range(len(JOBS))))
+        found = dict(pool.map(compile_one, range(len(JOBS))))
+    lines = found.values()
     print("\n".join(lines))
-    sys.exit(any(not line.startswith("_") or "\t" not in line for line in lines))
+    if any(not line.startswith("_") or "\t" not in line for line in lines):
+        sys.exit(1)
+    if "--write" in sys.argv:
+        KNOWN.write_text(
+            "".join(f"{kept}\t{line}\n" for kept, line in sorted(found.items(), key=lambda item: item[1]))
+        )
 
 
 if __name__ == "__main__":
