@@ -1,5 +1,7 @@
 """A model put on the kernels of the update, as far as they compute what it computes."""
 
+from typing import Literal
+
 import torch
 from transformers import PreTrainedModel
 
@@ -31,27 +33,32 @@ def use_kernels(model: PreTrainedModel) -> UpdatePath:
     return find_path(model, why_dense_masks)
 
 
-def use_fp8_gradients(model: PreTrainedModel) -> int:
-    """Have gradients pass through the packed layers of a model in FP8, and say through how many.
+def use_backward_dtype(model: PreTrainedModel, dtype: Literal["auto", "fp8"]) -> int:
+    """Choose the products by which gradients pass through the packed layers of a model: in 16 bits, or in FP8.
 
     Experts are left out: their products are grouped, in 16 bits.
 
     Args:
-        model: The transformers model where it trains, laid out by the paged engine.
+        model: The transformers model where it trains, for FP8 laid out by the paged engine.
+        dtype: As in the settings.
+
+    Returns:
+        Number of layers with FP8.
 
     Raises:
         QeRLError: The GPU has no FP8, the model is not bfloat16, or a packed layer lies as on disk.
     """
-    check_fp8_gradients(model.device)
-    if model.dtype != torch.bfloat16:
-        raise _no_fp8(f"it needs bfloat16 and the model is {str(model.dtype).removeprefix('torch.')}")
     of_experts = {layer for _, experts in experts_of(model) for layer in experts.modules()}
     layers = [m for m in model.modules() if isinstance(m, PackedLinear) and m not in of_experts]
-    if not layers or not all(layer.storage.in_tiles for layer in layers):
-        raise _no_fp8("it needs weights in nvfp4 or mxfp4 that the paged engine samples from")
+    if dtype == "fp8":
+        check_fp8_gradients(model.device)
+        if model.dtype != torch.bfloat16:
+            raise _no_fp8(f"it needs bfloat16 and the model is {str(model.dtype).removeprefix('torch.')}")
+        if not layers or not all(layer.storage.in_tiles for layer in layers):
+            raise _no_fp8("it needs weights in nvfp4 or mxfp4 that the paged engine samples from")
     for layer in layers:
-        layer.fp8_gradients = True
-    return len(layers)
+        layer.fp8_gradients = dtype == "fp8"
+    return len(layers) if dtype == "fp8" else 0
 
 
 def check_fp8_gradients(device: torch.device) -> None:

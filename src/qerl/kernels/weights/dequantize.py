@@ -36,7 +36,12 @@ def dequantize_tiles(tiles: Tiles, global_scale: torch.Tensor, out_NK: torch.Ten
     groups, columns = tiles.codes.shape[:2]
     rows, stride = out_NK.shape[0], out_NK.stride(0)
     aligned = not (stride * out_NK.element_size() | out_NK.data_ptr()) % 16
-    if out_NK.dtype not in tuple(_OUT)[:3] or out_NK.shape[1] != columns * TILE or out_NK.stride(1) != 1 or not aligned:
+    if (
+        out_NK.dtype not in tuple(_OUT)[:3]
+        or out_NK.shape[1] != columns * TILE
+        or out_NK.stride(1) != 1
+        or not aligned
+    ):
         raise QeRLError(
             f"A weight of width {columns * TILE} cannot be written to {out_NK.dtype} {tuple(out_NK.shape)} "
             f"with strides {out_NK.stride()}."
