@@ -2,11 +2,12 @@
 
     python -m bench backward --shape 7b --tokens 16896
 
-For each fused product of a layer the gradient of its input is computed from random gradients of its output as the
-update does, the dense weight included: in bf16, in FP8, and in FP8 with sums that tensor cores keep to themselves
-(`qerl.fp4.linear.FAST_SUMS`). They take turns, so that all see the same clock. What FP8 takes beside its product,
-rounding the gradients and writing the transposed weight, is timed alone as well. Errors are relative, in the
-Frobenius norm, of a thousand tokens against products in FP64; gradients of tokens differ by up to 10^4.
+For each fused product of a layer the gradient of its input is computed from random gradients of its output
+as the update does, the dense weight included: in bf16, in FP8, and in FP8 with sums that tensor cores keep
+to themselves (`qerl.fp4.linear.FAST_SUMS`). They take turns, so that all see the same clock. What FP8 takes
+beside its product, rounding the gradients and writing the transposed weight, is timed alone as well. Errors
+are relative, in the Frobenius norm, of a thousand tokens against products in FP64; gradients of tokens
+differ by up to 10^4.
 """
 
 import argparse
@@ -121,9 +122,9 @@ def main(arguments: list[str]) -> None:
                     given |= {"outputs": layer.out_features, "inputs": layer.in_features}
                     rows.append(given | found | {"gpu_state": state.take()})
                     print(
-                        f"{shape} {name} {layer.out_features} x {layer.in_features}, {tokens} tokens: bf16 "
-                        f"{found['bf16_ms']:.2f} ms, FP8 {found['fp8_ms']:.2f} ms, fast sums "
-                        f"{found['fp8_fast_sums_ms']:.2f} ms; of it rounding {found['quantize_rows_ms']:.2f}, "
+                        f"{shape} {name} {layer.out_features} x {layer.in_features}, {tokens} tokens: "
+                        f"bf16 {found['bf16_ms']:.2f} ms, FP8 {found['fp8_ms']:.2f} ms, fast sums "
+                        f"{found['fp8_fast_sums_ms']:.2f} ms; rounding {found['quantize_rows_ms']:.2f}, "
                         f"weight {found['transpose_e4m3_ms']:.2f} ms; errors {found['bf16_error']:.4f}, "
                         f"{found['fp8_error']:.4f}, {found['fp8_fast_sums_error']:.4f}",
                         flush=True,

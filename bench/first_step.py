@@ -207,7 +207,8 @@ def _against(found: GradientRecorder, truth: GradientRecorder) -> dict[str, Any]
 def line(found: dict[str, Any]) -> str:
     """What :func:`compare` gives for one way, as a sentence."""
     return (
-        f"backward {found['backward_dtype']}: loss {found['loss']:.6f} on the GPU, {found['loss_portable']:.6f} "
-        f"on the portable path; {found['gradients']} gradients, together off by {found['gradient_error']:.1e} "
-        f"(cosine {found['gradient_cosine']:.4f}), at most {found['worst_error']:.1e} ({found['worst']})"
+        f"backward {found['backward_dtype']}: loss {found['loss']:.6f} on the GPU, "
+        f"{found['loss_portable']:.6f} on the portable path; {found['gradients']} gradients, together off by "
+        f"{found['gradient_error']:.1e} (cosine {found['gradient_cosine']:.4f}), at most "
+        f"{found['worst_error']:.1e} ({found['worst']})"
     )

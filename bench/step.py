@@ -20,8 +20,8 @@ rollout until enough have one, up to three times as many as it trains on.
 
     python -m bench step --prompts 16 --tokens 1024 --backward_dtype auto fp8
 
-With `--backward_dtype auto fp8 auto fp8` the update is computed in these ways one after the other, each a row, on
-one policy and engine.
+With `--backward_dtype auto fp8 auto fp8` the update is computed in these ways one after the other, each a
+row, on one policy and engine.
 
     python -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400 --max_staleness 2
 

@@ -93,8 +93,8 @@ def test_rows_in_e4m3_are_bit_identical(n: int) -> None:
 @pytest.mark.parametrize("rows", [(256,), (128,), (256, 64, 64)])
 @pytest.mark.parametrize("width", [128, 512])
 def test_gradients_in_fp8_against_fp64(rows: tuple[int, ...], width: int) -> None:
-    """Of the product that is computed, exact but for its last rounding and the sums of tensor cores; of the one
-    that is meant, as far off as E4M3 makes it. The adapter's own gradients do not change."""
+    """Of the product that is computed, exact but for its last rounding and the sums of tensor cores; of the
+    one that is meant, as far off as E4M3 makes it. The adapter's own gradients do not change."""
     layers = [adapted(packed_layer(n, width), 16) for n in rows]
     x = torch.randn(2, 37, width, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn(2, 37, sum(rows), device="cuda").bfloat16()

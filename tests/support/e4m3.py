@@ -5,8 +5,8 @@ import torch
 
 
 def use_exact_e4m3(monkeypatch) -> None:
-    """Has the interpreter round to E4M3 as torch and GPUs do; what it rounds up to a power of two by itself becomes
-    half of that, and numbers below E4M3's normal ones are wrong."""
+    """Has the interpreter round to E4M3 as torch and GPUs do; what it rounds up to a power of two by itself
+    becomes half of that, and numbers below E4M3's normal ones are wrong."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -106,7 +106,8 @@ def packed_row(model):
 
 
 def test_gradients_in_fp8_are_near_and_the_forward_pass_is_the_same(tiny_model, tmp_path, monkeypatch):
-    """Against products in FP32, through all layers; adapters' own gradients are products of what came so far."""
+    """Against products in FP32, through all layers; adapters' own gradients are products of what came so
+    far."""
     use_exact_e4m3(monkeypatch)
     torch.manual_seed(0)
     tiny_model("llama", vocab_size=61, num_key_value_heads=4).save_pretrained(tmp_path / "model")

@@ -18,9 +18,10 @@ scale they do not. On a GPU, products in 16 bits therefore multiply with codes t
 of two, and what is left of the global scale is a factor of the product before it is rounded
 (:meth:`PackedLinear.exact`). So the weight is that of the paged engine, which does the same.
 
-Where a layer is told so (`fp8_gradients`), the gradient of its input alone is a product in FP8: dy is rounded to
-E4M3 under a scale for each token, and W as well, whose four significant bits in place of six round some codes of
-some blocks (:func:`gradient_in_fp8`). The forward pass stays as it is, and so does the policy.
+Where a layer is told so (`fp8_gradients`), the gradient of its input alone is a product in FP8: dy is
+rounded to E4M3 under a scale for each token, and W as well, whose four significant bits in place of six
+round some codes of some blocks (:func:`gradient_in_fp8`). The forward pass stays as it is, and so does the
+policy.
 
 Shapes: B batch, T tokens, N outputs, K inputs.
 """
@@ -202,17 +203,17 @@ _TO_E4M3 = 8.0
 """What the largest code times block scale, 6 x 448, is divided by to be a number of E4M3: a power of two."""
 
 FAST_SUMS = False
-"""Whether Hopper's tensor cores keep the sums of a product in FP8 to themselves, with some 14 bits, instead of having
-them added in FP32 every few steps."""
+"""Whether Hopper's tensor cores keep the sums of a product in FP8 to themselves, with some 14 bits, instead
+of having them added in FP32 every few steps."""
 
 
 def gradient_in_fp8(dy_TN: torch.Tensor, layers: Sequence[PackedLinear]) -> torch.Tensor:
     """``dy W`` [T, K] as a product of E4M3 numbers summed in FP32.
 
-    dy is rounded under a scale for each token, which multiplies the sum. W is written for this product, codes times
-    block scales over a power of two, the transpose because FP8 tensor cores read along N; the global scale
-    multiplies the sum as well. Layers of a group whose global scales differ are brought to the smallest one before
-    rounding.
+    dy is rounded under a scale for each token, which multiplies the sum. W is written for this product,
+    codes times block scales over a power of two, the transpose because FP8 tensor cores read along N; the
+    global scale multiplies the sum as well. Layers of a group whose global scales differ are brought to the
+    smallest one before rounding.
 
     Args:
         dy_TN: Gradients of the outputs of the layers, side by side.
@@ -235,8 +236,8 @@ def gradient_in_fp8(dy_TN: torch.Tensor, layers: Sequence[PackedLinear]) -> torc
 
 
 class _PackedProduct(torch.autograd.Function):
-    """``factor x W^T + b`` that keeps the packed W for backward, and dequantises it there again; of a layer that
-    is given the gradient of x is a product in FP8."""
+    """``factor x W^T + b`` that keeps the packed W for backward, and dequantises it there again; of a layer
+    that is given the gradient of x is a product in FP8."""
 
     @staticmethod
     def forward(

@@ -139,11 +139,12 @@ class LayerActivations:
 
     @property
     def _widest_of_mlp(self) -> int:
-        """Numbers per token that the MLP's backward pass has beside what was kept. Of all experts of a token
-        gradients of gate and up with that of their product or of the inputs, whichever are more; with
-        adapters the inputs as well, and what these add to their gradient; of experts one by one gradients of
-        results, in the order of experts and in that of tokens, and of inputs. In FP8 the gradients of gate and
-        up once more, a byte each, in the place of that of their product, and that of the input beside them."""
+        """Numbers per token that the MLP's backward pass has beside what was kept. Of all experts of a
+        token gradients of gate and up with that of their product or of the inputs, whichever are more; with
+        adapters the inputs as well, and what these add to their gradient; of experts one by one gradients
+        of results, in the order of experts and in that of tokens, and of inputs. In FP8 the gradients of
+        gate and up once more, a byte each, in the place of that of their product, and that of the input
+        beside them."""
         mlp, hidden = self.spec.mlp, self.spec.hidden
         if isinstance(mlp, RoutedMLP):
             inner = mlp.intermediate

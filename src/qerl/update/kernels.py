@@ -34,7 +34,8 @@ def use_kernels(model: PreTrainedModel) -> UpdatePath:
 
 
 def use_backward_dtype(model: PreTrainedModel, dtype: Literal["auto", "fp8"]) -> int:
-    """Choose the products by which gradients pass through the packed layers of a model: in 16 bits, or in FP8.
+    """Choose the products by which gradients pass through the packed layers of a model: in 16 bits, or in
+    FP8.
 
     Experts are left out: their products are grouped, in 16 bits.
 

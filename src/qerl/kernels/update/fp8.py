@@ -1,9 +1,10 @@
 """Rows of a matrix rounded to E4M3, each under a scale of its own, for products in FP8.
 
-A gradient's tokens differ by orders of magnitude: an answer's advantage and how sure the policy was of a token
-multiply all of its numbers. E4M3 has three bits of mantissa over a range of 2^17, so each token's largest number
-becomes E4M3's largest, 448, and what is divided out multiplies the token's row of the product. A row is read twice,
-for its largest number and to be rounded; the second time it comes from the cache.
+A gradient's tokens differ by orders of magnitude: an answer's advantage and how sure the policy was of a
+token multiply all of its numbers. E4M3 has three bits of mantissa over a range of 2^17, so each token's
+largest number becomes E4M3's largest, 448, and what is divided out multiplies the token's row of the
+product. A row is read twice, for its largest number and to be rounded; the second time it comes from the
+cache.
 
 Shapes: T tokens, N outputs.
 """

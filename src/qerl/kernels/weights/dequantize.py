@@ -1,7 +1,8 @@
 """Tiles of NVFP4 -> a dense matrix, for training's large products.
 
-The forward and backward passes of training multiply with a dense matrix, of 16 bits or in backward of 8, that
-exists for one product. It is made from the resident bytes, whose order only the GPU's decode kernels like; see dequantize.cu.
+The forward and backward passes of training multiply with a dense matrix, of 16 bits or in backward of 8,
+that exists for one product. It is made from the resident bytes, whose order only the GPU's decode kernels
+like; see dequantize.cu.
 
 Shapes: N outputs, K inputs.
 """
