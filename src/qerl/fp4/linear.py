@@ -202,10 +202,6 @@ def scaled_product(
 _TO_E4M3 = 8.0
 """What the largest code times block scale, 6 x 448, is divided by to be a number of E4M3: a power of two."""
 
-FAST_SUMS = False
-"""Whether Hopper's tensor cores keep the sums of a product in FP8 to themselves, with some 14 bits, instead
-of having them added in FP32 every few steps."""
-
 
 def gradient_in_fp8(dy_TN: torch.Tensor, layers: Sequence[PackedLinear]) -> torch.Tensor:
     """``dy W`` [T, K] as a product of E4M3 numbers summed in FP32.
@@ -231,7 +227,7 @@ def gradient_in_fp8(dy_TN: torch.Tensor, layers: Sequence[PackedLinear]) -> torc
         weight.write_transposed_e4m3(smallest / scale / _TO_E4M3, part)
     return torch._scaled_mm(
         q_TN, weight_KN.T, scale_a=scale_T1, scale_b=scale_T1.new_full((1, k), _TO_E4M3 / smallest),
-        out_dtype=dy_TN.dtype, use_fast_accum=FAST_SUMS,
+        out_dtype=dy_TN.dtype,
     )  # fmt: skip
 
 
