@@ -20,7 +20,8 @@ _SOURCE = Path(__file__).with_name("dequantize.cu")
 _TILES = 4
 _STAGED_BYTES = 4 * 16 * 9 * 16  # warps, rows, 16-byte units of a row and one of padding
 _TURNED_BYTES = _TILES * TILE * 80  # columns of 64 rows and 16 bytes of padding
-_OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
+_OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_OUT_E4M3 = 3
 
 
 def dequantize_tiles(tiles: Tiles, global_scale: torch.Tensor, out_NK: torch.Tensor) -> None:
@@ -37,12 +38,7 @@ def dequantize_tiles(tiles: Tiles, global_scale: torch.Tensor, out_NK: torch.Ten
     groups, columns = tiles.codes.shape[:2]
     rows, stride = out_NK.shape[0], out_NK.stride(0)
     aligned = not (stride * out_NK.element_size() | out_NK.data_ptr()) % 16
-    if (
-        out_NK.dtype not in tuple(_OUT)[:3]
-        or out_NK.shape[1] != columns * TILE
-        or out_NK.stride(1) != 1
-        or not aligned
-    ):
+    if out_NK.dtype not in _OUT or out_NK.shape[1] != columns * TILE or out_NK.stride(1) != 1 or not aligned:
         raise QeRLError(
             f"A weight of width {columns * TILE} cannot be written to {out_NK.dtype} {tuple(out_NK.shape)} "
             f"with strides {out_NK.stride()}."
@@ -74,7 +70,7 @@ def transpose_to_e4m3(tiles: Tiles, factor: float, out_KN: torch.Tensor) -> None
             f"The transpose of a weight of {rows} x {columns} cannot be written in E4M3 to {out_KN.dtype} "
             f"{tuple(out_KN.shape)} with strides {out_KN.stride()}."
         )
-    defines = (("TILES", _TILES), ("OUT", _OUT[out_KN.dtype]))
+    defines = (("TILES", _TILES), ("OUT", _OUT_E4M3))
     compiled = kernel(_SOURCE, "transpose_e4m3", defines, tiles.codes.device.index or 0)
     (bits,) = struct.unpack("i", struct.pack("f", factor))
     grid = rows // TILE, -(-columns // TILE // _TILES)
