@@ -15,7 +15,7 @@ from lab.audit.raw import RESULTS
 from lab.audit.words import NOT_RUN, centre, p_value
 
 FILE = "refilled-smollm2.json"
-MARGIN, SEEDS = 0.02, 16
+MARGIN, SEEDS = 0.02, 32
 ORDER = ["refilled-1", "refilled-2", "refilled-4"]
 WORDS = {
     "0": "synchronous", "1": "refilled-1", "2": "refilled-2", "4": "refilled-4",

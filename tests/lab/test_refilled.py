@@ -26,7 +26,7 @@ ARMS = ("synchronous", "refilled-2", "refilled-4", "refilled-1", "uncorrected-4"
 def test_arms_differ_in_what_the_plan_says_alone(folder, tiny_model, monkeypatch):
     monkeypatch.setattr(runs.Folder, "packed", lambda self, rounding: self.model)
     plan = read_plan("refilled")
-    assert plan.seeds == tuple(range(460, 476)) and tuple(plan.arms) == ("warm", *ARMS)
+    assert plan.seeds == tuple(range(460, 492)) and tuple(plan.arms) == ("warm", *ARMS)
     warm = runs.settings_of(plan, "warm", 463, folder, {})
     assert warm.algorithm == "sft" and warm.weights == "nvfp4" and warm.lora_r == 16
     folder.keep({"arm": "warm", "seed": 463})
@@ -124,7 +124,7 @@ def test_a_refilled_run_has_old_tokens_and_is_not_disturbed_by_its_scores(folder
     )  # it has learned
 
 
-def runs_of(gains, seeds=16, seconds=2.0):
+def runs_of(gains, seeds=32, seconds=2.0):
     """Runs as a result has them, of arms that end so much above the synchronous one."""
     draw = np.random.default_rng(1)
     found = []
@@ -187,7 +187,7 @@ def test_the_table_says_what_refilled_rows_cost_at_equal_steps_and_at_equal_time
         for row in by_arm["synchronous"]
     ]
     assert f"| {hodges_lehmann(ends['refilled-2'] - behind):+.3f} (" in line
-    assert f"| 99 | 0.200 to {ends['refilled-2'].mean():.3f} | 0 of 16 | 1.00 | 0.850 | 2.00 |" in line
+    assert f"| 99 | 0.200 to {ends['refilled-2'].mean():.3f} | 0 of 32 | 1.00 | 0.850 | 2.00 |" in line
     (line,) = [line for line in said.splitlines() if line.startswith("| 4 |")]
     assert "| **costs** |" in line
     apart = ends["uncorrected-4"] - ends["refilled-4"]
@@ -212,7 +212,7 @@ def test_an_arm_that_lacks_a_seed_is_undecided_and_counts_in_the_correction(resu
     (line,) = [
         line for line in refilled_tables.TABLES["refilled-learned"]().splitlines() if line.startswith("| 4 |")
     ]
-    assert f"| {3 / 2**16:.3g} | 1 | **costs** |" in line
+    assert f"| {3 / 2**32:.3g} | 1 | **costs** |" in line
     assert differing(page())[0] == []
 
 
