@@ -3,7 +3,7 @@
 # make test    set up, then run all tests
 # make wheel   set up, then build the wheels and use them in an empty folder
 # make versions  set up, then test with the oldest and the newest versions of other libraries (not part of CI)
-# make adapters  test the adapters of openenv-core and verifiers in environments of their own (not part of CI)
+# make adapters  test with the packages openenv-core and verifiers in environments of their own (CI: verifiers)
 # make tinker  test the server with versions of the client of the Tinker API in environments of their own (CI: the newest)
 # make tables  write the numbers of README and docs from bench/results
 # make figures  draw the figures of the docs from bench/results, then write the tables
@@ -42,13 +42,14 @@ quick: setup
 test: setup
 	$(PYTEST)
 
-# These packages bring many others, so each gets an environment that sees that of the tests.
+# These packages bring many others, so each gets an environment that sees that of the tests. uv is verifiers' own need.
+ADAPTERS ?= openenv verifiers
 SITE   := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 adapters: setup
-	set -e; for name in openenv verifiers; do \
+	set -e; for name in $(ADAPTERS); do \
 		$(PYTHON) -m venv .venv-$$name; \
 		$(BIN)/python $(SITE) > $$(.venv-$$name/bin/python $(SITE))/tests.pth; \
-		.venv-$$name/bin/pip install --quiet --editable ".[$$name]"; \
+		.venv-$$name/bin/pip install --quiet --editable ".[$$name]" uv; \
 		PATH="$(CURDIR)/.venv-$$name/bin:$$PATH" .venv-$$name/bin/python -m pytest tests/*/test_$$name.py; \
 	done
 

@@ -1,34 +1,57 @@
 """A rollout that agents of their own lead over the endpoint, beside the same one by the built-in loop.
 
+    python -m bench agents --shape 7b --out bench/results/agents-7b-CARD.json
     python -m bench agents docs/examples/verifiers-calculator.yaml --beside demo-tools \\
         --out bench/results/agents-verifiers-CARD.json
 
-Both recipes are played by turns on the same held-out problems and the untrained model, with the samples of a
-group and the lengths of their recipes, after one rollout of each that imports and connects. The processor's
-time, of all threads of this process, is given as well: that of a machine that does other things, without the
-programs that an agent starts. What is drawn differs, as seeds of agents follow from what they ask, so tokens
-are given too, and ratios of the times for each of them.
+With two recipes, both are played by turns on the same held-out problems and the untrained model, with the
+samples of a group and the lengths of their recipes, after one rollout of each that imports and connects. What
+is drawn differs, as seeds of agents follow from what they ask, so tokens are given too, and ratios of the
+times for each of them.
+
+With a shape, weights are random and turns have lengths that were drawn before, the same ones in every
+rollout, so that both ways do the same work. The agent is the package openai's asynchronous client, in this
+process. Conversations are of some turns, each answered at once with one sentence.
+
+The processor's time, of all threads of this process, is given as well: that of a machine that does other
+things, without the programs that an agent starts.
 """
 
 import argparse
+import functools
+import random
 import shlex
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from bench.result import Row, write_result
+from bench.turns import EVERY_TOKEN_ALIKE, SMOLLM2
+from qerl.agents.conversations import Conversations, check_others
+from qerl.agents.loop import Limits
+from qerl.agents.outside import Endpoint, EndpointOf
+from qerl.agents.pool import ToolPool
 from qerl.demo import packed, prepared
 from qerl.errors import QeRLError
-from qerl.eval.policy import Policy, load
-from qerl.eval.run import Job
+from qerl.eval.policy import load
 from qerl.eval.sampling import conversations_of, in_conversations
-from qerl.rollout.engine import SamplingParams
-from qerl.settings.config import QeRLConfig
+from qerl.families.sizes import SIZES, Sizes
+from qerl.measure.random_model import as_if_trained, random_policy
+from qerl.models.hub import local_checkpoint
+from qerl.models.load import load_tokenizer
+from qerl.models.smollm2 import HUB_ID
+from qerl.rollout.engine import RolloutEngine, SamplingParams
+from qerl.rollout.select import make_engine
+from qerl.rollout.stops import Stop
 from qerl.settings.recipe import changed, load_config
+from qerl.weight_formats import FORMATS
 
 ALIKE = (
     "model", "weights", "rounding", "task", "task_options", "num_generations", "max_completion_length",
@@ -36,42 +59,116 @@ ALIKE = (
 )  # fmt: skip
 """Settings in which two recipes have to agree, so that their rollouts are the same work."""
 
+ANSWER = "That is not right yet. Look at it again, step by step, and give the answer in the last line."
+"""What the policy hears after each turn but the last."""
 
+
+@dataclass(frozen=True)
 class Way:
-    """The conversations of a recipe.
+    """The conversations of a recipe, or of a shape.
 
-    Args:
-        config: Its settings.
-        job: Its problems and environment.
-        policy: Plays them.
+    Attributes:
+        about: What a row says of it.
+        engine: Samples from the policy.
+        conversations: Who leads them.
+        rows: Their problems.
+        samples: Conversations of each.
+        params: Of the sampling.
     """
 
-    def __init__(self, config: QeRLConfig, job: Job, policy: Policy) -> None:
-        self._policy, self._rows, self._samples = policy, list(job.problems), config.num_generations
-        params = SamplingParams(max_tokens=config.max_completion_length, temperature=config.temperature)
-        self._params = policy.stopping(params, job.asked)
-        kwargs = job.loading.chat_template_kwargs
-        self._conversations = conversations_of(policy.tokenizer, kwargs, **job.turns)
+    about: dict[str, Any]
+    engine: RolloutEngine
+    conversations: Conversations
+    rows: Sequence[Mapping[str, Any]]
+    samples: int
+    params: SamplingParams
 
     def play(self, repeat: int) -> dict[str, Any]:
         """One rollout: its wall and processor seconds, tokens drawn, and conversations that failed."""
-        seeds = [repeat * 10_000 + place for place in range(len(self._rows) * self._samples)]
+        seeds = [repeat * 10_000 + place for place in range(len(self.rows) * self.samples)]
+        for stop in self.params.stops:
+            if isinstance(stop, Lengths):
+                stop.begin()
         start, busy = time.perf_counter(), time.process_time()
-        said = in_conversations(
-            self._conversations, self._policy.engine, self._rows, self._samples, self._params, seeds
-        )
+        said = in_conversations(self.conversations, self.engine, self.rows, self.samples, self.params, seeds)
         found = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
-        others = self._conversations.environments or []
+        others = self.conversations.environments or []
         failed = sum(getattr(each, "error", None) is not None for each in others)
         return found | {"drawn_tokens": sum(each.tokens for each in said), "failed": failed}
 
-    def close(self) -> None:
-        """End what it has opened."""
-        self._conversations.__exit__()
+
+class Lengths(Stop):
+    """Ends turns at lengths that were drawn before, uniform between half of a mean and one and a half.
+
+    A sequence is known by its prompt and first token; which of those lengths are its own follows from the
+    order in which sequences are seen, so that rollouts have the same lengths, if not at the same places.
+
+    Args:
+        turns: Of a conversation.
+        mean: Tokens of a turn.
+    """
+
+    def __init__(self, turns: int, mean: int) -> None:
+        self._turns, self._mean = turns, mean
+        self._seen: dict[tuple[int, int], tuple[list[int], dict[int, int]]] = {}
+
+    def begin(self) -> None:
+        """Forget the sequences of a rollout before."""
+        self._seen.clear()
+
+    def end(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
+    ) -> int | None:
+        """See `Stop.end`."""
+        key = hash(tuple(prompt_ids)), token_ids[0]
+        if key not in self._seen:
+            drawn, half = random.Random(len(self._seen)), self._mean // 2
+            self._seen[key] = [drawn.randint(half, self._mean + half) for _ in range(self._turns)], {}
+        lengths, places = self._seen[key]
+        place = start + lengths[places.setdefault(start, len(places)) % self._turns]
+        return place if checked < place <= len(token_ids) else None
 
 
-def rows(args: argparse.Namespace, console: Console) -> Iterator[Row]:
-    """A row for the built-in loop and one for the agents, with their ratio to it."""
+class Again:
+    """Answers every turn but the last.
+
+    Args:
+        turns: Of a conversation.
+    """
+
+    def __init__(self, turns: int) -> None:
+        self._turns = self._left = turns
+
+    def reset(self, **row: Any) -> None:
+        """Begin a conversation."""
+        self._left = self._turns
+
+    def respond(self, text: str) -> str | None:
+        """The answer to a turn."""
+        self._left -= 1
+        return ANSWER if self._left else None
+
+
+@functools.cache
+def _client() -> Any:
+    import openai  # which a recipe's agent may not need
+
+    return openai.AsyncOpenAI(api_key="each conversation's", base_url="http://each.conversation", timeout=600)
+
+
+async def again(endpoint: EndpointOf, row: dict[str, Any]) -> float:
+    """The same conversation as with `Again`, led by a client of OpenAI's API."""
+    client = _client().with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    messages = list(row["prompt"])
+    for turn in range(row["turns"]):
+        messages += [{"role": "user", "content": ANSWER}] if turn else []
+        said = await client.chat.completions.create(model=endpoint.model, messages=messages)
+        messages.append({"role": "assistant", "content": said.choices[0].message.content})
+    return 1.0
+
+
+def of_recipes(args: argparse.Namespace, console: Console) -> list[Way]:
+    """The built-in loop of one recipe, and the agents of another."""
     names = (args.beside, args.recipe)
     configs = [load_config([name], {"eval_samples": args.prompts}) for name in names]
     for name in ALIKE:
@@ -83,19 +180,73 @@ def rows(args: argparse.Namespace, console: Console) -> Iterator[Row]:
     configs = [changed(config, {"model": packed(config, console)}) for config in configs]
     jobs = [prepared(config, None, console) for config in configs]
     policy = load(jobs[0].loading, console)
-    ways = [Way(config, job, policy) for config, job in zip(configs, jobs, strict=True)]
-    taken = [[way.play(repeat) for way in ways] for repeat in range(args.repeats + 1)][1:]
+    ways = []
+    for name, config, job in zip(names, configs, jobs, strict=True):
+        params = SamplingParams(max_tokens=config.max_completion_length, temperature=config.temperature)
+        about = {"recipe": name, "environment": config.environment}
+        conversations = conversations_of(policy.tokenizer, job.loading.chat_template_kwargs, **job.turns)
+        samples = config.num_generations
+        params = policy.stopping(params, job.asked)
+        ways.append(Way(about, policy.engine, conversations, list(job.problems), samples, params))
+    return ways
+
+
+def of_shape(args: argparse.Namespace) -> list[Way]:
+    """The built-in loop and a client, with random weights."""
+    tokenizer = load_tokenizer(local_checkpoint(args.tokenizer))
+    sizes = SMOLLM2 if args.shape == "smollm2" else Sizes.by_name(args.shape)
+    sizes = replace(sizes.with_layers(args.layers or sizes.layers), vocabulary=len(tokenizer))
+    rows = _problems(tokenizer, args)
+    heard = len(tokenizer.encode(ANSWER)) + 32  # with what the template writes around it
+    params = SamplingParams(
+        max_tokens=args.turns * (args.drawn + args.drawn // 2 + heard),
+        temperature=EVERY_TOKEN_ALIKE,
+        stops=(Lengths(args.turns, args.drawn),),
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    positions = 2 * args.prompt + params.max_tokens
+    model: Any = as_if_trained(random_policy(sizes, args.weights, args.rank, positions, device)).eval()
+    engine = make_engine(model if device == "cuda" else model.float(), tokenizer.pad_token_id)
+    shared = {
+        "shape": args.shape, "layers": sizes.layers, "weights": args.weights, "lora_rank": args.rank,
+        "prompt_tokens": args.prompt, "turns": args.turns, "drawn_a_turn": args.drawn,
+    }  # fmt: skip
+    makers = {"calls": functools.partial(Again, args.turns), "openai": functools.partial(Endpoint, again)}
+    return [
+        Way(
+            {"environment": name} | shared,
+            engine,
+            Conversations(tokenizer, None, check_others([], make), ToolPool(600.0, 1000), Limits()),
+            rows,
+            args.samples,
+            params,
+        )
+        for name, make in makers.items()
+    ]
+
+
+def _problems(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Problems of random tokens."""
+    texts = random.Random(0)
+    drawn = [[texts.randrange(len(tokenizer)) for _ in range(args.prompt)] for _ in range(args.prompts)]
+    said = [tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
+    return [{"prompt": [{"role": "user", "content": text}], "turns": args.turns} for text in said]
+
+
+def rows(ways: Sequence[Way], repeats: int) -> Iterator[Row]:
+    """A row for the built-in loop and one for the agents, with their ratio to it."""
+    taken = [[way.play(repeat) for way in ways] for repeat in range(repeats + 1)][1:]
     loop: dict[str, float] = {}
-    for name, config, runs in zip(names, configs, zip(*taken, strict=True), strict=True):
+    for way, runs in zip(ways, zip(*taken, strict=True), strict=True):
         seconds, cpu = (statistics.median(run[key] for run in runs) for key in ("seconds", "cpu_seconds"))
         of_token = {
             key: statistics.median(run[key] / run["drawn_tokens"] for run in runs)
             for key in ("seconds", "cpu_seconds")
         }
         loop = loop or of_token
-        yield {
-            "recipe": name, "environment": config.environment, "prompts": args.prompts,
-            "samples": config.num_generations, "max_completion_length": config.max_completion_length,
+        yield way.about | {
+            "prompts": len(way.rows), "samples": way.samples,
+            "max_completion_length": way.params.max_tokens,
             "seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2),
             "ratio": round(of_token["seconds"] / loop["seconds"], 3),
             "cpu_ratio": round(of_token["cpu_seconds"] / loop["cpu_seconds"], 3),
@@ -103,16 +254,21 @@ def rows(args: argparse.Namespace, console: Console) -> Iterator[Row]:
             "failed": sum(run["failed"] for run in runs),
             "runs": [{key: round(run[key], 2) for key in ("seconds", "cpu_seconds")} for run in runs],
         }  # fmt: skip
-    for way in ways:
-        way.close()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench agents", description=__doc__.split("\n")[0])
-    parser.add_argument("recipe", help="name or file of a recipe whose environment is an endpoint")
-    parser.add_argument(
-        "--beside", required=True, help="recipe of the built-in loop with the same model and task"
-    )
+    parser.add_argument("recipe", nargs="?", help="name or file of a recipe whose environment is an endpoint")
+    parser.add_argument("--beside", help="recipe of the built-in loop with the same model and task")
+    parser.add_argument("--shape", choices=("smollm2", *SIZES), help="random weights in place of recipes")
+    parser.add_argument("--tokenizer", default=HUB_ID, help="of a shape: model whose tokenizer is taken")
+    parser.add_argument("--weights", default="nvfp4", choices=tuple(FORMATS), help="of a shape")
+    parser.add_argument("--rank", type=int, default=32, help="of a shape: LoRA rank; 0 for none")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
+    parser.add_argument("--samples", type=int, default=8, help="of a shape: of each prompt")
+    parser.add_argument("--prompt", type=int, default=256, help="of a shape: tokens, about")
+    parser.add_argument("--turns", type=int, default=3, help="of a shape: of each conversation")
+    parser.add_argument("--drawn", type=int, default=256, help="of a shape: mean tokens of a turn")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3, help="timed rollouts, of which the median is taken")
     parser.add_argument("--note", default="", help="what else the machine did")
@@ -122,15 +278,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> None:
     """Runs `python -m bench agents` with these arguments."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if (args.shape is None) == (args.recipe is None) or (args.recipe is None) != (args.beside is None):
+        parser.error("give a recipe and another one with --beside, or --shape")
+    ways = of_shape(args) if args.shape else of_recipes(args, Console())
     found: list[Row] = []
-    for row in rows(args, Console()):
+    for row in rows(ways, args.repeats):
         found.append(row)
         print(
-            f"{row['recipe']}: {row['seconds']} s a rollout ({row['cpu_seconds']} of the CPU), "
-            f"{row['ratio']} of the loop's for each token ({row['cpu_ratio']}), {row['drawn_tokens']} drawn, "
-            f"{row['failed']} failed",
+            f"{row.get('recipe', row['environment'])}: {row['seconds']} s a rollout ({row['cpu_seconds']} of "
+            f"the CPU), {row['ratio']} of the loop's for each token ({row['cpu_ratio']}), "
+            f"{row['drawn_tokens']} drawn, {row['failed']} failed",
             flush=True,
         )
+    for way in ways:
+        way.conversations.__exit__()
     if args.out:
         write_result(args.out, shlex.join(["agents", *arguments]), found, note=args.note)

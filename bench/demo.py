@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from bench.result import Row, read_rows, write_result
+from bench.result import Row, add_row
 from qerl.demo import run_demo
 from qerl.errors import QeRLError
-from qerl.measure.provenance import provenance
 from qerl.settings.recipe import load_config
 
 
@@ -60,11 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     """Runs `python -m bench demo` with these arguments."""
     args = _parser().parse_args(arguments)
-    command = shlex.join(["demo", *arguments])
-    rows = read_rows(str(args.out.resolve().with_suffix(""))) if args.out and args.out.exists() else []
     for seed in args.seed:
         with tempfile.TemporaryDirectory(prefix="qerl-demo-") as folder:
             found = measure(args.recipe, seed, Path(folder), Console())
-        rows.append({**provenance(f"python -m bench {command}"), **found, "note": args.note})
         if args.out:
-            write_result(args.out, command, rows)
+            add_row(args.out, shlex.join(["demo", *arguments]), {**found, "note": args.note})

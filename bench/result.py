@@ -40,16 +40,38 @@ def write_result(path: Path, command: str, rows: list[Row], program: str = "benc
         program: Module whose benchmark it is.
         shared: Fields that all rows share, beside :func:`provenance`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    everywhere = {option: os.environ.get(variable, "") for option, variable in EVERYWHERE.items()}
-    options = "".join(f" {option} {value}" for option, value in everywhere.items() if value)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    launcher = f"torchrun --nproc_per_node {processes}" if processes > 1 else "python"
-    found = {**provenance(f"{launcher} -m {program} {command}{options}"), **shared, "rows": rows}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    _write(path, {**_provenance(command, program), **shared, "rows": rows})
+
+
+def add_row(path: Path, command: str, row: Row) -> None:
+    """Add a row to a result file of several runs, whose rows each say for themselves where they come from.
+
+    Args:
+        path: The file; it need not be there.
+        command: As `write_result`.
+    """
+    kept = _rows(path) if path.exists() else []
+    _write(path, {"rows": [*kept, {**_provenance(command, "bench"), **row}]})
 
 
 def read_rows(name: str) -> list[Row]:
     """Rows of ``results/NAME.json``, each with the fields that it shares with the others."""
-    shared = json.loads((RESULTS / f"{name}.json").read_text())
+    return _rows(RESULTS / f"{name}.json")
+
+
+def _rows(path: Path) -> list[Row]:
+    shared = json.loads(path.read_text())
     return [{**shared, **row} for row in shared.pop("rows")]
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _provenance(command: str, program: str) -> dict[str, Any]:
+    everywhere = {option: os.environ.get(variable, "") for option, variable in EVERYWHERE.items()}
+    options = "".join(f" {option} {value}" for option, value in everywhere.items() if value)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    launcher = f"torchrun --nproc_per_node {processes}" if processes > 1 else "python"
+    return provenance(f"{launcher} -m {program} {command}{options}")

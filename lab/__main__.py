@@ -15,6 +15,7 @@ COMMANDS = {
     "verdicts": "writers.verdicts",
     "endpoints": "writers.endpoint_verdicts",
     "rates": "writers.endpoint_rates",
+    "refilled_rates": "writers.refilled_rates",
     "needle": "needle.folder",
     "sums": "sums.runs",
     "testbed": "testbed.command",

@@ -12,10 +12,11 @@ from lab.audit import statistics as st
 from lab.audit.cells import Cell, Table, row_of_cells
 from lab.audit.distilled import ends, runs
 from lab.audit.raw import RESULTS
-from lab.audit.words import NOT_RUN, estimate
+from lab.audit.words import NOT_RUN, centre, p_value
 
 FILE = "refilled-smollm2.json"
-MARGIN = 0.02
+MARGIN, SEEDS = 0.02, 32
+ORDER = ["refilled-1", "refilled-2", "refilled-4"]
 WORDS = {
     "0": "synchronous", "1": "refilled-1", "2": "refilled-2", "4": "refilled-4",
     "4, no ratio": "uncorrected-4",
@@ -61,16 +62,17 @@ def _on_line(at: float, clock: list[float], heights: list[float]) -> float:
     return heights[-1]
 
 
-def verdict(arm: str) -> str:
-    """What is claimed of an arm's interval: no more than the margin only if it is of all arms before it."""
-    order = ["refilled-1", "refilled-2", "refilled-4"]
-    said = []
-    if st.bca(difference(arm, end))[1] < 0:
-        said.append("costs")
-    before = [difference(other, end) for other in order[: order.index(arm) + 1]]
-    if all(len(d) > 1 and st.bca(d)[0] > -MARGIN for d in before):
+def judged(arm: str) -> tuple[float, float, str]:
+    """One-sided p that an arm costs something, by Holm over the three, and that it costs no more than the
+    margin; and what is claimed: each below .025, the second only if it is of all arms before it."""
+    d = [difference(other, end) for other in ORDER]
+    costs = st.holm([st.ranks_above(-own) if len(own) == SEEDS else 1.0 for own in d])
+    no_more = [st.ranks_above(own + MARGIN) if len(own) == SEEDS else 1.0 for own in d]
+    at = ORDER.index(arm)
+    said = ["costs"] if costs[at] < st.LEVEL / 2 else []
+    if max(no_more[: at + 1]) < st.LEVEL / 2:
         said.append("no more than 0.02")
-    return ", ".join(said) or "undecided"
+    return costs[at], no_more[at], ", ".join(said) or "undecided"
 
 
 def learned(table: Table) -> Iterator[Cell]:
@@ -95,24 +97,26 @@ def learned(table: Table) -> Iterator[Cell]:
             f"{seconds:.2f}",
         ]
         if arm == "synchronous":
-            found += ["", "", ""]
+            found += [""] * 6
         else:
-            equal = estimate(difference(arm, end))
-            if arm != "uncorrected-4" and equal != NOT_RUN:
-                equal += f": **{verdict(arm)}**"
-            found += [equal, estimate(at_equal_time(arm)), estimate(difference(arm, area))]
+            d = difference(arm, end)
+            claim = ["" if len(d) > 1 else NOT_RUN] * 3
+            if arm in ORDER and len(d) > 1:
+                costs, no_more, said = judged(arm)
+                claim = [p_value(costs), p_value(no_more), f"**{said}**"]
+            found += [centre(d), *claim, centre(at_equal_time(arm)), centre(difference(arm, area))]
         yield from row_of_cells(row, found, table.head)
 
 
 def without_ratio() -> str:
     """Ends without any ratio to the sampler minus those with it."""
-    return estimate(difference("uncorrected-4", end, "refilled-4"))
+    return centre(difference("uncorrected-4", end, "refilled-4"))
 
 
 def costs(arm: str) -> str:
     """The difference at equal steps, and what is claimed of it."""
     d = difference(arm, end)
-    return f"{estimate(d)}, {verdict(arm)}" if len(d) > 1 else NOT_RUN
+    return f"{centre(d)}, {judged(arm)[2]}" if len(d) > 1 else NOT_RUN
 
 
 TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {"refilled-learned": learned}

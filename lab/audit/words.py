@@ -23,6 +23,11 @@ def estimate(d: st.Array, digits: int = 3) -> str:
     return signed(d.mean(), *st.bca(d), digits) if len(d) > 1 else NOT_RUN
 
 
+def centre(d: st.Array) -> str:
+    """Hodges and Lehmann's centre of paired differences with its interval."""
+    return signed(st.hodges_lehmann(d), *st.centre_interval(d)) if len(d) > 1 else NOT_RUN
+
+
 def over_seeds(d: st.Array) -> str:
     """The same and the seeds."""
     return f"{estimate(d)}, {len(d)} seeds" if len(d) > 1 else NOT_RUN

@@ -155,7 +155,7 @@ def difference_chart(comparisons: Sequence[Comparison]) -> str:
 def _difference(one: Comparison, x: Callable[[float], float], y: float) -> str:
     low, high = one.interval
     pair = f"{escape(one.first)} \N{MINUS SIGN} {escape(one.second)}"
-    words = f"{number(one.mean)} ({number(low)} to {number(high)}), {one.seeds} seeds: {one.verdict}"
+    words = f"{number(one.mean)} ({number(low)} to {number(high)}), {one.seeds} seeds"
     return (
         f'<g class="s0" data-pair="{escape(one.first)} {escape(one.second)}"><title>{escape(words)}</title>'
         f'<text class="word" x="20" y="{y:.0f}" dy=".33em">{pair}</text>'

@@ -4,7 +4,9 @@
 
 Without --yes it says what it would cost and ends, having read the model's config alone. With it, two studies
 run one after the other, `replicate-doses` and then `replicate` with the doses that the first one gave, and
-the results go into one file without paths of this machine. The same command goes on after Ctrl-C.
+the results go into one file without paths of this machine. The same command goes on after Ctrl-C. The doses
+are fitted in two turns, the second with arms at what the first one gave, since the law of the fit holds near
+the strengths that were run (`lab.study.doses`).
 
 The cost is scaled from SmolLM2 on an H200 by parameters, and the memory of activations by layers times width,
 from what was measured there; a card of half the speed takes twice the time. As many tokens go through the
@@ -160,7 +162,7 @@ def replicate(
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     place = find_model(model).folder if model.endswith(".gguf") else local_config(model)
     sizes = Sizes.from_config(read_config(place)[0])
-    cost = cost_of(sizes, [_study(DOSES, own, {}), _study(PLAN, own, _stand_ins())], gpu)
+    cost = cost_of(sizes, [_study(name, own, _stand_ins()) for name in (DOSES, PLAN)], gpu)
     own["tokens_per_forward"] = cost.tokens_per_forward
     console.print(_said(model, sizes, cost, gpu), highlight=False, soft_wrap=True)
     if not yes:
@@ -175,7 +177,12 @@ def replicate(
     for arm in fit.study.arms:
         _check_start(fmean(run.accuracy[0] for run in fit.of(arm)), model, level)
     arms = arms_at(fit, [KL], STAGES, list(fit.study.arms))
-    write_whole(folder / "doses.yaml", yaml12.dump({"arms": arms}))
+    first = folder / "doses-1.yaml"
+    write_whole(first, yaml12.dump({"arms": arms}))
+    if status := study_command([DOSES, *words, str(first)], folder / "doses", None, False, console):
+        return status
+    again = read_results(folder / "doses" / RESULTS_FILE)
+    write_whole(folder / "doses.yaml", yaml12.dump({"arms": arms_at(again, [], STAGES, list(arms))}))
     words.append(str(folder / "doses.yaml"))
     if status := study_command([PLAN, *words], folder / "study", None, False, console):
         return status

@@ -11,16 +11,16 @@ first - second of the area under the curve of accuracy (`RunResult.area`) on the
   by the margin one in twenty would pass uncorrected;
 - the smallest true difference that this many seeds would have found with power .8: the paired t test at the
   level that Holm's method gives to the smallest p value of the study;
-- collapses by McNemar's exact test: of the seeds in which exactly one of the two collapsed, how many were
-  whose.
+- how many runs of each collapsed.
 
-The verdict is a word made of the corrected p value, the sign of the mean and the test of equivalence, all
-at a level of .05. An effect is claimed of the mean, which Wilcoxon's test is not about, so the interval of
-the mean must leave out 0 too, and the centre of ranks, which skewed differences may have on the other side
-of 0, must agree with it; else nothing is decided. If no two arms that a study compares differ, it claims no
-effect with probability .95; it claims no equivalence that does not hold with the same. If two arms differ and
-the means of their areas do not, because one is a little better and collapses now and then, an effect may be
-claimed more often than that: seeds that hold no collapse cannot show one. How often,
+The verdict, which the studies have that were planned with it (docs/method.md; a study's page has those of
+`lab.study.endpoints`), is a word made of the corrected p value, the sign of the mean and the test of
+equivalence, all at a level of .05. An effect is claimed of the mean, which Wilcoxon's test is not about, so
+the interval of the mean must leave out 0 too, and the centre of ranks, which skewed differences may have on
+the other side of 0, must agree with it; else nothing is decided. If no two arms that a study compares differ,
+it claims no effect with probability .95; it claims no equivalence that does not hold with the same. If two
+arms differ and the means of their areas do not, because one is a little better and collapses now and then, an
+effect may be claimed more often than that: seeds that hold no collapse cannot show one. How often,
 `lab.writers.verdicts` counts.
 Given up: intervals are each of one comparison, and all of it is for the study's own held-out problems and the
 learning rates that were chosen.
@@ -65,7 +65,6 @@ class Comparison:
         equivalence: That margin.
         detectable: Smallest mean that would have been found with power .8.
         collapses: Runs of the first and of the second arm that collapsed.
-        p_collapse: Of McNemar's test.
         differences: Seed by seed.
         apart: Of a pair of which one arm has noise, the seeds in which the two differ before it begins: their
             difference is then not the noise's alone.
@@ -84,7 +83,6 @@ class Comparison:
     equivalence: float
     detectable: float
     collapses: tuple[int, int]
-    p_collapse: float
     differences: tuple[float, ...]
     apart: int
 
@@ -162,7 +160,6 @@ def compare(results: Results) -> list[Comparison]:
                 equivalence=margin,
                 detectable=detectable(float(d.std(ddof=1)), len(d), LEVEL / len(paired)),
                 collapses=(sum(a for a, _ in fell), sum(b for _, b in fell)),
-                p_collapse=mcnemar(sum(a > b for a, b in fell), sum(b > a for a, b in fell)),
                 differences=tuple(map(float, d)),
                 apart=sum(_apart(a, b) for a, b in rows),
             )
@@ -292,14 +289,6 @@ def detectable(sd: float, seeds: int, level: float) -> float:
     bound = t.ppf(1 - level / 2, freedom)
     standard_errors = brentq(lambda shift: nct.sf(bound, freedom, shift) - POWER, 0, 3 * bound + 5)
     return float(standard_errors * sd / seeds**0.5)
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Exact two-sided p value of McNemar's test for so many pairs in which one of the two collapsed."""
-    from scipy.stats import binomtest
-
-    discordant = only_first + only_second
-    return 1.0 if discordant == 0 else float(binomtest(only_first, discordant).pvalue)
 
 
 def mean_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

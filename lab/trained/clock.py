@@ -1,10 +1,11 @@
 """What the steps of a run would take a 7B model: one of 135M on a card that other runs share has no clock.
 
 Which rows decode in which round follows from the lengths that the run's samples had, as the engine's
-scheduler would fill them (`bench.tail.refilled`), and a token stands for `TOKENS`, so that completions are
-about as long as those of the step that was measured. Seconds of a round lie on a line through measured decode
-steps, those of the update are by token, and what is left of the measured rollout (prefill, start) is the same
-in every step. Given up: what longer keys cost, and prompts of another length.
+scheduler would fill them (`bench.tail.refilled`). Each token stands for `TOKENS` first, so that completions
+are about as long as those of the step that was measured, in rounds of the engine's steps. Seconds of a round
+lie on a line through measured decode steps, those of the update are by token, and what is left of the
+measured rollout (prefill, start) is the same in every step. Given up: what longer keys cost, and prompts of
+another length.
 """
 
 from collections.abc import Sequence
@@ -30,12 +31,13 @@ def step_seconds(lengths: Sequence[Sequence[int]], group: int, max_staleness: in
         group: Samples of a prompt.
         max_staleness: Optimizer steps that a group may start early.
     """
-    flat = [tokens for step in lengths for tokens in step]
+    long = [[TOKENS * tokens for tokens in step] for step in lengths]
+    flat = [tokens for step in long for tokens in step]
     taken = refilled(flat, group, len(lengths[0]) // group, max_staleness)
     per_token, rest = _update_and_rest()
     return [
-        TOKENS * (_decode_seconds(rows) + per_token * sum(step)) + rest
-        for (rows, _), step in zip(taken, lengths, strict=True)
+        _decode_seconds(rows) + per_token * sum(step) + rest
+        for (rows, _), step in zip(taken, long, strict=True)
     ]
 
 

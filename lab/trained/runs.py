@@ -9,7 +9,7 @@ is loaded again. All scores are taken behind the last step, of the adapters as t
 an evaluation between two steps would take the engine from samples that are under way (`max_staleness`).
 
     DIR/
-      models/ROUNDING          the model in NVFP4, packed once
+      models/ROUNDING          the model in NVFP4, packed once, by the first process that asks
       tuning-RATE/             runs that choose the learning rates, as below
       runs/ARM-SEED.json       a finished run, written aside and renamed: it is never computed again
       runs/ARM-SEED/           its adapter, which other arms of the seed may learn from or go on from
@@ -33,6 +33,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from filelock import FileLock
 from rich.console import Console
 from transformers import TrainerCallback
 
@@ -60,14 +61,9 @@ from qerl.trainer.run import build
 from qerl.trainer.sampler import Drawn
 
 KEPT = {
-    "right": "rewards/accuracy/mean",
-    "entropy": "entropy",
     "divergence": "distillation/divergence",
     "age": "staleness/mean",
-    "oldest": "staleness/max",
-    "under_way": "staleness/samples_under_way",
     "effective": "sampling/ratio/effective_sample_size",
-    "kl": "sampling/kl",
 }
 """Metrics of a step that a result keeps, where they are logged, by the name that they have there."""
 
@@ -90,10 +86,12 @@ class Folder:
     packed_in: Path
 
     def packed(self, rounding: str) -> Path:
-        """The model in NVFP4, which is made on the first call."""
+        """The model in NVFP4, made on the first call; processes that ask meanwhile wait for it."""
         target = self.packed_in / rounding
-        if not target.exists():
-            quantize_checkpoint(self.model, target, "nvfp4", rounding)  # type: ignore[arg-type]
+        self.packed_in.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{target}.lock"):
+            if not target.exists():
+                quantize_checkpoint(self.model, target, "nvfp4", rounding, locked=True)  # type: ignore[arg-type]
         return target
 
     def tuning(self, rate: float) -> "Folder":
@@ -217,8 +215,8 @@ def learn(config: QeRLConfig, every: int | None) -> Row:
 
     Returns:
         ``steps`` and the ``accuracy`` after each, share of right greedy answers; by optimizer step what
-        `KEPT` says of its samples, and where it draws some their ``tokens``, the ``longest`` of them, and the
-        seconds ``of_7b`` that `clock` gives it; ``seconds`` that the run took, scores included.
+        `KEPT` says of its samples, and where it draws some their ``tokens`` and the seconds ``of_7b`` that
+        `clock` gives it; ``seconds`` that the run took, scores included.
     """
     console = Console(quiet=True)
     started = time.perf_counter()
@@ -245,7 +243,6 @@ def _of_lengths(lengths: list[list[int]], config: QeRLConfig) -> Row:
     """What a result says of the tokens of samples, by optimizer step."""
     return {
         "tokens": [sum(step) for step in lengths],
-        "longest": [max(step) for step in lengths],
         "of_7b": step_seconds(lengths, config.num_generations, config.max_staleness),
     }
 
@@ -316,10 +313,11 @@ def run_seed(job: Job) -> None:
                 made = provenance("")
                 job.folder.keep(row | {key: made[key] for key in _OF_MACHINE if key in made})
                 print(_said(row), flush=True)
-            elif differs := [key for key, value in asked.items() if known[key] != value]:
+            elif differs := [key for key, value in asked.items() if known.get(key, "unknown") != value]:
                 raise QeRLError(
                     f"{job.folder.of(name, job.seed)}.json is of another run: its {differs[0]} is "
-                    f"{known[differs[0]]} and not {asked[differs[0]]}; choose another --output_dir."
+                    f"{known.get(differs[0], 'unknown')} and not {asked[differs[0]]}; choose another "
+                    "--output_dir."
                 )
             gc.collect()  # a trainer and its callbacks hold each other
             if torch.cuda.is_available():
@@ -351,8 +349,6 @@ def compute(
     """
     names = tuple(name for name in plan.arms if not arms or name in arms)
     threads = max(1, (os.cpu_count() or 1) // processes)
-    for rounding in {str(plan.arms[name].settings.get("rounding", "mse")) for name in names}:
-        folder.packed(rounding)  # ahead of processes that would all make it
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
 

@@ -2,20 +2,23 @@
 
 Arms are compared with the synchronous one seed by seed, of the seeds that both have.
 
-Legend: a value of a seed is a number; a cell is its mean over seeds, of differences with the 95 % BCa
-interval of that mean.
+Legend: a value of a seed is a number; a cell is its mean over seeds, and of differences Hodges and Lehmann's
+centre with its 95 % interval.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 
 from bench.result import RESULTS, Row
-from lab.study.statistics import FEWEST, bca
+from lab.study.statistics import FEWEST, LEVEL, holm, signed_rank_above
 from lab.trained.clock import DECODE, STEP, TOKENS
+from lab.trained.plan import read_plan
 from lab.writers.captions import files, rows, side_by_side, source, table
-from lab.writers.study_tables import NOT_RUN, estimate
+from lab.writers.study_tables import NOT_RUN, centre
+from qerl.report.runs import number
 
 NAME = "refilled-smollm2"
 MARGIN = 0.02
@@ -52,49 +55,82 @@ def _differences(value: Callable[[Row, Row], float], arm: str, control: str = _C
     return np.array([value(*pair) for pair in side_by_side(NAME, arm, control)])
 
 
-def verdicts() -> dict[str, str]:
-    """By arm, what the plan says of the interval at equal steps; arms without one are left out.
+@dataclass(frozen=True)
+class Claim:
+    """What may be said of an arm beside the synchronous one, at equal steps.
 
-    No more than the margin is claimed in the order of the arms, and of none behind one without the claim.
+    Attributes:
+        costs: One-sided p of the signed-rank test that it ends lower, corrected by Holm's method over the
+            arms of the plan.
+        no_more: The same that it ends no more than the margin lower, uncorrected.
+        verdict: In words.
     """
+
+    costs: float
+    no_more: float
+    verdict: str
+
+
+def claims(differences: Mapping[str, np.ndarray], seeds: int) -> dict[str, Claim]:
+    """By arm what the plan says of its differences [seeds]; arms with too few to say anything are left out.
+
+    A claim of each kind is false of any arm with a chance of `LEVEL` / 2: that an arm costs something by
+    Holm's method, in which an arm that has not run counts too, and that it costs no more than the margin by
+    the order of the arms, none behind one without the claim.
+
+    Args:
+        differences: Accuracies behind the last step minus those of the synchronous runs, by arm.
+        seeds: Of the plan; an arm that lacks one is undecided.
+    """
+    own = {arm: differences.get(arm, np.array([])) for _, arm in _ARMS[:3]}
+    whole = [len(d) == seeds for d in own.values()]
+    lower = holm(
+        [signed_rank_above(-d) if there else 1.0 for d, there in zip(own.values(), whole, strict=True)]
+    )
     found, goes_on = {}, True
-    for _, arm in _ARMS[:3]:
-        differences = _differences(at_equal_steps, arm)
-        if len(differences) < FEWEST:
-            goes_on = False
-            continue
-        low, high = bca(differences)
-        goes_on = goes_on and low > -MARGIN
-        said = ["costs"] * (high < 0) + [f"no more than {MARGIN:g}"] * goes_on
-        found[arm] = ", ".join(said) or "undecided"
+    for (arm, d), there, costs in zip(own.items(), whole, lower, strict=True):
+        no_more = signed_rank_above(MARGIN + d) if there else 1.0
+        goes_on = goes_on and no_more < LEVEL / 2
+        said = ["costs"] * (costs < LEVEL / 2) + [f"no more than {MARGIN:g}"] * goes_on
+        if len(d) >= FEWEST:
+            found[arm] = Claim(costs, no_more, ", ".join(said) or "undecided")
     return found
+
+
+def _claims() -> dict[str, Claim]:
+    at_the_end = {arm: _differences(at_equal_steps, arm) for _, arm in _ARMS[:3]}
+    return claims(at_the_end, len(read_plan("refilled").seeds))
 
 
 def learned() -> str:
     """What was learned with groups that started early, beside the synchronous run."""
     if not _is_there():
         return f"Not run yet: bench/results has no {NAME}.json.\n"
-    said = verdicts()
-    lines: list[Sequence[object]] = [("0", *_of_arm(_CONTROL), None, None, None)]
+    said = _claims()
+    lines: list[Sequence[object]] = [("0", *_of_arm(_CONTROL), *[None] * 6)]
     for words, arm in _ARMS:
-        verdict = f": **{said[arm]}**" if arm in said else ""
-        more = [estimate(_differences(value, arm)) for value in (at_equal_steps, at_equal_time, in_area)]
-        lines.append((words, *_of_arm(arm), more[0] + verdict * (more[0] != NOT_RUN), *more[1:]))
+        equal, *more = [
+            centre(_differences(value, arm)) for value in (at_equal_steps, at_equal_time, in_area)
+        ]
+        judged = [NOT_RUN if equal == NOT_RUN else ""] * 3
+        if arm in said:
+            judged = [number(said[arm].costs), number(said[arm].no_more), f"**{said[arm].verdict}**"]
+        lines.append((words, *_of_arm(arm), equal, *judged, *more))
     head = (
         "`max_staleness`", "tokens, thousands", "accuracy", "ended below their start", "age of tokens",
-        "effective sample size", "a step of 7B, s", "minus 0, at equal steps", "at equal time",
-        "area under the curve",
+        "effective sample size", "a step of 7B, s", "minus 0, at equal steps", "p, costs, Holm",
+        f"p, no more than {MARGIN:g}", "claim", "at equal time", "area under the curve",
     )  # fmt: skip
     counts = sorted({row["held_out"] for row in rows(NAME)})
     caption = (
         "Accuracy, before RL to behind its last step, is of greedy answers to "
         f"{' or '.join(map(str, counts))} held-out problems of each seed; "
-        "differences are paired by seed, with 95 % intervals. Ages are in optimizer steps, the effective "
-        "sample size is a share of the tokens; both are means over all steps. No ratio: the loss has none to "
-        "the sampler. Seconds are not measured: "
-        f"each of a run's tokens stands for {TOKENS} of a 7B on an H200, on a line through {DECODE}.json and "
-        f"with the update of {STEP}.json. SmolLM2-135M-Instruct, NVFP4, LoRA rank 16, steps of 8 x 8 "
-        f"samples. {source(NAME)} {files(NAME)}"
+        "differences are paired by seed, Hodges and Lehmann's centres with 95 % intervals, p of one-sided "
+        f"signed-rank tests; a claim needs one below {LEVEL / 2:g}. Ages are in optimizer steps, the "
+        "effective sample size is a share of the tokens; both are means over all steps. No ratio: the loss "
+        f"has none to the sampler. Seconds are not measured: each of a run's tokens stands for {TOKENS} of a "
+        f"7B on an H200, on a line through {DECODE}.json and with the update of {STEP}.json. "
+        f"SmolLM2-135M-Instruct, NVFP4, LoRA rank 16, steps of 8 x 8 samples. {source(NAME)} {files(NAME)}"
     )
     return table(head, lines, caption)
 
@@ -123,7 +159,7 @@ def _over_steps(found: Sequence[Row], name: str) -> float:
 
 def without_ratio() -> str:
     """Accuracy at the end without any ratio to the sampler, minus that with it."""
-    return estimate(_differences(at_equal_steps, _UNCORRECTED, _ITS_CONTROL)) if _is_there() else NOT_RUN
+    return centre(_differences(at_equal_steps, _UNCORRECTED, _ITS_CONTROL)) if _is_there() else NOT_RUN
 
 
 def _is_there() -> bool:
@@ -132,9 +168,9 @@ def _is_there() -> bool:
 
 def _costs(arm: str) -> str:
     """The difference at equal steps, as a part of a sentence."""
-    if not _is_there() or arm not in (said := verdicts()):
+    if not _is_there() or arm not in (said := _claims()):
         return NOT_RUN
-    return f"{estimate(_differences(at_equal_steps, arm))}, {said[arm]}"
+    return f"{centre(_differences(at_equal_steps, arm))}, {said[arm].verdict}"
 
 
 TABLES: dict[str, Callable[[], str]] = {"refilled-learned": learned}

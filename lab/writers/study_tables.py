@@ -13,7 +13,16 @@ import numpy as np
 from bench.result import RESULTS, read_rows
 from lab.study.arms import Arm
 from lab.study.results import SIGMA, Results, RunResult, read_results
-from lab.study.statistics import FEWEST, Comparison, bca, compare, mean_interval, wilcoxon
+from lab.study.statistics import (
+    FEWEST,
+    Comparison,
+    bca,
+    compare,
+    hodges_lehmann,
+    hodges_lehmann_interval,
+    mean_interval,
+    wilcoxon,
+)
 from lab.writers.captions import table
 from qerl.report.runs import number
 
@@ -187,6 +196,14 @@ def estimate(differences: np.ndarray, digits: int = 3) -> str:
         return NOT_RUN
     low, high = bca(differences)
     return f"{differences.mean():+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+
+
+def centre(differences: np.ndarray, digits: int = 3) -> str:
+    """Centre of paired differences [seeds], Hodges and Lehmann's, with its interval."""
+    if len(differences) < FEWEST:
+        return NOT_RUN
+    low, high = hodges_lehmann_interval(differences)
+    return f"{hodges_lehmann(differences):+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
 
 
 def difference(

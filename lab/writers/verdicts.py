@@ -61,7 +61,7 @@ def rates(draw: Draw, comparisons: int, draws: int) -> dict[str, float]:
         one = Comparison(
             family="", first="", second="", seeds=len(d), mean=float(d.mean()), sd=float(d.std(ddof=1)),
             interval=interval, p=p, holm=min(1.0, p * comparisons), p_equivalent=1.0, equivalence=LEVEL,
-            detectable=0.0, collapses=(0, 0), p_collapse=1.0, differences=tuple(map(float, d)), apart=0,
+            detectable=0.0, collapses=(0, 0), differences=tuple(map(float, d)), apart=0,
         )  # fmt: skip
         found["outside"] += interval[0] * interval[1] > 0
         if one.verdict in found:

@@ -57,7 +57,13 @@ def test_seeds_of_a_demo_add_up_in_one_file(tmp_path, monkeypatch):
     out = tmp_path / "found.json"
     demo.main(["demo-tools", "--seed", "1", "2", "--out", str(out)])
     demo.main(["demo-tools", "--seed", "3", "--note", "alone", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
+    found = json.loads(out.read_text())
+    rows = found.pop("rows")
+    assert not found, "each row says where it comes from"
+    assert [row["command"].split(" --out")[0] for row in rows] == [
+        *["python -m bench demo demo-tools --seed 1 2"] * 2,
+        "python -m bench demo demo-tools --seed 3 --note alone",
+    ]
     assert taken == [(1, "arithmetic"), (2, "arithmetic"), (3, "arithmetic")]
     assert [row["gain_points"] for row in rows] == [10.0, 20.0, 30.0]
     assert [row["note"] for row in rows] == ["", "", "alone"] and {row["minutes"] for row in rows} == {1.5}
@@ -104,3 +110,32 @@ def test_an_interrupted_demo_is_said_and_not_written(tmp_path, monkeypatch):
     assert not (tmp_path / "found.json").exists()
     monkeypatch.setattr("qerl.demo.run_demo", lambda config, console: None)
     assert main(["demo"]) == 130
+
+
+@pytest.mark.slow
+def test_a_client_and_the_loop_play_turns_of_the_same_lengths(llama_folder, tmp_path):
+    out = tmp_path / "found.json"
+    small = {
+        "layers": 1,
+        "prompts": 2,
+        "samples": 3,
+        "turns": 3,
+        "drawn": 6,
+        "prompt": 8,
+        "repeats": 1,
+        "rank": 2,
+    }
+    words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    agents.main(["--shape", "smollm2", "--tokenizer", str(llama_folder), *words, "--out", str(out)])
+    loop, led = json.loads(out.read_text())["rows"]
+    assert (loop["environment"], led["environment"]) == ("calls", "openai")
+    assert loop["failed"] == led["failed"] == 0
+    assert led["drawn_tokens"] == loop["drawn_tokens"]
+    assert 2 * 3 * 3 * 3 <= led["drawn_tokens"][0] <= 2 * 3 * 3 * 9  # turns of 3 to 9 tokens
+
+
+def test_two_recipes_or_a_shape(capsys):
+    for words in ([], ["demo"], ["demo", "--shape", "7b"], ["--beside", "demo"]):
+        with pytest.raises(SystemExit):
+            agents.main(words)
+        assert "give a recipe and another one with --beside, or --shape" in capsys.readouterr().err

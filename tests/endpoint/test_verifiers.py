@@ -86,6 +86,18 @@ def test_the_example_plays_with_its_calculator_and_is_right_or_wrong():
         assert [each["content"] for each in trajectory.messages if each["role"] == "user"][-1] == value
 
 
+def test_the_example_gives_nothing_to_a_conversation_that_has_used_up_its_tokens():
+    """What is said without end leaves no room for the calculator's answer."""
+    engine = SayingEngine(TOKENIZER, lambda row, so_far: "12 + 5 =")
+    rows = [{"prompt": [user("Twelve and five?")], "answer": "17"}]
+    said = len(TOKENIZER.encode("12 + 5 ="))
+    (environment,), (trajectory,) = play(
+        load_object(EXAMPLE, "agent"), rows, engine=engine, max_tokens=said + 3
+    )
+    assert (environment.error, environment.reward) == (None, 0.0)
+    assert trajectory.turns == 1
+
+
 def test_a_run_is_trained_on_what_verifiers_played(tmp_path):
     """The rewards are those of its traces, and the trained tokens those that were sampled, turn by turn."""
     agent = tmp_path / "letters.py"

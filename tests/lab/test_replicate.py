@@ -9,9 +9,10 @@ from bench.result import read_rows
 from lab.__main__ import main
 from lab.study import library, replicate
 from lab.study.arms import Run
+from lab.study.doses import stages_of
 from lab.study.endpoints import endpoints, fisher
 from lab.study.library import FOLDER
-from lab.study.results import Results, RunResult, portable, read_results, write_results
+from lab.study.results import RESULTS_FILE, Results, RunResult, portable, read_results, write_results
 from lab.study.spec import make_study
 from lab.study.statistics import wilcoxon
 from qerl import yaml12
@@ -41,7 +42,7 @@ def test_the_cost_is_said_and_nothing_runs(llama_folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["replicate", str(llama_folder), "--output_dir", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "60 runs take" in said and "hours on two CPU cores" in said and "Add --yes" in said
+    assert "68 runs take" in said and "hours on two CPU cores" in said and "Add --yes" in said
     assert not out.exists()
 
 
@@ -63,6 +64,10 @@ def test_with_yes_it_fits_doses_runs_and_writes_one_file(llama_folder, tmp_path,
     sigma, warm = arms["aqn_03"].noise_sigma_stages, arms["temperature_03"].temperature_stages
     assert sigma[0] == 0 and min(sigma[1:]) > 0 and warm[0] == 1 and min(warm[1:]) > 1
     assert len(results.runs) == 4 * 3 and len(endpoints(results)) == 2 * 4
+    again = read_results(out / "doses" / RESULTS_FILE)  # the doses are those of the second turn
+    assert list(again.study.arms) == ["aqn", "bf16", "temperature", "aqn_03", "temperature_03"]
+    assert sigma == stages_of(again.of("aqn_03"), replicate.KL, replicate.STAGES)
+    assert sigma != again.study.arms["aqn_03"].noise_sigma_stages
     assert (out / "study" / "study.html").is_file()
     before = file.read_bytes()
     assert main(["replicate", str(llama_folder), "--output_dir", str(out), "--yes"]) == 0
@@ -102,18 +107,17 @@ def test_a_missed_stage_is_a_missed_dose():
 
 def both_plans():
     arms = replicate._stand_ins()
-    return [replicate._study(replicate.DOSES, {"model": "m"}, {}),
-            replicate._study(replicate.PLAN, {"model": "m"}, arms)]  # fmt: skip
+    return [replicate._study(name, {"model": "m"}, arms) for name in (replicate.DOSES, replicate.PLAN)]
 
 
 def test_the_cost_of_smollm2_is_what_was_measured_and_grows_with_the_model():
     smollm2 = replicate.cost_of(replicate.MEASURED, both_plans(), 141e9)
-    assert smollm2.runs == 4 * 12 + 3 * 4 and replicate.MEASURED.parameters == 134_515_008
+    assert smollm2.runs == 4 * 12 + 5 * 4 and replicate.MEASURED.parameters == 134_515_008
     row = next(r for r in read_rows("study-h200") if r["runs"] == 8)
-    scores = (4 * 12 * 6 + 3 * 4 * 2) * row["evaluation_s"] / 8
-    assert smollm2.seconds == pytest.approx(60 * 40 * row["seed_step_s"] + scores)
+    scores = (4 * 12 * 6 + 5 * 4 * 2) * row["evaluation_s"] / 8
+    assert smollm2.seconds == pytest.approx(68 * 40 * row["seed_step_s"] + scores)
     said = replicate._said("m", replicate.MEASURED, smollm2, 141e9)
-    assert "60 runs take some 4 minutes on an H200" in said and " of 141 GB of its memory" in said
+    assert "68 runs take some 4 minutes on an H200" in said and " of 141 GB of its memory" in said
     large = replicate.cost_of(Sizes.by_name("1.5b"), both_plans(), 80e9)
     assert 8 < large.seconds / smollm2.seconds < 14 and large.gigabytes < 0.8 * 80 + 1e-6
     assert large.tokens_per_forward <= smollm2.tokens_per_forward == 32768

@@ -12,6 +12,7 @@ from lab.study.endpoints import endpoints, fisher
 from lab.study.error_rates import of_endpoint
 from lab.study.results import Results
 from lab.study.runner import Runner
+from lab.study.statistics import compare
 from lab.study.store import Store
 from qerl.errors import QeRLError
 from qerl.report.runs import number
@@ -52,6 +53,16 @@ def test_the_page_shows_both_endpoints_with_their_error_rates(escape, tmp_path):
         assert row[8] == f"{rates.false:.3f}" and row[10] == "8"
     assert shown["share of runs"][7] == f"{share.counts[0]} and {share.counts[1]}"
     assert ("which is an escape" in text) == (escape is not None) != ("which is a collapse" in text)
+
+
+def test_of_means_the_page_has_no_verdict(tmp_path):
+    pytest.importorskip("scipy")
+    results = computed(tmp_path, learning_rates=[2e-4], tuning_seeds=0, test_seeds=8)
+    (one,) = compare(results)
+    assert one.verdict == "helps"
+    text = page.render(results, [one])
+    means = text[text.index("Means of areas") : text.index("<h2>Arms")]
+    assert f"{one.mean:+.4f}" in means and one.verdict not in means and "p," not in means
 
 
 def test_rates_of_an_endpoint_are_those_of_its_study(tmp_path):

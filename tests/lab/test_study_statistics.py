@@ -48,11 +48,6 @@ class TestWithScipy:
     def _scipy(self):
         pytest.importorskip("scipy")
 
-    def test_mcnemar_is_the_binomial_test(self):
-        assert statistics.mcnemar(0, 0) == 1.0
-        assert statistics.mcnemar(6, 0) == pytest.approx(2 / 2**6)
-        assert statistics.mcnemar(1, 3) == pytest.approx(2 * (1 + 4) / 2**4)
-
     def test_wilcoxon_of_six_positive_differences(self):
         assert statistics.wilcoxon(np.arange(1.0, 7)) == pytest.approx(2 / 2**6)
         assert statistics.wilcoxon(np.zeros(5)) == 1.0
@@ -122,7 +117,7 @@ class TestWithScipy:
         del found.runs[-4]  # the first seed of the second arm
         (one,) = statistics.compare(found)
         assert one.differences == pytest.approx((0.2, -0.4, -0.1))
-        assert one.collapses == (2, 1) and one.p_collapse == 1.0
+        assert one.collapses == (2, 1)
         del found.runs[-2:]
         assert statistics.compare(found) == []  # one seed says nothing
 

@@ -1,16 +1,19 @@
 """Runs by plans: what that of distillation asks, that a folder goes on, and what tables say of results."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from lab.__main__ import main
 from lab.trained import runs
 from lab.trained.plan import Tuning, read_plan
 from lab.writers import distilled_tables
 from qerl.errors import QeRLError
+from qerl.fp4.quantize import quantize_checkpoint
 from qerl.lora.adapter import add_lora
 
 SHORT = ("wp1-rl", "wp12-16bit", "wp12-reverse", "wp1-taught", "wp12-reverse-rl")
@@ -21,15 +24,6 @@ def small(arm):
     """An arm whose steps and completions are short."""
     sizes = {"max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 8}
     return replace(arm, settings={**arm.settings, **sizes, "gradient_accumulation_steps": 1})
-
-
-@pytest.fixture
-def folder(tiny_model, tiny_tokenizer, tmp_path):
-    model = tmp_path / "model"
-    tiny_model("llama", max_position_embeddings=1024).save_pretrained(model)
-    tiny_tokenizer.save_pretrained(model)
-    (tmp_path / "runs").mkdir()
-    return runs.Folder(tmp_path, model, tmp_path / "models")
 
 
 def test_the_plan_trains_half_as_long_with_a_teacher_and_asks_the_same_problems_of_a_seed(folder, tiny_model):
@@ -73,6 +67,23 @@ def test_an_arm_whose_teacher_has_not_run_is_refused(folder):
         runs.settings_of(read_plan("distilled"), "wp1-taught", 203, folder, {"wp1-taught": 1e-3})
 
 
+def test_a_model_is_packed_once_by_whoever_asks_and_what_a_killed_process_left_is_removed(
+    folder, monkeypatch
+):
+    (folder.packed_in / ".rtn.partial").mkdir(parents=True)
+    made = []
+
+    def once(*args, **kwargs):
+        made.append(args)
+        return quantize_checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr(runs, "quantize_checkpoint", once)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(folder.packed, ["rtn", "rtn"]))
+    assert found == [folder.packed_in / "rtn"] * 2 and len(made) == 1
+    assert (found[0] / "config.json").is_file() and not (folder.packed_in / ".rtn.partial").exists()
+
+
 @pytest.mark.slow
 def test_a_seed_runs_whole_and_is_not_computed_again(folder, monkeypatch, capsys):
     plan = replace(read_plan("distilled"), seeds=(203,), held_out=4)
@@ -95,6 +106,9 @@ def test_a_seed_runs_whole_and_is_not_computed_again(folder, monkeypatch, capsys
     runs.run_seed(job)
     with pytest.raises(QeRLError, match=r"wp1-rl-203\.json is of another run: its held_out is 4 and not 5"):
         runs.run_seed(replace(job, plan=replace(plan, held_out=5)))
+    folder.keep({"arm": "wp1-rl", "seed": 203})
+    with pytest.raises(QeRLError, match=r"wp1-rl-203\.json is of another run: its task is unknown and not"):
+        runs.run_seed(job)
 
 
 def test_the_command_computes_what_it_is_told_and_writes_the_results(folder, tmp_path, monkeypatch):
@@ -147,6 +161,22 @@ def test_the_command_knows_its_arms(capsys):
     assert "The plan has no arm 'wp13'; it has wp1-rl, " in capsys.readouterr().err
 
 
+def test_scores_are_of_the_weights_at_their_steps():
+    model = torch.nn.Linear(1, 1)
+    adapters = runs._Adapters(model, 2)
+    state = type("State", (), {"global_step": 0, "max_steps": 5})()
+    adapters.on_train_begin(None, state, None)
+    first = model.weight.item()
+    for step in range(1, 6):
+        state.global_step = step
+        with torch.no_grad():
+            model.weight.fill_(step)
+        adapters.on_step_end(None, state, None)
+    assert adapters.steps == [0, 2, 4, 5]
+    assert adapters.scored(lambda: model.weight.item()) == [first, 2, 4, 5]
+    assert model.weight.item() == 5
+
+
 def row(arm, seed, accuracy, steps, **fields):  # as a result file has it
     shared = {"arm": arm, "seed": seed, "learning_rate": 2e-4, "tuning": False}
     return {**shared, "accuracy": accuracy, "steps": steps, **fields}
@@ -155,18 +185,6 @@ def row(arm, seed, accuracy, steps, **fields):  # as a result file has it
 def curve(most, at, end):
     """Scores every two steps that reach their end at a step."""
     return [most if step >= at else 0.2 for step in range(0, end + 2, 2)]
-
-
-@pytest.fixture
-def results(tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.result.RESULTS", tmp_path)
-    monkeypatch.setattr(distilled_tables, "RESULTS", tmp_path)
-
-    def write(rows):
-        shared = {"gpu": "NVIDIA H200", "commit": "abcdef0", "date": "2026-11-27 21:00 UTC", "held_out": 1024}
-        (tmp_path / "distilled-smollm2.json").write_text(json.dumps({**shared, "rows": rows}))
-
-    return write
 
 
 def test_without_results_the_pages_say_so(results):
@@ -182,7 +200,7 @@ def test_the_table_of_a_taught_adapter_compares_it_with_its_teacher(results):
         # The third never has it: 22 of its 20 steps count.
         rows.append(row("wp1-taught", seed, curve(0.895, taught_at, 20), list(range(0, 22, 2))))
     rows.append(row("wp1-taught", 0, [0.0, 0.0], [0, 20], tuning=True, learning_rate=1.0))
-    results(rows)
+    results(distilled_tables.NAME, rows)
     said = distilled_tables.TABLES["distilled-adapter"]()
     assert "| RL, 40 steps | 0.200 | 0.900 (0.900 to 0.900) | 30.0 (20 to 40) | 3 of 3 |" in said
     assert "| 15 | 0.200 | " not in said
@@ -202,7 +220,7 @@ def test_the_table_of_bits_gives_the_share_of_the_gap_that_is_closed(results):
         rows.append(row("wp12-16bit", seed, [sixteen], [0]))
         divergence = [0.2, *[0.1] * 15, *[0.05] * 5]
         rows.append(row("wp12-reverse", seed, [before, 0.25, after], [0, 10, 20], divergence=divergence))
-    results(rows)
+    results(distilled_tables.NAME, rows)
     said = distilled_tables.TABLES["distilled-bits"]()
     share = (0.06 + 0.10) / (0.10 + 0.16)
     line = next(line for line in said.splitlines() if line.startswith("| wp12, reverse KL |"))
@@ -210,9 +228,15 @@ def test_the_table_of_bits_gives_the_share_of_the_gap_that_is_closed(results):
     assert "| wp1, reverse KL" not in said and "Not run: wp1, reverse KL; wp12, f" in said
     assert distilled_tables.NUMBERS["distilled-share-wp12"]().startswith(f"{100 * share:.0f} % (")
     assert distilled_tables.NUMBERS["distilled-share-wp1"]() == "not run"
-    results([{**row, "accuracy": [0.2]} if row["arm"] == "wp12-16bit" else row for row in rows])
+    results(
+        distilled_tables.NAME,
+        [{**row, "accuracy": [0.2]} if row["arm"] == "wp12-16bit" else row for row in rows],
+    )
     assert distilled_tables.NUMBERS["distilled-share-wp12"]().endswith(")")
-    results([{**row, "accuracy": [0.1]} if row["arm"] == "wp12-16bit" else row for row in rows])
+    results(
+        distilled_tables.NAME,
+        [{**row, "accuracy": [0.1]} if row["arm"] == "wp12-16bit" else row for row in rows],
+    )
     assert distilled_tables.NUMBERS["distilled-share-wp12"]() == "no gap"
 
 
@@ -221,7 +245,7 @@ def test_the_table_of_rl_behind_a_distillation_is_paired_and_corrected(results):
     for seed in range(6):
         rows.append(row("wp12-rl", seed, [0.2, 0.4], [0, 40]))
         rows.append(row("wp12-reverse-rl", seed, [0.3, 0.45 + 0.001 * seed], [0, 20]))
-    results(rows)
+    results(distilled_tables.NAME, rows)
     said = distilled_tables.TABLES["distilled-rl"]()
     line = next(line for line in said.splitlines() if line.startswith("| wp12 |"))
     assert "| 0.400 (0.400 to 0.400) |" in line and "| +0.052 (+0.0" in line

@@ -182,6 +182,45 @@ def test_a_release_between_rounds_changes_nothing(make, kind, every):
         assert turn.logprobs == pytest.approx(without.logprobs, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_release_while_all_wait_for_others_changes_nothing(make, kind):
+    engine = make(kind)
+    ends = SamplingParams(max_tokens=9, seed=5, stop_token_ids=tuple(range(0, 61, 2)))
+
+    def play(release):
+        with engine.session(ends) as session:
+            indices = session.start(PROMPTS, SAMPLES)
+            while session.busy:
+                session.next()
+        if release:
+            engine.release()
+        with engine.session(ends, going_on=session):
+            for index in indices:
+                if session.room(index) > 2:
+                    session.go_on(index, [7, 8])
+            # Where it is gone a GPU would stop with an illegal address; the interpreter writes on.
+            assert kind == "portable" or not engine.cache.given_up
+            return drawn(session)
+
+    expected = play(release=False)
+    assert len(expected) > 1
+    same(play(release=True), expected)
+
+
+def test_those_that_ran_run_again_before_those_that_wait(make):
+    engine = make("portable")
+    engine._max_sequences = 2
+    with engine.session(PARAMS, growing=True) as session:
+        session.start(PROMPTS, SAMPLES)
+        session.next(one_round=True)
+    ran = [index for index in range(4) if session.length(index)]
+    engine.release()
+    with engine.session(PARAMS, going_on=session):
+        session.next(one_round=True)
+        assert [session.length(index) for index in ran] == [2, 2]
+        assert sum(session.length(index) for index in range(4)) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, 0.01])
 def test_a_cache_whose_memory_others_hold_is_made_anew_and_smaller(make, monkeypatch, share):

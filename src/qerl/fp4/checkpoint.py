@@ -291,10 +291,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 @contextmanager
-def new_checkpoint(target: Path) -> Iterator[Path]:
+def new_checkpoint(target: Path, locked: bool = False) -> Iterator[Path]:
     """A folder that appears under its name complete or not at all (:func:`qerl.atomic.new_folder`).
 
-    Remains of a killed run are reported, because it may still be writing.
+    Remains of a killed run are reported, because it may still be writing, unless the caller's lock says that
+    it is not (``locked``).
 
     Raises:
         QeRLError: ``target`` exists or lies below a file, another run is writing it, or the disk refuses
@@ -306,7 +307,7 @@ def new_checkpoint(target: Path) -> Iterator[Path]:
     if not above.is_dir():
         raise QeRLError(f"{target} lies below {above}, which is a file; choose another folder.")
     try:
-        with new_folder(target) as partial:
+        with new_folder(target, locked) as partial:
             yield partial
     except FileExistsError as error:
         raise QeRLError(

@@ -91,7 +91,11 @@ class _Written:
 
 
 def quantize_checkpoint(
-    source: Path, target: Path, format: str = DEFAULT_FORMAT, rounding: Rounding = DEFAULT_ROUNDING
+    source: Path,
+    target: Path,
+    format: str = DEFAULT_FORMAT,
+    rounding: Rounding = DEFAULT_ROUNDING,
+    locked: bool = False,
 ) -> QuantizeReport:
     """Write a four-bit copy of a checkpoint, show progress, and print sizes and error.
 
@@ -101,6 +105,7 @@ def quantize_checkpoint(
             ``mxfp4-pack-quantized``, weights only.
         format: ``nvfp4`` or ``mxfp4``.
         rounding: ``rtn`` or ``mse``, see :func:`qerl.fp4.rounding.quantize`.
+        locked: True if no other process can be writing it, so that remains of a killed one are deleted.
 
     Raises:
         QeRLError: The source is damaged, already quantised, has no layer to quantise, NaN or Inf or a width
@@ -115,7 +120,7 @@ def quantize_checkpoint(
     layers = _layers_to_quantize(checkpoint, blocks)
     console = Console()
     with (
-        new_checkpoint(target) as folder,
+        new_checkpoint(target, locked) as folder,
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         _check_room(checkpoint, layers, blocks, folder)

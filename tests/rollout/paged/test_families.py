@@ -83,6 +83,41 @@ def test_completions_are_those_of_the_model(model):
 
 
 @pytest.mark.slow
+def test_a_late_prompt_behind_a_window_that_was_given_back():
+    """Its blocks have other numbers in each pool, so keys that went into another pool would be lost."""
+    torch.manual_seed(1)
+    model = tiny("gemma3_text", **FEWER["gemma3_text"]).eval()
+    long, short, late = (torch.randint(2, 128, (count,)).tolist() for count in (140, 5, 70))
+    limits = [SamplingParams(max_tokens=count, seed=1) for count in (12, 4)]
+
+    def play(engine):
+        found = {}
+
+        def go_round():
+            for ended in session.next(one_round=True):
+                found[ended.index] = ended.completion
+                session.finish(ended.index)
+
+        with engine.session(limits[0]) as session:
+            session.start([long, short], 1, limits)  # the short one's memory is the late one's
+            while session.length(0) < 8:
+                go_round()
+            session.start([late], 1)
+            go_round()
+            tables = session._sequences[2].prompt.blocks.copy()
+            while session.busy:
+                go_round()
+        return found, tables
+
+    found, tables = play(PagedEngine(model, 0, machine=Eager(1 << 24), pace=PACE))
+    assert tables[0] != tables[1]
+    wanted, _ = play(PortableEngine(model, 0))
+    for index, theirs in wanted.items():
+        assert found[index].token_ids == theirs.token_ids
+        assert found[index].logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+@pytest.mark.slow
 def test_adapters_of_experts():
     """Of some linears, one for all experts; then of none; then of all linears, one of each expert."""
     torch.manual_seed(1)
