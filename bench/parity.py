@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="of the engine")
     parser.add_argument("--model", help="Hub id or folder: compare the first step of a real model")
     parser.add_argument("--steps", type=int, help="with --model: steps over which sampling/kl is measured")
-    parser.add_argument("--out", type=Path, help="of a shape, or with --steps: the result file")
+    parser.add_argument("--out", type=Path, help="JSON file; with --model of the first step, or the steps")
     args = parser.parse_args(arguments)
     if args.model and args.steps:
         found = first_step.sampling_gap(args.model, args.steps)
@@ -116,7 +116,11 @@ def main(arguments: list[str]) -> None:
         print(f"4 prompts, 8 samples: {_line(compare(policy.eval(), engine, prompts, 8, 32))}")
         del policy, engine
         torch.cuda.empty_cache()
-        print(f"first step: {first_step.compare(args.model)}")
+        steps = first_step.compare(args.model)
+        for found in steps:
+            print(f"first step, {first_step.line(found)}")
+        if args.out:
+            write_result(args.out, f"parity --model {Path(args.model).name}", steps)
         return
     torch.manual_seed(0)
     shape = shape_of(args.shape, args.layers or 0)

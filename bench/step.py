@@ -18,6 +18,11 @@ trainer. Then the first step's rollout is a whole one, because its tail captures
 With `--dead` groups have no signal with this probability, and the step is DAPO's: groups enter one open
 rollout until enough have one, up to three times as many as it trains on.
 
+    python -m bench step --prompts 16 --tokens 1024 --backward_dtype auto fp8
+
+With `--backward_dtype auto fp8 auto fp8` the update is computed in these ways one after the other, each a
+row, on one policy and engine.
+
     python -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400 --max_staleness 2
 
 With `--max_staleness` rows are refilled across steps: samples go on over the update, and groups of coming
@@ -222,6 +227,7 @@ def measure(
     teacher: PreTrainedModel | None = None,
     dead: float = 0.0,
     max_staleness: int = 0,
+    backward_dtype: str = "auto",
 ) -> list[dict[str, float]]:
     """Runs GRPO steps and returns what `Clock` saw of each, of all processes together.
 
@@ -242,6 +248,7 @@ def measure(
         teacher: Whose distributions the policy learns, beside nothing else; None for GRPO.
         dead: Probability that a group has no signal; above 0 others take their places.
         max_staleness: Optimizer steps that groups may start early.
+        backward_dtype: As in `QeRLConfig`.
     """
     more: dict[str, Any] = {"algorithm": "distill", "teacher": "random"} if teacher is not None else {}
     if dead:
@@ -257,7 +264,8 @@ def measure(
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=samples * prompts // microbatch,
             tokens_per_forward=tokens_per_forward, gradient_checkpointing_kwargs=checkpointing,
-            max_completion_length=tokens, max_steps=last + max_staleness, output_dir=folder, **more,
+            max_completion_length=tokens, max_steps=last + max_staleness, output_dir=folder,
+            backward_dtype=backward_dtype, **more,
         )  # fmt: skip
         trainer.train()
     if watch.trace is not None:
@@ -343,6 +351,9 @@ def _parser() -> argparse.ArgumentParser:
         "--max_staleness", type=int, default=0, help="steps that groups may start early, rows being refilled"
     )
     parser.add_argument(
+        "--backward_dtype", nargs="+", default=["auto"], choices=["auto", "fp8"], help="a row for each"
+    )
+    parser.add_argument(
         "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="time that a peer has for a row"
     )
     parser.add_argument("--steps", type=int, default=3, help="steps counted, of which the median is shown")
@@ -363,8 +374,10 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
         resident, teacher = (_requested() - before) / 1e9, None
         if args.teacher:
             teacher = random_policy(shape_of(args.teacher), weights, 0, positions).requires_grad_(False)
-        for prompts, tokens in itertools.product(args.prompts, args.tokens):
-            tokens_per_forward, checkpointing = _settings(args, sizes, weights, rank, prompts, tokens)
+        rows = itertools.product(args.prompts, args.tokens, args.backward_dtype)
+        for prompts, tokens, backward_dtype in rows:
+            fp8 = backward_dtype == "fp8"
+            tokens_per_forward, checkpointing = _settings(args, sizes, weights, rank, prompts, tokens, fp8)
             own = prompts * args.samples * (1 + _BATCHES if args.dead else 1)
             lengths = draw_lengths(args.lengths, processes * own, tokens)[number * own : (number + 1) * own]
             seen = measure(
@@ -372,13 +385,14 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
                 microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
                 tokens_per_forward=tokens_per_forward, checkpointing=checkpointing, lengths=lengths,
                 steps=args.steps, profile=args.profile, teacher=teacher, dead=args.dead,
-                max_staleness=args.max_staleness,
+                max_staleness=args.max_staleness, backward_dtype=backward_dtype,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
                 "processes": processes, "completion_tokens": tokens, "resident_gb": resident,
                 "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen),
                 **{name: told for name in _TOLD if (told := getattr(args, name))},
+                **({"backward_dtype": backward_dtype} if fp8 else {}),
                 "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
                 "steps": seen,
             }  # fmt: skip
@@ -393,7 +407,13 @@ def _requested() -> int:
 
 
 def _settings(
-    args: argparse.Namespace, sizes: Sizes, weights: WeightFormatName, rank: int, prompts: int, tokens: int
+    args: argparse.Namespace,
+    sizes: Sizes,
+    weights: WeightFormatName,
+    rank: int,
+    prompts: int,
+    tokens: int,
+    fp8: bool,
 ) -> tuple[int | None, dict[str, int | bool]]:
     """How the update is computed: as asked for, else as a run would on this GPU. `tokens_per_forward` and
     `gradient_checkpointing_kwargs`."""
@@ -408,7 +428,7 @@ def _settings(
         sequences=min(samples, MAX_ROWS), microbatch=microbatch,
         microbatches=samples // microbatch, processes=_processes()[1],
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),
-        keeps_keys=args.max_staleness > 0, **of_teacher(args.teacher, weights),
+        keeps_keys=args.max_staleness > 0, fp8_backward=fp8, **of_teacher(args.teacher, weights),
     )  # fmt: skip
     choices = [tokens_per_forward] if tokens_per_forward else None, [every] if every else None
     found = fastest(sizes, work, total_bytes(_DEVICE), *choices)
@@ -483,7 +503,8 @@ def _line(row: dict[str, Any]) -> str:
     nan = float("nan")
     gpus = f"{row['processes']} GPUs, each " if row.get("processes", 1) > 1 else ""
     return (
-        f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} {gpus}{row['prompts']} x "
+        f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} "
+        f"{'backward fp8 ' if 'backward_dtype' in row else ''}{gpus}{row['prompts']} x "
         f"{row['samples']} x {row['completion_tokens']} {row['lengths']}: rollout {row['rollout_s']:.2f} s, "
         "update "
         f"{row['update_s']:.2f} s, step {row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: "

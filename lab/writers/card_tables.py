@@ -33,7 +33,7 @@ def cards() -> str:
     ]
     head = (
         "GPUs, among others", "compute capability", "few tokens", "many tokens", "kernels overlap",
-        "FP8 keys and values", "this code was",
+        "FP8 keys, values, gradients", "this code was",
     )  # fmt: skip
     others = (
         "Cards on which it was only compiled run it as well, and a run says so at its start."

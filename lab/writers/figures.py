@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.result import Row
 from lab.writers import (
+    backward_tables,
     card_tables,
     choice_tables,
     decode_tables,
@@ -320,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "drafts-cost": lambda: draft_tables.cost("drafts-7b-h200"),
     "drafts": lambda: draft_tables.speed("acceptance-smollm2-trained-cpu", "drafts-7b-h200"),
     "steps": steps,
+    "backward": backward_tables.products,
     "steps-lengths": length_tables.steps,
     "refilled": length_tables.refilled,
     "steps-tokens": steps_tokens,
@@ -358,6 +360,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 NUMBERS: dict[str, Callable[[], str]] = {
+    **backward_tables.NUMBERS,
     "least-memory-7b": lambda: least_memory("7b"),
     "least-memory-32b": lambda: least_memory("32b"),
     "step-refilled-0": lambda: _step_refilled(0),

@@ -2,7 +2,7 @@
 
 Of each card, model, format and size the newest counts. Left out are older states of the code (files that end
 in a commit), cards treated as another class, steps beside a server, with a teacher, on several GPUs, with
-groups without signal, and with drawn lengths, of which a plan knows nothing.
+groups without signal, with gradients in FP8, and with drawn lengths, of which a plan's time knows nothing.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from qerl.kernels.cards import CARDS
 from qerl.plan.time import Step
 
 _OLDER = re.compile(r"-[0-9a-f]{7}\.json$")
-_OTHERWISE = ("teacher", "dead", "lora_experts", "arch")
+_OTHERWISE = ("teacher", "dead", "lora_experts", "arch", "backward_dtype")
 
 
 def step_times() -> str:

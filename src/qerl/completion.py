@@ -17,8 +17,6 @@ from qerl.settings.library import packaged
 from qerl.settings.parents import REPLACED
 from qerl.settings.recipe import type_of
 
-SHELLS = ("bash", "zsh", "fish")
-
 _ZSH = """\
 (( $+functions[compdef] )) || { autoload -U +X compinit && compinit }
 autoload -U +X bashcompinit && bashcompinit
@@ -46,7 +44,7 @@ def script(shell: str, commands: dict[str, argparse.ArgumentParser], with_fields
     """The script for a shell.
 
     Args:
-        shell: One of `SHELLS`.
+        shell: bash, zsh or fish.
         commands: Parsers of the commands by name.
         with_fields: Those that take fields, and recipes as words.
     """

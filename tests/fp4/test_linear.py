@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from qerl.fp4.format import BLOCK_FORMATS, MXFP4, NVFP4, dequantize
-from qerl.fp4.linear import PackedLinear, dense_weights_kept
+from qerl.fp4.linear import PackedLinear, dense_weights_kept, gradient_in_fp8
 from qerl.fp4.rounding import quantize
 from qerl.fp4.storage import stack_tiles
 from qerl.kernels.workspace import workspace
+from tests.support.e4m3 import use_exact_e4m3
 
 FORMAT_NAMES = sorted(BLOCK_FORMATS)
 
@@ -64,8 +65,8 @@ def test_autograd_keeps_packed_tensors_only() -> None:
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
         y = layer(torch.randn(2, 512, requires_grad=True))
     assert saved == []
-    kept, factor = vars(y.grad_fn).values()
-    assert factor == 1
+    kept, factor, in_fp8 = vars(y.grad_fn).values()
+    assert factor == 1 and in_fp8 is None
     assert kept.tensors().keys() == dict(layer.named_buffers()).keys()
     assert all(tensor is layer.get_buffer(name) for name, tensor in kept.tensors().items())
 
@@ -211,3 +212,36 @@ def test_repr_names_the_format() -> None:
         repr(PackedLinear(32, 16, NVFP4))
         == "PackedLinear(nvfp4, in_features=32, out_features=16, bias=False)"
     )
+
+
+@pytest.fixture
+def exact_e4m3(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the kernels themselves")
+    use_exact_e4m3(monkeypatch)
+
+
+@pytest.mark.parametrize("amax", [6.0, None], ids=["one global scale", "two global scales"])
+def test_the_gradient_in_fp8_is_near_that_of_the_dequantised_weights(exact_e4m3, amax):
+    torch.manual_seed(0)
+    weights = [quantize(torch.randn(64, 128) * size, NVFP4, "mse", amax) for size in (1.0, 0.3)]
+    layers = [PackedLinear.of(part) for part in stack_tiles(weights)[1]]
+    dy = torch.randn(200, 128) * torch.logspace(-6, 2, 200)[:, None]
+    exact = dy.double() @ torch.cat([layer.dense().double() for layer in layers])
+    found = gradient_in_fp8(dy, layers).double()
+    off = (found - exact).norm(dim=1) / exact.norm(dim=1)
+    assert 0.01 < off.mean() < 0.05 and off.max() < 0.08, "of every token, however small its gradient"
+
+
+def test_a_layer_gives_its_input_that_gradient_and_the_same_output(exact_e4m3):
+    torch.manual_seed(0)
+    layer = PackedLinear.of(stack_tiles([quantize(torch.randn(64, 128), NVFP4, "mse")])[1][0])
+    x, dy = torch.randn(2, 5, 128, requires_grad=True), torch.randn(2, 5, 64)
+    y = layer(x)
+    (exact,) = torch.autograd.grad(y, x, dy)
+    layer.fp8_gradients = True
+    (found,) = torch.autograd.grad(again := layer(x), x, dy)
+    assert torch.equal(y, again)
+    assert torch.equal(found, gradient_in_fp8(dy.view(10, 64), [layer]).view_as(x))
+    assert not torch.equal(found, exact)

@@ -69,6 +69,22 @@ def test_a_layer_takes_any_order_of_the_same_weight(format):
     assert torch.equal(layer.dense(), dequantize(weight))
 
 
+@FORMATS
+def test_the_transpose_in_e4m3_is_the_matrix_rounded_to_it(format):
+    weights = [quantize(torch.randn(n, 128), format, "rtn") for n in (64, 128)]
+    place = torch.zeros(128, 64 + 128, dtype=torch.float8_e4m3fn)
+    for part, columns in zip(stack_tiles(weights)[1], place.split([64, 128], dim=1), strict=True):
+        part.write_transposed_e4m3(1 / 8, columns)
+        exact = dequantize(part.to_rows()).double().T * part.global_scale.double() / 8
+        assert exact.abs().max() > 100, "the range of E4M3 is used"
+        off = (columns.double() - exact).abs()
+        assert (off <= exact.abs() / 16 + 1e-9).all()
+        if format is MXFP4:  # a power of two adds no significant bit
+            assert off.max() < 1e-6 * exact.abs().max()
+        else:
+            assert 0.01 < off.norm() / exact.norm() < 0.03
+
+
 def test_what_cannot_be_tiled():
     assert why_no_tiles(quantize(torch.randn(64, 64), NVFP4, "rtn")) is None
     assert why_no_tiles(quantize(torch.randn(64, 96), NVFP4, "rtn")) == "is 64 x 96, which 64 does not divide"

@@ -14,10 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import NVFP4, dequantize
-from qerl.fp4.linear import PackedLinear
+from qerl.fp4.format import NVFP4, PackedRows, dequantize
+from qerl.fp4.linear import PackedLinear, gradient_in_fp8
 from qerl.fp4.rounding import quantize
 from qerl.fp4.storage import stack_tiles
+from qerl.kernels.cards import card_of
+from qerl.kernels.update.fp8 import quantize_rows
 from qerl.lora.adapter import _with_own_layers
 from qerl.lora.product import fused_forward
 from qerl.rollout.paged.memory import SwitchedMemory
@@ -50,6 +52,76 @@ def test_dequantised_weight_is_bit_identical(n: int, k: int, extra: int, dtype: 
     tiled.write_dense(out[:n, :k])
     torch.testing.assert_close(out[:n, :k], dequantize(packed, dtype), rtol=0, atol=0)
     assert out[n].isnan().all() and out[:, k:].isnan().all()
+
+
+needs_fp8 = pytest.mark.skipif(
+    not card_of(torch.device("cuda", 0)).fp8, reason="FP8 needs compute capability 8.9"
+)
+
+
+@needs_fp8
+@pytest.mark.parametrize("n,k", [(128, 64), (192, 448), (320, 1344)])
+def test_the_transpose_in_e4m3_is_bit_identical(n: int, k: int) -> None:
+    packed = quantize(torch.randn(n, k, device="cuda") * 3e-2, NVFP4, "rtn")
+    packed.scales.view(torch.uint8)[:, ::3].random_(0, 0x7F)  # every scale, subnormal and zero included
+    _, (tiled,) = stack_tiles([packed])
+    place = torch.full((k + 1, n + 64), 0x55, dtype=torch.uint8, device="cuda")
+    tiled.write_transposed_e4m3(1 / 8, place.view(torch.float8_e4m3fn)[:k, 64:])
+    without = PackedRows(packed.codes, packed.scales, torch.ones(1, device="cuda"), NVFP4)
+    exact = (dequantize(without) / 8).to(torch.float8_e4m3fn).T.contiguous()
+    assert torch.equal(place[:k, 64:], exact.view(torch.uint8))
+    assert (place[k] == 0x55).all() and (place[:, :64] == 0x55).all()
+
+
+@needs_fp8
+@pytest.mark.parametrize("n", [64, 3584, 37888])
+def test_rows_in_e4m3_are_bit_identical(n: int) -> None:
+    x = torch.randn(300, n, device="cuda") * torch.logspace(-9, 5, 300, device="cuda")[:, None]
+    x[7], x[9, n // 2] = 0.0, float("nan")
+    q, scale = quantize_rows(x.bfloat16())
+    x = x.bfloat16().float()
+    most = x.abs().nan_to_num().amax(1, keepdim=True)
+    good = [row for row in range(300) if row != 9]
+    torch.testing.assert_close(scale[good], most[good].clamp(min=1e-30) / 448, rtol=1e-6, atol=0)
+    exact = (x * (448 / most.clamp(min=1e-30))).to(torch.float8_e4m3fn)
+    differ = q.view(torch.uint8)[good] != exact.view(torch.uint8)[good]
+    assert differ.float().mean() < 1e-4, "448 / largest may be rounded otherwise"
+    assert (q.float() * scale).isnan().all(1).nonzero().flatten().tolist() == [9]
+
+
+@needs_fp8
+@pytest.mark.parametrize("rows", [(256,), (128,), (256, 64, 64)])
+@pytest.mark.parametrize("width", [128, 512])
+def test_gradients_in_fp8_against_fp64(rows: tuple[int, ...], width: int) -> None:
+    """Of the product that is computed, exact but for its last rounding and the sums of tensor cores; of the
+    one that is meant, as far off as E4M3 makes it. The adapter's own gradients do not change."""
+    layers = [adapted(packed_layer(n, width), 16) for n in rows]
+    x = torch.randn(2, 37, width, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(2, 37, sum(rows), device="cuda").bfloat16()
+    dy *= torch.logspace(-4, 2, 37, device="cuda")[:, None]
+    matrices = [m["default"].weight for layer in layers for m in (layer.lora_A, layer.lora_B)]
+    found = []
+    for told in (False, True):
+        for layer in layers:
+            layer.get_base_layer().fp8_gradients = told
+        y = fused_forward(x, *layers)
+        found.append([y.detach(), *torch.autograd.grad(y, [x, *matrices], dy)])
+    (y, dx, *own), (y_fp8, dx_fp8, *own_fp8) = found
+    assert torch.equal(y, y_fp8)
+    assert all(torch.equal(one, other) for one, other in zip(own, own_fp8, strict=True))
+    off = (dx_fp8 - dx).float().norm(dim=-1) / dx.float().norm(dim=-1)
+    assert 0.01 < off.mean() < 0.06 and off.max() < 0.12
+    bases = [layer.get_base_layer() for layer in layers]
+    q, scale = quantize_rows(dy.view(-1, sum(rows)))
+    exact = 0.0
+    smallest = min(float(base.weight_global_scale) for base in bases)
+    for base, part in zip(bases, q.split(list(rows), 1), strict=True):
+        factor = smallest / float(base.weight_global_scale) / 8
+        weight_KN = torch.empty(width, part.shape[1], dtype=torch.float8_e4m3fn, device="cuda")
+        base.storage.write_transposed_e4m3(factor, weight_KN)
+        exact = exact + part.double() @ weight_KN.double().T
+    exact = exact * scale.double() * 8 / smallest
+    assert error(gradient_in_fp8(dy.view(-1, sum(rows)), bases), exact) < 4e-3
 
 
 @pytest.mark.parametrize("kind", ["tiles", "rows", "dense"])

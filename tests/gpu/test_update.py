@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from qerl.kernels.cards import card_of
 from qerl.lora.adapter import add_lora
 from qerl.lora.fused import why_not_fused
 from qerl.models.load import load_model
@@ -107,6 +108,27 @@ def test_noise_is_in_the_paged_engines_rollouts(run):
     assert logged(trainer, "noise/sigma") == [0.0] * 3 + [0.2] * 3
     kl = logged(trainer, "sampling/kl")
     assert max(kl[:3]) < ROUNDING < 10 * ROUNDING < min(kl[3:])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_gradients_in_fp8_train_the_same_policy(run, every):
+    """Samples and log-probabilities are those of the run without it as long as no weight has moved."""
+    if not card_of(torch.device("cuda", 0)).fp8:
+        pytest.skip("FP8 needs compute capability 8.9")
+    steps = []
+    for dtype in ("auto", "fp8"):
+        seen = Gradients()
+        kept = {"gradient_checkpointing_kwargs": {"every_n_layers": every}}
+        torch.manual_seed(0)  # of the adapter's A
+        trainer, start = run("nvfp4", callbacks=[seen], learning_rate=1e-2, backward_dtype=dtype, **kept)
+        assert moved(trainer, start) == {name for name in start if "lora_" in name}
+        assert max(logged(trainer, "sampling/kl")) < ROUNDING
+        assert trainer.update_path.fp8_gradients == (14 if dtype == "fp8" else 0)
+        steps.append(seen.steps[0])
+    exact, found = (
+        torch.cat([g.flatten() for name, g in sorted(s.items()) if "lora_B" in name]) for s in steps
+    )
+    assert 1e-3 < (found - exact).norm() / exact.norm() < 0.2
 
 
 class Gradients(TrainerCallback):

@@ -78,7 +78,7 @@ def test_what_cannot_run_is_refused_in_one_sentence(gpu, monkeypatch, capability
 def test_fp8_keys_and_values_are_refused_where_numbers_cannot_be_converted(gpu, monkeypatch):
     gpu((9, 0))
     monkeypatch.setenv("QERL_ARCH", "86")
-    assert reasons(fp8=True) == ["FP8 keys and values need compute capability 8.9, and this is 8.6"]
+    assert reasons(fp8=True) == ["FP8 needs compute capability 8.9, and this is 8.6"]
     assert not reasons()
     monkeypatch.setenv("QERL_ARCH", "89")
     assert not reasons(fp8=True)

@@ -8,9 +8,10 @@ import pytest
 import bench.result
 from bench.result import RESULTS, read_rows
 from lab.__main__ import main
-from lab.writers import tables
+from lab.writers import step_times, tables
 from lab.writers.figures import NUMBERS, TABLES
 from qerl.errors import QeRLError
+from qerl.settings.groups import sentence_of
 
 
 @pytest.mark.slow
@@ -80,6 +81,21 @@ def test_a_result_that_a_table_refuses_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(TABLES, "serve-learning", refuses)
     assert main(["tables", "--check"]) == 2
     assert capsys.readouterr().err == "error: 1 of 2 runs failed.\n"
+
+
+def test_a_field_says_what_its_result_says():
+    auto, fp8 = (row["gradient_error"] for row in read_rows("parity-backward-smollm2-h200"))
+    assert f"off by {fp8:.2f} of their norm in place of {auto:.2f}" in sentence_of("backward_dtype")
+
+
+def test_a_plan_tells_the_time_by_steps_as_they_are_unless_asked(monkeypatch, tmp_path):
+    content = json.loads((RESULTS / "step-7b-backward-h200.json").read_text())
+    content["rows"].sort(key=lambda row: "backward_dtype" in row)  # of equal steps the last one counts
+    (tmp_path / "step-7b-backward-h200.json").write_text(json.dumps(content))
+    for module in (bench.result, step_times):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    (found,) = json.loads(step_times.step_times())
+    assert found["update_s"] == round(content["rows"][0]["update_s"], 2)
 
 
 @pytest.mark.parametrize("name", ["unheard", "un-0.1"])

@@ -46,13 +46,15 @@ def test_what_is_no_card_is_told_which_there_are(capsys):
     assert "--gpu is rtx 9999; give the GPU's memory in GB" in said and "RTX 4090, L4" in said
 
 
+@pytest.mark.parametrize("option", ["kv_cache_dtype", "backward_dtype"])
 @pytest.mark.parametrize("name", ["A100", "rtx3090"])
-def test_fp8_keys_and_values_are_refused_where_a_card_has_none(name, capsys, monkeypatch):
-    assert main(["plan", "qwen3-8b", "--gpu", name, "--kv_cache_dtype", "fp8"]) == 2
+def test_fp8_is_refused_where_a_card_has_none(name, option, capsys, monkeypatch):
+    assert main(["plan", "qwen3-8b", "--gpu", name, f"--{option}", "fp8"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "FP8 keys and values need compute capability 8.9, and this is 8." in said
+    assert "FP8 needs compute capability 8.9, and this is 8." in said
+    assert f"remove {option}: fp8." in said
     monkeypatch.setattr(needs, "RUN_AS", frozenset())
-    assert main(["plan", "qwen3-8b", "--gpu", "rtx4090", "--kv_cache_dtype", "fp8"]) == 0
+    assert main(["plan", "qwen3-8b", "--gpu", "rtx4090", f"--{option}", "fp8"]) == 0
     assert "they were not run. To use it there: export QERL_ARCH=89." in capsys.readouterr().out
 
 

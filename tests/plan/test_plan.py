@@ -167,6 +167,7 @@ def test_rows_that_blocks_hold(prompt, completion, samples):
 FRAGMENTED = {
     "step-7b-h200", "step-7b-h200-8ab9739", "step-7b-beside-serve-h200", "step-7b-arch80-h200",
     "step-7b-arch80-h200-8ab9739", "step-7b-16k-h200", "step-qwen3.6-35b-a3b-48gb-h200", "step-7b-equal-h200",
+    "step-7b-equal-40bcaf5-h200", "step-7b-backward-h200",
 }  # fmt: skip
 """Their first passes had all samples of a step, one token of each, and left segments in torch's allocator
 that fit no later pass: in use, and to be had back. The last one left fewer than delta nets of other models
@@ -223,6 +224,7 @@ def test_prediction_of_recorded_peaks(row):
             microbatches=samples // row["microbatch"],
             tokens_per_forward=row.get("tokens_per_forward"),
             every_n_layers=row.get("every_n_layers", 1),
+            fp8_backward=row.get("backward_dtype") == "fp8",
             **of_teacher(row.get("teacher"), row["weights"]),
         ),
         GB80,

@@ -6,7 +6,8 @@ puts them back behind each; here each module's are replaced once and stay. It al
 product of integers a second time in 64 bits, to find overflows of 32: compiled kernels are not checked so
 either, and no test here has sizes that come near. What remains is mostly the description of values: types,
 shapes and their names are made for every value of every operation, a few hundred kinds of them millions of
-times. They do not change once they are made, so each kind is made once.
+times. They do not change once they are made, so each kind is made once. And each operand is looked at for how
+it is promoted and broadcast, which most are not.
 
 Its products are those of the operands' own dtype whatever precision is asked for, so here it takes one more
 of those that compilers know.
@@ -33,6 +34,7 @@ def hurry() -> None:
     _replace_once()
     _describe_once()
     _compare_quickly()
+    _take_operands_as_they_are()
 
 
 def _replace_once() -> None:
@@ -83,7 +85,7 @@ def _describe_once() -> None:
         if key not in shapes:
             tensor(self, handle, type)
             shapes[key] = self.shape, self.numel
-        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.handle, self.type, self.dtype, self.sizes = handle, type, type.scalar, key
         self.shape, self.numel = shapes[key]
 
     def numpy_type(type: Any) -> Any:
@@ -92,6 +94,9 @@ def _describe_once() -> None:
         return numpys[type.name]
 
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    interpreter.TensorHandle.__post_init__ = lambda self: (
+        None
+    )  # whether NumPy's numbers are as wide as the type's
     interpreter._get_np_dtype = numpy_type
 
 
@@ -105,7 +110,7 @@ def _compare_quickly() -> None:
         return unwrap(value) if isinstance(value, several) else value
 
     def broadcasted(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        left, right = (value.type.shape.values if value.type.is_block() else () for value in (lhs, rhs))
+        left, right = lhs.sizes, rhs.sizes
         if left == right:
             return lhs, rhs
         if len(left) != len(right):
@@ -114,3 +119,71 @@ def _compare_quickly() -> None:
         return self.broadcast_impl_shape(lhs, shape), self.broadcast_impl_shape(rhs, shape)
 
     core._unwrap_if_constexpr, TritonSemantic.broadcast_impl_value = unwrapped, broadcasted
+
+
+def _take_operands_as_they_are() -> None:
+    """Of one dtype, of a pointer and integers, or of a tensor and a number: nearly all there is, and nothing
+    is promoted. NumPy broadcasts them as it computes, so only their types are made alike."""
+    tensor, block, check = core.tensor, core.block_type, TritonSemantic.binary_op_type_checking_impl
+    integers, plain = ("int32", "int64"), ("int1", "int32", "int64", "fp32")
+    numbers: dict[Any, Any] = {}
+    shapes: dict[Any, Any] = {}
+
+    def of_number(self: Any, value: Any, other: Any) -> Any:
+        """A number as it takes part beside a tensor of a dtype; None where that has to be found out."""
+        dtype, kind = core.int32 if other.is_ptr() else other, type(value)
+        if kind is int and dtype.name in integers:
+            taken = -(2**31) <= value < 2**31
+        else:
+            taken = dtype.name == "fp32" and (kind is float or kind is int)
+        if not taken:
+            return None
+        key = str(value), dtype.name  # tells 0.0 from -0.0
+        if key not in numbers:
+            numbers[key] = self.scalar_constant(value, dtype)
+        return numbers[key]
+
+    def alike(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape that both are broadcast to; None where an axis is missing or they differ."""
+        if left and right and len(left) != len(right):
+            return None
+        sizes = zip(left, right, strict=True) if left and right else ()
+        if any(1 not in pair and pair[0] != pair[1] for pair in sizes):
+            return None
+        return tuple(map(max, left, right)) if left and right else left or right
+
+    def checked(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        lhs_pointer: bool = False,
+        rhs_pointer: bool = False,
+        *how: Any,
+        **more: Any,
+    ) -> tuple[Any, Any]:
+        one, other = lhs, rhs
+        if type(one) is not tensor and type(other) is tensor:
+            one = of_number(self, one, other.dtype)
+        elif type(other) is not tensor and type(one) is tensor:
+            other = of_number(self, other, one.dtype)
+        if type(one) is tensor and type(other) is tensor:
+            left, right = one.dtype, other.dtype
+            if (
+                (left.name == right.name and left.name in plain)
+                or (lhs_pointer and right.name in integers and left.is_ptr())
+                or (rhs_pointer and left.name in integers and right.is_ptr())
+            ):
+                if one.sizes == other.sizes:
+                    return one, other
+                key = one.sizes, other.sizes
+                if key not in shapes:
+                    shapes[key] = alike(*key)
+                if (shape := shapes[key]) is not None:
+                    if one.sizes != shape:
+                        one = tensor(one.handle, block(left, list(shape)))
+                    if other.sizes != shape:
+                        other = tensor(other.handle, block(right, list(shape)))
+                    return one, other
+        return check(self, lhs, rhs, lhs_pointer, rhs_pointer, *how, **more)
+
+    TritonSemantic.binary_op_type_checking_impl = checked

@@ -58,6 +58,10 @@ def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
             {"kv_cache_dtype": "fp8", "use_cpu": True},
             r"cannot run \(the model is not on a CUDA device\); set kv_cache_dtype: auto",
         ),
+        (
+            {"backward_dtype": "fp8", "use_cpu": True},
+            "fp8 cannot be had here: the model is not on a CUDA device; set backward_dtype: auto",
+        ),
         ({"task_options": {"train_size": 0}}, "no problems"),
         (
             {"task_options": {"train_size": 3}, "gradient_accumulation_steps": 4},

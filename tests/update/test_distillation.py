@@ -108,7 +108,9 @@ def test_values_and_gradients(monkeypatch, alpha, transform, trained, tile, bias
     target = Target(their_hidden.float(), Head(their_weight.float(), None, theirs), alpha)
     ours_S = divergence(found[0], Head(found[1], found[2] if biased else None, transform), target)
     (ours_S * pull_S.float()).sum().backward()
-    assert error(ours_S, wanted_S) < 2e-6
+    # A divergence is a mean of differences of log-probabilities of 4 to 8, which FP32 rounds by up to 2**-22.
+    rounded = 2**-22 * POSITIONS**0.5
+    assert (ours_S.double() - wanted_S).norm() < 1e-6 * wanted_S.norm() + rounded
     for one, other in zip(found, truth, strict=True):
         assert (one.grad is None) == (other.grad is None)
         assert one.grad is None or error(one.grad, other.grad) < 5e-6

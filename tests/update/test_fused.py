@@ -23,19 +23,24 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 
+from qerl.errors import QeRLError
 from qerl.fp4.format import NVFP4
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
+from qerl.fp4.storage import stack_tiles
 from qerl.lora import product as lora_product
 from qerl.lora.adapter import adapt, add_lora
 from qerl.lora.fused import why_not_fused
 from qerl.models.load import load_model
 from qerl.noise.norms import find_noise_norms, is_norm, noisy_norms
 from qerl.update import fused
+from qerl.update import kernels as update_kernels
 from qerl.update import path as update_path
 from qerl.update.attention import NAME, attention_kwargs
+from qerl.update.kernels import use_backward_dtype
 from qerl.update.packed_row import RowBuilder
 from qerl.update.path import Share, find_path
+from tests.support.e4m3 import use_exact_e4m3
 from tests.support.families import NAMES, tiny
 from tests.support.models import move_adapter
 from tests.support.segments import use_dense_segments
@@ -98,6 +103,45 @@ def packed_row(model):
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.set_attn_implementation(NAME)
     return attention_kwargs(builder.finish(IDS.device).branches)
+
+
+def test_gradients_in_fp8_are_near_and_the_forward_pass_is_the_same(tiny_model, tmp_path, monkeypatch):
+    """Against products in FP32, through all layers; adapters' own gradients are products of what came so
+    far."""
+    use_exact_e4m3(monkeypatch)
+    torch.manual_seed(0)
+    tiny_model("llama", vocab_size=61, num_key_value_heads=4).save_pretrained(tmp_path / "model")
+    model = load_model(tmp_path / "model", "nvfp4", torch.float32, "cpu").requires_grad_(False)
+    for layer in [m for m in model.modules() if isinstance(m, PackedLinear)]:
+        layer.use(stack_tiles([layer.storage])[1][0])
+    model = move_adapter(add_lora(model, rank=8, alpha=16, dropout=0.0), 0.2).train()
+    fused.fuse(model)
+    row, base = packed_row(model), model.get_base_model()
+    logits, exact = logits_and_gradients(model, **row)
+    with pytest.raises(QeRLError, match="fp8 cannot be had here: the model is not on a CUDA device"):
+        use_backward_dtype(base, "fp8")
+    monkeypatch.setattr(update_kernels, "check_fp8_gradients", lambda device: None)
+    with pytest.raises(QeRLError, match="needs bfloat16 and the model is float32; set backward_dtype: auto"):
+        use_backward_dtype(base, "fp8")
+    monkeypatch.setattr(type(base), "dtype", torch.bfloat16)
+    assert use_backward_dtype(base, "fp8") == 14
+    same, found = logits_and_gradients(model, **row)
+    assert torch.equal(same, logits)
+    last = [name for name in exact if "layers.1.mlp.down_proj" in name]
+    assert len(last) == 2 and all(torch.equal(found[name], exact[name]) for name in last), (
+        "nothing lies behind"
+    )
+    one, other = (torch.cat([g[name].flatten() for name in sorted(exact)]) for g in (found, exact))
+    assert 0.01 < (one - other).norm() / other.norm() < 0.15
+    assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.99
+    assert use_backward_dtype(base, "auto") == 0
+    assert all(torch.equal(g, exact[name]) for name, g in logits_and_gradients(model, **row)[1].items())
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj").get_base_layer()
+    layer.use(layer.storage.to_rows())
+    with pytest.raises(
+        QeRLError, match="it needs weights in nvfp4 or mxfp4 that the paged engine samples from"
+    ):
+        use_backward_dtype(base, "fp8")
 
 
 @pytest.mark.slow

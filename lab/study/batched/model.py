@@ -248,7 +248,7 @@ def _check(base: PreTrainedModel) -> None:
     name, why = type(base).__name__, None
     if kind not in _KNOWN or not hasattr(base.get_decoder(), "layers"):
         why = f"is of the family {kind}; known are {', '.join(_KNOWN)}"
-    elif any(FAMILIES[kind].sizes(config).windows):
+    elif any(getattr(run.spec.mixer, "window", None) for run in FAMILIES[kind].sizes(config).runs):
         why = "attends to a sliding window"
     elif config.hidden_act != "silu":
         why = f"has the activation {config.hidden_act}"

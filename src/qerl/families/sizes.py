@@ -202,13 +202,6 @@ class Sizes:
         return [run.spec for run in self.runs for _ in range(run.layers)]
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The windows of its layers with attention, each once, in order; None for that of layers that see
-        everything."""
-        mixers = [run.spec.mixer for run in self.runs]
-        return tuple(dict.fromkeys(each.window for each in mixers if isinstance(each, Attention)))
-
-    @property
     def targets(self) -> tuple[str, ...]:
         """Names of the linears of decoder layers, as LoRA's targets are given."""
         return tuple(dict.fromkeys(linear.name for run in self.runs for linear in run.spec.linears))

@@ -18,11 +18,16 @@ scale they do not. On a GPU, products in 16 bits therefore multiply with codes t
 of two, and what is left of the global scale is a factor of the product before it is rounded
 (:meth:`PackedLinear.exact`). So the weight is that of the paged engine, which does the same.
 
+Where a layer is told so (`fp8_gradients`), the gradient of its input alone is a product in FP8: dy is
+rounded to E4M3 under a scale for each token, and W as well, whose four significant bits in place of six
+round some codes of some blocks (:func:`gradient_in_fp8`). The forward pass stays as it is, and so does the
+policy.
+
 Shapes: B batch, T tokens, N outputs, K inputs.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qerl.fp4.format import BlockFormat, PackedRows
-from qerl.fp4.storage import PackedWeight
+from qerl.fp4.storage import PackedTiles, PackedWeight
 from qerl.kernels.workspace import workspace
 
 
@@ -48,6 +53,9 @@ class PackedLinear(nn.Module):
         bias: True if there is a bias [N].
         device: Device of all tensors.
         dtype: Dtype of the bias.
+
+    Attributes:
+        fp8_gradients: Whether the gradient of the input is a product in FP8; the weight is in tiles then.
     """
 
     weight_packed: torch.Tensor
@@ -72,7 +80,8 @@ class PackedLinear(nn.Module):
         self.register_buffer("weight_global_scale", global_scale)
         self.bias = nn.Parameter(torch.empty(n, device=device, dtype=dtype)) if bias else None
         self._storage_type: type[PackedWeight] = PackedRows
-        self._global: tuple[torch.Tensor, int | None, torch.Tensor, float] | None = None  # see `exact`
+        self.fp8_gradients = False
+        self._global: tuple[torch.Tensor, int | None, float, torch.Tensor] | None = None  # see `_scales`
         self._blocks_open = 0  # how many `dense_weights_kept` blocks are open around this layer
         self._dense_NK: torch.Tensor | None = None  # kept while one is open
 
@@ -96,22 +105,31 @@ class PackedLinear(nn.Module):
         return self._storage_type.of_tensors(tensors, self.format)
 
     def exact(self) -> tuple[PackedWeight, float]:
-        """The weight over a number from 1/2 to 1, such that 16 bits hold it exactly, and that number.
-
-        The global scale is read from its device when this is first called, and again when it was replaced.
-        """
-        own = self.weight_global_scale
-        if own is None:
+        """The weight over a number from 1/2 to 1, such that 16 bits hold it exactly, and that number."""
+        if self.weight_global_scale is None:
             return self.storage, 1.0
+        scale, power = self._scales(self.weight_global_scale)
+        tensors = self.storage.tensors() | {"weight_global_scale": power}
+        return self._storage_type.of_tensors(tensors, self.format), 1 / (2 * math.frexp(scale)[0])
+
+    def tiles(self) -> tuple[PackedTiles, float]:
+        """The weight in tiles, and the global scale that divides it."""
+        weight = self.storage
+        assert isinstance(weight, PackedTiles), "only weights in tiles are told to have gradients in FP8"
+        return weight, self._scales(weight.global_scale)[0]
+
+    def _scales(self, own: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """The global scale, and the power of two below it on its device.
+
+        It is read from its device when this is first called, and again when it was replaced.
+        """
         version = None if own.is_inference() else own._version
         if self._global is None or self._global[0] is not own or self._global[1] != version:
-            mantissa, exponent = math.frexp(float(own))
+            scale = float(own)
             with torch.inference_mode(False):  # a rollout may ask first, and training then reads it
-                power = torch.full_like(own, math.ldexp(1.0, exponent - 1))
-            self._global = own, version, power, 1 / (2 * mantissa)
-        _, _, power, factor = self._global
-        tensors = self.storage.tensors() | {"weight_global_scale": power}
-        return self._storage_type.of_tensors(tensors, self.format), factor
+                power = torch.full_like(own, math.ldexp(1.0, math.frexp(scale)[1] - 1))
+            self._global = own, version, scale, power
+        return self._global[2:]
 
     def use(self, weight: PackedWeight) -> None:
         """Makes the buffers those of ``weight``, the same matrix with its bytes in any order or place."""
@@ -148,7 +166,8 @@ class PackedLinear(nn.Module):
         if self._blocks_open:
             return F.linear(x_BTK, self.dense(x_BTK.dtype), bias)
         rounds = x_BTK.is_cuda and x_BTK.dtype != torch.float32
-        return _PackedProduct.apply(x_BTK, bias, *(self.exact() if rounds else (self.storage, 1.0)))
+        weight, factor = self.exact() if rounds else (self.storage, 1.0)
+        return _PackedProduct.apply(x_BTK, bias, weight, factor, self if self.fp8_gradients else None)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -180,15 +199,53 @@ def scaled_product(
     return torch.addmm(x_TK.new_empty(1), x_TK, w_KN, beta=0, alpha=factor)
 
 
+_TO_E4M3 = 8.0
+"""What the largest code times block scale, 6 x 448, is divided by to be a number of E4M3: a power of two."""
+
+
+def gradient_in_fp8(dy_TN: torch.Tensor, layers: Sequence[PackedLinear]) -> torch.Tensor:
+    """``dy W`` [T, K] as a product of E4M3 numbers summed in FP32.
+
+    dy is rounded under a scale for each token, which multiplies the sum. W is written for this product,
+    codes times block scales over a power of two, the transpose because FP8 tensor cores read along N; the
+    global scale multiplies the sum as well. Layers of a group whose global scales differ are brought to the
+    smallest one before rounding.
+
+    Args:
+        dy_TN: Gradients of the outputs of the layers, side by side.
+        layers: With weights in tiles and the same inputs.
+    """
+    from qerl.kernels.update.fp8 import quantize_rows  # needs Triton
+
+    q_TN, scale_T1 = quantize_rows(dy_TN.contiguous())
+    weights = [layer.tiles() for layer in layers]
+    smallest = min(scale for _, scale in weights)
+    k = layers[0].in_features
+    weight_KN = workspace((k, dy_TN.shape[1]), q_TN)
+    parts = weight_KN.split([layer.out_features for layer in layers], dim=1)
+    for (weight, scale), part in zip(weights, parts, strict=True):
+        weight.write_transposed_e4m3(smallest / scale / _TO_E4M3, part)
+    return torch._scaled_mm(
+        q_TN, weight_KN.T, scale_a=scale_T1, scale_b=scale_T1.new_full((1, k), _TO_E4M3 / smallest),
+        out_dtype=dy_TN.dtype,
+    )  # fmt: skip
+
+
 class _PackedProduct(torch.autograd.Function):
-    """``factor x W^T + b`` that keeps the packed W for backward, and dequantises it there again."""
+    """``factor x W^T + b`` that keeps the packed W for backward, and dequantises it there again; of a layer
+    that is given the gradient of x is a product in FP8."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_BTK: torch.Tensor, bias_N: torch.Tensor | None, weight: PackedWeight, factor: float
+        ctx: Any,
+        x_BTK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        weight: PackedWeight,
+        factor: float,
+        in_fp8: PackedLinear | None,
     ) -> torch.Tensor:
         # Not saved with `save_for_backward`, whose hooks would copy bytes that stay where they are anyway.
-        ctx.weight, ctx.factor = weight, factor
+        ctx.weight, ctx.factor, ctx.in_fp8 = weight, factor, in_fp8
         x_TK = x_BTK.reshape(-1, x_BTK.shape[-1])
         y_TN = scaled_product(x_TK, _in_workspace(weight, x_BTK).T, factor, bias_N)
         return y_TN.view(*x_BTK.shape[:-1], y_TN.shape[-1])
@@ -199,11 +256,14 @@ class _PackedProduct(torch.autograd.Function):
         dx_BTK = dbias_N = None
         dy_TN = dy_BTN.reshape(-1, dy_BTN.shape[-1])
         if ctx.needs_input_grad[0]:
-            dx_TK = scaled_product(dy_TN, _in_workspace(ctx.weight, dy_BTN), ctx.factor)
+            if ctx.in_fp8 is not None:
+                dx_TK = gradient_in_fp8(dy_TN, [ctx.in_fp8])
+            else:
+                dx_TK = scaled_product(dy_TN, _in_workspace(ctx.weight, dy_BTN), ctx.factor)
             dx_BTK = dx_TK.view(*dy_BTN.shape[:-1], dx_TK.shape[-1])
         if ctx.needs_input_grad[1]:
             dbias_N = dy_TN.sum(0)
-        return dx_BTK, dbias_N, None, None
+        return dx_BTK, dbias_N, None, None, None
 
 
 def _in_workspace(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import MXFP4, NVFP4, BlockFormat, PackedRows
+from qerl.fp4.format import MXFP4, NVFP4, BlockFormat, PackedRows, dequantize
 from qerl.kernels.weights.tiles import TILE, Tiles
 
 
@@ -115,6 +115,21 @@ class PackedTiles:
         from qerl.kernels.weights.dequantize import dequantize_tiles  # needs cuda-bindings
 
         dequantize_tiles(self.tiles, self.global_scale, out_NK)
+
+    def write_transposed_e4m3(self, factor: float, out_KN: torch.Tensor) -> None:
+        """Writes the transpose of code times block scale times ``factor``, rounded to E4M3.
+
+        Args:
+            factor: At most 1/6, so that the largest product is a number of E4M3.
+            out_KN: E4M3; its rows may be apart, by a multiple of 16 bytes.
+        """
+        if not self.tiles.codes.is_cuda:
+            without_global = PackedTiles(self.tiles, torch.ones(1), NVFP4).to_rows()
+            out_KN.copy_((dequantize(without_global) * factor).T)
+            return
+        from qerl.kernels.weights.dequantize import transpose_to_e4m3  # needs cuda-bindings
+
+        transpose_to_e4m3(self.tiles, factor, out_KN)
 
 
 def why_no_tiles(weight: PackedWeight) -> str | None:

@@ -39,7 +39,8 @@ class Card:
         math: What multiplies many tokens with packed weights: a warp, or four warps at once.
         quack: Whether quack-kernels has NVFP4 products for it.
         dependent_launch: Whether a kernel may start before the one ahead of it has ended.
-        fp8: Whether numbers are converted to and from E4M3, as FP8 keys and values need.
+        fp8: Whether numbers are converted to and from E4M3 and multiplied, as FP8 keys, values and gradients
+            need.
         native: Whether kernels are compiled for the GPU itself; else the driver translates them.
         unified: Whether GPU and CPU have one memory (`qerl.gpu_memory`).
         gpus: GiB that a program sees of well-known GPUs of this class, by name.
@@ -160,10 +161,10 @@ def asked() -> Capability | None:
 
 
 def why_no_fp8(card: Card) -> str:
-    """Why keys and values cannot be FP8 on a card; empty if they can."""
+    """Why nothing can be FP8 on a card; empty if it can."""
     if card.fp8:
         return ""
-    return f"FP8 keys and values need compute capability 8.9, and this is {words(card.capability)}"
+    return f"FP8 needs compute capability 8.9, and this is {words(card.capability)}"
 
 
 def words(capability: Capability) -> str:

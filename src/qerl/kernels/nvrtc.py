@@ -123,27 +123,17 @@ class Kernel:
         driver = self._driver
         with current(self._device):
             _check(driver.cuCtxSetCurrent(self._context), "Setting the CUDA context")
-            self._launch(grid, threads, shared_bytes, pointers, integers)
-
-    def _launch(
-        self,
-        grid: tuple[int, int],
-        threads: int,
-        shared_bytes: int,
-        pointers: Sequence[torch.Tensor],
-        integers: Sequence[int],
-    ) -> None:
-        driver = self._driver
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared_bytes
-        config.hStream = torch.cuda.current_stream().cuda_stream
-        config.attrs = self._attributes
-        config.numAttrs = len(self._attributes)
-        values = tuple(p.data_ptr() for p in pointers) + tuple(integers)
-        types = (ctypes.c_void_p,) * len(pointers) + (ctypes.c_int,) * len(integers)
-        _check(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), f"Launching {self._name}")
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+            config.sharedMemBytes = shared_bytes
+            config.hStream = torch.cuda.current_stream().cuda_stream
+            config.attrs = self._attributes
+            config.numAttrs = len(self._attributes)
+            values = tuple(p.data_ptr() for p in pointers) + tuple(integers)
+            types = (ctypes.c_void_p,) * len(pointers) + (ctypes.c_int,) * len(integers)
+            launched = driver.cuLaunchKernelEx(config, self._function, (values, types), 0)
+            _check(launched, f"Launching {self._name}")
 
 
 def _dependent(driver: Any) -> Any:

@@ -21,6 +21,9 @@ it is exact (`qerl.fp4.linear`), and the product is multiplied by that before it
 ride along are divided by it. Layers that share a global scale, as those of a fused product do in checkpoints
 made for engines, have it in common; otherwise each W is rounded to the activations' dtype.
 
+Layers that are told so (`PackedLinear.fp8_gradients`) have dy W in FP8. The adapter's part of dx, and its own
+gradients, stay products in 16 bits, so that part is added.
+
 Shapes: B batch, T tokens, N outputs, K inputs, R rank; N and R of a whole group where layers are joined.
 """
 
@@ -34,7 +37,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.errors import QeRLError
-from qerl.fp4.linear import PackedLinear, scaled_product
+from qerl.fp4.linear import PackedLinear, gradient_in_fp8, scaled_product
 from qerl.fp4.storage import PackedWeight
 from qerl.kernels.workspace import workspace
 from qerl.lora.fused import OTHER_LAYER, dropout_reason
@@ -145,7 +148,7 @@ class _LoraProduct(torch.autograd.Function):
         else:
             y_TN = scaled_product(x_TK, _dense(weights, x_TK).T, factor, bias_N).addmm_(xa_TR, b_NR.T)
         ctx.save_for_backward(x_TK, xa_TR, *matrices)
-        ctx.scalings, ctx.weights, ctx.factor = scalings, weights, factor
+        ctx.scalings, ctx.weights, ctx.factor, ctx.in_fp8 = scalings, weights, factor, _in_fp8(bases)
         return y_TN.view(*x_BTK.shape[:-1], n)
 
     @staticmethod
@@ -158,7 +161,9 @@ class _LoraProduct(torch.autograd.Function):
         dxa_TR = dy_TN @ b_NR
         db_NR = torch.mm(dy_TN.T, xa_TR, out_dtype=torch.float32)
         dx_TK = None
-        if ctx.needs_input_grad[0] and n < k and r % 8 == 0:
+        if ctx.needs_input_grad[0] and ctx.in_fp8:
+            dx_TK = gradient_in_fp8(dy_TN, ctx.in_fp8).addmm_(dxa_TR, a_RK)
+        elif ctx.needs_input_grad[0] and n < k and r % 8 == 0:
             both_TN = torch.cat((dy_TN, dxa_TR), dim=1)
             weight_NK = workspace((n + r, k), dy_TN)
             _write_dense(ctx.weights, weight_NK[:n])
@@ -221,6 +226,12 @@ def _weights(bases: Sequence[Base]) -> tuple[list[Weight], float]:
         if len(factors) == 1:
             return [weight for weight, _ in exact], factors.pop()
     return [base.storage if isinstance(base, PackedLinear) else base.weight for base in bases], 1.0
+
+
+def _in_fp8(bases: Sequence[Base]) -> list[PackedLinear]:
+    """The layers of a group where all of them have gradients in FP8, else none."""
+    told = [base for base in bases if isinstance(base, PackedLinear) and base.fp8_gradients]
+    return told if len(told) == len(bases) else []
 
 
 def _dense(weights: Sequence[Weight], like: torch.Tensor) -> torch.Tensor:

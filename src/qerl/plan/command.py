@@ -68,7 +68,7 @@ def plan_command(
 
     Raises:
         QeRLError: No such model or GPU, two models, a family that is not planned, wrong settings, full
-            tuning, FP8 keys and values on a GPU that has none, `QERL_HOST_GB` that is no amount of memory.
+            tuning, FP8 on a GPU that has none, `QERL_HOST_GB` that is no amount of memory.
     """
     planned = planned_gpu(gpu)
     serves, adapters = adapters is not None, 1 if adapters is None else adapters
@@ -84,8 +84,9 @@ def plan_command(
             )
         fields = fields | {"model": name}
     config = load_config(recipes, fields, required=("model",))
-    if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
-        raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
+    for name in ("kv_cache_dtype", "backward_dtype"):
+        if getattr(config, name) == "fp8" and planned.card and not planned.card.fp8:
+            raise QeRLError(f"{why_no_fp8(planned.card)}; remove {name}: fp8.")
     may, host = not serves and not (planned.card and planned.card.unified), asked_bytes(processes)
     engine: dict[str, Any] = {"adapters": adapters, "serves": serves}
     plan = plan_settings(config, planned.capacity, processes, may_offload=may, host_bytes=host, **engine)

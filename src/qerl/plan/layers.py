@@ -139,10 +139,12 @@ class LayerActivations:
 
     @property
     def _widest_of_mlp(self) -> int:
-        """Numbers per token that the MLP's backward pass has beside what was kept. Of all experts of a token
-        gradients of gate and up with that of their product or of the inputs, whichever are more; with
-        adapters the inputs as well, and what these add to their gradient; of experts one by one gradients of
-        results, in the order of experts and in that of tokens, and of inputs."""
+        """Numbers per token that the MLP's backward pass has beside what was kept. Of all experts of a
+        token gradients of gate and up with that of their product or of the inputs, whichever are more; with
+        adapters the inputs as well, and what these add to their gradient; of experts one by one gradients
+        of results, in the order of experts and in that of tokens, and of inputs. In FP8 the gradients of
+        gate and up once more, a byte each, in the place of that of their product, and that of the input
+        beside them."""
         mlp, hidden = self.spec.mlp, self.spec.hidden
         if isinstance(mlp, RoutedMLP):
             inner = mlp.intermediate
@@ -150,7 +152,7 @@ class LayerActivations:
             if self._one_by_one:
                 each = 3 * hidden
             return mlp.chosen * each + 2 * hidden
-        return 2 * mlp.intermediate + hidden
+        return 2 * mlp.intermediate + (2 if self.work.fp8_backward else 1) * hidden
 
     def _attention_backward(self, m: Attention) -> int:
         """``2 T (D + 4 Q) + 8 M G + 4 M Q``: the gradient that came in, those of attention's result and of
@@ -192,6 +194,13 @@ class LayerActivations:
             return largest
         each = HALF * max(product.outputs * product.inputs for product in mlp.of_expert(self.spec.hidden))
         return max(largest, each * min(mlp.experts, max(1, EXPERTS_BYTES // each)))
+
+    @property
+    def workspace_e4m3(self) -> int:
+        """The largest weight in E4M3, where gradients pass in FP8."""
+        if not self.work.fp8_backward:
+            return 0
+        return max(sum(linear.outputs for linear in group) * group[0].inputs for group in self._groups)
 
     @property
     def _groups(self) -> Iterator[tuple[Linear, ...]]:

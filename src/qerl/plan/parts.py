@@ -271,8 +271,9 @@ class Activations:
 
     @property
     def workspace(self) -> int:
-        """The largest weight in bf16 with R more rows or columns, shared by all layers."""
-        return max(kind.workspace for kind in self._kinds)
+        """The largest weight in bf16 with R more rows or columns, shared by all layers, and the largest in
+        E4M3."""
+        return max(kind.workspace for kind in self._kinds) + max(kind.workspace_e4m3 for kind in self._kinds)
 
     @cached_property
     def _kinds(self) -> list[LayerActivations]:

@@ -274,4 +274,5 @@ def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
         shared_lora=config.lora_experts == "shared",
         copies_adapter=config.beta > 0 and config.adapter is not None,
         keeps_keys=config.max_staleness > 0,
+        fp8_backward=config.backward_dtype == "fp8",
     )

@@ -42,6 +42,7 @@ class Work:
         may_offload: True if the plan may choose `offload`. Not for a server, which does not do it, nor where
             GPU and CPU share their memory, so that it wins nothing.
         host_bytes: Bytes of the CPU's memory that each process may take for it; None: not known.
+        fp8_backward: True if gradients pass through packed layers in FP8.
         keeps_keys: True if keys and values stay over the update (`max_staleness`).
         teacher: Sizes of a teacher, the model's own where it is the base or an adapter on it; None without
             one. Its prompts count as those of the policy, so what `teacher_prompt` adds is left out.
@@ -76,6 +77,7 @@ class Work:
     max_sequences: int = MAX_ROWS
     published: int | None = None
     keeps_keys: bool = False
+    fp8_backward: bool = False
     teacher: Sizes | None = None
     teacher_bytes: int = 0
 

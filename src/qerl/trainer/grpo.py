@@ -25,6 +25,7 @@ nothing of its trainer is. Of transformers' `Trainer` seven private methods are 
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import shutil
@@ -94,6 +95,7 @@ from qerl.trainer.sampler import Sampler
 from qerl.trainer.step_log import StepLog, print_table
 from qerl.trainer.teacher import ADAPTER, Teacher
 from qerl.trainer.update_step import Microbatch, UpdateStep, load_rollouts, save_rollouts
+from qerl.update.kernels import use_backward_dtype
 from qerl.update.path import UpdatePath
 from qerl.update.recompute import accept_every_n_layers, no_offload_on_cpu, recompute_every_layer
 from qerl.update.routing import routing_of
@@ -241,6 +243,8 @@ class QeRLTrainer(Trainer):
         self._teacher: Teacher | None = None
         recompute = functools.partial(recompute_every_layer, self.model, args)
         self.updates, self.update_path = self._make_updates(policy, recompute)
+        layers = use_backward_dtype(self._base, args.backward_dtype)
+        self.update_path = dataclasses.replace(self.update_path, fp8_gradients=layers)
         self._rollout_every = args.steps_per_generation * args.num_iterations
         # An optimizer step that a rollout outlives trains on samples of an older policy than its own.
         older = args.gradient_accumulation_steps % self._rollout_every != 0

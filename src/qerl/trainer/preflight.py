@@ -34,6 +34,7 @@ from qerl.tasks.base import RewardFunction, Task
 from qerl.trainer.data import check_enough
 from qerl.trainer.rewards import with_length_penalty
 from qerl.trainer.teacher import check_teacher_prompt
+from qerl.update.kernels import check_fp8_gradients
 from qerl.user_code import load_object
 from qerl.weight_formats import DEFAULT_FORMAT
 
@@ -126,6 +127,8 @@ def _check_machine(config: QeRLConfig) -> None:
         if found:
             reasons = ", ".join(obstacle.reason for obstacle in found)
             raise no_paged_engine(config.kv_cache_dtype, reasons)
+    if config.backward_dtype == "fp8":
+        check_fp8_gradients(config.device)
     teacher = config.teacher or ""
     if teacher.startswith(TEACHER_ADAPTER):
         adapter_file(Path(teacher.removeprefix(TEACHER_ADAPTER)).expanduser())  # refuses what is none

@@ -76,6 +76,7 @@ class UpdatePath:
         delta_nets: Layers that carry a state in the place of attention.
         why_not_flash4: Why attention of long rows is FlashAttention-2; empty where it is FlashAttention-4.
         has_wide_heads: Whether a layer has heads that neither takes.
+        fp8_gradients: Layers whose inputs get their gradients from products in FP8.
     """
 
     attention: Share
@@ -88,6 +89,7 @@ class UpdatePath:
     unfit: str = ""
     why_not_flash4: str = ""
     has_wide_heads: bool = False
+    fp8_gradients: int = 0
 
     @property
     def by_segment(self) -> bool:
@@ -118,7 +120,8 @@ class UpdatePath:
         kernel = kernel if self.why_not_flash4 else "FlashAttention-4 for long rows without windows or sinks"
         kernel += ", memory-efficient attention for heads above 256 columns" if self.has_wide_heads else ""
         flash = {"attention kernel": kernel} if self.by_segment else {}
-        return {name: str(share) for name, share in parts.items() if share.total} | flash
+        fp8 = {"gradients in FP8": f"{self.fp8_gradients} layers"} if self.fp8_gradients else {}
+        return {name: str(share) for name, share in parts.items() if share.total} | flash | fp8
 
     def sentence(self) -> str:
         """The path as a run says it at its start."""

@@ -37,7 +37,6 @@ class Session:
     owner: str
     sdk_version: str
     seen: float
-    began: float
     display_name: str | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -112,7 +111,6 @@ class Clients:
             owners.now().name,
             sdk_version[:40],
             time.monotonic(),
-            time.time(),
             display_name,
             notes or {},
         )

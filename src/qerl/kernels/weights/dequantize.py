@@ -1,11 +1,13 @@
 """Tiles of NVFP4 -> a dense matrix, for training's large products.
 
-The forward and backward passes of training multiply with a dense 16-bit matrix that exists for one product.
-It is made from the resident bytes, whose order only the GPU's decode kernels like; see dequantize.cu.
+The forward and backward passes of training multiply with a dense matrix, of 16 bits or in backward of 8,
+that exists for one product. It is made from the resident bytes, whose order only the GPU's decode kernels
+like; see dequantize.cu.
 
 Shapes: N outputs, K inputs.
 """
 
+import struct
 from pathlib import Path
 
 import torch
@@ -17,7 +19,9 @@ from qerl.kernels.weights.tiles import TILE, Tiles
 _SOURCE = Path(__file__).with_name("dequantize.cu")
 _TILES = 4
 _STAGED_BYTES = 4 * 16 * 9 * 16  # warps, rows, 16-byte units of a row and one of padding
+_TURNED_BYTES = _TILES * TILE * 80  # columns of 64 rows and 16 bytes of padding
 _OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_OUT_E4M3 = 3
 
 
 def dequantize_tiles(tiles: Tiles, global_scale: torch.Tensor, out_NK: torch.Tensor) -> None:
@@ -45,3 +49,29 @@ def dequantize_tiles(tiles: Tiles, global_scale: torch.Tensor, out_NK: torch.Ten
     compiled(
         grid, 128, _STAGED_BYTES, (tiles.codes, tiles.scales, global_scale, out_NK), (rows, columns, stride)
     )
+
+
+def transpose_to_e4m3(tiles: Tiles, factor: float, out_KN: torch.Tensor) -> None:
+    """Writes the transpose of code times block scale times ``factor``, rounded to the nearest number of E4M3.
+
+    Args:
+        tiles: The weight on a GPU, without padding.
+        factor: At most 1/6, with which 6 x 448 becomes E4M3's largest number; a power of two rounds least.
+        out_KN: E4M3; its rows may be apart, by a multiple of 16 bytes.
+
+    Raises:
+        QeRLError: The output is not of this shape, dtype and alignment.
+    """
+    rows, columns = tiles.shape
+    stride = out_KN.stride(0)
+    fits = out_KN.dtype == torch.float8_e4m3fn and out_KN.shape == (columns, rows) and out_KN.stride(1) == 1
+    if not fits or (stride | out_KN.data_ptr()) % 16:
+        raise QeRLError(
+            f"The transpose of a weight of {rows} x {columns} cannot be written in E4M3 to {out_KN.dtype} "
+            f"{tuple(out_KN.shape)} with strides {out_KN.stride()}."
+        )
+    defines = (("TILES", _TILES), ("OUT", _OUT_E4M3))
+    compiled = kernel(_SOURCE, "transpose_e4m3", defines, tiles.codes.device.index or 0)
+    (bits,) = struct.unpack("i", struct.pack("f", factor))
+    grid = rows // TILE, -(-columns // TILE // _TILES)
+    compiled(grid, 128, _TURNED_BYTES, (tiles.codes, tiles.scales, out_KN), (columns // TILE, stride, bits))

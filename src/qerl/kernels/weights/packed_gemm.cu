@@ -59,11 +59,11 @@
 // after fits beside it.
 //
 // Compile-time: EXPERTS, TOKENS of a slice (8, 16, 32, 64, 128 or 256), SLICES, TEAMS of warps that multiply, each with
-// 64 rows: a warpgroup, or with
-// two FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups that a block has of a row tile (TEAMS / ROW_GROUPS teams
-// share K), TILES 64-wide k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, CLUSTER (1, or 2
-// with BULK), REGISTERS (of a thread that multiplies, where four warps that load give up theirs; 0: all have as
-// many), SETS of accumulators, ADDERS (1: a warp of its own adds LoRA's parts; 0: those that multiply do), BULK and WGMMA.
+// 64 rows: a warpgroup, or with two FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups that a block has of a row tile
+// (TEAMS / ROW_GROUPS teams share K), TILES 64-wide k tiles a stage, TOGETHER tiles a team multiplies before it waits,
+// STAGES, CLUSTER (1, or 2 with BULK), REGISTERS (of a thread that multiplies, where four warps that load give up theirs;
+// 0: all have as many), SETS of accumulators, ADDERS (1: a warp of its own adds LoRA's parts; 0: those that multiply do),
+// BULK and WGMMA.
 //
 // staging.cuh copies and waits, bulk_loads.cuh and thread_loads.cuh load pieces, fragment.cuh decodes, warp_math.cuh and
 // warpgroup_math.cuh multiply a tile.
