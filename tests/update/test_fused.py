@@ -144,6 +144,20 @@ def test_gradients_in_fp8_are_near_and_the_forward_pass_is_the_same(tiny_model, 
         use_backward_dtype(base, "fp8")
 
 
+def test_experts_are_left_out_of_gradients_in_fp8(tmp_path, monkeypatch):
+    """Theirs lie as on disk here, which is refused of others."""
+    tiny("qwen3_moe", num_key_value_heads=4).save_pretrained(tmp_path / "model")
+    model = load_model(tmp_path / "model", "nvfp4", torch.float32, "cpu")
+    packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
+    others = {name for name in packed if ".experts." not in name}
+    for name in others:
+        packed[name].use(stack_tiles([packed[name].storage])[1][0])
+    monkeypatch.setattr(update_kernels, "check_fp8_gradients", lambda device: None)
+    monkeypatch.setattr(type(model), "dtype", torch.bfloat16)
+    assert use_backward_dtype(model, "fp8") == len(others) < len(packed)
+    assert {name for name, layer in packed.items() if layer.fp8_gradients} == others
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TURNED)
 @pytest.mark.parametrize("weights", ["nvfp4", "bf16"])
