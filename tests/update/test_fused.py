@@ -138,10 +138,10 @@ def test_gradients_in_fp8_are_near_and_the_forward_pass_is_the_same(tiny_model, 
     assert all(torch.equal(g, exact[name]) for name, g in logits_and_gradients(model, **row)[1].items())
     layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj").get_base_layer()
     layer.use(layer.storage.to_rows())
-    with pytest.raises(
-        QeRLError, match="it needs weights in nvfp4 or mxfp4 that the paged engine samples from"
-    ):
+    with pytest.raises(QeRLError, match="it needs weights that the paged engine samples from"):
         use_backward_dtype(base, "fp8")
+    with pytest.raises(QeRLError, match="no linear beside experts is in nvfp4 or mxfp4; set backward_dtype"):
+        use_backward_dtype(tiny_model("llama"), "fp8")
 
 
 def test_experts_are_left_out_of_gradients_in_fp8(tmp_path, monkeypatch):
