@@ -38,6 +38,11 @@ def _seconds(dtype: str | None, phase: str) -> str:
     return f"{row(_STEPS, backward_dtype=dtype)[f'{phase}_s']:.2f} s"
 
 
+def _norm(dtype: str | None) -> str:
+    """Of the gradients of that step."""
+    return f"{row(_STEPS, backward_dtype=dtype)['grad_norm']:.3f}"
+
+
 def _first(dtype: str) -> Row:
     return row(_FIRST, backward_dtype=dtype)
 
@@ -47,6 +52,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "backward-fp8-update": lambda: _seconds("fp8", "update"),
     "backward-auto-step": lambda: _seconds(None, "total"),
     "backward-fp8-step": lambda: _seconds("fp8", "total"),
+    "backward-auto-norm": lambda: _norm(None),
+    "backward-fp8-norm": lambda: _norm("fp8"),
     "backward-auto-error": lambda: f"{100 * _first('auto')['gradient_error']:.0f} %",
     "backward-fp8-error": lambda: f"{100 * _first('fp8')['gradient_error']:.0f} %",
     "backward-auto-cosine": lambda: f"{_first('auto')['gradient_cosine']:.4f}",

@@ -1,6 +1,6 @@
 """How often the claims of lab/trained/refilled.yaml are false, and how often true ones are made.
 
-    python -m lab refilled_rates --out bench/results/refilled-rates.json
+    python -m lab refilled_rates --seeds 16 32 --out bench/results/refilled-rates.json
 
 Differences of three arms and the one that they share are those of a study of samplers that are whole steps
 behind, at the end of as many steps of as many samples: moved to the centres that are asked about, and drawn

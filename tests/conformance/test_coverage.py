@@ -50,6 +50,11 @@ TOGETHER = [
         "vespo needs ratios per token",
     ),
     ({"tuning": "full", "weights": "nvfp4"}, "tuning: full cannot train packed"),
+    ({"backward_dtype": "fp8", "weights": "nf4"}, "is for weights in nvfp4 or mxfp4, and these are nf4"),
+    (
+        {"backward_dtype": "fp8", "tuning": "full", "weights": "bf16"},
+        "and these are bf16; set backward_dtype",
+    ),
     ({"per_device_train_batch_size": 6}, "num_generations"),
 ]
 

@@ -232,6 +232,8 @@ def test_the_gradient_in_fp8_is_near_that_of_the_dequantised_weights(exact_e4m3,
     found = gradient_in_fp8(dy, layers).double()
     off = (found - exact).norm(dim=1) / exact.norm(dim=1)
     assert 0.01 < off.mean() < 0.05 and off.max() < 0.08, "of every token, however small its gradient"
+    along = (found * exact).sum(dim=1) / (exact * exact).sum(dim=1)
+    assert 0.99 < along.mean() < 1, "codes are rounded down more than up, which layers may add up"
 
 
 def test_a_layer_gives_its_input_that_gradient_and_the_same_output(exact_e4m3):

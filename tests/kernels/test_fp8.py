@@ -1,4 +1,4 @@
-"""Rows rounded to E4M3, in Triton's interpreter; tests/gpu/test_update_kernels.py has them on a GPU."""
+"""Rows rounded to E4M3, in Triton's interpreter; tests/gpu/test_training.py has them on a GPU."""
 
 import pytest
 import torch

@@ -216,6 +216,15 @@ def test_an_arm_that_lacks_a_seed_is_undecided_and_counts_in_the_correction(resu
     assert differing(page())[0] == []
 
 
+def test_a_claim_needs_half_the_level_of_a_study():
+    """Both kinds may be false, so each p here, between .025 and .05, claims nothing."""
+    steps = np.linspace(0.01, 0.03, 6)
+    found = refilled_tables.claims({"refilled-1": 0 * steps, "refilled-4": -0.1 - steps}, 6)
+    assert found["refilled-4"].costs == 3 / 2**6 and found["refilled-4"].verdict == "undecided"
+    found = refilled_tables.claims({"refilled-1": steps[:5]}, 5)
+    assert found["refilled-1"].no_more == 1 / 2**5 and found["refilled-1"].verdict == "undecided"
+
+
 def test_each_kind_of_claim_is_false_as_seldom_as_it_says():
     """Normal differences with a shared arm: of nothing that costs, and of arms at the margin."""
     draw = np.random.default_rng(0)

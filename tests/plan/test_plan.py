@@ -244,6 +244,17 @@ def test_prediction_of_recorded_peaks(row):
 # What a plan says
 
 
+def test_gradients_in_fp8_take_the_largest_weight_once_more_and_a_gradient_beside_it():
+    own = {"tokens_per_forward": 8192, "gradient_checkpointing_kwargs": {"every_n_layers": 1}}
+    found = []
+    for dtype in ("auto", "fp8"):
+        plan = plan_command("7b", [], own | {"backward_dtype": dtype}, 80, Console(quiet=True))
+        found.append(Activations(plan.sizes, plan.work))
+    plain, fp8 = found
+    assert fp8.workspace - plain.workspace == 2 * 18944 * 3584, "a byte for each number of gate and up"
+    assert plain.working < fp8.working <= plain.working + 2 * 8192 * 3584
+
+
 def test_phases_and_sharing():
     sizes = SIZES["7b"]
     base = make_plan(sizes, work(), GB80)

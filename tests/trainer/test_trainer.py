@@ -61,6 +61,12 @@ def batch_rows():
     return [row for row in DATA for _ in range(GROUP)]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu trains with it")
+def test_gradients_in_fp8_are_never_left_in_16_bits_silently(make_trainer):
+    with pytest.raises(QeRLError, match="fp8 cannot be had here: the model is not on a CUDA device"):
+        make_trainer(backward_dtype="fp8")
+
+
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
 def test_loss_and_gradients_equal_trl(make_trainer, tiny_tokenizer, tmp_path, loss_type, correction):

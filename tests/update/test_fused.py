@@ -138,10 +138,24 @@ def test_gradients_in_fp8_are_near_and_the_forward_pass_is_the_same(tiny_model, 
     assert all(torch.equal(g, exact[name]) for name, g in logits_and_gradients(model, **row)[1].items())
     layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj").get_base_layer()
     layer.use(layer.storage.to_rows())
-    with pytest.raises(
-        QeRLError, match="it needs weights in nvfp4 or mxfp4 that the paged engine samples from"
-    ):
+    with pytest.raises(QeRLError, match="it needs weights that the paged engine samples from"):
         use_backward_dtype(base, "fp8")
+    with pytest.raises(QeRLError, match="no linear beside experts is in nvfp4 or mxfp4; set backward_dtype"):
+        use_backward_dtype(tiny_model("llama"), "fp8")
+
+
+def test_experts_are_left_out_of_gradients_in_fp8(tmp_path, monkeypatch):
+    """Theirs lie as on disk here, which is refused of others."""
+    tiny("qwen3_moe", num_key_value_heads=4).save_pretrained(tmp_path / "model")
+    model = load_model(tmp_path / "model", "nvfp4", torch.float32, "cpu")
+    packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
+    others = {name for name in packed if ".experts." not in name}
+    for name in others:
+        packed[name].use(stack_tiles([packed[name].storage])[1][0])
+    monkeypatch.setattr(update_kernels, "check_fp8_gradients", lambda device: None)
+    monkeypatch.setattr(type(model), "dtype", torch.bfloat16)
+    assert use_backward_dtype(model, "fp8") == len(others) < len(packed)
+    assert {name for name, layer in packed.items() if layer.fp8_gradients} == others
 
 
 @pytest.mark.slow

@@ -84,9 +84,9 @@ def plan_command(
             )
         fields = fields | {"model": name}
     config = load_config(recipes, fields, required=("model",))
-    for name in ("kv_cache_dtype", "backward_dtype"):
-        if getattr(config, name) == "fp8" and planned.card and not planned.card.fp8:
-            raise QeRLError(f"{why_no_fp8(planned.card)}; remove {name}: fp8.")
+    for field in ("kv_cache_dtype", "backward_dtype"):
+        if getattr(config, field) == "fp8" and planned.card and not planned.card.fp8:
+            raise QeRLError(f"{why_no_fp8(planned.card)}; remove {field}: fp8.")
     may, host = not serves and not (planned.card and planned.card.unified), asked_bytes(processes)
     engine: dict[str, Any] = {"adapters": adapters, "serves": serves}
     plan = plan_settings(config, planned.capacity, processes, may_offload=may, host_bytes=host, **engine)

@@ -42,7 +42,14 @@ from qerl.settings.checks import (
 )
 from qerl.settings.foreign import not_of_studies_alone
 from qerl.settings.parents import TrainerFields
-from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
+from qerl.weight_formats import (
+    AS_PUBLISHED,
+    DEFAULT_FORMAT,
+    DEFAULT_ROUNDING,
+    FORMATS,
+    Rounding,
+    WeightFormatName,
+)
 
 
 def _default(group: Group, name: str) -> Any:
@@ -775,6 +782,16 @@ def _an_adapter_teaches_adapters(settings: Any) -> None:
         )
 
 
+def _gradients_in_fp8_pass_packed_weights(settings: Any) -> None:
+    weights = settings.model.weights
+    packed = weights in (None, AS_PUBLISHED) or FORMATS[weights].packed
+    if settings.run.backward_dtype == "fp8" and not packed:
+        raise QeRLError(
+            f"backward_dtype: fp8 is for weights in nvfp4 or mxfp4, and these are {weights}; set "
+            "backward_dtype: auto, or weights: nvfp4."
+        )
+
+
 def _best_of_fewer_than_a_group(settings: Any) -> None:
     k, group = settings.loss.pass_at_k, settings.sampling.num_generations
     if k is not None and k >= group:
@@ -913,6 +930,7 @@ class Settings(Group):
     rules = (
         _a_moving_reference_is_whole,
         _an_adapter_teaches_adapters,
+        _gradients_in_fp8_pass_packed_weights,
         _best_of_fewer_than_a_group,
         _early_rewards_take_one_turn,
         _noise_fits_into_the_run,

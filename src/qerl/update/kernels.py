@@ -47,7 +47,8 @@ def use_backward_dtype(model: PreTrainedModel, dtype: Literal["auto", "fp8"]) ->
         Number of layers with FP8.
 
     Raises:
-        QeRLError: The GPU has no FP8, the model is not bfloat16, or a packed layer lies as on disk.
+        QeRLError: The GPU has no FP8, the model is not bfloat16, nothing or only experts are packed, or a
+            packed layer lies as on disk.
     """
     of_experts = {layer for _, experts in experts_of(model) for layer in experts.modules()}
     layers = [m for m in model.modules() if isinstance(m, PackedLinear) and m not in of_experts]
@@ -55,8 +56,10 @@ def use_backward_dtype(model: PreTrainedModel, dtype: Literal["auto", "fp8"]) ->
         check_fp8_gradients(model.device)
         if model.dtype != torch.bfloat16:
             raise _no_fp8(f"it needs bfloat16 and the model is {str(model.dtype).removeprefix('torch.')}")
-        if not layers or not all(layer.storage.in_tiles for layer in layers):
-            raise _no_fp8("it needs weights in nvfp4 or mxfp4 that the paged engine samples from")
+        if not layers:
+            raise _no_fp8("no linear beside experts is in nvfp4 or mxfp4")
+        if not all(layer.storage.in_tiles for layer in layers):
+            raise _no_fp8("it needs weights that the paged engine samples from")
     for layer in layers:
         layer.fp8_gradients = dtype == "fp8"
     return len(layers) if dtype == "fp8" else 0
