@@ -60,9 +60,9 @@ MODEL = "policy"
 _LOOK_S = 0.2
 """Seconds between two looks at the agents' time while nothing is asked."""
 
-_GAP_S, _BURST_S = 0.005, 0.1
+_GAP_S, _BURST_S = 0.05, 0.5
 """Where nothing is drawn, requests that follow each other within the first are begun together, so that the
-samples of a group share their prompt; the second bounds the wait."""
+samples of a group share their prompt; the second bounds the wait, which ends once every agent waits too."""
 
 
 @dataclass(frozen=True)
@@ -246,14 +246,18 @@ class EndpointDesk:
         for reply in replies:
             reply.settle(_over())
 
-    def wait_for_burst(self) -> None:
-        """Wait until something was asked, or an agent has ended, and no more follows close behind; for want
-        of either a moment."""
+    def wait_for_burst(self, all_wait: Callable[[], bool]) -> None:
+        """Wait until something was asked, or an agent has ended, and no more follows close behind or can; for
+        want of either a moment.
+
+        Args:
+            all_wait: Says whether no agent is left that may ask before it is answered.
+        """
         if self._changed.wait(_LOOK_S):
             until = time.monotonic() + _BURST_S
             while time.monotonic() < until:
                 self._changed.clear()
-                if not self._changed.wait(_GAP_S):
+                if all_wait() or not self._changed.wait(_GAP_S):
                     break
         self._changed.clear()
 
@@ -448,6 +452,7 @@ class _Play:
         self._drawing: dict[int, tuple[_Episode, _Request, int, _Sequence]] = {}
         self._refused: list[tuple[_Episode, _Request]] = []  # for want of memory, until others have ended
         self._texts: dict[tuple[str, ...], StopStrings] = {}
+        self._untold: list[Callable[[], None]] = []  # what replies are to be told
         self._vocabulary = 0
 
     def run(self, url: str, vocabulary: int) -> None:
@@ -461,11 +466,28 @@ class _Play:
         while self._open:
             self._take()
             if self._session.busy:
-                for ended in self._session.next(one_round=True):
+                for ended in self._session.next(one_round=True, meanwhile=self._tell):
                     self._ended(ended)
             else:
-                self._desk.wait_for_burst()
+                self._tell()
+                self._desk.wait_for_burst(self._all_wait)
             self._look()
+
+    def _tell(self) -> None:
+        """Tell replies what has come of their requests; the threads that this wakes take the interpreter's
+        lock from this one."""
+        untold, self._untold = self._untold, []
+        for tell in untold:
+            tell()
+
+    def _all_wait(self) -> bool:
+        """Whether every agent that may run waits for an answer; one that asks for several at a time may have
+        more to ask."""
+        running = [each for each in self._open if each.running is not None and not each.running.done()]
+        begun = [each for each in running if each.until < float("inf")]
+        return len(begun) >= min(len(running), self._episodes[0].environment.at_once) and all(
+            any(reply.outcome is None for reply in [*each.replies.values()]) for each in begun
+        )
 
     def abandon(self) -> None:
         """Give up what still goes on."""
@@ -659,7 +681,9 @@ class _Play:
             self._texts[asked.stop] = StopStrings(self._tokenizer, asked.stop)
         limits.max_tokens = asked.max_tokens
         limits.texts = self._texts[asked.stop] if asked.stop else None
-        limits.tell = (lambda ids: reply.tell(choice, ids)) if asked.stream else None
+        limits.tell = (
+            (lambda ids: self._untold.append(lambda: reply.tell(choice, ids))) if asked.stream else None
+        )
         limits.wanted = lambda: episode.is_open
 
     def _ended(self, ended: Ended) -> None:
@@ -671,15 +695,19 @@ class _Play:
             return
         if not drawn.token_ids:
             self._finish(episode, ended.index)
-            request.reply.settle(_too_long(len(turn.given), 0))
+            self._settle(request, _too_long(len(turn.given), 0))
             return
         ends = drawn.token_ids[-1] in self._params.stop_token_ids
         said = self._templates.choice(request.asked, request.prompt_ids, drawn, ends)
         episode.history.end(turn, drawn, said.message)
         if drawn.finish_reason == "error":
-            request.reply.settle(ApiError("The policy gave logits that are not finite.", 500))
+            self._settle(request, ApiError("The policy gave logits that are not finite.", 500))
             return
         request.choices[choice] = said
         if len(request.choices) == request.asked.n:
             choices = [request.choices[at] for at in range(request.asked.n)]
-            request.reply.settle(Outcome(request.prompt_ids, choices))
+            self._settle(request, Outcome(request.prompt_ids, choices))
+
+    def _settle(self, request: _Request, outcome: Outcome | ApiError) -> None:
+        """Answer a request once the engine's next round is under way."""
+        self._untold.append(lambda: request.reply.settle(outcome))
