@@ -464,13 +464,13 @@ class _Play:
             episode.running = self._beside.start(self._agent(episode, url, at_once))
             episode.running.add_done_callback(lambda _: self._desk.wake())
         while self._open:
-            self._take()
             if self._session.busy:
                 for ended in self._session.next(one_round=True, meanwhile=self._tell):
                     self._ended(ended)
             else:
                 self._tell()
                 self._desk.wait_for_burst(self._all_wait)
+            self._take()
             self._look()
 
     def _tell(self) -> None:
