@@ -60,9 +60,10 @@ MODEL = "policy"
 _LOOK_S = 0.2
 """Seconds between two looks at the agents' time while nothing is asked."""
 
-_GAP_S, _BURST_S = 0.05, 0.5
+_GAP_S, _BURST_S = 0.005, 0.5
 """Where nothing is drawn, requests that follow each other within the first are begun together, so that the
-samples of a group share their prompt; the second bounds the wait, which ends once every agent waits too."""
+samples of a group share their prompt; so are those of agents that have just begun, and whose clients make
+their connections. The second bounds both waits."""
 
 
 @dataclass(frozen=True)
@@ -246,18 +247,18 @@ class EndpointDesk:
         for reply in replies:
             reply.settle(_over())
 
-    def wait_for_burst(self, all_wait: Callable[[], bool]) -> None:
-        """Wait until something was asked, or an agent has ended, and no more follows close behind or can; for
-        want of either a moment.
+    def wait_for_burst(self, more: Callable[[], bool]) -> None:
+        """Wait until something was asked, or an agent has ended, and no more follows close behind; for want
+        of either a moment.
 
         Args:
-            all_wait: Says whether no agent is left that may ask before it is answered.
+            more: Says whether more is to be expected, though it does not follow as close.
         """
         if self._changed.wait(_LOOK_S):
             until = time.monotonic() + _BURST_S
             while time.monotonic() < until:
                 self._changed.clear()
-                if all_wait() or not self._changed.wait(_GAP_S):
+                if not (self._changed.wait(_GAP_S) or more()):
                     break
         self._changed.clear()
 
@@ -469,7 +470,7 @@ class _Play:
                     self._ended(ended)
             else:
                 self._tell()
-                self._desk.wait_for_burst(self._all_wait)
+                self._desk.wait_for_burst(self._beginning)
             self._take()
             self._look()
 
@@ -480,14 +481,14 @@ class _Play:
         for tell in untold:
             tell()
 
-    def _all_wait(self) -> bool:
-        """Whether every agent that may run waits for an answer; one that asks for several at a time may have
-        more to ask."""
+    def _beginning(self) -> bool:
+        """Whether an agent is about to begin, or has begun a moment ago and not asked yet."""
         running = [each for each in self._open if each.running is not None and not each.running.done()]
         begun = [each for each in running if each.until < float("inf")]
-        return len(begun) >= min(len(running), self._episodes[0].environment.at_once) and all(
-            any(reply.outcome is None for reply in [*each.replies.values()]) for each in begun
-        )
+        if len(begun) < min(len(running), self._episodes[0].environment.at_once):
+            return True
+        moment = time.monotonic() - _BURST_S
+        return any(not each.replies and each.until - each.environment.timeout > moment for each in begun)
 
     def abandon(self) -> None:
         """Give up what still goes on."""
