@@ -364,7 +364,7 @@ def test_an_agent_that_begins_late_holds_nobody_up():
 
 
 def test_answers_go_out_while_the_next_round_is_computed(monkeypatch):
-    """One is short and the other long, so the short one's is told within a round, and the last one's behind."""
+    """One is short and the other long, so the short one's is told within a round, the other's behind all."""
     state, told = {"within": False}, {}
     settle = Reply.settle
 

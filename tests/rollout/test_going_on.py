@@ -321,18 +321,18 @@ def test_an_engine_that_is_reset_has_what_a_new_one_has(make):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_others_have_their_time_in_each_round(make, kind):
-    engine, rounds, calls = make(kind), 0, []
+    engine, rounds, calls = make(kind), [], []
     expected = whole(engine)
     with engine.session(PARAMS) as session:
         session.start(PROMPTS, SAMPLES)
         found = {}
         while session.busy:
-            for turn in session.next(one_round=True, meanwhile=lambda: calls.append(rounds)):
+            for turn in session.next(one_round=True, meanwhile=lambda: calls.append(len(rounds))):
                 found[turn.index] = turn.completion
                 session.finish(turn.index)
-            rounds += 1
-        assert session.next(meanwhile=lambda: calls.append(rounds)) == []
-    assert rounds > 3 and calls == [*range(rounds)]
+            rounds.append(found)
+        assert session.next(meanwhile=lambda: calls.append(-1)) == []
+    assert len(rounds) > 3 and calls == [*range(len(rounds))]
     same(found, expected)
 
 
