@@ -11,6 +11,10 @@ they like; this thread draws. What they ask is taken in between two rounds of th
 for anybody: a request that continues a conversation goes on with its sequence, whose keys and values are kept
 (`Session.go_on`), and any other starts one (`qerl.endpoint.history` says which does).
 
+An answer wakes the server and then its client, which take Python's lock from the thread that launches the
+engine's work, some milliseconds for each of them. So answers go out once the next round was given to the
+device: requests are then read and written while it computes, and not while it waits for the host.
+
 **What costs what.** An agent that raises, or whose time is up, costs its own row, as a tool that fails does.
 A client that is gone costs nothing: what it asked for is drawn, and is there if it asks again. A request that
 is sent again, word by word and in the same trajectory, gets the first one's answer, so it is not drawn or
@@ -475,8 +479,7 @@ class _Play:
             self._look()
 
     def _tell(self) -> None:
-        """Tell replies what has come of their requests; the threads that this wakes take the interpreter's
-        lock from this one."""
+        """Tell replies what has come of their requests."""
         untold, self._untold = self._untold, []
         for tell in untold:
             tell()
