@@ -14,7 +14,9 @@ rollout, so that both ways do the same work. The agent is the package openai's a
 process. Conversations are of some turns, each answered at once with one sentence.
 
 The processor's time, of all threads of this process, is given as well: that of a machine that does other
-things, without the programs that an agent starts.
+things, without the programs that an agent starts. So is that of each of the threads that share the
+interpreter: the one that draws, that of the endpoint's server, and that of calls, with the agents and their
+clients in it.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import functools
 import random
 import shlex
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +62,9 @@ ALIKE = (
 )  # fmt: skip
 """Settings in which two recipes have to agree, so that their rollouts are the same work."""
 
+THREADS = {"MainThread": "drawing", "qerl-endpoint": "endpoint", "qerl-calls": "calls"}
+"""Names of threads, and what a row calls them."""
+
 ANSWER = "That is not right yet. Look at it again, step by step, and give the answer in the last line."
 """What the policy hears after each turn but the last."""
 
@@ -89,9 +95,10 @@ class Way:
         for stop in self.params.stops:
             if isinstance(stop, Lengths):
                 stop.begin()
-        start, busy = time.perf_counter(), time.process_time()
+        before, start, busy = _busy_threads(), time.perf_counter(), time.process_time()
         said = in_conversations(self.conversations, self.engine, self.rows, self.samples, self.params, seeds)
         found = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
+        found |= {name: each - before.get(name, 0.0) for name, each in _busy_threads().items()}
         others = self.conversations.environments or []
         failed = sum(getattr(each, "error", None) is not None for each in others)
         return found | {"drawn_tokens": sum(each.tokens for each in said), "failed": failed}
@@ -233,9 +240,28 @@ def _problems(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> l
     return [{"prompt": [{"role": "user", "content": text}], "turns": args.turns} for text in said]
 
 
-def rows(ways: Sequence[Way], repeats: int) -> Iterator[Row]:
+def _busy_threads() -> dict[str, float]:
+    """Seconds of the processor that each thread of `THREADS` had so far."""
+    found: dict[str, float] = {}
+    for thread in threading.enumerate():
+        if thread.name in THREADS and thread.ident is not None:
+            clock = time.pthread_getcpuclockid(thread.ident)
+            found[THREADS[thread.name]] = found.get(THREADS[thread.name], 0.0) + time.clock_gettime(clock)
+    return found
+
+
+def played(ways: Sequence[Way], repeats: int) -> Iterator[list[Row]]:
+    """The rows of all timed rollouts so far, after each of both ways."""
+    for way in ways:
+        way.play(0)
+    taken = []
+    for repeat in range(1, repeats + 1):
+        taken.append([way.play(repeat) for way in ways])
+        yield list(rows(ways, taken))
+
+
+def rows(ways: Sequence[Way], taken: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Row]:
     """A row for the built-in loop and one for the agents, with their ratio to it."""
-    taken = [[way.play(repeat) for way in ways] for repeat in range(repeats + 1)][1:]
     loop: dict[str, float] = {}
     for way, runs in zip(ways, zip(*taken, strict=True), strict=True):
         seconds, cpu = (statistics.median(run[key] for run in runs) for key in ("seconds", "cpu_seconds"))
@@ -252,6 +278,10 @@ def rows(ways: Sequence[Way], repeats: int) -> Iterator[Row]:
             "cpu_ratio": round(of_token["cpu_seconds"] / loop["cpu_seconds"], 3),
             "drawn_tokens": [run["drawn_tokens"] for run in runs],
             "failed": sum(run["failed"] for run in runs),
+            "cpu_seconds_of": {
+                name: round(statistics.median(run.get(name, 0.0) for run in runs), 3)
+                for name in THREADS.values()
+            },
             "runs": [{key: round(run[key], 2) for key in ("seconds", "cpu_seconds")} for run in runs],
         }  # fmt: skip
 
@@ -284,15 +314,15 @@ def main(arguments: list[str]) -> None:
         parser.error("give a recipe and another one with --beside, or --shape")
     ways = of_shape(args) if args.shape else of_recipes(args, Console())
     found: list[Row] = []
-    for row in rows(ways, args.repeats):
-        found.append(row)
+    for found in played(ways, args.repeats):
+        if args.out:
+            write_result(args.out, shlex.join(["agents", *arguments]), found, note=args.note)
+    for row in found:
         print(
             f"{row.get('recipe', row['environment'])}: {row['seconds']} s a rollout ({row['cpu_seconds']} of "
             f"the CPU), {row['ratio']} of the loop's for each token ({row['cpu_ratio']}), "
-            f"{row['drawn_tokens']} drawn, {row['failed']} failed",
+            f"{row['drawn_tokens']} drawn, {row['failed']} failed, threads {row['cpu_seconds_of']}",
             flush=True,
         )
     for way in ways:
         way.conversations.__exit__()
-    if args.out:
-        write_result(args.out, shlex.join(["agents", *arguments]), found, note=args.note)

@@ -130,6 +130,8 @@ def test_a_client_and_the_loop_play_turns_of_the_same_lengths(llama_folder, tmp_
     loop, led = json.loads(out.read_text())["rows"]
     assert (loop["environment"], led["environment"]) == ("calls", "openai")
     assert loop["failed"] == led["failed"] == 0
+    assert 0 <= loop["cpu_seconds_of"]["endpoint"] < led["cpu_seconds_of"]["endpoint"]
+    assert all(sum(row["cpu_seconds_of"].values()) < 1.1 * row["cpu_seconds"] + 0.1 for row in (loop, led))
     assert led["drawn_tokens"] == loop["drawn_tokens"]
     assert 2 * 3 * 3 * 3 <= led["drawn_tokens"][0] <= 2 * 3 * 3 * 9  # turns of 3 to 9 tokens
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -9,6 +10,7 @@ from qerl.agents.conversations import Conversations, check_others
 from qerl.agents.loop import Limits
 from qerl.agents.outside import Endpoint
 from qerl.agents.pool import ToolPool
+from qerl.endpoint.reply import Reply
 from qerl.eval.sampling import in_conversations
 from qerl.rollout.engine import SamplingParams
 from tests.support.endpoint import (
@@ -23,6 +25,7 @@ from tests.support.endpoint import (
     tiny_engine,
     user,
 )
+from tests.support.models import make_tiny_model
 
 
 def three_turns(endpoint, row):
@@ -334,3 +337,67 @@ def test_the_samples_of_a_group_share_their_prompt():
     assert engine.last._started_prompts < 8
     assert engine.last.prefilled_tokens < 8 * len(found[0].prompt_ids)
     assert len({tuple(each.token_ids) for each in found}) == 8
+
+
+def test_the_samples_of_agents_that_take_their_time_to_begin_share_their_prompt():
+    def agent(endpoint, row):
+        time.sleep(row["after"])
+        chat(endpoint, [user("the same " * 10)], max_tokens=4)
+        return 1.0
+
+    engine = tiny_engine()
+    play(agent, [{"after": after} for after in (0, 0.1, 0.2)], engine=engine)
+    assert (engine.last._started, engine.last._started_prompts) == (3, 1)
+
+
+def test_an_agent_that_begins_late_holds_nobody_up():
+    ended = {}
+
+    def agent(endpoint, row):
+        time.sleep(row["after"])
+        chat(endpoint, [user("a")], max_tokens=4)
+        ended[row["after"]] = time.monotonic()
+        return 1.0
+
+    play(agent, [{"after": after} for after in (0, 2.0)])
+    assert ended[2.0] - ended[0] > 1.0
+
+
+def test_answers_go_out_while_the_next_round_is_computed(monkeypatch):
+    """One is short and the other long, so the short one's is told within a round, the other's behind all."""
+    state, told = {"within": False}, {}
+    settle = Reply.settle
+
+    def noting(reply, outcome):
+        told.setdefault(reply.name, state["within"])
+        settle(reply, outcome)
+
+    monkeypatch.setattr(Reply, "settle", noting)
+
+    class Rounds(type(tiny_engine())):
+        @contextmanager
+        def session(self, *args, **kwargs):
+            with super().session(*args, **kwargs) as session:
+                plain = session.next
+
+                def next_round(one_round, meanwhile):
+                    def within():
+                        state["within"] = True
+                        meanwhile()
+                        state["within"] = False
+
+                    return plain(one_round, within)
+
+                session.next = next_round
+                yield session
+
+    def agent(endpoint, row):
+        row["seen"] = chat(endpoint, [user(row["word"])], max_tokens=row["most"])
+        return 1.0
+
+    rows = []
+    engine = Rounds(make_tiny_model(), pad_token_id=0)
+    both = [{"word": "a", "most": 2}, {"word": "b", "most": 60}]
+    play(kept(agent, rows), both, engine=engine, stop_token_ids=())
+    names = [row["seen"]["id"].removeprefix("chatcmpl-") for row in sorted(rows, key=lambda row: row["most"])]
+    assert [told[name] for name in names] == [True, False]

@@ -13,7 +13,9 @@ if torch.cuda.is_available():
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import Begun, SamplingParams
+from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.rows import Rows
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
@@ -315,3 +317,41 @@ def test_an_engine_that_is_reset_has_what_a_new_one_has(make):
     assert not any(engine.cache.blocks) and not engine.graphs.steps and not engine.graphs.serves(1, 1)
     same(whole(engine), expected)
     assert engine.cache.blocks == taken
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_others_have_their_time_in_each_round(make, kind):
+    engine, rounds, calls = make(kind), [], []
+    expected = whole(engine)
+    with engine.session(PARAMS) as session:
+        session.start(PROMPTS, SAMPLES)
+        found = {}
+        while session.busy:
+            for turn in session.next(one_round=True, meanwhile=lambda: calls.append(len(rounds))):
+                found[turn.index] = turn.completion
+                session.finish(turn.index)
+            rounds.append(found)
+        assert session.next(meanwhile=lambda: calls.append(-1)) == []
+    assert len(rounds) > 3 and calls == [*range(len(rounds))]
+    same(found, expected)
+
+
+@pytest.mark.slow
+def test_others_have_it_once_the_steps_were_given_to_the_device(make, monkeypatch):
+    order = []
+
+    def noting(owner, name):
+        plain = getattr(owner, name)
+
+        def note(*args):
+            order.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noting(DecodeStep, "decode")
+    noting(Rows, "read")
+    with make("paged").session(PARAMS) as session:
+        session.start(PROMPTS, SAMPLES)
+        session.next(one_round=True, meanwhile=lambda: order.append("others"))
+    assert order == ["decode", "others", "read"]

@@ -32,7 +32,7 @@ class WholeTurns(TrackedSession):
     def _drop(self, sequence):
         pass
 
-    def _decode(self):
+    def _decode(self, meanwhile):
         ended, self._waiting = self._waiting, []
         for sequence in ended:
             said = self.turn(sequence)

@@ -138,11 +138,11 @@ class UnorderedSession(WholeTurns):
     def turn(self, sequence):
         return self._engine.draw(sequence.room, generator("scripted", *sequence.key))
 
-    def _decode(self):
+    def _decode(self, meanwhile):
         self._engine.most = max(self._engine.most, self._drawing)
         self._engine.order.shuffle(self._waiting)
         *rest, self._waiting = [*self._waiting[1:]], self._waiting[:1]
-        (ended,) = super()._decode()
+        (ended,) = super()._decode(meanwhile)
         self._waiting = rest[0]
         return [ended]
 

@@ -11,6 +11,10 @@ they like; this thread draws. What they ask is taken in between two rounds of th
 for anybody: a request that continues a conversation goes on with its sequence, whose keys and values are kept
 (`Session.go_on`), and any other starts one (`qerl.endpoint.history` says which does).
 
+An answer wakes the server and then its client, which take Python's lock from the thread that launches the
+engine's work, some milliseconds for each of them. So answers go out once the next round was given to the
+device: requests are then read and written while it computes, and not while it waits for the host.
+
 **What costs what.** An agent that raises, or whose time is up, costs its own row, as a tool that fails does.
 A client that is gone costs nothing: what it asked for is drawn, and is there if it asks again. A request that
 is sent again, word by word and in the same trajectory, gets the first one's answer, so it is not drawn or
@@ -60,9 +64,10 @@ MODEL = "policy"
 _LOOK_S = 0.2
 """Seconds between two looks at the agents' time while nothing is asked."""
 
-_GAP_S, _BURST_S = 0.005, 0.1
+_GAP_S, _BURST_S = 0.005, 0.5
 """Where nothing is drawn, requests that follow each other within the first are begun together, so that the
-samples of a group share their prompt; the second bounds the wait."""
+samples of a group share their prompt; so are those of agents that have just begun, and whose clients make
+their connections. The second bounds both waits."""
 
 
 @dataclass(frozen=True)
@@ -246,14 +251,18 @@ class EndpointDesk:
         for reply in replies:
             reply.settle(_over())
 
-    def wait_for_burst(self) -> None:
+    def wait_for_burst(self, more: Callable[[], bool]) -> None:
         """Wait until something was asked, or an agent has ended, and no more follows close behind; for want
-        of either a moment."""
+        of either a moment.
+
+        Args:
+            more: Says whether more is to be expected, though it does not follow as close.
+        """
         if self._changed.wait(_LOOK_S):
             until = time.monotonic() + _BURST_S
             while time.monotonic() < until:
                 self._changed.clear()
-                if not self._changed.wait(_GAP_S):
+                if not (self._changed.wait(_GAP_S) or more()):
                     break
         self._changed.clear()
 
@@ -448,6 +457,7 @@ class _Play:
         self._drawing: dict[int, tuple[_Episode, _Request, int, _Sequence]] = {}
         self._refused: list[tuple[_Episode, _Request]] = []  # for want of memory, until others have ended
         self._texts: dict[tuple[str, ...], StopStrings] = {}
+        self._untold: list[Callable[[], None]] = []  # what replies are to be told
         self._vocabulary = 0
 
     def run(self, url: str, vocabulary: int) -> None:
@@ -459,13 +469,29 @@ class _Play:
             episode.running = self._beside.start(self._agent(episode, url, at_once))
             episode.running.add_done_callback(lambda _: self._desk.wake())
         while self._open:
-            self._take()
             if self._session.busy:
-                for ended in self._session.next(one_round=True):
+                for ended in self._session.next(one_round=True, meanwhile=self._tell):
                     self._ended(ended)
             else:
-                self._desk.wait_for_burst()
+                self._tell()
+                self._desk.wait_for_burst(self._beginning)
+            self._take()
             self._look()
+
+    def _tell(self) -> None:
+        """Tell replies what has come of their requests."""
+        untold, self._untold = self._untold, []
+        for tell in untold:
+            tell()
+
+    def _beginning(self) -> bool:
+        """Whether an agent is about to begin, or has begun a moment ago and not asked yet."""
+        running = [each for each in self._open if each.running is not None and not each.running.done()]
+        begun = [each for each in running if each.until < float("inf")]
+        if len(begun) < min(len(running), self._episodes[0].environment.at_once):
+            return True
+        moment = time.monotonic() - _BURST_S
+        return any(not each.replies and each.until - each.environment.timeout > moment for each in begun)
 
     def abandon(self) -> None:
         """Give up what still goes on."""
@@ -659,7 +685,9 @@ class _Play:
             self._texts[asked.stop] = StopStrings(self._tokenizer, asked.stop)
         limits.max_tokens = asked.max_tokens
         limits.texts = self._texts[asked.stop] if asked.stop else None
-        limits.tell = (lambda ids: reply.tell(choice, ids)) if asked.stream else None
+        limits.tell = (
+            (lambda ids: self._untold.append(lambda: reply.tell(choice, ids))) if asked.stream else None
+        )
         limits.wanted = lambda: episode.is_open
 
     def _ended(self, ended: Ended) -> None:
@@ -671,15 +699,19 @@ class _Play:
             return
         if not drawn.token_ids:
             self._finish(episode, ended.index)
-            request.reply.settle(_too_long(len(turn.given), 0))
+            self._settle(request, _too_long(len(turn.given), 0))
             return
         ends = drawn.token_ids[-1] in self._params.stop_token_ids
         said = self._templates.choice(request.asked, request.prompt_ids, drawn, ends)
         episode.history.end(turn, drawn, said.message)
         if drawn.finish_reason == "error":
-            request.reply.settle(ApiError("The policy gave logits that are not finite.", 500))
+            self._settle(request, ApiError("The policy gave logits that are not finite.", 500))
             return
         request.choices[choice] = said
         if len(request.choices) == request.asked.n:
             choices = [request.choices[at] for at in range(request.asked.n)]
-            request.reply.settle(Outcome(request.prompt_ids, choices))
+            self._settle(request, Outcome(request.prompt_ids, choices))
+
+    def _settle(self, request: _Request, outcome: Outcome | ApiError) -> None:
+        """Answer a request once the engine's next round is under way."""
+        self._untold.append(lambda: request.reply.settle(outcome))

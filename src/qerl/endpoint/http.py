@@ -153,12 +153,15 @@ class Routes:
     async def _news(self, request: Request, reply: Reply, told: asyncio.Event) -> AsyncIterator[None]:
         """Goes on whenever something was told of a reply, until it is there or its client is gone."""
         while reply.outcome is None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(told.wait(), _LOOK_S)
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await told.wait()
+            except TimeoutError:
+                if await request.is_disconnected():
+                    return
+            else:
                 told.clear()
                 yield
-            if reply.outcome is None and await request.is_disconnected():
-                return
 
 
 def check_model(name: str, known: Sequence[str]) -> None:

@@ -45,7 +45,12 @@ class Listening:
         at = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         self.url = f"http://{at}:{listening.getsockname()[1]}/v1"
         config = uvicorn.Config(
-            Starlette(routes=list(routes)), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
+            Starlette(routes=list(routes)),
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=1,
+            lifespan="off",
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(

@@ -287,12 +287,14 @@ class Session(ABC):
         raise QeRLError(_not_going_on(self, "leave"))
 
     @abstractmethod
-    def next(self, one_round: bool = False) -> list[Ended]:
+    def next(self, one_round: bool = False, meanwhile: Callable[[], None] | None = None) -> list[Ended]:
         """Decode until at least one sequence has ended its turn; with nothing to decode the list is empty.
 
         Args:
             one_round: Decode the few steps of a round of the engine and no more, so that others can start
                 sequences before any has ended; the list may then be empty while the session is `busy`.
+            meanwhile: Called in each round once its work was given to the device, before that is waited for;
+                it must ask nothing of the session. Whatever it lets run beside the device holds nothing up.
         """
 
     def next_finished(self, one_round: bool = False) -> list[Ended]:

@@ -218,7 +218,7 @@ class TrackedSession(Session):
         """Have what was drawn of all sequences on the host; none of them is decoded any more."""
 
     @abstractmethod
-    def _decode(self) -> list[Sequence]:
+    def _decode(self, meanwhile: Callable[[], None] | None) -> list[Sequence]:
         """Decode a round; gives the sequences that have ended their turn, tokens and reason up to date."""
 
     def start(
@@ -297,11 +297,11 @@ class TrackedSession(Session):
             if s.stage == "drawing"
         }
 
-    def next(self, one_round: bool = False) -> list[Ended]:
+    def next(self, one_round: bool = False, meanwhile: Callable[[], None] | None = None) -> list[Ended]:
         """See `Session.next`."""
         ended, self._full = self._full, []
         while not ended:
-            ended = self._decode()
+            ended = self._decode(meanwhile)
             if one_round or not self.busy:
                 break
         return [self._end(sequence) for sequence in ended]

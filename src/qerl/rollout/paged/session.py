@@ -136,7 +136,7 @@ class PagedSession(TrackedSession):
         while self._scheduler.reclaim():
             pass
 
-    def _decode(self) -> list[Sequence]:
+    def _decode(self, meanwhile: Callable[[], None] | None) -> list[Sequence]:
         """See `TrackedSession._decode`."""
         scheduler, parts = self._scheduler, self._parts
         if not scheduler.busy:
@@ -151,6 +151,8 @@ class PagedSession(TrackedSession):
         self._prefill(planned)  # last, because uploads would wait for it
         most = max(sequence.max_tokens for sequence in scheduler.running.values())
         step.decode(min(parts.pace.round_steps, most))
+        if meanwhile is not None:
+            meanwhile()
         generated, rows, overrun = step.rows.read(scheduler.running)
         self._count(step)
         ended = [scheduler.running[row] for row in rows]

@@ -28,7 +28,7 @@ sequence of others.
 """
 
 from collections import abc, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -231,11 +231,16 @@ class PortableSession(TrackedSession):
         self._wave, self._runner = Wave(), None
         self._kept.clear()
 
-    def _decode(self) -> list[Sequence]:
-        """See `TrackedSession._decode`; a round is one step, or one pass over drafts."""
+    def _decode(self, meanwhile: Callable[[], None] | None) -> list[Sequence]:
+        """See `TrackedSession._decode`; a round is one step, or one pass over drafts.
+
+        The host takes part in all of it, so there is no better time for others than before it.
+        """
         self._leave()
         if not (self._wave.rows or self._waves or self._joining):
             return []
+        if meanwhile is not None:
+            meanwhile()
         running = len(self._wave.rows)
         joining = min(len(self._joining), self._max_sequences - running) >= JOINING_SHARE * running
         if self._runner is not None:
