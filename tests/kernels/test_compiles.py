@@ -65,7 +65,9 @@ OF_DELTA_NETS = {
     "_delta_inputs", "_gated_norm", "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
 }  # fmt: skip
-AROUND_EXPERTS = {"_rope_kv", "_attend", "_combine_splits", "_partial_softmax", "_choose", "_filter"}
+AROUND_EXPERTS = {
+    "_rope_kv", "_attend", "_combine_splits", "_combine_of_token", "_partial_softmax", "_choose", "_filter",
+}  # fmt: skip
 """What a decoder with experts has as others do; it is compiled for those."""
 WITHOUT_PRODUCTS = {
     "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
@@ -381,6 +383,7 @@ def walk(recorder: Recorder, target: int) -> None:
         pairs(32, 4, 2880, 2880, Clamp(1.7, 7.0))
         recorder.walk = "rank 256"
         decode(128, 256, 128, fp8=True)
+        decode(8, 256, 128, fp8=True)
         recorder.walk = "gated delta nets"
         delta_net_step(128, 32)
         gated_attention(128, 32)
