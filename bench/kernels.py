@@ -190,7 +190,8 @@ def measure(
     card = card_of(torch.device("cuda", torch.cuda.current_device()))
     if "qerl" in engines and tokens <= MAX_TOKENS[card.math]:
         chosen = tiling_for(tokens, card, (rows, width))
-        tilings = packed_tilings(tokens, card) if "qerl" in tune else [chosen]
+        tried = packed_tilings(tokens, card) if "qerl" in tune else []
+        tilings = list(dict.fromkeys([chosen, *tried]))
         timed = [(time_packed(x_TK, weights, tiling), list(vars(tiling).values())) for tiling in tilings]
         add("qerl", size, timed, packed_error(x_TK, weights[0], chosen))
     if "quack" in engines and has_module("quack"):

@@ -69,7 +69,7 @@ def setting(text: str) -> Iterator[None]:
         if key is not None:
             holder, place = holder[name], value_of(key)
         before = holder[place]
-    except (ImportError, KeyError) as error:
+    except (ImportError, LookupError, TypeError) as error:
         raise QeRLError(f"{text!r} in --way names nothing that there is: {error}.") from error
     holder[place] = value_of(value)
     try:
@@ -103,6 +103,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
     ways = {name: settings for name, *settings in args.way}
+    if len(ways) < len(args.way):
+        raise QeRLError("Two of --way have one name; give each its own.")
     for settings in ways.values():
         for text in settings:
             with setting(text):  # a mistake is said before anything is made

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.ways import over_first, setting, turns, value_of
+from bench.ways import main, over_first, setting, turns, value_of
 from qerl.errors import QeRLError
 from qerl.kernels.decode import attend
 from qerl.kernels.weights import nvfp4, packed_gemm
@@ -25,11 +25,25 @@ def test_tilings_are_values():
 
 
 @pytest.mark.parametrize(
-    "text", ["MANY=2", "qerl.kernels.decode.attend:NOTHING=2", "qerl.nothing:A=1", "math:pi=print(3)"]
+    "text",
+    [
+        "MANY=2",
+        "qerl.kernels.decode.attend:NOTHING=2",
+        "qerl.kernels.decode.attend:FEW_TOKENS[0]=2",
+        "qerl.kernels.weights.packed_gemm:_TOKENS[9]=2",
+        "qerl.kernels.weights.packed_gemm:MAX_TOKENS['tcgen05']=2",
+        "qerl.nothing:A=1",
+        "math:pi=print(3)",
+    ],
 )
 def test_what_sets_nothing_is_refused(text):
     with pytest.raises(QeRLError, match="--way"), setting(text):
         pass
+
+
+def test_ways_have_names_of_their_own():
+    with pytest.raises(QeRLError, match="one name"):
+        main(["--way", "a", "math:pi=3", "--way", "a"])
 
 
 def test_every_second_round_is_in_reverse():

@@ -16,6 +16,7 @@ from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.draw import RowState, draw_token
 from qerl.kernels.decode.filters import RowSettings
 from qerl.kernels.decode.launch import NO_B, LoraA, LoraB
+from qerl.kernels.weights.packed_gemm import sums_dtype
 from qerl.kernels.weights.product import LoraSum
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.rows import write_settings
@@ -26,17 +27,20 @@ def low_of(parts_PTR):
     return parts_PTR.double().sum(0)
 
 
-def partial_sums(splits, tokens, columns):
-    """A GEMM's output in which 64 columns have 1 to ``splits`` parts and the others are poisoned."""
+def partial_sums(splits, tokens, columns, dtype=None):
+    """A GEMM's output in which 64 columns have 1 to ``splits`` parts and the others are poisoned; in the
+    dtype of so many tokens unless one is given."""
     counts = torch.randint(1, splits + 1, (-(-columns // 64),), device=DEVICE, dtype=torch.int32)
     counts[-1] = splits
     used = torch.arange(splits, device=DEVICE)[:, None] < counts.repeat_interleave(64)[None, :columns]
-    gemm = torch.randn(splits, tokens, columns, device=DEVICE)
+    gemm = torch.randn(splits, tokens, columns, device=DEVICE).to(dtype or sums_dtype(tokens))
     poisoned = torch.where(used[:, None], gemm, float("nan"))
     return poisoned, torch.where(used[:, None], gemm, 0.0).double().sum(0), counts
 
 
-@pytest.mark.parametrize("tokens,splits,rank,padded", [(3, 2, 16, 8), (17, 1, 0, 0), (40, 3, 32, 64)])
+@pytest.mark.parametrize(
+    "tokens,splits,rank,padded", [(3, 2, 16, 8), (17, 1, 0, 0), (40, 3, 32, 64), (130, 6, 16, 256)]
+)
 def test_residual_norm(tokens, splits, rank, padded):
     width, stacked = 256, 3 * rank
     product, summed, counts = partial_sums(splits, tokens, width)
@@ -84,18 +88,18 @@ FP8 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
-    "size,qk_norm,bias,rank,cached",
+    "size,qk_norm,bias,rank,cached,sums",
     [
-        (64, False, True, 16, HALF),
-        (64, True, False, 0, HALF),
-        pytest.param(64, False, True, 0, FP8, marks=without_fp8),
-        (80, True, True, 16, HALF),
+        (64, False, True, 16, HALF, torch.float32),
+        (64, True, False, 0, HALF, torch.bfloat16),
+        pytest.param(64, False, True, 0, FP8, torch.float32, marks=without_fp8),
+        (80, True, True, 16, HALF, torch.float32),
     ],
 )
-def test_rope_kv(size, qk_norm, bias, rank, cached):
+def test_rope_kv(size, qk_norm, bias, rank, cached, sums):
     tokens, heads, kv_heads, splits, width = 5, 6, 2, 2, 384
     columns = (heads + 2 * kv_heads) * size
-    product, summed, counts = partial_sums(splits, tokens, columns)
+    product, summed, counts = partial_sums(splits, tokens, columns, sums)
     scale = torch.rand(3, device=DEVICE) + 0.5
     squares = torch.rand(3, tokens, device=DEVICE) * width / 3 + 1
     low, b = torch.randn(tokens, 3 * max(rank, 1), device=DEVICE), half(columns, max(rank, 1))

@@ -65,7 +65,9 @@ OF_DELTA_NETS = {
     "_delta_inputs", "_gated_norm", "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
 }  # fmt: skip
-AROUND_EXPERTS = {"_rope_kv", "_attend", "_combine_splits", "_partial_softmax", "_choose", "_filter"}
+AROUND_EXPERTS = {
+    "_rope_kv", "_attend", "_combine_splits", "_combine_of_token", "_partial_softmax", "_choose", "_filter",
+}  # fmt: skip
 """What a decoder with experts has as others do; it is compiled for those."""
 WITHOUT_PRODUCTS = {
     "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
@@ -186,7 +188,10 @@ def test_a_card_treated_as_an_older_one_assembles_that_classs_code_for_itself(tm
     assert done.stdout.split() == ["sm_80", str(90)], "PTX of 8.0, and machine code of 9.0"
 
 
-SPILLS = {"heads of 256": 512, "rank 256": 1536, "delta rule": 768, "delta rule, small heads": 768}
+SPILLS = {
+    "heads of 256": 512, "rank 256": 1536, "rank 256, few": 1536, "delta rule": 768,
+    "delta rule, small heads": 768,
+}  # fmt: skip
 """Bytes that a thread may spill, by walk: sizes that few models and adapters have; and what the delta rule
 holds of states and both halves of its operands, whose time are products."""
 
@@ -381,6 +386,8 @@ def walk(recorder: Recorder, target: int) -> None:
         pairs(32, 4, 2880, 2880, Clamp(1.7, 7.0))
         recorder.walk = "rank 256"
         decode(128, 256, 128, fp8=True)
+        recorder.walk = "rank 256, few"
+        decode(8, 256, 128, fp8=False)
         recorder.walk = "gated delta nets"
         delta_net_step(128, 32)
         gated_attention(128, 32)

@@ -22,10 +22,15 @@ def without_quack(monkeypatch):
     monkeypatch.setattr(nvfp4, "dequantize_tiles", dequantize_tiles)
 
 
-def test_many_tokens_are_multiplied_without_quack(without_quack):
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_many_tokens_are_multiplied_without_quack(without_quack, monkeypatch, capability):
+    card = CARDS[capability]
+    monkeypatch.setattr(nvfp4, "card_of", lambda device: card)
     torch.manual_seed(0)
     stack = nvfp4.NVFP4Stack(random_tiles(128, 192, device="cpu"), torch.tensor([0.5, 3.0]))
-    tokens = MAX_TOKENS["wgmma"] + 2
+    most = MAX_TOKENS[card.math]
+    assert stack.padded_tokens(most) == most and stack.padded_tokens(most + 1) == 0
+    tokens = most + 2
     x_TK = torch.randn(tokens, 192).bfloat16()
     scratch = torch.empty(stack.scratch_bytes(tokens), dtype=torch.uint8)
     product = stack.multiply(x_TK, tokens, scratch)
@@ -42,5 +47,5 @@ def test_a_card_that_quack_knows_is_told_once_that_it_is_missing(monkeypatch, ca
     monkeypatch.setattr(nvfp4, "card_of", cards.get)
     nvfp4.quack_runs.cache_clear()
     assert not any(nvfp4.quack_runs(each) for each in (device, device, other))
-    assert ["quack-kernels is not installed" in record.message for record in caplog.records] == [True]
+    assert ["passes of more than 512 tokens" in record.message for record in caplog.records] == [True]
     nvfp4.quack_runs.cache_clear()

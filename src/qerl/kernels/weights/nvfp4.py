@@ -108,8 +108,8 @@ def quack_runs(device: torch.device) -> bool:
     has_kernels, installed = card_of(device).quack, has_module("quack")
     if has_kernels and not installed:
         logger.warning(
-            "quack-kernels is not installed, so products of more than %d tokens dequantise their weight, and "
-            "rollouts of more rows than that are slower than smaller ones; install the extra `gpu`.",
+            "quack-kernels is not installed, so passes of more than %d tokens, among them those of long "
+            "prompts, dequantise each weight before its product; install the extra `gpu`.",
             most_tokens(device),
         )
     return has_kernels and installed
@@ -185,8 +185,8 @@ many blocks share K."""
 def quack_tile(tokens: int, width: int) -> Tile:
     """The tile for more tokens than packed_gemm.cu takes.
 
-    H100, Qwen2.5-7B shapes at 256 tokens, microseconds against quack's own choice: qkv 19.1 / 31.3; gate_up
-    98.7 / 113; down 54.5 / 66.4.
+    Those of up to 512 are for cards without wgmma, where they were not timed. H100, Qwen2.5-7B shapes at 256
+    tokens, microseconds against quack's own choice: qkv 19.1 / 31.3; gate_up 98.7 / 113; down 54.5 / 66.4.
     """
     if tokens > 512:
         return 128, 256, 1

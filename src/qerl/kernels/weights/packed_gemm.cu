@@ -1,6 +1,6 @@
-// y[s, m, n] = part s of the sum over k of x[m, k] * w[n, k], w in NVFP4, for few tokens (M <= 512).
+// y[s, m, n] = part s of the sum over k of x[m, k] * w[n, k], w in NVFP4, for up to 512 tokens.
 //
-// At these sizes a product is as fast as its weight is read, so the kernel is a stream. One block sits on each
+// With few tokens a product is as fast as its weight is read, so the kernel is a stream. One block sits on each
 // multiprocessor for the whole product. Some of its warps do nothing but ask for the next pieces of weight and
 // activations, up to STAGES of them ahead, into shared memory; the others decode and multiply. The weight does not
 // depend on the kernel before this one, so the first STAGES pieces of it are asked for before that kernel has ended:
@@ -36,7 +36,7 @@
 // whoever reads the output adds the parts in order. That costs no launch here, because every reader is a kernel of
 // ours, and it keeps results independent of timing.
 //
-// Clusters. At 128 tokens a block reads several times as many bytes of activations as of weight from the L2 cache. So
+// Clusters. From 128 tokens on a block reads several times as many bytes of activations as of weight from the L2 cache. So
 // CLUSTER blocks share one row tile, ROW_GROUPS of its 64-row groups each, and walk along K together: each copies its
 // share of the activations to all of them. The line of tiles is then cut into as many pieces as there are clusters.
 // bulk_loads.cuh has the order in which they wait for one another.
@@ -54,9 +54,9 @@
 //
 // Registers. A launch gives all threads of a block equally many. With three warpgroups that multiply and a warp that
 // loads that is at most 128 for each (a quarter of the multiprocessor has four of these warps), too few for 128
-// tokens. So with REGISTERS there are four warps that load, of which one does, and all four give registers up to
-// those that multiply. The block then has all registers of the multiprocessor, and no block of the kernels before and
-// after fits beside it.
+// tokens; with two it is 168, of which 256 tokens take 128 for accumulators. So with REGISTERS there are four warps that
+// load, of which one does, and all four give registers up to those that multiply. The block then has all registers of the
+// multiprocessor, and no block of the kernels before and after fits beside it.
 //
 // Compile-time: EXPERTS, TOKENS of a slice (8, 16, 32, 64, 128 or 256), SLICES, TEAMS of warps that multiply, each with
 // 64 rows: a warpgroup, or with two FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups that a block has of a row tile

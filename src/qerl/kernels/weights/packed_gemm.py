@@ -1,5 +1,4 @@
-"""The GEMM of NVFP4 tiles with few tokens, where a product is as fast as the weight is read; see
-packed_gemm.cu.
+"""The GEMM of NVFP4 tiles with up to 512 tokens; see packed_gemm.cu.
 
 Shapes: S partial sums, T tokens, N outputs, K inputs.
 """
