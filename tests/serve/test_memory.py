@@ -179,11 +179,11 @@ def test_a_session_that_fails_does_not_fail_what_waits_for_memory(monkeypatch, s
     """The third round of the small one is a defect; the large one was back at the desk."""
     rounds, decode = [], PagedSession._decode
 
-    def fails(session):
+    def fails(session, meanwhile):
         rounds.append(session)
         if len(rounds) == 3:
             raise RuntimeError("a defect")
-        return decode(session)
+        return decode(session, meanwhile)
 
     monkeypatch.setattr(PagedSession, "_decode", fails)
     found = answers(made(**BESIDE), [asked(SMALL)], [[asked(LARGE)]])
