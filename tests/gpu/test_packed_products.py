@@ -76,7 +76,7 @@ def test_packed_gemm_with_something_ahead(tokens):
         pytest.skip("needs a GPU on which the kernels run")
     weight, x = random_tiles(640, 2368), torch.randn(tokens, 2368, device=DEVICE).bfloat16()
     tiling = tiling_for(tokens, card_of(weight.codes.device), weight.shape)
-    most, _ = partial_sums(tiling, weight.shape, weight.codes.device)
+    most, _ = partial_sums(tiling, weight.shape, weight.codes.device, slices(tokens))
     found = [torch.zeros(most, tokens, 640, device=DEVICE) for _ in range(2)]
     b, a = half(640, 16), half(33, 128)
     packed_gemm(to_operand(x), weight, found[0], tiling)

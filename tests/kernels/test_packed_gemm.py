@@ -279,7 +279,7 @@ def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tilin
     weight, x_TK = random_tiles(rows, width, device="cpu"), torch.randn(tokens, width).bfloat16()
     monkeypatch.setattr(packed_gemm, "multiprocessors", lambda device: blocks)
     packed_gemm.partial_sums.cache_clear()
-    most, counts_G = packed_gemm.partial_sums(tiling, (rows, width), torch.device("cpu"))
+    most, counts_G = packed_gemm.partial_sums(tiling, (rows, width), torch.device("cpu"), 1)
     packed_gemm.partial_sums.cache_clear()
     out_STN = np.full((most, tokens, rows), np.nan)
     x = to_operand(x_TK).view(torch.uint8).numpy()

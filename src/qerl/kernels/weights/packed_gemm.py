@@ -122,11 +122,12 @@ class Tiling:
 
 @cache
 def partial_sums(
-    tiling: Tiling, shape: tuple[int, int], device: torch.device, slices: int = 1
+    tiling: Tiling, shape: tuple[int, int], device: torch.device, of_slices: int
 ) -> tuple[int, torch.Tensor]:
-    """Partial sums that a product leaves: the most of any row, and those of each 64 rows, int32 [N/64]."""
+    """Partial sums that a product of so many slices leaves: the most of any row, and those of each 64 rows,
+    int32 [N/64]."""
     groups, k_tiles = shape[0] // TILE, shape[1] // TILE
-    total, clusters = _tiles(tiling, shape), _clusters(tiling, shape, device, slices)
+    total, clusters = _tiles(tiling, shape), _clusters(tiling, shape, device, of_slices)
     counts = []
     for group in range(groups):
         first = group // (tiling.row_groups * tiling.cluster) * k_tiles
@@ -140,10 +141,10 @@ def _tiles(tiling: Tiling, shape: tuple[int, int]) -> int:
     return -(-shape[0] // (TILE * tiling.row_groups * tiling.cluster)) * (shape[1] // TILE)
 
 
-def _clusters(tiling: Tiling, shape: tuple[int, int], device: torch.device, slices: int) -> int:
+def _clusters(tiling: Tiling, shape: tuple[int, int], device: torch.device, of_slices: int) -> int:
     """Clusters among which the tiles of a slice's product are divided; their blocks have a multiprocessor
     each."""
-    return min(multiprocessors(device) // (tiling.cluster * slices), _tiles(tiling, shape))
+    return min(multiprocessors(device) // (tiling.cluster * of_slices), _tiles(tiling, shape))
 
 
 @dataclass(frozen=True, eq=False)
