@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench.__main__ import main
-from bench.bandwidth import DECODE, UPDATE, Work
 from bench.clock import of_all
 from bench.result import write_result
 from qerl.families.sizes import Sizes
-from qerl.kernels import decode, update
 from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
 
 QWEN2 = Sizes.uniform(128, 192, 2, 2, 1, 64, 100, qkv_bias=True)
@@ -152,25 +149,3 @@ def test_a_random_decoder_has_every_part(sizes, rank):
         assert (layer.mixer.heads.norm_N is not None) == bool(sizes.spec.mixer.qk_norm)
         assert (layer.mlp.down.lora is not None) == (rank > 0)
         assert layer.before_mixer_D.std() > 0.1
-
-
-@pytest.mark.parametrize("kernels", [DECODE, UPDATE], ids=["decode", "update"])
-def test_launches_run(kernels):
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    for make in kernels.values():
-        launch = make(Work(QWEN2, 3, rank=16, device=device, dtype=dtype))
-        launch.run()
-        assert launch.bytes > 0
-
-
-def test_each_kernel_has_a_benchmark():
-    files = {path.stem for path in Path(update.__file__).parent.glob("*.py")} - {"__init__"}
-    assert UPDATE.keys() == files
-    # Timed within a step.
-    elsewhere = {"attend", "delta_net", "draw", "expert_lora", "route", "speculate", "sum_product"}
-    kernels = {
-        path.stem
-        for path in Path(decode.__file__).parent.glob("*.py")
-        if "@triton.jit\ndef _" in path.read_text()
-    }
-    assert kernels == DECODE.keys() | elsewhere
