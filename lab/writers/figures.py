@@ -4,7 +4,7 @@ Each function reads results and returns Markdown; :data:`TABLES` and :data:`NUMB
 in the pages (:mod:`lab.writers.tables`). A caption names card, date, commit and files.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from bench.result import Row
@@ -139,30 +139,6 @@ def steps_rank() -> str:
         ("rank, 7B, 8 x 1024", "rollout, s", "update, s", "step, s", "GB in update"),
         lines,
         f"{source('step-7b-rank-h100')} {files('step-7b-rank-h100')}",
-    )
-
-
-def before_after() -> str:
-    """Two commits on one H200."""
-    steps = rows("before-after-step-7b-h200")
-    commits = [found["commit"] for found in steps]
-    lines: list[Sequence[Any]] = []
-    for batch in (8, 64, 128):
-        cells = [
-            ", ".join(
-                f"{found['decode_tok_s']:.0f}"
-                for found in rows("before-after-rollout-7b-h200", commit=commit, batch=batch)
-            )
-            for commit in commits
-        ]
-        lines.append((f"decode, {batch} sequences, tokens/s", *cells))
-    seconds = [f"{r['total_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in steps]
-    lines.append(("step of 32 x 1024, s (rollout, update)", *seconds))
-    return table(
-        ("7B, NVFP4, LoRA rank 32", *commits),
-        lines,
-        f"{card(steps[0])}, {steps[0]['date'][:10]}, the two commits by turns; medians of "
-        f"three steps. {files('before-after-rollout-7b-h200', 'before-after-step-7b-h200')}",
     )
 
 
@@ -326,7 +302,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "refilled": length_tables.refilled,
     "steps-tokens": steps_tokens,
     "steps-rank": steps_rank,
-    "before-after": before_after,
     "demo": lambda: demo("demo-cpu"),
     "demo-tools": lambda: demo("demo-tools-cpu"),
     "demo-verifiers": lambda: demo("demo-verifiers-cpu"),
