@@ -137,16 +137,3 @@ class Riddle:
 
 def riddle(track, so_far):
     return str(track.sample + so_far.count("No."))
-
-
-def own_rollout(prompts, trainer):
-    """Two calls of the engine with a text of others between them."""
-    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-    drawn = [[7 + (i * j) % 80 for j in range(1, 5)] for i in range(len(ids))]
-    return {
-        "prompt_ids": ids,
-        "completion_ids": [[*tokens[:2], 50, 51, 52, *tokens[2:]] for tokens in drawn],
-        "logprobs": [[-4.5, -5.0, 0.0, 0.0, 0.0, -4.0, -4.2] for _ in drawn],
-        "env_mask": [[1, 1, 0, 0, 0, 1, 1] for _ in drawn],
-        "seen": list(range(len(ids))),
-    }

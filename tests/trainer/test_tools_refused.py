@@ -11,7 +11,6 @@ from tests.support.tools import (
     Guessing,
     Riddle,
     make_trainer,
-    own_rollout,
     riddle,
     sampled,
 )
@@ -70,7 +69,7 @@ def a_class():
         ),
         ({"environment_factory": a_class}, "returned the class Guessing and not an environment"),
         ({"tools": [multiply, multiply]}, "Two tools are called multiply; rename one"),
-        ({"rollout_func": own_rollout}, "rollout_func samples by itself"),
+        ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func samples by itself"),
         ({"tools": (), "tool_timeout": 3.0}, "tool_timeout is set.*there are neither tools nor environments"),
         ({"environment": "calculator"}, "hand the class to the trainer as environment_factory"),
         ({"rewards": ()}, r"reward_funcs is missing; pass .* an environment with get_reward\(\)"),

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from datasets import Dataset
 from trl import GRPOTrainer
 
 from tests.support.agents import multiply, tool_tokenizer
@@ -13,7 +12,6 @@ from tests.support.tools import (
     DATA,
     make_args,
     make_trainer,
-    own_rollout,
     rows_of,
     sampled,
     written_reward,
@@ -118,27 +116,3 @@ def test_loss_and_gradients_of_several_turns_equal_trl(tmp_path, options):
     for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length", "kl"):
         values = reference._metrics["train"].get(name)
         assert logged.get(name) == (values and pytest.approx(values[-1])), name
-
-
-@pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate", "token_truncate"])
-def test_a_rollout_function_trains_as_with_trl(tmp_path, mode):
-    data = Dataset.from_dict({"prompt": ["one", "two"]})
-    seen = []
-
-    def reward(completion_ids, seen=seen, **columns):
-        seen.append(columns.get("written_tokens"))
-        return written_reward(completion_ids)
-
-    options = {"vllm_importance_sampling_mode": mode, "loss_type": "grpo"}
-    ours = make_trainer(tmp_path, rewards=(reward,), tools=(), data=data, rollout_func=own_rollout, **options)
-    model = copy.deepcopy(ours.model)
-    model.base_model.model.__dict__.pop("forward", None)
-    args = make_args(tmp_path, ours=False, **options)
-    args.epsilon_high = ours.args.epsilon_high
-    theirs = GRPOTrainer(
-        model, [written_reward], args, data, processing_class=tool_tokenizer(), rollout_func=own_rollout
-    )
-    fed_by(theirs, None)._last_loaded_step = 0
-    trl_step(theirs, rows_of(data))
-    update_of(ours, sampled(ours, data))
-    same_gradients(theirs.model, ours.model)

@@ -1,6 +1,5 @@
-"""The trainer's loss is TRL's loss; rollouts are noisy, corrected, and seeded by step."""
+"""Rollouts are noisy, corrected, and seeded by step; `tests/conformance` compares the loss with TRL's."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import save_on_cpu
 from transformers import modeling_utils
-from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
@@ -20,17 +18,13 @@ from tests.support.trainer import (
     DATA,
     GROUP,
     ScriptedEngine,
-    TrlClient,
-    fed_by,
     gradients,
     logged,
     logged_of,
     rollout_of,
-    same_gradients,
     samples_of,
     settings,
     sum_reward,
-    trl_step,
     update_of,
 )
 
@@ -65,30 +59,6 @@ def batch_rows():
 def test_gradients_in_fp8_are_never_left_in_16_bits_silently(make_trainer):
     with pytest.raises(QeRLError, match="fp8 cannot be had here: the model is not on a CUDA device"):
         make_trainer(backward_dtype="fp8")
-
-
-@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
-def test_loss_and_gradients_equal_trl(make_trainer, tiny_tokenizer, tmp_path, loss_type, correction):
-    highest = 1.1 if loss_type == "cispo" else None
-    ours = make_trainer(loss_type=loss_type, vllm_importance_sampling_mode=correction, epsilon_high=highest)
-    reference = trl_reference(ours, tiny_tokenizer, tmp_path, loss_type, correction)
-    _, expected = trl_step(reference)
-    ours.rollouts.begin_training(None, None)  # both train on the first rollout of the step
-    loss = update_of(ours, rollout_of(ours)).item()
-    assert loss == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    same_gradients(reference.model, ours.model)
-
-
-def trl_reference(ours, tokenizer, tmp_path, loss_type, correction):
-    """TRL's own trainer on a copy of the model, fed by the same engine."""
-    values = settings(tmp_path, loss_type=loss_type, vllm_importance_sampling_mode=correction)
-    del values["noise"]
-    args = GRPOConfig(**values, bf16=False, epsilon_high=ours.args.epsilon_high)
-    model = copy.deepcopy(ours.model)
-    model.base_model.model.__dict__.pop("forward", None)  # the fused head is added anew to the copy
-    trainer = GRPOTrainer(model, [length_reward], args, DATA, processing_class=tokenizer)
-    return fed_by(trainer, TrlClient(ours))
 
 
 def test_samples_without_advantage_are_not_computed(make_trainer, monkeypatch):
