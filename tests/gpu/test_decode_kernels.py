@@ -16,26 +16,25 @@ from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.draw import RowState, draw_token
 from qerl.kernels.decode.filters import RowSettings
 from qerl.kernels.decode.launch import NO_B, LoraA, LoraB
-from qerl.kernels.weights.packed_gemm import sums_dtype
 from qerl.kernels.weights.product import LoraSum
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.rows import write_settings
-from tests.support.kernels import DEVICE, EPS, GPU, HALF, as_rows, error, half, poison, without_fp8
+from tests.support.kernels import (
+    DEVICE,
+    EPS,
+    GPU,
+    HALF,
+    as_rows,
+    error,
+    half,
+    partial_sums,
+    poison,
+    without_fp8,
+)  # fmt: skip
 
 
 def low_of(parts_PTR):
     return parts_PTR.double().sum(0)
-
-
-def partial_sums(splits, tokens, columns, dtype=None):
-    """A GEMM's output in which 64 columns have 1 to ``splits`` parts and the others are poisoned; in the
-    dtype of so many tokens unless one is given."""
-    counts = torch.randint(1, splits + 1, (-(-columns // 64),), device=DEVICE, dtype=torch.int32)
-    counts[-1] = splits
-    used = torch.arange(splits, device=DEVICE)[:, None] < counts.repeat_interleave(64)[None, :columns]
-    gemm = torch.randn(splits, tokens, columns, device=DEVICE).to(dtype or sums_dtype(tokens))
-    poisoned = torch.where(used[:, None], gemm, float("nan"))
-    return poisoned, torch.where(used[:, None], gemm, 0.0).double().sum(0), counts
 
 
 @pytest.mark.parametrize(

@@ -232,20 +232,26 @@ def forked(tmp_path_factory, tiny_runs):
     return folder
 
 
+def same_run(folder, other, steps, metrics=("loss", "grad_norm")):
+    """The rows and the adapter of a run, which are those of another that goes about it differently."""
+    (rows, adapter), (others, expected) = results(folder), results(other)
+    for row, wanted in zip(rows[:steps], others[:steps], strict=True):
+        for name in metrics:
+            assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-6), name
+        assert row["grad_norm"] > 0
+    for name, tensor in expected.items():
+        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
+    return rows[:steps], adapter
+
+
 def test_two_processes_train_together(forked):
     """DAPO: ranks differ in samples, live groups, even in having a loss at all.
 
     In chunks, of which ranks have different numbers, the result is the same.
     """
-    rows, adapter = results(forked / "whole")
-    assert [row["noise/norms"] for row in rows[:4]] == [0, 0, 4, 4]
+    rows, adapter = same_run(forked / "chunks", forked / "whole", 4)
+    assert [row["noise/norms"] for row in rows] == [0, 0, 4, 4]
     assert any(torch.any(tensor != 0) for name, tensor in adapter.items() if "lora_B" in name)
-    chunk_rows, chunk_adapter = results(forked / "chunks")
-    for row, other in zip(rows[:4], chunk_rows[:4], strict=True):
-        for name in ("loss", "grad_norm"):
-            assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), name
-    for name, tensor in adapter.items():
-        torch.testing.assert_close(chunk_adapter[name], tensor, rtol=0, atol=1e-4)
 
 
 def test_launchers_of_two_machines_find_each_other(forked, tiny_runs, tmp_path):
@@ -288,50 +294,30 @@ def test_processes_that_differ_in_forward_passes_from_the_second_step_on(forked)
 
 def test_the_quantile_of_entropies_is_one_of_both_processes(forked):
     """Each process runs forward ahead of its chunks, of which it has its own number."""
-    (rows, adapter), (others, expected) = (results(forked / name) for name in ("quantile_chunks", "quantile"))
-    for row, other in zip(rows[:2], others[:2], strict=True):
-        for name in ("loss", "grad_norm", "entropy/computed"):
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
-    assert all(row["grad_norm"] > 0 for row in rows[:2])
-    for name, tensor in expected.items():
-        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
+    metrics = ("loss", "grad_norm", "entropy/computed")
+    same_run(forked / "quantile_chunks", forked / "quantile", 2, metrics)
 
 
 def test_a_teacher_is_asked_by_each_process(forked):
     """In each chunk, between whose backward passes its adapter takes the place of the one that trains."""
-    (rows, adapter), (others, expected) = (results(forked / name) for name in ("taught_chunks", "taught"))
-    for row, other in zip(rows[:2], others[:2], strict=True):
-        for name in ("loss", "grad_norm", "distillation/divergence"):
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+    metrics = ("loss", "grad_norm", "distillation/divergence")
+    rows, adapter = same_run(forked / "taught_chunks", forked / "taught", 2, metrics)
+    for row in rows:
         assert row["loss"] == pytest.approx(row["distillation/divergence"], rel=1e-3) and row["loss"] > 0
     assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "adapted"), [("states", "in_proj_qkv"), ("experts", "experts.0.down_proj")])
 def test_layers_of_other_kinds_train_on_two_processes(forked, kind, adapted):
     """In chunks prompts are computed anew, states with them, and the result is the same. Chunks, like
     processes, have experts to which no token goes."""
-    (rows, adapter), (others, expected) = (results(forked / name) for name in (f"{kind}_chunks", kind))
-    for row, other in zip(rows[:2], others[:2], strict=True):
-        for name in ("loss", "grad_norm"):
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
-        assert row["grad_norm"] > 0
+    _, adapter = same_run(forked / f"{kind}_chunks", forked / kind, 2)
     assert any(tensor.any() for name, tensor in adapter.items() if f"{adapted}.lora_B" in name)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
 
 
 def test_processes_share_forward_passes_each_for_itself(forked):
     """Gradients are averaged with the last pass of a step, and are those of one pass a microbatch."""
-    (rows, adapter), (others, expected) = (results(forked / name) for name in ("shared", "apart"))
-    for row, other in zip(rows[:4], others[:4], strict=True):
-        for name in ("loss", "grad_norm"):
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
-    assert all(row["grad_norm"] > 0 for row in rows[:4])
-    for name, tensor in expected.items():
-        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
+    same_run(forked / "shared", forked / "apart", 4)
     for rank in (0, 1):  # in front of the fourth step's rewards
         shared, apart = (
             json.loads((forked / f"{name}_passes.py.{rank}").read_text()) for name in ("shared", "apart")

@@ -5,6 +5,11 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def in_bounds(monkeypatch):
     """In Triton's interpreter, a kernel that reads or writes where none of its arguments is fails. On a GPU

@@ -17,16 +17,11 @@ from qerl.kernels.decode.delta_net import block_columns, delta_inputs, delta_ste
 from qerl.kernels.decode.launch import NO_A, LoraA, LoraB
 from qerl.kernels.limits import STATE_TOKENS, pad_rank
 from qerl.kernels.weights.product import LoraSum
-from tests.support.kernels import DEVICE, EPS, HALF, as_rows, error, half, poison
+from tests.support.kernels import DEVICE, EPS, HALF, as_rows, error, half, partial_sums, poison
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 WIDTH = 100  # over which the mean square is taken
 AS_INT = {"device": DEVICE, "dtype": torch.int32}
-
-
-@pytest.fixture(autouse=True)
-def same_numbers():
-    torch.manual_seed(0)
 
 
 def padded_ranks(matrix, rank, dim):
@@ -40,15 +35,6 @@ def some_slots(tokens, slots):
     slot = torch.randperm(slots, device=DEVICE)[:tokens].to(torch.int32)
     slot[1::3] = -1
     return slot
-
-
-def partial_sums(splits, tokens, columns):
-    """A GEMM's output in which 64 columns have 1 to ``splits`` parts, the others poisoned; and the sum."""
-    counts = torch.randint(1, splits + 1, (-(-columns // 64),), **AS_INT)
-    used = torch.arange(splits, device=DEVICE)[:, None] < counts.repeat_interleave(64)[None, :columns]
-    gemm = torch.randn(splits, tokens, columns, device=DEVICE)
-    poisoned = torch.where(used[:, None], gemm, float("nan"))
-    return poisoned, torch.where(used[:, None], gemm, 0.0).double().sum(0), counts if splits > 1 else None
 
 
 SHAPES = [  # tokens, key heads, value heads per key head, K, E, rank, partial sums
@@ -67,7 +53,8 @@ def test_delta_inputs(tokens, key_heads, share, key_size, size, rank, splits, ta
     heads, slots, ranks = key_heads * share, tokens + 3, pad_rank(rank) if rank else 0
     keys, values = key_heads * key_size, heads * size
     channels = 2 * keys + values
-    product, summed, counts = partial_sums(splits, tokens, channels + values + 64)
+    product, summed, counts = partial_sums(splits, tokens, channels + values + 64, torch.float32)
+    counts = counts if splits > 1 else None
     scale = torch.rand(2, device=DEVICE) + 0.5
     squares = torch.rand(3, tokens, device=DEVICE) * WIDTH + 1
     low = torch.randn(tokens, 2 * ranks + 2 * heads, device=DEVICE)

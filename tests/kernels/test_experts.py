@@ -28,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("in_bounds")
 on_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
 
 
-@pytest.fixture(autouse=True)
-def same_numbers():
-    torch.manual_seed(0)
-
-
 def dense(experts: int, rows: int, width: int, linears: int) -> tuple[DenseExperts, torch.Tensor]:
     """Experts, and what they multiply with in fp64."""
     weight_ENK = half(experts, rows, width, scale=width**-0.5)

@@ -21,11 +21,6 @@ AS_INT = {"device": DEVICE, "dtype": torch.int32}
 EXACT = torch.float32 == HALF
 
 
-@pytest.fixture(autouse=True)
-def same_numbers():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "size", "rank", "splits", "bias", "k_is_v"),
     [

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qerl.kernels.cards import card_of
+from qerl.kernels.weights.packed_gemm import sums_dtype
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -29,6 +30,17 @@ def error(found, truth):
 def poison(*shape, dtype=torch.float32):
     """NaN, which whoever forgets to write leaves."""
     return torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
+
+
+def partial_sums(splits, tokens, columns, dtype=None):
+    """A GEMM's output in which 64 columns have 1 to ``splits`` parts and the others are poisoned; in the
+    dtype of so many tokens unless one is given."""
+    counts = torch.randint(1, splits + 1, (-(-columns // 64),), device=DEVICE, dtype=torch.int32)
+    counts[-1] = splits
+    used = torch.arange(splits, device=DEVICE)[:, None] < counts.repeat_interleave(64)[None, :columns]
+    gemm = torch.randn(splits, tokens, columns, device=DEVICE).to(dtype or sums_dtype(tokens))
+    poisoned = torch.where(used[:, None], gemm, float("nan"))
+    return poisoned, torch.where(used[:, None], gemm, 0.0).double().sum(0), counts
 
 
 def as_rows(flat, tokens, width, padded):
