@@ -48,14 +48,7 @@ from qerl.plan.context import longest_completion
 from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import fastest
 from qerl.plan.work import Work
-from qerl.rollout.engine import (
-    Completion,
-    NormOffsets,
-    RolloutEngine,
-    RolloutResult,
-    SamplingParams,
-    WhenEnded,
-)
+from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.stops import Stop
 from qerl.trainer.step_log import used_bytes
@@ -87,13 +80,7 @@ class GivenEngine(RolloutEngine):
         self.calls = self.tokens = 0
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples_per_prompt: int,
-        params: SamplingParams,
-        norm_offsets: NormOffsets | None = None,
-        seeds: Sequence[int] | None = None,
-        ended: WhenEnded | None = None,
+        self, prompts: Sequence[Sequence[int]], samples_per_prompt: int, *_: Any, **__: Any
     ) -> RolloutResult:
         self.calls += 1
         lengths = [min(n, SHORT) for n in self._lengths] if self.calls == 1 else self._lengths

@@ -13,7 +13,6 @@ With `--steps`, the divergence of sampler and trainer over some steps instead, o
 
 import logging
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,14 +23,7 @@ from qerl.kernels.cards import card_of
 from qerl.models.chat import Chat
 from qerl.models.hub import find_model
 from qerl.models.load import load_tokenizer
-from qerl.rollout.engine import (
-    KvCacheDtype,
-    NormOffsets,
-    RolloutEngine,
-    RolloutResult,
-    SamplingParams,
-    WhenEnded,
-)
+from qerl.rollout.engine import KvCacheDtype, RolloutEngine, RolloutResult
 from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
@@ -52,19 +44,10 @@ class ReplayEngine(RolloutEngine):
         self._engine, self.results = engine, results
         self.model = engine.model if engine is not None else None
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples_per_prompt: int,
-        params: SamplingParams,
-        norm_offsets: NormOffsets | None = None,
-        seeds: Sequence[int] | None = None,
-        ended: WhenEnded | None = None,
-    ) -> RolloutResult:
+    def generate(self, *asked: Any, **settings: Any) -> RolloutResult:
         if self._engine is None:
             return self.results.pop(0)
-        generate = self._engine.generate
-        self.results.append(generate(prompts, samples_per_prompt, params, norm_offsets, seeds, ended))
+        self.results.append(self._engine.generate(*asked, **settings))
         return self.results[-1]
 
     def release(self) -> None:
