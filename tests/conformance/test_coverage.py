@@ -8,10 +8,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
-from qerl.settings.config import QeRLConfig
 from qerl.settings.parents import REFUSED, REPLACED
 from qerl.trainer.grpo import QeRLTrainer
-from tests.conformance.harness import OWN, SHARED, Bench
+from tests.conformance.harness import Bench
 from tests.conformance.test_rewards_and_data import REWARDS
 from tests.conformance.test_updates import CASES, INERT, MOVING
 
@@ -37,27 +36,6 @@ ELSEWHERE = {
     "log_completions_hub_repo": "where TRL's code sends the same table",
 }
 
-# Settings that are each valid and together refused.
-TOGETHER = [
-    ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model needs tuning: full"),
-    (
-        {"sync_ref_model": True, "tuning": "full", "weights": "bf16"},
-        "sync_ref_model has no reference to move",
-    ),
-    ({"loss_type": "cispo"}, "cispo takes epsilon_high as the largest ratio itself"),
-    (
-        {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
-        "vespo needs ratios per token",
-    ),
-    ({"tuning": "full", "weights": "nvfp4"}, "tuning: full cannot train packed"),
-    ({"backward_dtype": "fp8", "weights": "nf4"}, "is for weights in nvfp4 or mxfp4, and these are nf4"),
-    (
-        {"backward_dtype": "fp8", "tuning": "full", "weights": "bf16"},
-        "and these are bf16; set backward_dtype",
-    ),
-    ({"per_device_train_batch_size": 6}, "num_generations"),
-]
-
 
 def test_every_field_of_trl_is_compared_replaced_or_refused() -> None:
     fields = {f.name for f in dataclasses.fields(GRPOConfig)} - {
@@ -76,13 +54,6 @@ def test_the_constructor_takes_what_trl_takes_in_trls_order() -> None:
     added = list(ours)[len(theirs) :]
     assert added == ["engine", "acted_on"]
     assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in added)
-
-
-@pytest.mark.parametrize("options, message", TOGETHER)
-def test_settings_that_contradict_each_other_are_refused(tmp_path, options, message) -> None:
-    values = OWN | SHARED | {"output_dir": str(tmp_path)} | options
-    with pytest.raises(QeRLError, match=message):
-        QeRLConfig(**values)
 
 
 def test_a_router_loss_is_refused(bench: Bench) -> None:

@@ -68,6 +68,7 @@ def test_a_value_that_is_false_says_something_where_the_default_is_unset(name, v
 
 
 TAUGHT = {"algorithm": "distill", "teacher": "base"}
+FULL = {"tuning": "full", "weights": "bf16"}
 
 WRONG = {
     "max_steps": ["ten", 1.5, True, 0, -2, None, 10**20],
@@ -234,6 +235,10 @@ def test_what_is_accepted(name, value, held):
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
         ({"per_device_train_batch_size": 6, "num_generations": 4}, "contradict each other"),
         ({"eval_on_start": True, "per_device_eval_batch_size": 3}, "do not divide"),
+        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model needs tuning: full"),
+        ({"sync_ref_model": True, **FULL}, "sync_ref_model has no reference to move"),
+        ({"backward_dtype": "fp8", "weights": "nf4"}, "weights in nvfp4 or mxfp4, and these are nf4"),
+        ({"backward_dtype": "fp8", **FULL}, "and these are bf16; set backward_dtype"),
     ],
 )
 def test_fields_that_contradict_each_other(fields, message):

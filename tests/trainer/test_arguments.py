@@ -376,14 +376,6 @@ def test_the_length_penalty_is_one_of_the_rewards(make):
     assert make().reward_func_names == ["ones"]
 
 
-def test_noise_of_a_run_that_is_too_short_is_refused_before_the_first_rollout(make):
-    del make
-    with pytest.raises(QeRLError, match="10 stages but the run only 3 steps"):
-        QeRLConfig(output_dir="o", max_steps=3, noise=True)
-    assert QeRLConfig(output_dir="o", max_steps=30).noise_schedule_of(30).sigma(0) == 0.0
-    assert torch.tensor(QeRLConfig(output_dir="o").noise_schedule_of(30).sigma(29)) > 0
-
-
 @pytest.mark.parametrize(
     ("train_set", "eval_set", "message"),
     [
