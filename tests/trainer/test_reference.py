@@ -154,15 +154,3 @@ def test_trained_biases_are_refused(make):
 
     with pytest.raises(QeRLError, match="without trained biases"):
         make(biased)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"beta": 0.1}, "sync_ref_model needs tuning: full"),
-        ({"beta": 0.0, **FULL}, "sync_ref_model has no reference to move"),
-    ],
-)
-def test_sync_ref_model_is_refused_when_settings_are_made(tmp_path, changes, message):
-    with pytest.raises(QeRLError, match=message):
-        QeRLConfig(**settings(tmp_path, sync_ref_model=True, **changes))
