@@ -1,5 +1,5 @@
-"""`QeRLTrainer`: GRPO, DAPO and their relatives, with the arguments of TRL's `GRPOTrainer`, on transformers'
-    loop.
+"""`QeRLTrainer`: GRPO, DAPO and their relatives, with the arguments of TRL's `GRPOTrainer`, on the loop of
+transformers.
 
 A step, in order:
 
@@ -9,10 +9,10 @@ A step, in order:
         samples               the engine draws them, noisy if that is asked for
         rewards               functions are called; dynamic sampling replaces groups that teach nothing
         advantages            and log-probabilities under the old and the reference policy, where the loss
-        reads them
+                              reads them
       and with the last microbatch computes the update (`update_step.UpdateStep`):
-        chunks                samples that have a gradient, by tokens; forward, loss and backward of one at a
-        time
+        chunks                samples that have a gradient, by tokens; forward, loss and backward of one at
+                              a time
     transformers' loop      clips the gradient and steps the optimizer
     log                     means of what was logged of the steps since
 

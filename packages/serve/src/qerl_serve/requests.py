@@ -303,15 +303,13 @@ class _Sampling(Body):
 
 
 class Sample(Body):
-    """A request for samples of `sampling_session_id`, of a path, or of the base's name."""
+    """A request for samples of a sampling session."""
 
     prompt: _Prompt
     sampling_params: _Sampling = _Sampling()
     num_samples: int = 1
     sampling_session_id: str | None = None
     seq_id: int | None = None
-    base_model: str | None = None
-    model_path: str | None = None
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
