@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _own_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What :func:`measure` gives for each format, batch and, if asked for, without the adapter."""
+    """What `decode_speed` gives for each format, batch and, if asked for, without the adapter."""
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     for weights in args.weights:
         shape, positions = shape_of(args.shape, args.layers or 0), args.prompt + args.decode + PAGE

@@ -44,7 +44,8 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
         folder: Gets config and adapter.
 
     Returns:
-        Rows with version, batch, and what `bench.rollout.measure` has, or `bench.rollout.measure_calls`.
+        Rows with version, batch, and what `qerl.measure.decode.decode_speed` has, or
+        `bench.rollout.measure_calls`.
     """
     import vllm
 

@@ -130,7 +130,7 @@ class Task(ABC):
         """The task's reward functions with TRL's signature: ``accuracy`` (0 or 1) and ``format`` (0 or 0.1).
 
         They have no time limit of their own; training and evaluation wrap them in
-        :func:`qerl.tasks.guard.guarded`, which sets one.
+        :func:`qerl.tasks.together.guarded`, which sets one.
         """
 
         @judges_alone

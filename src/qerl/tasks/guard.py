@@ -53,7 +53,7 @@ def mark(function: RewardFunction, name: str) -> Any:
     """The mark of this name on a reward function, or on the one that it wraps; None without one.
 
     Args:
-        function: A function, a `functools.partial` of one, or the result of `qerl.tasks.guard.guarded`.
+        function: A function, a `functools.partial` of one, or the result of `qerl.tasks.together.guarded`.
         name: Of the mark.
     """
     while True:
