@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from qerl.errors import QeRLError
 from qerl.models.hub import Unreachable, download
-from qerl.trainer.card import CARD_FILE, is_hub_id, library_versions, linked
+from qerl.trainer.card import CARD_FILE, PIPELINE, is_hub_id, library_versions, linked
 
 _TEXT = """---
 {data}
@@ -47,14 +47,6 @@ inputs = tokenizer.apply_chat_template(
 output = model.generate(**inputs, max_new_tokens=128)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
-_MERGED = """\
-from transformers import pipeline
-
-generator = pipeline("text-generation", model="{saved_as}", device_map="auto")
-messages = [{{"role": "user", "content": "What is 6 times 7?"}}]
-output = generator(messages, max_new_tokens=128, return_full_text=False)
-print(output[0]["generated_text"])"""
-
 _GGUF = """\
 llama-cli -hf {saved_as} -p "What is 6 times 7?"
 ollama run hf.co/{saved_as}"""
@@ -63,7 +55,7 @@ _GGUF_HERE = """\
 llama-cli -m {saved_as} -p "What is 6 times 7?"
 echo "FROM ./{saved_as}" > Modelfile && ollama create {name} -f Modelfile && ollama run {name}"""
 
-_EXAMPLES = {"adapter": _ADAPTER, "merged": _MERGED, "gguf": _GGUF}
+_EXAMPLES = {"adapter": _ADAPTER, "merged": PIPELINE, "gguf": _GGUF}
 _KINDS = {
     "adapter": "LoRA adapter for",
     "merged": "fine-tuned version of",

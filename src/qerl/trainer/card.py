@@ -32,6 +32,15 @@ def library_versions() -> str:
     return "\n".join(f"- {library} {number}" for library, number in versions.items())
 
 
+PIPELINE = """\
+from transformers import pipeline
+
+generator = pipeline("text-generation", model="{saved_as}", device_map="auto")
+messages = [{{"role": "user", "content": "What is 6 times 7?"}}]
+output = generator(messages, max_new_tokens=128, return_full_text=False)
+print(output[0]["generated_text"])"""
+"""What a card shows of a whole model."""
+
 _TEXT = """---
 {data}
 ---
@@ -44,12 +53,7 @@ This model is a fine-tuned version of {base}.
 ## Quick start
 
 ```python
-from transformers import pipeline
-
-generator = pipeline("text-generation", model="{saved_as}", device_map="auto")
-messages = [{{"role": "user", "content": "What is 6 times 7?"}}]
-output = generator(messages, max_new_tokens=128, return_full_text=False)
-print(output[0]["generated_text"])
+{example}
 ```
 
 ## Framework versions
@@ -88,7 +92,7 @@ def model_card(model: nn.Module, name: str, saved_as: str, tags: list[str], data
         name=name,
         how=_BY_DEMONSTRATIONS if "sft" in tags else _BY_REWARDS,
         base=linked(given) or f"a {type(base).__name__} without a name",
-        saved_as=saved_as,
+        example=PIPELINE.format(saved_as=saved_as),
         versions=library_versions(),
     )
     return ModelCard(text)
