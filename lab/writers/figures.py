@@ -294,6 +294,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode-ways": decode_tables.ways_of_128,
     "ways-few": decode_tables.ways_of_few,
     "ways-many": decode_tables.ways_of_many,
+    "kernels-together": decode_tables.kernels_together,
     "drafts-cost": lambda: draft_tables.cost("drafts-7b-h200"),
     "drafts": lambda: draft_tables.speed("acceptance-smollm2-trained-cpu", "drafts-7b-h200"),
     "steps": steps,
