@@ -206,8 +206,8 @@ def kernels_together() -> str:
     return table(
         ("Qwen2.5-7B, sequences", "before", "after", "change"),
         lines,
-        "Tokens per second, 128 decoded behind prompts of 256; means of two processes of each commit, by turns "
-        f"on one card. {source(*names)} {files(*names)}",
+        "Tokens per second, 128 decoded behind prompts of 256; means of two processes of each commit, by "
+        f"turns on one card. {source(*names)} {files(*names)}",
     )
 
 
