@@ -3,24 +3,27 @@
     python -m lab doses runs/doses/results.json.gz 0.003 0.01 0.03 0.1 > runs/doses.yaml
 
 An arm that explores at strength x (sigma of a noise, or temperature minus 1) has a KL of c x^2 while x is
-small, in nats per token. Each arm of the study that explores gives c in each stage, as the mean of KL / x^2
-over its runs and the stage's steps, so x = sqrt(KL / c) holds that distance there. The first stage, and any
-other in which the arm does not explore, stays as it is. What is printed is a part of a
-study, arms with `noise_sigma_stages` or `temperature_stages`: no controller, which would lag.
+small, in nats per token. Each arm of the study gives such a point in each stage: c, the mean of KL / x^2 over
+its runs and the stage's steps, and the root mean square of x. Through one point the law itself is drawn, and
+between the points of several arms of a kind (`aqn`, `aqn_03`) the line in logarithms. What is printed is a
+part of a study, arms with `noise_sigma_stages` or `temperature_stages`: no controller, which would lag. The
+first stage, and any other in which no arm of the kind explores, stays as it is.
 
-A policy that has settled, so that it is sure of each token, has no strength at which the law holds: what
-leaves its tokens as they are is no distance, and what changes them is one of many nats. From the first stage
-on in which half of the runs have settled a strength stays as it was in the stage before.
+Beyond small x the law fails, so a second turn fits where the first one ends: a study of the first turn's arms
+beside those that are printed, on the same seeds, and this command without a KL, which gives each arm the dose
+that its name says. Look at `sampling/kl` of what runs afterwards.
 
-Beyond small x the law fails, so a second turn fits where the first one ends: a study of those arms on the
-same seeds, and this command without a KL, which gives each arm the dose that its name says. Look at
-`sampling/kl` of what runs afterwards.
+A policy that has settled, so that it is sure of each token, has no strength at which this holds: what leaves
+its tokens as they are is no distance, and what changes them is one of many nats. From the first stage on in
+which half of an arm's runs have settled the arm gives no points, and where none does a strength stays as it
+was in the stage before.
 """
 
 import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -69,45 +72,70 @@ def dose_of(arm: str) -> float | None:
     return float(f"0.{digits}") if digits.isdecimal() else None
 
 
-def stages_of(runs: Sequence[RunResult], wanted: float, stages: int) -> list[float] | None:
-    """Strength in each stage that holds a KL; None of runs that do not explore.
+def stages_of(arms: Sequence[Sequence[RunResult]], wanted: float, stages: int) -> list[float] | None:
+    """Strength in each stage that holds a KL; None of arms that do not explore.
 
     Args:
-        runs: Of one arm, with noise in its norms or another temperature.
+        arms: Runs of each arm of one kind: all have noise in their norms, or another temperature.
         wanted: KL(sampler || trainer), nats per token.
         stages: How many.
 
     Returns:
-        sigma of each stage, 0 where the runs have none, or factors of the temperature, 1 where that is 1.
+        sigma of each stage, 0 where no run has noise, or factors of the temperature, 1 where that is 1.
     """
-    steps = len(runs[0].steps[KL])
+    steps = len(arms[0][0].steps[KL])
     if steps < stages:
         raise QeRLError(f"The runs have {steps} steps and the doses {stages} stages; lower --stages.")
-    noisy = any(value for run in runs for value in run.steps[SIGMA])
-    base = runs[0].run.arm.temperature
-    if not noisy and not any((value or base) != base for run in runs for value in run.steps[TEMPERATURE]):
+    noisy = any(value for runs in arms for run in runs for value in run.steps[SIGMA])
+    if not noisy and not any(
+        _strength(run, at, noisy) for runs in arms for run in runs for at in range(steps)
+    ):
         return None
+    still_open = [open_stages(runs, stages) for runs in arms]
     found: list[float] = []
-    settled = open_stages(runs, stages)
     for stage, within in enumerate(steps_of(steps, stages)):
-        if stage >= settled:
-            found.append(found[-1] if found else 0.0 if noisy else 1.0)
-            continue
-        curvature = [
-            kl / x**2
-            for run in runs
-            for at in within
-            if (x := _strength(run, at, noisy, base)) and (kl := run.steps[KL][at]) is not None
+        points = [
+            point
+            for runs, end in zip(arms, still_open, strict=True)
+            if stage < end and (point := _point(runs, within, noisy))
         ]
-        x = math.sqrt(wanted / fmean(curvature)) if curvature and fmean(curvature) > 0 else 0.0
-        found.append(float(f"{x if noisy else 1 + x:.4g}"))
-    return found
+        settled = stage >= max(still_open)
+        x = (found[-1] if found else 0.0) if settled else _at(sorted(points), wanted) if points else 0.0
+        found.append(x)
+    return [float(f"{x if noisy else 1 + x:.4g}") for x in found]
 
 
-def _strength(run: RunResult, at: int, noisy: bool, base: float) -> float:
+def _point(runs: Sequence[RunResult], within: range, noisy: bool) -> tuple[float, float] | None:
+    """Strength and KL of an arm in some steps, under the law; None of an arm that does not explore there."""
+    both = [
+        (x, kl)
+        for run in runs
+        for at in within
+        if (x := _strength(run, at, noisy)) and (kl := run.steps[KL][at]) is not None
+    ]
+    if not both or not any(kl > 0 for _, kl in both):
+        return None
+    square = fmean(x**2 for x, _ in both)
+    return math.sqrt(square), square * fmean(kl / x**2 for x, kl in both)
+
+
+def _at(points: Sequence[tuple[float, float]], wanted: float) -> float:
+    """The strength at which a curve through points has a KL: where it first has it, and by the law beyond."""
+    if wanted >= points[-1][1] or wanted <= points[0][1]:
+        x, kl = points[-1] if wanted >= points[-1][1] else points[0]
+        return x * math.sqrt(wanted / kl)
+    for (x, kl), (further, larger) in pairwise(points):
+        if kl <= wanted <= larger:
+            share = math.log(wanted / kl) / math.log(larger / kl) if larger > kl else 0.0
+            return x * (further / x) ** share
+    raise AssertionError("a curve that begins below and ends above has it in between")
+
+
+def _strength(run: RunResult, at: int, noisy: bool) -> float:
     """sigma of a 0-based step, or what its factor of the temperature is above 1."""
     if noisy:
         return run.steps[SIGMA][at] or 0.0
+    base = run.run.arm.temperature
     return (run.steps[TEMPERATURE][at] or base) / base - 1
 
 
@@ -120,25 +148,29 @@ def arms_at(
         results: Of the fit.
         wanted: KLs, nats per token; none for that which each arm's name ends with, as here it would.
         stages: How many strengths an arm gets.
-        names: The arms.
+        names: The arms; those of their kinds give points as well.
     """
     found = {}
     usual = asdict(Arm(""))
     for name in names:
-        arm = results.study.arms[name]
+        arm, own = results.study.arms[name], dose_of(name)
         kept = {
             key: value for key, value in asdict(arm).items() if value != usual[key] and key not in _FITTED
         }
-        runs = results.of(name)
-        own = dose_of(name)
-        each = list(wanted) or ([] if own is None else [own])
-        for kl in each if runs else ():
+        kind = name if own is None else name.rpartition("_")[0]
+        alike = [other for other in results.study.arms if other == kind or _is_dose_of(kind, other)]
+        runs = [found_runs for other in alike if (found_runs := results.of(other))]
+        for kl in (list(wanted) or ([] if own is None else [own])) if runs else ():
             strengths = stages_of(runs, kl, stages)
             if strengths is not None:
                 key = "noise_sigma_stages" if arm.noise else "temperature_stages"
-                of = name if wanted else name.rpartition("_")[0]
+                of = name if wanted else kind
                 found[f"{of}_{f'{kl:f}'.rstrip('0').partition('.')[2]}"] = kept | {key: strengths}
     return found
+
+
+def _is_dose_of(kind: str, arm: str) -> bool:
+    return dose_of(arm) is not None and arm.rpartition("_")[0] == kind
 
 
 _FITTED = (
