@@ -12,7 +12,6 @@ COMMANDS = {
     "doses": "study.doses",
     "replicate": "study.replicate",
     "speed": "speed",
-    "verdicts": "writers.verdicts",
     "endpoints": "writers.endpoint_verdicts",
     "rates": "writers.endpoint_rates",
     "refilled_rates": "writers.refilled_rates",

@@ -1,6 +1,5 @@
 """Figures of probes for the docs: the estimates of each policy's cells below each other, with intervals."""
 
-import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -35,7 +34,6 @@ def write_figures(name: str, folder: Path) -> list[Path]:
         here = [row for row in rows if (row.policy, row.task) == (policy, task)]
         for key, title in (OF_FORMATS if policy is None else OF_POLICIES).items():
             items = [(_label(row), row.numbers[key]) for row in here if key in row.numbers]
-            items = [(label, estimate) for label, estimate in items if math.isfinite(estimate.value)]
             if items:
                 written.append(folder / f"probe-{task}-{policy or 'formats'}-{key}.svg")
                 written[-1].write_text(standalone(forest(items, title)), encoding="utf-8")

