@@ -20,8 +20,8 @@ the interval of the mean must leave out 0 too, and the centre of ranks, which sk
 the other side of 0, must agree with it; else nothing is decided. If no two arms that a study compares differ,
 it claims no effect with probability .95; it claims no equivalence that does not hold with the same. If two
 arms differ and the means of their areas do not, because one is a little better and collapses now and then, an
-effect may be claimed more often than that: seeds that hold no collapse cannot show one. How often, docs/studies.md
-says.
+effect may be claimed more often than that: seeds that hold no collapse cannot show one. How often,
+docs/studies.md says.
 Given up: intervals are each of one comparison, and all of it is for the study's own held-out problems and the
 learning rates that were chosen.
 """

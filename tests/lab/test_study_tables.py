@@ -4,7 +4,6 @@ import gzip
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from rich.console import Console
 
