@@ -141,7 +141,7 @@ def alone(cell: Cell, samples: int) -> dict[str, Estimate]:
         count = np.bincount(tokens["problem"], minlength=len(one)).astype(np.float64)
         for key in ("shift", "lift"):
             sums = np.bincount(tokens["problem"], weights=tokens[key], minlength=len(one))
-            found[key] = estimate(_ratio, sums, count)
+            found[key] = estimate(_ratio, sums.astype(np.float64), count)
     return found
 
 
