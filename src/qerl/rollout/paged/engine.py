@@ -160,8 +160,9 @@ class PagedEngine(RolloutEngine):
         growing: bool = False,
         longest_prompt: int | None = None,
         going_on: Session | None = None,
+        policy: abc.Hashable | None = None,
     ) -> Iterator[PagedSession]:
-        """See ``RolloutEngine.session``."""
+        """See ``RolloutEngine.session``; finished sequences are not kept, whatever the policy."""
         with torch.no_grad(), current(self._device):
             if going_on is None:
                 self._last.set_aside()
