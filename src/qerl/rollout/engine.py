@@ -408,8 +408,8 @@ class RolloutEngine(ABC):
             policy: A name of the policy as it is now, noise included, for an engine that `keeps_prefixes`.
                 Then what sequences have computed is kept when they are finished, and others that begin with
                 the same tokens take it, in this session and in those of an equal name that follow, until
-                `release` or `reset` is called or a session of another name is opened. None keeps and takes
-                nothing. A session that is entered again keeps and takes with the name that it had alone.
+                `release` or `reset` is called. None keeps and takes nothing, as does a session that is
+                entered again with another name than it had.
 
         Raises:
             QeRLError: The engine samples whole completions alone, or another session was opened since.

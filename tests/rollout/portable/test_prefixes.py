@@ -135,17 +135,23 @@ def test_texts_with_little_to_compute_do_not_compute_as_much_as_others(tiny_mode
     assert sorted(shapes) == [(1, 200), (2, 3)]
 
 
-@pytest.mark.parametrize("by", ["release", "reset", "another", "none", "generate"])
+@pytest.mark.parametrize("by", ["release", "reset"])
 def test_what_was_kept_is_forgotten(tiny_model, by):
     engine = PortableEngine(tiny_model("llama"), PAD)
     sample(engine, [HEAD])
-    if by in ("release", "reset"):
-        getattr(engine, by)()
-    elif by == "generate":
-        engine.generate([HEAD], 1, sampled())
-    else:
-        assert sample(engine, [HEAD], policy=None if by == "none" else "another")[0] == len(HEAD)
+    getattr(engine, by)()
     assert sample(engine, [HEAD])[0] == len(HEAD)
+
+
+def test_each_policy_finds_its_own(tiny_model):
+    engine = PortableEngine(tiny_model("llama"), PAD)
+    _, (text,) = sample(engine, [HEAD])
+    for policy in ("another", None):
+        assert sample(engine, [HEAD[:50]], policy)[0] == 50
+        engine.generate([HEAD], 1, sampled())
+    assert sample(engine, [[*HEAD[:50], 5]], "another")[0] == 1
+    sample(engine, [[*text, 5, 6]], "another")  # begins with all that the first has
+    assert sample(engine, [[*text, 5]])[0] == 2
 
 
 @pytest.mark.parametrize("policy", [None, "another"])
@@ -155,11 +161,11 @@ def test_a_session_that_goes_on_with_another_policy_neither_keeps_nor_takes(tiny
         session.start([HEAD, [7, 8]], 1, [sampled(max_tokens=1), params])
         session.next_finished()
     with engine.session(params, going_on=session, policy=policy):
-        session.start([HEAD], 1)
+        session.start([HEAD, HEAD[::-1]], 1)
         while session.busy:
             session.next_finished()
-    assert session.prefilled_tokens == 2 * len(HEAD) + 2
-    assert sample(engine, [HEAD], policy=policy or "it")[0] == len(HEAD)
+    assert session.prefilled_tokens == 3 * len(HEAD) + 2
+    assert sample(engine, [HEAD[::-1]])[0] == len(HEAD), "nothing of it was kept"
 
 
 def test_a_session_that_goes_on_with_its_policy_keeps_and_takes(tiny_model):
@@ -195,16 +201,16 @@ def test_keys_between_turns_and_of_finished_sequences_have_one_bound(tiny_model)
         session.start([HEAD, [*HEAD[::-1], 9]], 1)
         session.next()
         session.finish(0)
-        assert session.prefixes.nbytes == len(HEAD) * KEYS_OF_A_TOKEN
+        assert engine._prefixes.nbytes == len(HEAD) * KEYS_OF_A_TOKEN
         session.start([[5, 4, 3]], 1)
         session.next()  # in which the second, which may go on, has left its row
-        assert session._kept and not session.prefixes.nbytes
+        assert session._kept and not engine._prefixes.nbytes
         session.finish(2)
-        assert session.prefixes.nbytes == 3 * KEYS_OF_A_TOKEN
+        assert engine._prefixes.nbytes == 3 * KEYS_OF_A_TOKEN
         session.start([HEAD[:40]], 1)
         session.next()
         session.finish(3)
-        assert not session.prefixes.nbytes
+        assert not engine._prefixes.nbytes
 
 
 def kept(tokens):
@@ -212,16 +218,16 @@ def kept(tokens):
 
 
 def found(prefixes, text):
-    had = prefixes.find(text)
+    had = prefixes.find("it", text)
     return 0 if had is None else had.tokens
 
 
 def test_the_longest_unused_go_first():
-    prefixes = Prefixes("it", whole=False)
+    prefixes = Prefixes(whole=False)
     for first in range(4):
-        prefixes.put([first, 1, 2, 3, 4], kept(5), room=4 * kept(5).nbytes)
+        prefixes.put("it", [first, 1, 2, 3, 4], kept(5), room=4 * kept(5).nbytes)
     assert found(prefixes, [0, 1, 2, 3, 4, 9]) == 5
-    prefixes.put([7, 7, 7, 7], kept(4), room=3 * kept(5).nbytes)
+    prefixes.put("it", [7, 7, 7, 7], kept(4), room=3 * kept(5).nbytes)
     assert [found(prefixes, [first, 1, 2, 3, 4, 9]) for first in range(4)] == [5, 0, 0, 5]
     assert found(prefixes, [7, 7, 7, 7]) == 3
     prefixes.trim(0)
@@ -230,15 +236,15 @@ def test_the_longest_unused_go_first():
 
 def test_there_are_no_more_than_can_be_compared(monkeypatch):
     monkeypatch.setattr(portable_prefixes, "_MOST", 3)
-    prefixes = Prefixes("it", whole=False)
+    prefixes = Prefixes(whole=False)
     for first in range(5):
-        prefixes.put([first, 1, 2, 3], kept(4), room=1 << 30)
+        prefixes.put("it", [first, 1, 2, 3], kept(4), room=1 << 30)
     assert [found(prefixes, [first, 1, 2, 3, 4]) for first in range(5)] == [0, 0, 4, 4, 4]
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_found_is_the_longest_beginning_by_hand(whole):
-    chance, prefixes, texts = random.Random(1), Prefixes("it", whole), []
+    chance, prefixes, texts = random.Random(1), Prefixes(whole), []
     for _ in range(200):
         text = [chance.randrange(2) for _ in range(chance.randrange(1, 12))]
         if texts and chance.random() < 0.5:
@@ -251,7 +257,7 @@ def test_found_is_the_longest_beginning_by_hand(whole):
         ]
         assert found(prefixes, text) == max(lengths, default=0)
         texts.append(text)
-        prefixes.put(text, kept(len(text)), room=1 << 30)
+        prefixes.put("it", text, kept(len(text)), room=1 << 30)
 
 
 def test_without_a_policy_nothing_is_copied(tiny_model, monkeypatch):

@@ -180,11 +180,12 @@ class PortableSession(TrackedSession):
         kept_bytes: Bytes of keys and values that are kept at most, between turns and of finished sequences.
         growing: Whether new sequences join the wave that runs, instead of waiting for the next.
         speculative_tokens: Tokens of a draft at most; 0 for none.
-        prefixes: What finished sequences of this policy have computed; None if it has no name. Sequences that
-            may find some join, as where the session grows.
+        prefixes: What finished sequences have computed.
+        policy: Name of the policy, by which its prefixes are found, or None. Sequences that may find some
+            join, as where the session grows.
 
     Attributes:
-        prefixes: As given.
+        policy: As given.
     """
 
     def __init__(
@@ -197,14 +198,15 @@ class PortableSession(TrackedSession):
         kept_bytes: int,
         growing: bool,
         speculative_tokens: int,
-        prefixes: Prefixes | None = None,
+        prefixes: Prefixes,
+        policy: Hashable | None,
     ) -> None:
         super().__init__(params, positions, pad_token_id, speculative_tokens)
-        self.prefixes = prefixes
+        self.policy, self._prefixes = policy, prefixes
         self._drafts = Drafts(speculative_tokens) if speculative_tokens else None
         self._model, self._device = model, base_model(model).device
         self._max_sequences, self._kept_bytes = max_sequences, kept_bytes
-        self._growing = growing or prefixes is not None
+        self._growing = growing or policy is not None
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
         self._joining: list[Sequence] = []  # with tokens already or, where the session grows, without
         self._kept: dict[Sequence, Kept] = {}
@@ -231,13 +233,13 @@ class PortableSession(TrackedSession):
     def _drop(self, sequence: Sequence) -> None:
         kept = self._kept.pop(sequence, None)
         self._uniforms.pop(sequence, None)
-        if self.prefixes is None or sequence.finish_reason == "error":
+        if self.policy is None or sequence.finish_reason == "error":
             return
         if self._runner is not None and sequence in self._wave.rows:
             kept = self._runner.kept_of(self._wave.rows.index(sequence))
         if kept is not None:
             text = sequence.prompt.token_ids + sequence.token_ids
-            self.prefixes.put(text, kept, self._kept_bytes - self._held)
+            self._prefixes.put(self.policy, text, kept, self._kept_bytes - self._held)
 
     def give_up(self) -> None:
         """Drop all keys and values; those that run are the first of all that wait to join."""
@@ -333,8 +335,7 @@ class PortableSession(TrackedSession):
     def _keep(self, sequence: Sequence, kept: Kept) -> None:
         if self._held + kept.nbytes <= self._kept_bytes:
             self._kept[sequence] = kept
-            if self.prefixes is not None:
-                self.prefixes.trim(self._kept_bytes - self._held)
+            self._prefixes.trim(self._kept_bytes - self._held)
 
     @property
     def _held(self) -> int:
@@ -387,13 +388,13 @@ class PortableSession(TrackedSession):
 
     def _look_up(self, sequences: list[Sequence]) -> None:
         """Let sequences of which nothing is kept have what finished ones computed of their texts."""
-        if self.prefixes is None:
+        if self.policy is None:
             return
         found: dict[tuple[int, ...], Kept | None] = {}
         for sequence in sequences:
             text = (*sequence.prompt.token_ids, *sequence.token_ids)
             if sequence not in self._kept and text not in found:
-                found[text] = self.prefixes.find(text)
+                found[text] = self._prefixes.find(self.policy, text)
             if (kept := found.get(text)) is not None:
                 self._kept.setdefault(sequence, kept)
 
@@ -486,7 +487,7 @@ class PortableEngine(RolloutEngine):
         self._max_sequences = self.rows_per_call = max_sequences
         self._kept_bytes, self._speculative_tokens = kept_bytes, speculative_tokens
         self._last = LastSession[PortableSession]()
-        self._prefixes: Prefixes | None = None
+        self._prefixes = Prefixes(whole=any(layers_with_state(self._base.config)))
 
     def release(self) -> None:
         """See ``RolloutEngine.release``: the last session computes its keys and values again."""
@@ -496,8 +497,7 @@ class PortableEngine(RolloutEngine):
 
     def reset(self) -> None:
         """See ``RolloutEngine.reset``."""
-        if self._prefixes is not None:
-            self._prefixes.forget()
+        self._prefixes.forget()
 
     def generate(
         self,
@@ -525,11 +525,10 @@ class PortableEngine(RolloutEngine):
     ) -> Iterator[PortableSession]:
         """See ``RolloutEngine.session``."""
         with self._ready(norm_offsets or {}):
-            prefixes = self._prefixes_of(policy)
             if going_on is not None:
                 session = self._last.again(going_on)
-                if session.prefixes is not prefixes:  # what its sequences have is of another policy
-                    session.prefixes = None
+                if session.policy != policy:  # what its sequences have is of both
+                    session.policy = None
             else:
                 self._last.set_aside()
                 session = PortableSession(
@@ -541,17 +540,11 @@ class PortableEngine(RolloutEngine):
                     self._kept_bytes,
                     growing,
                     self._speculative_tokens,
-                    prefixes,
+                    self._prefixes,
+                    policy,
                 )
             with self._last.opened(session):
                 yield session
-
-    def _prefixes_of(self, policy: Hashable | None) -> Prefixes | None:
-        """What finished sequences of a policy have computed; of another one it is forgotten."""
-        if self._prefixes is None or self._prefixes.policy != policy:
-            states = any(layers_with_state(self._base.config))
-            self._prefixes = None if policy is None else Prefixes(policy, whole=states)
-        return self._prefixes
 
     @contextmanager
     def _ready(self, norm_offsets: NormOffsets) -> Iterator[None]:

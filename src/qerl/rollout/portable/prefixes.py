@@ -5,11 +5,12 @@ trajectory with the same instructions; what both have in common need not be comp
 longest common beginning with any sequence, to the token, since rows can be loaded up to any of theirs. A
 layer with a state has it behind the last token alone, so there a sequence is found as a whole or not at all.
 
-Keys and values are those of one policy. They are copies beside the batch, which takes copies of them again,
-so any number of rows may begin with the same.
+Keys and values are those of one policy, which has a name. They are copies beside the batch, which takes
+copies of them again, so any number of rows may begin with the same.
 """
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,60 +20,70 @@ _MOST = 1024
 """Sequences that are kept at most, because each is compared with each new text: some milliseconds for all."""
 
 
+class _Finished(NamedTuple):
+    policy: Hashable
+    tokens: np.ndarray
+    kept: Kept
+
+
 class Prefixes:
-    """What finished sequences of a policy have computed.
+    """What finished sequences have computed, of some policies.
 
     Args:
-        policy: Name of the policy, noise included.
         whole: Whether a sequence can be gone on with behind its last token alone.
     """
 
-    def __init__(self, policy: Hashable, whole: bool) -> None:
-        self.policy, self._whole = policy, whole
-        self._found: list[tuple[np.ndarray, Kept]] = []  # the last used at the end
+    def __init__(self, whole: bool) -> None:
+        self._whole = whole
+        self._finished: list[_Finished] = []  # the last used at the end
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(kept.nbytes for _, kept in self._found)
+        return sum(each.kept.nbytes for each in self._finished)
 
-    def find(self, text: Sequence[int]) -> Kept | None:
-        """What there is of the longest beginning of a text, without its last token, whose logits are wanted;
-        None where that is too short to be worth a call of the model."""
+    def find(self, policy: Hashable, text: Sequence[int]) -> Kept | None:
+        """What a policy has of the longest beginning of a text, without its last token, whose logits are
+        wanted; None where that is too short to be worth a call of the model."""
         wanted = np.asarray(text[:-1])
         best, most = -1, WORTH_SHARING - 1
-        for place, (tokens, _) in enumerate(self._found):
-            common = _common(tokens, wanted)
-            if common > most and (common == len(tokens) or not self._whole):
+        for place, each in enumerate(self._finished):
+            common = _common(each.tokens, wanted) if each.policy == policy else 0
+            if common > most and (common == len(each.tokens) or not self._whole):
                 best, most = place, common
         if best < 0:
             return None
-        self._found.append(self._found.pop(best))
-        return Kept(most, self._found[-1][1].layers)
+        self._finished.append(self._finished.pop(best))
+        return Kept(most, self._finished[-1].kept.layers)
 
-    def put(self, text: Sequence[int], kept: Kept, room: int) -> None:
+    def put(self, policy: Hashable, text: Sequence[int], kept: Kept, room: int) -> None:
         """Keep what a finished sequence has computed.
 
         Args:
+            policy: Name of the policy, noise included.
             text: All its tokens, from the prompt's first one on.
             kept: Of as many of them as it says.
             room: Bytes that all may take; the longest unused go first.
         """
         tokens = np.asarray(text[: kept.tokens])
         if not self._whole:  # else somebody may go on behind the shorter one
-            self._found = [each for each in self._found if _common(each[0], tokens) < len(each[0])]
-        self._found.append((tokens, kept))
+            self._finished = [
+                each
+                for each in self._finished
+                if each.policy != policy or _common(each.tokens, tokens) < len(each.tokens)
+            ]
+        self._finished.append(_Finished(policy, tokens, kept))
         self.trim(room)
 
     def trim(self, room: int) -> None:
         """Let the longest unused go until the others take no more than so many bytes."""
         held = self.nbytes
-        while self._found and (held > room or len(self._found) > _MOST):
-            held -= self._found.pop(0)[1].nbytes
+        while self._finished and (held > room or len(self._finished) > _MOST):
+            held -= self._finished.pop(0).kept.nbytes
 
     def forget(self) -> None:
         """Let all go."""
-        self._found.clear()
+        self._finished.clear()
 
 
 def _common(some: np.ndarray, others: np.ndarray) -> int:
