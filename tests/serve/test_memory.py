@@ -35,6 +35,7 @@ def sampling_of(engine, score=lambda requests: [Scores([0.0]) for _ in requests]
         noise=None,
         score=score,
         stop_strings=lambda strings: None,
+        keeps_prefixes=False,
     )
     policies = {"base": None, "other": "another adapter"}
     return Sampling(lambda key: (host, policies[key]))

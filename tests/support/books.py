@@ -60,7 +60,9 @@ class SayingPages(RolloutEngine):
         raise AssertionError("one turn was asked for")
 
     @contextmanager
-    def session(self, params, norm_offsets=None, growing=False, longest_prompt=None, going_on=None):
+    def session(
+        self, params, norm_offsets=None, growing=False, longest_prompt=None, going_on=None, policy=None
+    ):
         if going_on is None:
             going_on = PagedSession(params, self.positions, 0, self.parts, growing, longest_prompt)
         else:
