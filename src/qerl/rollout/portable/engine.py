@@ -180,7 +180,7 @@ class PortableSession(TrackedSession):
         kept_bytes: Bytes of keys and values that are kept at most, between turns and of finished sequences.
         growing: Whether new sequences join the wave that runs, instead of waiting for the next.
         speculative_tokens: Tokens of a draft at most; 0 for none.
-        prefixes: What finished sequences have computed.
+        prefixes: What finished sequences have computed; None where no session has named its policy.
         policy: Name of the policy, by which its prefixes are found, or None. Sequences that may find some
             join, as where the session grows.
 
@@ -198,7 +198,7 @@ class PortableSession(TrackedSession):
         kept_bytes: int,
         growing: bool,
         speculative_tokens: int,
-        prefixes: Prefixes,
+        prefixes: Prefixes | None,
         policy: Hashable | None,
     ) -> None:
         super().__init__(params, positions, pad_token_id, speculative_tokens)
@@ -233,7 +233,7 @@ class PortableSession(TrackedSession):
     def _drop(self, sequence: Sequence) -> None:
         kept = self._kept.pop(sequence, None)
         self._uniforms.pop(sequence, None)
-        if self.policy is None or sequence.finish_reason == "error":
+        if self._prefixes is None or self.policy is None or sequence.finish_reason == "error":
             return
         if self._runner is not None and sequence in self._wave.rows:
             kept = self._runner.kept_of(self._wave.rows.index(sequence))
@@ -335,7 +335,8 @@ class PortableSession(TrackedSession):
     def _keep(self, sequence: Sequence, kept: Kept) -> None:
         if self._held + kept.nbytes <= self._kept_bytes:
             self._kept[sequence] = kept
-            self._prefixes.trim(self._kept_bytes - self._held)
+            if self._prefixes is not None:
+                self._prefixes.trim(self._kept_bytes - self._held)
 
     @property
     def _held(self) -> int:
@@ -388,7 +389,7 @@ class PortableSession(TrackedSession):
 
     def _look_up(self, sequences: list[Sequence]) -> None:
         """Let sequences of which nothing is kept have what finished ones computed of their texts."""
-        if self.policy is None:
+        if self._prefixes is None or self.policy is None:
             return
         found: dict[tuple[int, ...], Kept | None] = {}
         for sequence in sequences:
@@ -487,7 +488,7 @@ class PortableEngine(RolloutEngine):
         self._max_sequences = self.rows_per_call = max_sequences
         self._kept_bytes, self._speculative_tokens = kept_bytes, speculative_tokens
         self._last = LastSession[PortableSession]()
-        self._prefixes = Prefixes(whole=any(layers_with_state(self._base.config)))
+        self._prefixes: Prefixes | None = None
 
     def release(self) -> None:
         """See ``RolloutEngine.release``: the last session computes its keys and values again."""
@@ -497,7 +498,8 @@ class PortableEngine(RolloutEngine):
 
     def reset(self) -> None:
         """See ``RolloutEngine.reset``."""
-        self._prefixes.forget()
+        if self._prefixes is not None:
+            self._prefixes.forget()
 
     def generate(
         self,
@@ -525,6 +527,8 @@ class PortableEngine(RolloutEngine):
     ) -> Iterator[PortableSession]:
         """See ``RolloutEngine.session``."""
         with self._ready(norm_offsets or {}):
+            if self._prefixes is None and policy is not None:
+                self._prefixes = Prefixes(whole=any(layers_with_state(self._base.config)))
             if going_on is not None:
                 session = self._last.again(going_on)
                 if session.policy != policy:  # what its sequences have is of both
