@@ -136,7 +136,7 @@ class Sequence:
 
     @property
     def own_tokens(self) -> int:
-        """Tokens in its own blocks before its next step: the prompt's tail and last token, and all that it has
+        """Tokens in its own blocks before its next step: the prompt's tail and last token, and its own tokens
         but the very last."""
         return self.prompt.tail + self.generated
 
