@@ -348,7 +348,7 @@ class RolloutEngine(ABC):
             it trains; None for an engine without a model, whose samples are scripted.
         rows_per_call: Completions that a call should have where there are many to make: with fewer, part of
             its time goes into waiting for the last ones.
-        keeps_prefixes: Whether sessions that name their policy find what finished sequences have computed.
+        keeps_prefixes: Whether sessions that name their policy find what sequences have computed.
     """
 
     model: nn.Module | None = None
@@ -406,8 +406,8 @@ class RolloutEngine(ABC):
                 they are now. Its sequences keep what they have; their keys and values, unless `release` was
                 called, are not computed again, whatever became of the weights.
             policy: A name of the policy as it is now, noise included, for an engine that `keeps_prefixes`.
-                Then what sequences have computed is kept when they are finished, and others that begin with
-                the same tokens take it, in this session and in those of an equal name that follow, until
+                Then what sequences have computed is kept when their turn has ended, and others that begin
+                with the same tokens take it, in this session and in those of an equal name that follow, until
                 `release` or `reset` is called. None keeps and takes nothing, as does a session that is
                 entered again with another name than it had.
 

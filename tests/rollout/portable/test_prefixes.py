@@ -213,6 +213,19 @@ def test_keys_between_turns_and_of_finished_sequences_have_one_bound(tiny_model)
         assert not engine._prefixes.nbytes
 
 
+def test_a_sequence_may_begin_with_what_another_has_that_goes_on(tiny_model):
+    """As where history is written anew, while the conversation as it was goes on."""
+    engine = PortableEngine(tiny_model("llama"), PAD)
+    with engine.session(sampled(max_tokens=40, stop_token_ids=tuple(range(128))), policy="it") as session:
+        session.start([HEAD], 1)
+        (drawn,) = session.next()
+        session.start([[*HEAD, *drawn.completion.token_ids, 5], HEAD[:60]], 1)
+        session.go_on(0, [5])
+        while session.busy:
+            session.next()
+        assert session.prefilled_tokens == len(HEAD) + 2 + 1 + 2
+
+
 def kept(tokens):
     return Kept(tokens, [(torch.zeros(1, tokens, 1), torch.zeros(1, tokens, 1))])
 
@@ -225,9 +238,10 @@ def found(prefixes, text):
 def test_the_longest_unused_go_first():
     prefixes = Prefixes(whole=False)
     for first in range(4):
-        prefixes.put("it", [first, 1, 2, 3, 4], kept(5), room=4 * kept(5).nbytes)
+        prefixes.put("it", [first, 1, 2, 3, 4], kept(5))
     assert found(prefixes, [0, 1, 2, 3, 4, 9]) == 5
-    prefixes.put("it", [7, 7, 7, 7], kept(4), room=3 * kept(5).nbytes)
+    prefixes.put("it", [7, 7, 7, 7], kept(4))
+    prefixes.trim(3 * kept(5).nbytes)
     assert [found(prefixes, [first, 1, 2, 3, 4, 9]) for first in range(4)] == [5, 0, 0, 5]
     assert found(prefixes, [7, 7, 7, 7]) == 3
     prefixes.trim(0)
@@ -238,7 +252,8 @@ def test_there_are_no_more_than_can_be_compared(monkeypatch):
     monkeypatch.setattr(portable_prefixes, "_MOST", 3)
     prefixes = Prefixes(whole=False)
     for first in range(5):
-        prefixes.put("it", [first, 1, 2, 3], kept(4), room=1 << 30)
+        prefixes.put("it", [first, 1, 2, 3], kept(4))
+        prefixes.trim(1 << 30)
     assert [found(prefixes, [first, 1, 2, 3, 4]) for first in range(5)] == [0, 0, 4, 4, 4]
 
 
@@ -257,7 +272,7 @@ def test_found_is_the_longest_beginning_by_hand(whole):
         ]
         assert found(prefixes, text) == max(lengths, default=0)
         texts.append(text)
-        prefixes.put("it", text, kept(len(text)), room=1 << 30)
+        prefixes.put("it", text, kept(len(text)))
 
 
 def test_without_a_policy_nothing_is_copied(tiny_model, monkeypatch):

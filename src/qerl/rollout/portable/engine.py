@@ -231,15 +231,10 @@ class PortableSession(TrackedSession):
         self._joining.append(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        kept = self._kept.pop(sequence, None)
+        self._kept.pop(sequence, None)
         self._uniforms.pop(sequence, None)
-        if self._prefixes is None or self.policy is None or sequence.finish_reason == "error":
-            return
-        if self._runner is not None and sequence in self._wave.rows:
-            kept = self._runner.kept_of(self._wave.rows.index(sequence))
-        if kept is not None:
-            text = sequence.prompt.token_ids + sequence.token_ids
-            self._prefixes.put(self.policy, text, kept, self._kept_bytes - self._held)
+        if self.policy is not None and self._runner is not None and sequence in self._wave.rows:
+            self._put(sequence, self._runner.kept_of(self._wave.rows.index(sequence)))
 
     def give_up(self) -> None:
         """Drop all keys and values; those that run are the first of all that wait to join."""
@@ -335,8 +330,15 @@ class PortableSession(TrackedSession):
     def _keep(self, sequence: Sequence, kept: Kept) -> None:
         if self._held + kept.nbytes <= self._kept_bytes:
             self._kept[sequence] = kept
-            if self._prefixes is not None:
-                self._prefixes.trim(self._kept_bytes - self._held)
+        self._put(sequence, kept)
+
+    def _put(self, sequence: Sequence, kept: Kept) -> None:
+        """Let others that begin with what a sequence has take what it has computed of that."""
+        if self._prefixes is None:
+            return
+        if self.policy is not None and sequence.finish_reason != "error":
+            self._prefixes.put(self.policy, sequence.prompt.token_ids + sequence.token_ids, kept)
+        self._prefixes.trim(self._kept_bytes - self._held)
 
     @property
     def _held(self) -> int:
