@@ -15,8 +15,8 @@ results are kept by sequence, never by row.
 A sequence whose turn has ended leaves its wave and its keys and values are copied out of the batch. When it
 goes on it joins the running wave, or begins the next, and only what was written is computed. Every time that
 rows join, the keys and values of the whole batch are copied; so they wait until they are a fair share of it.
-In a session that grows, new sequences join as well. Where sessions name their policy, what finished sequences
-computed is kept for others that begin with the same tokens (`prefixes`).
+In a session that grows, new sequences join as well. Where sessions name their policy, what a sequence has
+computed when its turn has ended is kept for others that begin with the same tokens (`prefixes`).
 
 Where few rows run, several positions of each may be computed in one pass behind drafted tokens
 (`qerl.rollout.drafts`).
@@ -62,9 +62,9 @@ from qerl.rollout.portable.runner import WORTH_SHARING, Kept, Runner, grouped_de
 from qerl.rollout.session import LastSession, Sequence, TrackedSession, whole_completions
 
 KEPT_BYTES = 4 << 30
-"""Keys and values that are kept between turns, and of finished sequences: of 64 sequences of 1,400 tokens of
-SmolLM2-135M in FP32, 46 kB a token, beside about as much in the wave. A machine with 16 GB has room for both;
-whoever ends its turn when those between turns fill them is computed again."""
+"""Keys and values that are kept between turns, and for others that begin alike: of 64 sequences of 1,400
+tokens of SmolLM2-135M in FP32, 46 kB a token, beside about as much in the wave. A machine with 16 GB has room
+for both; whoever ends its turn when those between turns fill them is computed again."""
 
 JOINING_SHARE = 0.25
 """Rows join a wave once they are this share of it, because its keys and values are copied then:
@@ -177,10 +177,10 @@ class PortableSession(TrackedSession):
         pad_token_id: Fills masked positions, and stands in for a turn whose first logits were not finite.
         model: The model, ready for a rollout.
         max_sequences: Sequences that are decoded at the same time at most.
-        kept_bytes: Bytes of keys and values that are kept at most, between turns and of finished sequences.
+        kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
         growing: Whether new sequences join the wave that runs, instead of waiting for the next.
         speculative_tokens: Tokens of a draft at most; 0 for none.
-        prefixes: What finished sequences have computed; None where no session has named its policy.
+        prefixes: What others have computed; None where no session has named its policy.
         policy: Name of the policy, by which its prefixes are found, or None. Sequences that may find some
             join, as where the session grows.
 
@@ -390,7 +390,7 @@ class PortableSession(TrackedSession):
         return torch.cat(found)
 
     def _look_up(self, sequences: list[Sequence]) -> None:
-        """Let sequences of which nothing is kept have what finished ones computed of their texts."""
+        """Let sequences of which nothing is kept have what others computed of their texts."""
         if self._prefixes is None or self.policy is None:
             return
         found: dict[tuple[int, ...], Kept | None] = {}
@@ -459,7 +459,7 @@ class PortableEngine(RolloutEngine):
             completion whose first logits were not finite.
         max_sequences: Sequences that run at once at most. Each needs memory for the keys and values of its
             prompt and of ``max_tokens`` tokens.
-        kept_bytes: Bytes of keys and values that are kept at most, between turns and of finished sequences.
+        kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
         speculative_tokens: Tokens that are drafted for each sequence and verified in one pass, where few
             run; 0 for none (`qerl.rollout.drafts`).
 
