@@ -496,10 +496,14 @@ class PortableEngine(RolloutEngine):
         """See ``RolloutEngine.release``: the last session computes its keys and values again."""
         if (session := self._last.session) is not None:
             session.give_up()
-        self.reset()
+        self._forget()
 
     def reset(self) -> None:
         """See ``RolloutEngine.reset``."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep no prefix."""
         if self._prefixes is not None:
             self._prefixes.forget()
 
