@@ -276,6 +276,11 @@ def _agents(what: str) -> float:
     return float(rows("agents-verifiers-cpu")[-1][what])
 
 
+def _requests(way: str) -> str:
+    """Seconds of the processor for conversations whose turns are requests."""
+    return f"{row('turns-requests-smollm2-cpu', way=way)['cpu_seconds']:.0f} s"
+
+
 def _step_refilled(max_staleness: int) -> str:
     """Seconds of a whole step whose rows are refilled."""
     return f"{rows(f'step-7b-refilled-{max_staleness}-h200')[-1]['total_s']:.1f} s"
@@ -341,6 +346,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "step-refilled-0": lambda: _step_refilled(0),
     "step-refilled-2": lambda: _step_refilled(2),
+    "requests-anew": lambda: _requests("anew"),
+    "requests-prefixes": lambda: _requests("prefixes"),
     "agents-cpu": lambda: f"{_agents('cpu_ratio'):.2f}",
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,

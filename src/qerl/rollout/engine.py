@@ -22,7 +22,7 @@ Shapes: B sequences, V vocabulary, C candidates (the most probable tokens, desce
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -348,10 +348,12 @@ class RolloutEngine(ABC):
             it trains; None for an engine without a model, whose samples are scripted.
         rows_per_call: Completions that a call should have where there are many to make: with fewer, part of
             its time goes into waiting for the last ones.
+        keeps_prefixes: Whether sessions that name their policy find what sequences have computed.
     """
 
     model: nn.Module | None = None
     rows_per_call: int = 64
+    keeps_prefixes: bool = False
 
     @abstractmethod
     def generate(
@@ -387,6 +389,7 @@ class RolloutEngine(ABC):
         growing: bool = False,
         longest_prompt: int | None = None,
         going_on: Session | None = None,
+        policy: Hashable | None = None,
     ) -> AbstractContextManager[Session]:
         """Sample in turns; leaving the context gives up all sequences, unless it is entered again.
 
@@ -402,6 +405,11 @@ class RolloutEngine(ABC):
             going_on: The last session of this engine, which is entered again with the policy and the noise as
                 they are now. Its sequences keep what they have; their keys and values, unless `release` was
                 called, are not computed again, whatever became of the weights.
+            policy: A name of the policy as it is now, noise included, for an engine that `keeps_prefixes`.
+                Then what sequences have computed is kept when their turn has ended, and others that begin
+                with the same tokens take it, in this session and in those of an equal name that follow, until
+                `release` or `reset` is called. None keeps and takes nothing, as does a session that is
+                entered again with another name than it had.
 
         Raises:
             QeRLError: The engine samples whole completions alone, or another session was opened since.

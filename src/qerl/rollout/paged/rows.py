@@ -127,8 +127,9 @@ class Rows:
     @staticmethod
     def _column(sequence: Sequence) -> list[int]:
         """What the row's tensors hold, in the order of `place`; the last two are the limits."""
-        cached, own = sequence.prompt.cached_tokens, sequence.generated
-        return [sequence.last_token, cached + own, own, sequence.max_tokens, 0, cached, own + 1]
+        shared, own = sequence.prompt.shared_tokens, sequence.own_tokens
+        counts = sequence.generated, sequence.max_tokens
+        return [sequence.last_token, shared + own, *counts, 0, shared, own + 1]
 
     def _write_outputs(self, sequences: list[Sequence]) -> None:
         """What they have from before, drawn or written, in three uploads for all of them."""
@@ -212,7 +213,7 @@ class Rows:
             members.setdefault(sequence.prompt, []).extend(range(row * lanes, (row + 1) * lanes))
         item = place = 0
         for prompt, of_prompt in members.items():
-            if not prompt.cached_tokens:
+            if not prompt.shared_tokens:
                 continue
             for first in range(0, len(of_prompt), together):
                 chosen = of_prompt[first : first + together]

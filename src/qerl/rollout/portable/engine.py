@@ -15,7 +15,8 @@ results are kept by sequence, never by row.
 A sequence whose turn has ended leaves its wave and its keys and values are copied out of the batch. When it
 goes on it joins the running wave, or begins the next, and only what was written is computed. Every time that
 rows join, the keys and values of the whole batch are copied; so they wait until they are a fair share of it.
-In a session that grows, new sequences join as well.
+In a session that grows, new sequences join as well. Where sessions name their policy, what a sequence has
+computed when its turn has ended is kept for others that begin with the same tokens (`prefixes`).
 
 Where few rows run, several positions of each may be computed in one pass behind drafted tokens
 (`qerl.rollout.drafts`).
@@ -28,7 +29,7 @@ sequence of others.
 """
 
 from collections import abc, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -56,13 +57,14 @@ from qerl.rollout.engine import (
     draw_rows,
     uniform_streams,
 )
-from qerl.rollout.portable.runner import Kept, Runner, grouped_decode
+from qerl.rollout.portable.prefixes import Prefixes
+from qerl.rollout.portable.runner import WORTH_SHARING, Kept, Runner, grouped_decode
 from qerl.rollout.session import LastSession, Sequence, TrackedSession, whole_completions
 
 KEPT_BYTES = 4 << 30
-"""Keys and values that are kept between turns: of 64 sequences of 1,400 tokens of SmolLM2-135M in FP32, 46 kB
-a token, beside about as much in the wave. A machine with 16 GB has room for both; whoever ends its turn when
-they are full is computed again."""
+"""Keys and values that are kept between turns, and for others that begin alike: of 64 sequences of 1,400
+tokens of SmolLM2-135M in FP32, 46 kB a token, beside about as much in the wave. A machine with 16 GB has room
+for both; whoever ends its turn when those between turns fill them is computed again."""
 
 JOINING_SHARE = 0.25
 """Rows join a wave once they are this share of it, because its keys and values are copied then:
@@ -175,9 +177,15 @@ class PortableSession(TrackedSession):
         pad_token_id: Fills masked positions, and stands in for a turn whose first logits were not finite.
         model: The model, ready for a rollout.
         max_sequences: Sequences that are decoded at the same time at most.
-        kept_bytes: Bytes of keys and values that are kept between turns at most.
+        kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
         growing: Whether new sequences join the wave that runs, instead of waiting for the next.
         speculative_tokens: Tokens of a draft at most; 0 for none.
+        prefixes: What others have computed; None where no session has named its policy.
+        policy: Name of the policy, by which its prefixes are found, or None. Sequences that may find some
+            join, as where the session grows.
+
+    Attributes:
+        policy: As given.
     """
 
     def __init__(
@@ -190,12 +198,15 @@ class PortableSession(TrackedSession):
         kept_bytes: int,
         growing: bool,
         speculative_tokens: int,
+        prefixes: Prefixes | None,
+        policy: Hashable | None,
     ) -> None:
         super().__init__(params, positions, pad_token_id, speculative_tokens)
+        self.policy, self._prefixes = policy, prefixes
         self._drafts = Drafts(speculative_tokens) if speculative_tokens else None
         self._model, self._device = model, base_model(model).device
         self._max_sequences, self._kept_bytes = max_sequences, kept_bytes
-        self._growing = growing
+        self._growing = growing or policy is not None
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
         self._joining: list[Sequence] = []  # with tokens already or, where the session grows, without
         self._kept: dict[Sequence, Kept] = {}
@@ -222,6 +233,8 @@ class PortableSession(TrackedSession):
     def _drop(self, sequence: Sequence) -> None:
         self._kept.pop(sequence, None)
         self._uniforms.pop(sequence, None)
+        if self.policy is not None and self._runner is not None and sequence in self._wave.rows:
+            self._put(sequence, self._runner.kept_of(self._wave.rows.index(sequence)))
 
     def give_up(self) -> None:
         """Drop all keys and values; those that run are the first of all that wait to join."""
@@ -315,9 +328,22 @@ class PortableSession(TrackedSession):
             self._runner = None
 
     def _keep(self, sequence: Sequence, kept: Kept) -> None:
-        held = sum(other.nbytes for other in self._kept.values())
-        if held + kept.nbytes <= self._kept_bytes:
+        if self._held + kept.nbytes <= self._kept_bytes:
             self._kept[sequence] = kept
+        self._put(sequence, kept)
+
+    def _put(self, sequence: Sequence, kept: Kept) -> None:
+        """Let others that begin with what a sequence has take what it has computed of that."""
+        if self._prefixes is None:
+            return
+        if self.policy is not None and sequence.finish_reason != "error":
+            self._prefixes.put(self.policy, sequence.prompt.token_ids + sequence.token_ids, kept)
+        self._prefixes.trim(self._kept_bytes - self._held)
+
+    @property
+    def _held(self) -> int:
+        """Bytes that are kept between turns."""
+        return sum(kept.nbytes for kept in self._kept.values())
 
     def _begin(self, sequences: list[Sequence]) -> torch.Tensor:
         """Begin a wave of sequences without a token; gives the logits [B, V] of each."""
@@ -329,9 +355,14 @@ class PortableSession(TrackedSession):
         return self._prefill(self._runner, list(prompts.values()), rows, self._longest_room())
 
     def _prefill(
-        self, runner: Runner, texts: list[list[int]], rows: abc.Sequence[int], room: int
+        self,
+        runner: Runner,
+        texts: list[list[int]],
+        rows: abc.Sequence[int],
+        room: int,
+        kept: abc.Sequence[Kept] = (),
     ) -> torch.Tensor:
-        logits_BV = runner.prefill(texts, rows, room)
+        logits_BV = runner.prefill(texts, rows, room, kept)
         self.prefilled_tokens += sum(map(len, texts)) - runner.saved_tokens
         return logits_BV
 
@@ -343,6 +374,7 @@ class PortableSession(TrackedSession):
         """
         free = self._max_sequences - len(self._wave.rows)
         entering, self._joining = self._joining[:free], self._joining[free:]
+        self._look_up(entering)
         groups: dict[int, list[Sequence]] = {}
         for sequence in entering:
             groups.setdefault(self._computed_with(sequence), []).append(sequence)
@@ -357,26 +389,37 @@ class PortableSession(TrackedSession):
                 self._runner.join(runner, self._longest_room())
         return torch.cat(found)
 
+    def _look_up(self, sequences: list[Sequence]) -> None:
+        """Let sequences of which nothing is kept have what others computed of their texts."""
+        if self._prefixes is None or self.policy is None:
+            return
+        found: dict[tuple[int, ...], Kept | None] = {}
+        for sequence in sequences:
+            text = (*sequence.prompt.token_ids, *sequence.token_ids)
+            if sequence not in self._kept and text not in found:
+                found[text] = self._prefixes.find(self.policy, text)
+            if (kept := found.get(text)) is not None:
+                self._kept.setdefault(sequence, kept)
+
     def _computed_with(self, sequence: Sequence) -> int:
-        """Sequences that join are computed together if this number is the same: 0 where nothing is kept."""
+        """Sequences that join are computed together if this number is the same: 0 where nothing is kept. The
+        others have as many new tokens as each other, about so where no layer has a state."""
         if sequence not in self._kept:
             return 0
-        if not self._has_states:
-            return 1
-        return len(sequence.prompt.token_ids) + len(sequence.token_ids) - self._kept[sequence].tokens
+        new = len(sequence.prompt.token_ids) + len(sequence.token_ids) - self._kept[sequence].tokens
+        return new if self._has_states else max(new, WORTH_SHARING).bit_length()
 
     def _recompute(self, runner: Runner, sequences: list[Sequence]) -> torch.Tensor:
-        """Logits [B, V] of sequences that join, from their kept keys and values; where nothing is kept of
-        any, equal texts are computed once."""
-        texts = [sequence.prompt.token_ids + sequence.token_ids for sequence in sequences]
+        """Logits [B, V] of sequences that join, from their kept keys and values if there are any; equal texts
+        that were not kept as those of two sequences are computed once."""
+        texts = [(*sequence.prompt.token_ids, *sequence.token_ids) for sequence in sequences]
+        kept = [self._kept.pop(sequence, None) for sequence in sequences]
         room = max(sequence.room for sequence in sequences) + self._speculative_tokens
-        if sequences[0] not in self._kept:
-            row_of = {text: row for row, text in enumerate(dict.fromkeys(map(tuple, texts)))}
-            rows = [row_of[tuple(text)] for text in texts]
-            return self._prefill(runner, list(map(list, row_of)), rows, room)
-        kept = [self._kept.pop(sequence) for sequence in sequences]
-        self.prefilled_tokens += sum(len(text) - row.tokens for text, row in zip(texts, kept, strict=True))
-        return runner.resume(texts, kept, room)
+        found = {(text, id(of)): of for text, of in zip(texts, kept, strict=True)}
+        row_of = {key: row for row, key in enumerate(found)}
+        rows = [row_of[text, id(of)] for text, of in zip(texts, kept, strict=True)]
+        begun = [of for of in found.values() if of is not None]  # of all or of none
+        return self._prefill(runner, [list(text) for text, _ in found], rows, room, begun)
 
     def _enter(self, sequences: list[Sequence]) -> None:
         """Give sequences rows behind those that run."""
@@ -416,7 +459,7 @@ class PortableEngine(RolloutEngine):
             completion whose first logits were not finite.
         max_sequences: Sequences that run at once at most. Each needs memory for the keys and values of its
             prompt and of ``max_tokens`` tokens.
-        kept_bytes: Bytes of keys and values that a session keeps between turns at most.
+        kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
         speculative_tokens: Tokens that are drafted for each sequence and verified in one pass, where few
             run; 0 for none (`qerl.rollout.drafts`).
 
@@ -426,6 +469,7 @@ class PortableEngine(RolloutEngine):
     """
 
     model: nn.Module
+    keeps_prefixes = True
 
     def __init__(
         self,
@@ -446,11 +490,22 @@ class PortableEngine(RolloutEngine):
         self._max_sequences = self.rows_per_call = max_sequences
         self._kept_bytes, self._speculative_tokens = kept_bytes, speculative_tokens
         self._last = LastSession[PortableSession]()
+        self._prefixes: Prefixes | None = None
 
     def release(self) -> None:
         """See ``RolloutEngine.release``: the last session computes its keys and values again."""
         if (session := self._last.session) is not None:
             session.give_up()
+        self._forget()
+
+    def reset(self) -> None:
+        """See ``RolloutEngine.reset``."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep no prefix."""
+        if self._prefixes is not None:
+            self._prefixes.forget()
 
     def generate(
         self,
@@ -474,11 +529,16 @@ class PortableEngine(RolloutEngine):
         growing: bool = False,
         longest_prompt: int | None = None,
         going_on: Session | None = None,
+        policy: Hashable | None = None,
     ) -> Iterator[PortableSession]:
         """See ``RolloutEngine.session``."""
         with self._ready(norm_offsets or {}):
+            if self._prefixes is None and policy is not None:
+                self._prefixes = Prefixes(whole=any(layers_with_state(self._base.config)))
             if going_on is not None:
                 session = self._last.again(going_on)
+                if session.policy != policy:  # what its sequences have is of both
+                    session.policy = None
             else:
                 self._last.set_aside()
                 session = PortableSession(
@@ -490,6 +550,8 @@ class PortableEngine(RolloutEngine):
                     self._kept_bytes,
                     growing,
                     self._speculative_tokens,
+                    self._prefixes,
+                    policy,
                 )
             with self._last.opened(session):
                 yield session

@@ -323,7 +323,8 @@ class Runner:
         pad_token_id: Fills the left of shorter prompts; masked, so any id does.
 
     Attributes:
-        saved_tokens: Tokens of prompts that were not computed, because another prompt has them too.
+        saved_tokens: Tokens of prompts that `prefill` did not compute, because they were kept or another
+            prompt has them too.
     """
 
     _mask: torch.Tensor  # bool [B, columns], with room for the tokens to come
@@ -338,20 +339,32 @@ class Runner:
         self._device = base.device
         self._cache = PreallocatedCache(layers_with_state(base.config), base.device)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], max_tokens: int) -> torch.Tensor:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        max_tokens: int,
+        kept: Sequence[Kept] = (),
+    ) -> torch.Tensor:
         """Compute the prompts and set up a row for each sample.
 
         Args:
             prompts: Token ids of P prompts.
-            rows: The prompt of each row of the batch, B of them.
+            rows: The prompt of each row of the batch, B of them; prompts in order, and each has a row.
             max_tokens: Tokens that a row will be given afterwards at most.
+            kept: Of each prompt, as in `resume`; empty where nothing is kept.
 
         Returns:
             Logits [B, V] of each row's first sampled token, in the model's dtype.
         """
         shared = 0 if self._cache.has_states else _tokens_in_common(prompts)
-        self.saved_tokens = shared * (len(prompts) - 1)
-        if self.saved_tokens >= WORTH_SHARING:
+        if kept:
+            self.saved_tokens = sum(each.tokens for each in kept)
+            if len(rows) == len(prompts):
+                return self.resume(prompts, kept, max_tokens)
+            logits_PV = self.resume(prompts, kept, 0)
+        elif shared * (len(prompts) - 1) >= WORTH_SHARING:
+            self.saved_tokens = shared * (len(prompts) - 1)
             logits_PV = self._prefill_behind(shared, prompts)
         else:
             self.saved_tokens = 0
