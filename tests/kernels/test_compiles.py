@@ -45,7 +45,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_combine_of_token", "_act_mul",
     "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
-    "_swiglu_backward", "_rotate", "_propose", "_settle", "_token_logps",
+    "_swiglu_backward", "_rotate", "_token_logps",
     "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_gated_norm",
     "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
@@ -71,7 +71,7 @@ AROUND_EXPERTS = {
 """What a decoder with experts has as others do; it is compiled for those."""
 WITHOUT_PRODUCTS = {
     "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
-    "_swiglu_backward", "_rotate", "_propose", "_settle", "_token_logps", "_find_slots", "_quantize_rows",
+    "_swiglu_backward", "_rotate", "_token_logps", "_find_slots", "_quantize_rows",
 }  # fmt: skip
 OF_OPERANDS = {
     "_residual_norm", "_act_mul", "_combine_splits", "_gated_norm", "_spread", "_act_items", "_items_times_a",
@@ -327,7 +327,6 @@ def walk(recorder: Recorder, target: int) -> None:
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
         DecodeStep(decoder, cache, tokens, 8, 2, NoGraphs()).run()
         if prefill:
-            DecodeStep(decoder, cache, 2, 8, 2, NoGraphs(), drafted=3).run()
             Prefill(decoder, Pace().prefill_tokens).run(
                 [Span([1, 2, 3], 0, {pool: [0] for pool in range(pools)})], cache
             )

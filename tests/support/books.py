@@ -48,7 +48,7 @@ class SayingPages(RolloutEngine):
             cache=SimpleNamespace(
                 blocks=(blocks,), geometry=KVGeometry.of(ONE_NUMBER.sizes, 4), serves=_yes, take_back=_nothing
             ),
-            graphs=SimpleNamespace(serves=_yes, fit=self._fit, drafted=0),
+            graphs=SimpleNamespace(serves=_yes, fit=self._fit),
             prefill=SimpleNamespace(run=_nothing),
             budget=lambda _: 0,
             max_sequences=rows,
@@ -88,8 +88,6 @@ class SayingPages(RolloutEngine):
 
 class _Rows:
     """Stands in for the rows on a GPU; sequences have their tokens at once."""
-
-    lanes = None
 
     def __init__(self, engine: SayingPages) -> None:
         self._stop = engine.tokenizer.eos_token_id

@@ -46,14 +46,12 @@ class Prompt:
     Attributes:
         number: Position in the call or session, from 0.
         token_ids: All its tokens.
-        finished: Token ids of sequences that were finished, where drafts are looked for in them.
         blocks: In the paged engine, blocks of its keys and values by pool, shared by its sequences; empty
             while none of them holds any.
     """
 
     number: int
     token_ids: list[int]
-    finished: list[list[int]] = field(default_factory=list)
     blocks: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -186,21 +184,14 @@ class TrackedSession(Session):
         params: Sampling parameters of sequences without their own.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Stands in for a turn whose first logits were not finite.
-        speculative_tokens: Tokens of a draft at most; 0 for none.
-
-    Attributes:
-        drafted_tokens, accepted_tokens: As in `qerl.rollout.engine.RolloutResult`.
     """
 
-    def __init__(
-        self, params: SamplingParams, positions: int | None, pad_token_id: int, speculative_tokens: int = 0
-    ) -> None:
+    def __init__(self, params: SamplingParams, positions: int | None, pad_token_id: int) -> None:
         self._params, self._positions, self._pad_token_id = params, positions, pad_token_id
-        self._speculative_tokens = speculative_tokens
         self._sequences: dict[int, Sequence] = {}  # those that were not finished, by number
         self._started = self._started_prompts = 0
         self._full: list[Sequence] = []  # without room from their start, and not returned yet
-        self._drawing = self.prefilled_tokens = self.drafted_tokens = self.accepted_tokens = 0
+        self._drawing = self.prefilled_tokens = 0
 
     @abstractmethod
     def _add(self, sequences: list[Sequence]) -> None:
@@ -273,8 +264,6 @@ class TrackedSession(Session):
         sequence = self._between_turns(index)
         sequence.stage = "finished"
         del self._sequences[index]  # a server's session may have no end
-        if self._speculative_tokens:
-            sequence.prompt.finished.append(sequence.token_ids)
         self._drop(sequence)
 
     def length(self, index: int) -> int:
@@ -407,6 +396,4 @@ def whole_completions(
         prompt_tokens=session.prefilled_tokens,
         generated_tokens=sum(len(completion.token_ids) for completion in completions),
         seconds=time.perf_counter() - begin,
-        drafted_tokens=session.drafted_tokens,
-        accepted_tokens=session.accepted_tokens,
     )

@@ -64,10 +64,9 @@ class Switched(PlainMemory):
 
 
 class Step:
-    """Takes the place of a captured step without drafts, with its rows."""
+    """Takes the place of a captured step, with its rows."""
 
-    def __init__(self, decoder, cache, rows, max_new, table_width, graphs, drafted):
-        assert not drafted
+    def __init__(self, decoder, cache, rows, max_new, table_width, graphs):
         self.rows, self.cache = Rows(rows, max_new, table_width, 1, [3], torch.device("cpu")), cache
         self.state, self.settings = (
             SimpleNamespace(**{each.name: getattr(of, each.name).numpy() for each in fields(of)})
@@ -77,7 +76,7 @@ class Step:
         self.item_4, self.order = (each.numpy() for each in self.rows.inputs.items[0])
         self.table_T = self.rows.inputs.table_T.numpy()
 
-    def attend(self, running, session):
+    def attend(self, running):
         self.rows.attend(running)
 
     def decode(self, steps):
