@@ -107,7 +107,7 @@ class Step:
         token = following(tokens, state.uniform_TM[row, place])
         state.out_token_TM[row, place], state.out_stats_2TM[:, row, place] = token, (-token, token)
         state.generated_T[row] += 1
-        ends, full = token in self.settings.stop_RK[row], place + 1 >= state.max_new_T[row]
+        ends, full = token in self.settings.stop_TK[row], place + 1 >= state.max_new_T[row]
         state.done_T[row] = 1 if ends else 2 * full
         if state.done_T[row]:
             state.limit_2T[1, row] = 0
