@@ -8,6 +8,10 @@ over its runs and the stage's steps, so x = sqrt(KL / c) holds that distance the
 other in which the arm does not explore, stays as it is. What is printed is a part of a
 study, arms with `noise_sigma_stages` or `temperature_stages`: no controller, which would lag.
 
+A policy that has settled, so that it is sure of each token, has no strength at which the law holds: what
+leaves its tokens as they are is no distance, and what changes them is one of many nats. From the first stage
+on in which half of the runs have settled a strength stays as it was in the stage before.
+
 Beyond small x the law fails, so a second turn fits where the first one ends: a study of those arms on the
 same seeds, and this command without a KL, which gives each arm the dose that its name says. Look at
 `sampling/kl` of what runs afterwards.
@@ -18,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import yaml
@@ -27,7 +31,42 @@ from lab.study.arms import Arm
 from lab.study.results import SIGMA, Results, RunResult, read_results
 from qerl.errors import QeRLError
 
-KL, TEMPERATURE = "sampling/kl", "temperature"
+KL, ENTROPY, TEMPERATURE = "sampling/kl", "entropy", "temperature"
+
+SETTLED = 0.02
+"""Entropy of a policy, nats per token, below which it has settled."""
+
+
+def steps_of(steps: int, stages: int) -> list[range]:
+    """The 0-based steps of each stage; those that are left over belong to the last one."""
+    length = steps // stages
+    return [range(i * length, steps if i == stages - 1 else (i + 1) * length) for i in range(stages)]
+
+
+def open_stages(runs: Sequence[RunResult], stages: int) -> int:
+    """Stages before the first one in which at least half of the runs have settled."""
+    for stage, steps in enumerate(steps_of(len(runs[0].steps[KL]), stages)):
+        if median(_means(runs, ENTROPY, steps) or [0.0]) < SETTLED:
+            return stage
+    return stages
+
+
+def delivered(runs: Sequence[RunResult], stages: int) -> list[float]:
+    """Mean KL of each stage over runs, nats per token; NaN where none of them computed anything."""
+    of_stages = steps_of(len(runs[0].steps[KL]), stages)
+    return [fmean(_means(runs, KL, steps) or [math.nan]) for steps in of_stages]
+
+
+def _means(runs: Sequence[RunResult], key: str, steps: range) -> list[float]:
+    """The mean of a metric in these steps, of each run that has it; one that has diverged has nothing."""
+    each = [[value for at in steps if (value := run.steps[key][at]) is not None] for run in runs]
+    return [fmean(values) for values in each if values]
+
+
+def dose_of(arm: str) -> float | None:
+    """The dose in an arm's name, nats per token, as `arms_at` writes it; None of other names."""
+    digits = arm.rpartition("_")[2]
+    return float(f"0.{digits}") if digits.isdecimal() else None
 
 
 def stages_of(runs: Sequence[RunResult], wanted: float, stages: int) -> list[float] | None:
@@ -48,13 +87,16 @@ def stages_of(runs: Sequence[RunResult], wanted: float, stages: int) -> list[flo
     base = runs[0].run.arm.temperature
     if not noisy and not any((value or base) != base for run in runs for value in run.steps[TEMPERATURE]):
         return None
-    found, length = [], steps // stages
-    for stage in range(stages):
-        end = steps if stage == stages - 1 else (stage + 1) * length
+    found: list[float] = []
+    settled = open_stages(runs, stages)
+    for stage, within in enumerate(steps_of(steps, stages)):
+        if stage >= settled:
+            found.append(found[-1] if found else 0.0 if noisy else 1.0)
+            continue
         curvature = [
             kl / x**2
             for run in runs
-            for at in range(stage * length, end)
+            for at in within
             if (x := _strength(run, at, noisy, base)) and (kl := run.steps[KL][at]) is not None
         ]
         x = math.sqrt(wanted / fmean(curvature)) if curvature and fmean(curvature) > 0 else 0.0
@@ -88,14 +130,13 @@ def arms_at(
             key: value for key, value in asdict(arm).items() if value != usual[key] and key not in _FITTED
         }
         runs = results.of(name)
-        base, _, digits = name.rpartition("_")
-        if not wanted and not digits.isdecimal():
-            continue
-        for kl in wanted or [float(f"0.{digits}")] if runs else ():
+        own = dose_of(name)
+        each = list(wanted) or ([] if own is None else [own])
+        for kl in each if runs else ():
             strengths = stages_of(runs, kl, stages)
             if strengths is not None:
                 key = "noise_sigma_stages" if arm.noise else "temperature_stages"
-                of = name if wanted else base
+                of = name if wanted else name.rpartition("_")[0]
                 found[f"{of}_{f'{kl:f}'.rstrip('0').partition('.')[2]}"] = kept | {key: strengths}
     return found
 
@@ -118,7 +159,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "kl", type=float, nargs="*", help="nats per token, below 1; without one that of each arm's name"
     )
-    parser.add_argument("--stages", type=int, default=5)
+    parser.add_argument("--stages", type=int, default=5, help="of equal length")
     parser.add_argument("--arms", nargs="+", help="of the study; all that explore")
     args = parser.parse_args(arguments)
     results = read_results(args.results)

@@ -293,6 +293,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode-ways": decode_tables.ways_of_128,
     "ways-few": decode_tables.ways_of_few,
     "ways-many": decode_tables.ways_of_many,
+    "kernels-together": decode_tables.kernels_together,
     "steps": steps,
     "backward": backward_tables.products,
     "steps-lengths": length_tables.steps,
