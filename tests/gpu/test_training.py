@@ -87,7 +87,7 @@ def test_rows_in_e4m3_are_bit_identical(n: int) -> None:
     q_good, nearest = q[good].double(), exact.float().to(torch.float8_e4m3fn).double()
     off = q_good != nearest
     middle = (q_good[off] + nearest[off]) / 2
-    torch.testing.assert_close(exact[off], middle, rtol=1e-6, atol=0, msg="only what lies between two numbers")
+    torch.testing.assert_close(exact[off], middle, rtol=1e-6, atol=0, msg="not between two numbers")
     assert (q.float() * scale).isnan().all(1).nonzero().flatten().tolist() == [9]
 
 

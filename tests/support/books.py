@@ -53,7 +53,7 @@ class SayingPages(RolloutEngine):
                 take_back=_nothing,
                 known=KnownPages(),
             ),
-            graphs=SimpleNamespace(serves=_yes, fit=self._fit, drafted=0),
+            graphs=SimpleNamespace(serves=_yes, fit=self._fit),
             prefill=SimpleNamespace(run=_nothing),
             budget=lambda _: 0,
             max_sequences=rows,
@@ -95,8 +95,6 @@ class SayingPages(RolloutEngine):
 
 class _Rows:
     """Stands in for the rows on a GPU; sequences have their tokens at once."""
-
-    lanes = None
 
     def __init__(self, engine: SayingPages) -> None:
         self._stop = engine.tokenizer.eos_token_id

@@ -31,11 +31,10 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedConfig
 
 from qerl.errors import QeRLError
 from qerl.families.layer import Attention
-from qerl.families.parts import base_model, layers_with_state
+from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
 from qerl.families.supported import why_not
 from qerl.rollout.stops import FinishReason, Stop
@@ -150,8 +149,6 @@ class RolloutResult:
         prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples that run together, and
             the portable engine computes once what all prompts that run together begin with.
         generated_tokens: Tokens sampled.
-        drafted_tokens: Tokens that were drafted (`qerl.rollout.drafts`).
-        accepted_tokens: Tokens that drafts gave beyond the one that every pass over a sequence gives.
         seconds: Wall-clock time of the call.
     """
 
@@ -159,8 +156,6 @@ class RolloutResult:
     prompt_tokens: int
     generated_tokens: int
     seconds: float
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 WhenEnded = Callable[[int, Completion], None]
@@ -497,23 +492,6 @@ def check_keys(kv_cache_dtype: KvCacheDtype, sizes: Sizes) -> None:
         raise QeRLError(
             "kv_cache_dtype: fp8 spoils what a model samples whose keys have a bias, as those of Qwen2 and "
             "Qwen2.5 do, because biased keys are too large for E4M3; set kv_cache_dtype: auto."
-        )
-
-
-def check_drafts(speculative_tokens: int, config: PreTrainedConfig) -> None:
-    """Refuse drafts for a model whose layers carry a state.
-
-    Args:
-        speculative_tokens: Tokens of a draft at most.
-        config: Of the model.
-
-    Raises:
-        QeRLError: There would be drafts, and it is such a model.
-    """
-    if speculative_tokens and any(layers_with_state(config)):
-        raise QeRLError(
-            f"speculative_tokens is {speculative_tokens}, and {config.model_type} has layers that carry a "
-            "state from token to token, which cannot take drafted tokens back; set speculative_tokens: 0."
         )
 
 

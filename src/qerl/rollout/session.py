@@ -46,7 +46,6 @@ class Prompt:
     Attributes:
         number: Position in the call or session, from 0.
         token_ids: All its tokens.
-        finished: Token ids of sequences that were finished, where drafts are looked for in them.
         aligned_to: In the paged engine, a multiple of so many tokens is read in the prompt's blocks; what is
             beyond it each sequence has in its own.
         blocks: In the paged engine, blocks of its keys and values by pool, shared by its sequences; empty
@@ -57,7 +56,6 @@ class Prompt:
 
     number: int
     token_ids: list[int]
-    finished: list[list[int]] = field(default_factory=list)
     aligned_to: int = 1
     blocks: dict[int, list[int]] = field(default_factory=dict)
     found: int = 0
@@ -208,23 +206,16 @@ class TrackedSession(Session):
         params: Sampling parameters of sequences without their own.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Stands in for a turn whose first logits were not finite.
-        speculative_tokens: Tokens of a draft at most; 0 for none.
-
-    Attributes:
-        drafted_tokens, accepted_tokens: As in `qerl.rollout.engine.RolloutResult`.
     """
 
     _aligned_to = 1
 
-    def __init__(
-        self, params: SamplingParams, positions: int | None, pad_token_id: int, speculative_tokens: int = 0
-    ) -> None:
+    def __init__(self, params: SamplingParams, positions: int | None, pad_token_id: int) -> None:
         self._params, self._positions, self._pad_token_id = params, positions, pad_token_id
-        self._speculative_tokens = speculative_tokens
         self._sequences: dict[int, Sequence] = {}  # those that were not finished, by number
         self._started = self._started_prompts = 0
         self._full: list[Sequence] = []  # without room from their start, and not returned yet
-        self._drawing = self.prefilled_tokens = self.drafted_tokens = self.accepted_tokens = 0
+        self._drawing = self.prefilled_tokens = 0
 
     @abstractmethod
     def _add(self, sequences: list[Sequence]) -> None:
@@ -302,8 +293,6 @@ class TrackedSession(Session):
         sequence = self._between_turns(index)
         sequence.stage = "finished"
         del self._sequences[index]  # a server's session may have no end
-        if self._speculative_tokens:
-            sequence.prompt.finished.append(sequence.token_ids)
         self._drop(sequence)
 
     def length(self, index: int) -> int:
@@ -436,6 +425,4 @@ def whole_completions(
         prompt_tokens=session.prefilled_tokens,
         generated_tokens=sum(len(completion.token_ids) for completion in completions),
         seconds=time.perf_counter() - begin,
-        drafted_tokens=session.drafted_tokens,
-        accepted_tokens=session.accepted_tokens,
     )

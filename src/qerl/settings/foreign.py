@@ -14,8 +14,9 @@ from qerl.errors import QeRLError
 _RENAMED = {"dynamic_sampling_rounds": "dynamic_sampling_batches"}
 """Fields of QeRL 0.2 that mean the same under another name."""
 
-GONE = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": False}
-"""Fields of QeRL 0.2 that studies alone have, by the value that asks for nothing."""
+_OF_STUDIES = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": False}
+GONE = _OF_STUDIES | {"speculative_tokens": 0}
+"""Fields of QeRL 0.2 that are none any more, by the value that asks for nothing."""
 
 _IN_STUDIES = "it left the trainer for the studies in lab/, as it helped in none of them: remove it"
 _QUANTISED = "set weights, which says how the model is quantised"
@@ -68,8 +69,9 @@ INSTEAD = {
     "packing": "rows are always packed, which changes no loss",
     "padding_free": "rows are always packed, without padding",
     "dataset_text_field": "algorithm: sft reads the columns messages, or prompt and completion",
-    # The noise
-    **dict.fromkeys(GONE, _IN_STUDIES),
+    # Fields of QeRL 0.2
+    **dict.fromkeys(_OF_STUDIES, _IN_STUDIES),
+    "speculative_tokens": "drafts left the engines, as they made rollouts hardly faster: remove it",
     "dynamic_sampling_rounds": "it is dynamic_sampling_batches now, the same number",
     # The command
     "config": "recipes are given without a flag: `qerl train RECIPE.yaml`",

@@ -25,7 +25,6 @@ from qerl.settings.algorithms import CLIPPED, UNSAID
 from qerl.settings.checks import (
     MOST,
     Count,
-    Drafted,
     Group,
     Names,
     NonNegative,
@@ -245,12 +244,6 @@ class Sampling(Group):
     """Format of the keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales, which takes
     half the memory; paged engine only). fp8 is experimental: `python -m bench parity` measures it on your
     model. It is refused for models whose keys have a bias (Qwen2, Qwen2.5)."""
-    speculative_tokens: Drafted = 0
-    """Largest number of tokens, up to 15, that are drafted for a sequence where at most four run, and
-    computed in one pass: what followed its last tokens in itself or in other samples of its prompt. Samples
-    are those drawn without drafts, up to rounding. 0 drafts none. A draft costs a large model little; what it
-    wins depends on how often completions repeat themselves. Refused for models whose layers carry a state
-    (Qwen3.5)."""
     generation_kwargs: Options | None = None
     """Arguments of transformers' generate or of vLLM; each sets the field that means the same, such as
     temperature, or is refused."""
@@ -840,7 +833,7 @@ def check_eval_batch(batch: int, group: int) -> None:
 _ACT_IN_SFT = {
     "algorithm", "reward_weights", "multi_objective_aggregation", "num_generations_eval", "temperature",
     "top_p", "top_k", "min_p", "max_completion_length", "stop_strings", "thinking_budget", "thinking_end",
-    "max_sequences", "kv_cache_dtype", "speculative_tokens", "generation_kwargs",
+    "max_sequences", "kv_cache_dtype", "generation_kwargs",
 }  # fmt: skip
 """Fields of the groups of sampling and loss that act with algorithm: sft, in its evaluations."""
 

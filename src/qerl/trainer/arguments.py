@@ -86,7 +86,6 @@ _OF_A_NAMED_MODEL = {
 _OF_A_MADE_ENGINE = {
     "max_sequences": "`make_engine` takes it",
     "kv_cache_dtype": "`make_engine` takes it",
-    "speculative_tokens": "`make_engine` takes it",
 }
 _OF_OTHERS = dict.fromkeys(
     ("tool_timeout", "tool_errors", "tool_output_limit", "max_tool_calling_iterations"),
@@ -577,6 +576,4 @@ def _engine(
     """The fastest engine for the model, where it will train."""
     if base_model(model).device != args.device:
         model.to(args.device)
-    return make_engine(
-        model, tokenizer.pad_token_id, args.max_sequences, args.kv_cache_dtype, args.speculative_tokens
-    )
+    return make_engine(model, tokenizer.pad_token_id, args.max_sequences, args.kv_cache_dtype)

@@ -64,17 +64,15 @@ def same(found, expected):
         assert one.entropies == pytest.approx(other.entropies, abs=1e-5)
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_turns_of_a_conversation_are_those_without(make, drafts):
+def test_turns_of_a_conversation_are_those_without(make):
     """The first page is the prompt's, the second the prompt's tail, drawn tokens and what was written."""
-    with_pages, without = (paged(make(), speculative_tokens=drafts) for _ in range(2))
+    with_pages, without = (paged(make()) for _ in range(2))
     text, params = [*TEXT, *TEXT[:50]], replace(PARAMS, max_tokens=12)
     sample(with_pages, [TEXT * 2], None, 2, params)  # takes a cache for all of it
     counts = [120, 120 + 12 + 4 - 2 * PAGE]
     for count in counts:
-        stops = replace(
-            params, stops=(StopTokens([59]),)
-        )  # that the host finds, behind what it drew too much
+        # A stop that the host finds, behind what was drawn too much.
+        stops = replace(params, stops=(StopTokens([59]),))
         computed, found = sample(with_pages, [text], "it", 2, stops)
         same(found, sample(without, [text], None, 2, stops)[1])
         if len(text) == 120:

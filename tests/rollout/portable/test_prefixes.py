@@ -94,13 +94,6 @@ def test_samples_of_a_model_with_states_are_those_without(seed):
     assert found.computed < without.computed
 
 
-def test_samples_with_drafts_are_those_without(tiny_model):
-    model = tiny_model("llama")
-    without = Conversations(PortableEngine(model, PAD), 0, None).play()
-    engine = PortableEngine(model, PAD, speculative_tokens=3)
-    same(Conversations(engine, 0, "it").play().found, without.found)
-
-
 def sample(engine, prompts, policy="it", samples=1, **settings):
     """Tokens that were computed otherwise than as they were drawn, and the texts that came of it."""
     with engine.session(sampled(**settings), policy=policy) as session:

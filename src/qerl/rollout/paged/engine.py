@@ -30,7 +30,6 @@ from qerl.rollout.engine import (
     SamplingParams,
     Session,
     WhenEnded,
-    check_drafts,
     check_keys,
     check_model,
     check_request,
@@ -63,8 +62,6 @@ class PagedEngine(RolloutEngine):
             The trainer's are not rounded so, which the importance ratio has to correct.
         machine: What the engine runs on: the current GPU, or a stand-in for one.
         pace: Lengths of rounds and passes.
-        speculative_tokens: Tokens that are drafted for each sequence and computed in one step, where few
-            run; 0 for none (`qerl.rollout.drafts`).
 
     Attributes:
         cache: Keys and values.
@@ -85,7 +82,6 @@ class PagedEngine(RolloutEngine):
         kv_cache_dtype: KvCacheDtype = "auto",
         machine: Machine = _CUDA,
         pace: Pace = _PACE,
-        speculative_tokens: int = 0,
     ) -> None:
         check_model(model)
         reason = machine.why_not(model)
@@ -93,7 +89,6 @@ class PagedEngine(RolloutEngine):
             raise QeRLError(f"The paged engine cannot run this model: {reason}. Use the portable engine.")
         config = base_model(model).config.get_text_config(decoder=True)
         check_keys(kv_cache_dtype, Sizes.of(config))
-        check_drafts(speculative_tokens, config)
         if not 1 <= max_sequences <= MAX_ROWS:
             raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {MAX_ROWS}.")
         self.model = model
@@ -107,7 +102,7 @@ class PagedEngine(RolloutEngine):
         with current(self._device):
             self._binding = Binding(model, self._positions)
             self.cache = KVCache(self.decoder, kv_dtype, machine.memory)
-            self.graphs = DecodeGraphs(self.decoder, self.cache, machine, pace.small_rows, speculative_tokens)
+            self.graphs = DecodeGraphs(self.decoder, self.cache, machine, pace.small_rows)
             self.prefill = Prefill(self.decoder, pace.prefill_tokens)
         self.keeps_prefixes = has_prefixes(self.cache.geometry.pools)
 

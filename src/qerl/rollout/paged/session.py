@@ -13,7 +13,7 @@ computed again, in the cache as it was, or in a smaller one if others hold too m
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -74,13 +74,11 @@ class PagedSession(TrackedSession):
         longest_prompt: int | None = None,
         policy: Hashable | None = None,
     ) -> None:
-        super().__init__(params, positions, pad_token_id, parts.graphs.drafted)
+        super().__init__(params, positions, pad_token_id)
         self._policy, self._aligned_to = policy, 1 if policy is None else PAGE
         self._parts, self._most_positions = parts, positions
         self._growing, self._longest_prompt = growing and longest_prompt is None, longest_prompt or 0
-        most = parts.pace.round_steps * (parts.graphs.drafted + 1)  # tokens that a round may give a sequence
-        pace = replace(parts.pace, round_steps=most)
-        self._scheduler = Scheduler(self._memory(), parts.max_sequences, pace)
+        self._scheduler = Scheduler(self._memory(), parts.max_sequences, parts.pace)
         self._step: DecodeStep | None = None
         self._samples = 0  # of each prompt, at least
 
@@ -155,14 +153,13 @@ class PagedSession(TrackedSession):
             self._step.rows.end(planned.preempted)
         step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted)
         step.rows.place(planned.admitted)
-        step.attend(scheduler.running, self._sequences.values())
+        step.attend(scheduler.running)
         self._prefill(planned)  # last, because uploads would wait for it
         most = max(sequence.max_tokens for sequence in scheduler.running.values())
         step.decode(min(parts.pace.round_steps, most))
         if meanwhile is not None:
             meanwhile()
         generated, rows, overrun = step.rows.read(scheduler.running)
-        self._count(step)
         ended = [scheduler.running[row] for row in rows]
         self._keep_choices(ended, [generated[row] for row in rows])
         scheduler.advance(generated, rows, overrun)
@@ -194,16 +191,8 @@ class PagedSession(TrackedSession):
         cache.copy(planned.copies)
         prefill.run(planned.own_spans(), cache)
 
-    def _count(self, step: DecodeStep) -> None:
-        """Add up what the drafts of the last round gave."""
-        if (lanes := step.rows.lanes) is not None:
-            drafted, accepted = lanes.counts_2.tolist()
-            lanes.counts_2.zero_()
-            self.drafted_tokens += drafted
-            self.accepted_tokens += accepted
-
     def _demand(self, prompt: int, own: int, samples: int) -> BlockDemand:
-        pools, pace = self._parts.cache.geometry.pools, self._scheduler.pace
+        pools, pace = self._parts.cache.geometry.pools, self._parts.pace
         ahead = (1 + pace.spare_rounds) * pace.round_steps
         passes = pace.prefill_tokens[-1]
         return BlockDemand(prompt, own, samples, pools, passes, ahead, self._aligned_to - 1)

@@ -18,9 +18,6 @@ rows join, the keys and values of the whole batch are copied; so they wait until
 In a session that grows, new sequences join as well. Where sessions name their policy, what a sequence has
 computed when its turn has ended is kept for others that begin with the same tokens (`prefixes`).
 
-Where few rows run, several positions of each may be computed in one pass behind drafted tokens
-(`qerl.rollout.drafts`).
-
 Given up: in a call a free row is not refilled with a waiting prompt, because in one padded batch the
 newcomer's prefill would have to wait for, or pad to, everyone else. That is what a paged engine is for.
 Sequences that go on do join, several at a time, because each of them would else wait for the slowest sequence
@@ -42,16 +39,13 @@ from qerl.families.parts import base_model, eval_mode, layers_with_state
 from qerl.families.sizes import positions_of
 from qerl.fp4.linear import PackedLinear, dense_weights_kept
 from qerl.noise.norms import noisy_norms
-from qerl.rollout.drafts import FEW_ROWS, Drafts
 from qerl.rollout.engine import (
-    Drawn,
     NormOffsets,
     RolloutEngine,
     RolloutResult,
     SamplingParams,
     Session,
     WhenEnded,
-    check_drafts,
     check_model,
     check_request,
     draw_rows,
@@ -117,20 +111,17 @@ class Wave:
         logprobs: abc.Sequence[float],
         entropies: abc.Sequence[float],
         finite: abc.Sequence[bool],
-        rows: abc.Sequence[int] | None = None,
     ) -> list[Sequence]:
         """Append one drawn token to the sequence of each row.
 
         Args:
             tokens, logprobs, entropies, finite: Of each row.
-            rows: Those rows; None for all.
 
         Returns:
             The sequences whose turn has ended, with their reasons.
         """
-        of_rows = self.rows if rows is None else [self.rows[row] for row in rows]
         for sequence, token, logprob, entropy, is_finite in zip(
-            of_rows, tokens, logprobs, entropies, finite, strict=True
+            self.rows, tokens, logprobs, entropies, finite, strict=True
         ):
             if not is_finite:
                 sequence.finish_reason = "error"
@@ -179,7 +170,6 @@ class PortableSession(TrackedSession):
         max_sequences: Sequences that are decoded at the same time at most.
         kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
         growing: Whether new sequences join the wave that runs, instead of waiting for the next.
-        speculative_tokens: Tokens of a draft at most; 0 for none.
         prefixes: What others have computed; None where no session has named its policy.
         policy: Name of the policy, by which its prefixes are found, or None. Sequences that may find some
             join, as where the session grows.
@@ -197,13 +187,11 @@ class PortableSession(TrackedSession):
         max_sequences: int,
         kept_bytes: int,
         growing: bool,
-        speculative_tokens: int,
         prefixes: Prefixes | None,
         policy: Hashable | None,
     ) -> None:
-        super().__init__(params, positions, pad_token_id, speculative_tokens)
+        super().__init__(params, positions, pad_token_id)
         self.policy, self._prefixes = policy, prefixes
-        self._drafts = Drafts(speculative_tokens) if speculative_tokens else None
         self._model, self._device = model, base_model(model).device
         self._max_sequences, self._kept_bytes = max_sequences, kept_bytes
         self._growing = growing or policy is not None
@@ -245,7 +233,7 @@ class PortableSession(TrackedSession):
         self._kept.clear()
 
     def _decode(self, meanwhile: Callable[[], None] | None) -> list[Sequence]:
-        """See `TrackedSession._decode`; a round is one step, or one pass over drafts.
+        """See `TrackedSession._decode`; a round is one step.
 
         The host takes part in all of it, so there is no better time for others than before it.
         """
@@ -257,61 +245,19 @@ class PortableSession(TrackedSession):
         running = len(self._wave.rows)
         joining = min(len(self._joining), self._max_sequences - running) >= JOINING_SHARE * running
         if self._runner is not None:
-            drafts = [] if joining else self._make_drafts()
-            if any(drafts):
-                return self._verify(self._runner, drafts)
             last = [sequence.token_ids[-1] for sequence in self._wave.rows]
-            logits_BV = self._runner.step(self._on_device(last))
+            logits_BV = self._runner.step(torch.tensor(last, device=self._device))
             if joining:
                 logits_BV = self._join(logits_BV)
         elif self._waves and len(self._joining) < JOINING_SHARE * self._max_sequences:
             logits_BV = self._begin(self._waves.popleft())
         else:
             logits_BV = self._join(None)
-        drawn = self._draw(logits_BV, [(row, 0) for row in range(len(self._wave.rows))])
+        rows = self._wave.rows
+        numbers = [self._uniforms[sequence][len(sequence.token_ids)] for sequence in rows]
+        uniforms_B = torch.tensor(numbers, dtype=torch.float64, device=logits_BV.device)
+        drawn = draw_rows(logits_BV, uniforms_B, [sequence.params for sequence in rows])
         return self._wave.record(*(column.tolist() for column in drawn))
-
-    def _make_drafts(self) -> list[list[int]]:
-        """A draft for each row; none at all where many run."""
-        rows = self._wave.rows
-        if self._drafts is None or len(rows) > FEW_ROWS:
-            return []
-        return self._drafts.of(rows, self._sequences.values())
-
-    def _verify(self, runner: Runner, drafts: list[list[int]]) -> list[Sequence]:
-        """Draw behind each row's last token, and behind those of its draft as long as they are drawn.
-
-        Returns:
-            The sequences whose turn has ended.
-        """
-        rows = self._wave.rows
-        most = max(map(len, drafts))
-        tokens_BT = [
-            [row.token_ids[-1], *draft, *[self._pad_token_id] * (most - len(draft))]
-            for row, draft in zip(rows, drafts, strict=True)
-        ]
-        logits_BTV = runner.verify(self._on_device(tokens_BT))
-        places = [(row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)]
-        logits_BV = logits_BTV[tuple(self._on_device(column) for column in zip(*places, strict=True))]
-        drawn = self._draw(logits_BV, places)
-        found = dict(zip(places, zip(*(column.tolist() for column in drawn), strict=True), strict=True))
-        before, going = [len(row.token_ids) for row in rows], list(range(len(rows)))
-        for place in range(most + 1):
-            tokens, logprobs, entropies, finite = zip(*(found[row, place] for row in going), strict=True)
-            self._wave.record(tokens, logprobs, entropies, finite, going)
-            going = [
-                row
-                for row in going
-                if rows[row] not in self._wave.ended
-                and drafts[row][place : place + 1] == rows[row].token_ids[-1:]
-            ]
-            if not going:
-                break
-        counts = [max(1, len(row.token_ids) - known) for row, known in zip(rows, before, strict=True)]
-        runner.accept(counts)
-        self.drafted_tokens += sum(map(len, drafts))
-        self.accepted_tokens += sum(counts) - len(counts)
-        return list(self._wave.ended)
 
     def _leave(self) -> None:
         """Take those whose turn has ended out of the batch, with their keys and values if they may go on."""
@@ -414,7 +360,7 @@ class PortableSession(TrackedSession):
         that were not kept as those of two sequences are computed once."""
         texts = [(*sequence.prompt.token_ids, *sequence.token_ids) for sequence in sequences]
         kept = [self._kept.pop(sequence, None) for sequence in sequences]
-        room = max(sequence.room for sequence in sequences) + self._speculative_tokens
+        room = max(sequence.room for sequence in sequences)
         found = {(text, id(of)): of for text, of in zip(texts, kept, strict=True)}
         row_of = {key: row for row, key in enumerate(found)}
         rows = [row_of[text, id(of)] for text, of in zip(texts, kept, strict=True)]
@@ -430,19 +376,8 @@ class PortableSession(TrackedSession):
             streams = uniform_streams([sequence.key for sequence in new], longest)
             self._uniforms.update(zip(new, streams.numpy(), strict=True))
 
-    def _draw(self, logits_BV: torch.Tensor, places: list[tuple[int, int]]) -> Drawn:
-        """Draw tokens behind logits, each for a row and so many places behind its next."""
-        of = [(self._wave.rows[row], place) for row, place in places]
-        numbers = [self._uniforms[each][len(each.token_ids) + place] for each, place in of]
-        uniforms_B = torch.tensor(numbers, dtype=torch.float64, device=logits_BV.device)
-        return draw_rows(logits_BV, uniforms_B, [each.params for each, _ in of])
-
-    def _on_device(self, values: abc.Sequence[object]) -> torch.Tensor:
-        return torch.tensor(values, device=self._device)
-
     def _longest_room(self) -> int:
-        """Tokens that a row may be given, those of a draft that do not stay included."""
-        return max(sequence.room for sequence in self._wave.rows) + self._speculative_tokens
+        return max(sequence.room for sequence in self._wave.rows)
 
 
 ROWS = 64
@@ -460,12 +395,9 @@ class PortableEngine(RolloutEngine):
         max_sequences: Sequences that run at once at most. Each needs memory for the keys and values of its
             prompt and of ``max_tokens`` tokens.
         kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
-        speculative_tokens: Tokens that are drafted for each sequence and verified in one pass, where few
-            run; 0 for none (`qerl.rollout.drafts`).
 
     Raises:
-        QeRLError: No sequence may run at a time, the model cannot be sampled from, or it would have to take
-            back drafted tokens and has layers that carry a state.
+        QeRLError: No sequence may run at a time, or the model cannot be sampled from.
     """
 
     model: nn.Module
@@ -477,18 +409,16 @@ class PortableEngine(RolloutEngine):
         pad_token_id: int,
         max_sequences: int = ROWS,
         kept_bytes: int = KEPT_BYTES,
-        speculative_tokens: int = 0,
     ) -> None:
         if max_sequences < 1:
             raise QeRLError(f"max_sequences is {max_sequences}; at least one sequence must run at a time.")
         check_model(model)
         self.model, self._base = model, base_model(model)
-        check_drafts(speculative_tokens, self._base.config)
         self._positions = positions_of(self._base.config.get_text_config(decoder=True))
         self._packed = any(isinstance(module, PackedLinear) for module in model.modules())
         self._pad_token_id = pad_token_id
         self._max_sequences = self.rows_per_call = max_sequences
-        self._kept_bytes, self._speculative_tokens = kept_bytes, speculative_tokens
+        self._kept_bytes = kept_bytes
         self._last = LastSession[PortableSession]()
         self._prefixes: Prefixes | None = None
 
@@ -549,7 +479,6 @@ class PortableEngine(RolloutEngine):
                     self._max_sequences,
                     self._kept_bytes,
                     growing,
-                    self._speculative_tokens,
                     self._prefixes,
                     policy,
                 )
