@@ -169,6 +169,20 @@ def test_a_prompt_is_scored_once_however_often_its_request_is_tried(monkeypatch)
     assert scored == [300] and refused == [2, 1]
 
 
+def test_prompts_are_scored_with_the_memory_of_what_was_kept():
+    engine, held = made(), []
+
+    def score(requests):
+        held.append(engine.parts.cache.held_bytes)
+        return [Scores([0.0]) for _ in requests]
+
+    sampling = sampling_of(engine, score, keeps_prefixes=True)
+    for options in ({}, {"prompt_logprobs": True}):
+        assert len([*sampling.answer([asked(SMALL, **options)], lambda: ())]) == 1
+        assert engine.parts.cache.held_bytes
+    assert held == [0]
+
+
 def test_a_large_one_whose_client_has_gone_is_not_begun(starts):
     wanted = iter([True])  # while the small one is sampled
     gone = replace(asked(LARGE), wanted=lambda: next(wanted, False))

@@ -14,7 +14,8 @@ request is begun in the end, or refused with nothing beside it, which is its ans
 
 Noise is that of a session, so greedy samples, which have none, wait for another than the noisy ones of their
 policy. Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front
-of the session; a late request that wants them waits for the next session, because a session may be noisy.
+of the session, which has the memory of keys and values; a late request that wants them waits for the next
+session, because a session may be noisy.
 
 Where somebody else has waited too long for the model, the session is left between two rounds, its keys and
 values are given back, and behind that work it is entered again, with the same policy and the same noise. What
@@ -418,6 +419,8 @@ class _Queue:
     def _score(self, host: Host) -> Iterator[Answer]:
         """Score prompts, each alone if together they cannot be; yields refusals."""
         asked = [each for each in self._open.values() if each.to_score and each.request.wanted()]
+        if asked:  # a pass of the update, which computes fewer tokens at once for ever where memory runs out
+            self._memory.release()
         for each, error in _refused(asked, partial(self._score_together, host)):
             yield from self._refuse(each, error)
 
