@@ -229,8 +229,8 @@ def test_who_has_no_memory_after_a_pause_is_refused_and_the_others_go_on():
 @pytest.mark.parametrize(("paused", "kept"), [(0.0, False), (0.3, False), (0.3, True)])
 def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, paused, kept, monkeypatch):
     """Also if it is paused, and others take memory then and give it back; who fits alone beside the most that
-    they ever take is served, and who fits only without them may be. Where prefixes are kept the tail of a
-    prompt is there twice."""
+    they ever take is served, and who fits only without them may be. Where prefixes are kept what stands in
+    the prompt's last block is there twice."""
     rng = random.Random(seed)
     monkeypatch.setattr("qerl_serve.sampling.MAX_JOINERS", rng.choice((1, 3, 64)))
     blocks = rng.randint(6, 30)
@@ -265,7 +265,8 @@ def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, paused
     assert sorted(found) == list(range(len(found))) and len(requests) <= len(found) <= len(given)
     for number, result in found.items():
         each = given[number]
-        needed = blocks_of(len(each.prompt), each.max_tokens + kept * (PAGE - 1))
+        tail = (len(each.prompt) - 1) % PAGE if kept else 0
+        needed = blocks_of(len(each.prompt), tail + each.max_tokens)
         all_samples = [each.max_tokens] * each.num_samples
         if needed <= min(share, blocks - short):
             assert result == all_samples

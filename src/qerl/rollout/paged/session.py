@@ -97,10 +97,10 @@ class PagedSession(TrackedSession):
         sizes = {(len(each.prompt.token_ids), each.max_tokens) for each in sequences}
         longest, limit = (max(column) for column in zip(*sizes, strict=True))
         longest = max(longest, self._longest_prompt)
-        needs = [self._demand(prompt, own, 1).least for prompt, own in sizes]
+        needs = [self._demand(prompt, own, 1, (prompt - 1) % self._aligned_to).least for prompt, own in sizes]
         least = Units(max(of_pool) for of_pool in zip(*needs, strict=True))
         rows = min(self._parts.max_sequences, len(sequences))
-        self._reserve(self._demand(longest, limit, samples), least, rows)
+        self._reserve(self._demand(longest, limit, samples, self._aligned_to - 1), least, rows)
         self._samples = samples
 
     def _resume(self, sequence: Sequence) -> None:
@@ -191,11 +191,11 @@ class PagedSession(TrackedSession):
         cache.copy(planned.copies)
         prefill.run(planned.own_spans(), cache)
 
-    def _demand(self, prompt: int, own: int, samples: int) -> BlockDemand:
+    def _demand(self, prompt: int, own: int, samples: int, tail: int) -> BlockDemand:
         pools, pace = self._parts.cache.geometry.pools, self._parts.pace
         ahead = (1 + pace.spare_rounds) * pace.round_steps
         passes = pace.prefill_tokens[-1]
-        return BlockDemand(prompt, own, samples, pools, passes, ahead, self._aligned_to - 1)
+        return BlockDemand(prompt, own, samples, pools, passes, ahead, tail)
 
     def _memory(self) -> SequenceMemory:
         """The blocks of the cache as it is, held by nobody."""
