@@ -110,6 +110,15 @@ def test_a_fork_computes_what_its_trajectory_has_not_computed():
         check_logprobs(engine.model, one)
 
 
+def test_what_a_rollout_computed_is_not_taken_in_the_next():
+    """In which the policy is another."""
+    engine, counts = tiny_engine(), []
+    for _ in range(2):
+        play(lambda endpoint, row: chat(endpoint, [user("a" * 100)], max_tokens=6) and 1.0, engine=engine)
+        counts.append(engine.last.prefilled_tokens)
+    assert counts[0] == counts[1] > 100
+
+
 def test_a_repeated_request_is_drawn_once_and_another_seed_draws_again():
     def agent(endpoint, row):
         answers = [chat(endpoint, [user("a")], max_tokens=6) for _ in range(3)]

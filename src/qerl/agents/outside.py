@@ -41,7 +41,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -388,9 +387,8 @@ class Endpoints:
             _Episode(environment, seed, f"sk-qerl-{secrets.token_urlsafe(24)}")
             for environment, seed in zip(environments, seeds, strict=True)
         ]
-        opened = partial(engine.session, params, norm_offsets, growing=True)
         # Nothing else has this name, so forks and late trajectories find what was computed in this rollout.
-        with opened(policy=object()) if engine.keeps_prefixes else opened() as session:
+        with engine.session(params, norm_offsets, growing=True, policy=object()) as session:
             loop = _Play(
                 session, episodes, params, self._desk, self._templates, self._tokenizer, self._beside, fixed
             )

@@ -126,9 +126,14 @@ def test_what_was_kept_is_forgotten(model, by):
     same(found, expected)
 
 
+@pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("policy", ["it", "another", None])
-def test_a_session_that_goes_on_keeps_and_takes_with_its_policy_alone(model, policy):
+def test_a_session_that_goes_on_keeps_and_takes_with_its_policy_alone(model, policy, grows):
+    """Also with the blocks that it had, if it is not another cache that it goes on with."""
     engine = paged(model)
+    if not grows:
+        with engine.session(PARAMS, longest_prompt=256) as session:
+            session.start([[5]] * 4, 1)
     with engine.session(PARAMS, growing=True, policy="it") as session:
         session.start([[9, 4]], 1)
         session.next(one_round=True)

@@ -25,7 +25,7 @@ has left behind are listed again for the tokens of a later one.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
@@ -129,7 +129,7 @@ class BlockManager:
         self._pool, self._pass_tokens = pool, pass_tokens
         self._readers: Counter[Prompt] = Counter()
         self._known, self.policy = KnownPages() if known is None else known, policy
-        self._unused = dict.fromkeys(self._known.blocks)  # that are known, the longest unused first
+        self._unused = OrderedDict.fromkeys(self._known.blocks)  # that are known, the longest unused first
         self._free = [block for block in range(count - 1, -1, -1) if block not in self._unused]
         self._holders: Counter[int] = Counter()
 
@@ -164,8 +164,7 @@ class BlockManager:
 
     def _unknown(self) -> int:
         """The longest unused of the known blocks, which is not known any more."""
-        block = next(iter(self._unused))
-        del self._unused[block]
+        block, _ = self._unused.popitem(last=False)
         self._known.drop(block)
         return block
 
