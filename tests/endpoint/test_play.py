@@ -347,7 +347,9 @@ def test_an_evaluation_keeps_what_was_said():
     params = SamplingParams(60, stop_token_ids=(TOKENIZER.eos_token_id,))
     with Conversations(TOKENIZER, None, others, ToolPool(1.0, 100), Limits()) as conversations:
         rows = [{"prompt": [user("a")], "word": word} for word in ("x", "y")]
-        said = in_conversations(conversations, tiny_engine(), rows, 2, params, range(4))
+        engine = tiny_engine()
+        said = in_conversations(conversations, engine, rows, 2, params, range(4))
+        assert not engine._prefixes.nbytes
     assert [len(each.text) for each in said] == [3] * 4
     assert all(4 <= each.tokens <= 8 for each in said)
     assert said[0].text != said[1].text

@@ -90,6 +90,7 @@ def in_conversations(
     opened = conversations.open([row for row in rows for _ in range(samples)])
     if conversations.endpoints:
         played = conversations.play(engine, params, None, seeds, fixed=False)
+        engine.release()  # of keys and values that nobody finds any more
         return [_said(trajectory.messages, trajectory) for trajectory in played]
     prompts = conversations.prompt_ids(opened)
     once = prompts[::samples]
