@@ -400,11 +400,11 @@ class RolloutEngine(ABC):
             going_on: The last session of this engine, which is entered again with the policy and the noise as
                 they are now. Its sequences keep what they have; their keys and values, unless `release` was
                 called, are not computed again, whatever became of the weights.
-            policy: A name of the policy as it is now, noise included; of use where the engine `keeps_prefixes`.
-                Then what sequences have computed is kept when their turn has ended, and others that begin
-                with the same tokens take it, in this session and in those of an equal name that follow, until
-                `release` or `reset` is called. None keeps and takes nothing, as does a session that is
-                entered again with another name than it had.
+            policy: A name of the policy as it is now, noise included; an engine that does not keep prefixes
+                (`keeps_prefixes`) ignores it. What sequences have computed is kept then when their turn has
+                ended, and others that begin with the same tokens take it, in this session and in those of an
+                equal name that follow, until `release` or `reset` is called. None keeps and takes nothing, as
+                does a session that is entered again with another name than it had.
 
         Raises:
             QeRLError: The engine samples whole completions alone, or another session was opened since.
