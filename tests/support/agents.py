@@ -65,7 +65,7 @@ class SayingEngine(RolloutEngine):
         raise AssertionError("one turn was asked for")
 
     @contextmanager
-    def session(self, params, norm_offsets=None, growing=False, longest_prompt=None):
+    def session(self, params, norm_offsets=None, growing=False, longest_prompt=None, policy=None):
         self.calls.append((params, norm_offsets))
         yield _SayingSession(self, params)
 
