@@ -14,7 +14,10 @@ from tests.rollout.paged.test_turns import BLOCK, Machine, play
 
 class Conversing(Machine):
     """A machine with sessions of several policies, one after the other on one cache, whose prompts are
-    whatever was said before and more."""
+    whatever was said before and more. Now and then a session is entered again in new books, in the cache as it
+    was or after its memory was given up."""
+
+    pauses = 0.0
 
     def __init__(self, blocks, rows, seed, **pace):
         self.known, self.policy, self.of_policy = KnownPages(), None, {}
@@ -39,8 +42,17 @@ class Conversing(Machine):
         assert {self.of_policy[0, block, i] for block, i in seen} == {self.policy}
         return super().see(own, shared, before, place)
 
+    def round(self):
+        if self.rng.random() < self.pauses:
+            if self.rng.random() < 0.5:
+                self.known.forget()
+                self.slots.clear()
+            self.scheduler.suspend(self.memory(self.blocks))
+        return super().round()
+
     def check(self):
-        """Whoever writes to a block holds it alone; nobody holds a free one; all others are free."""
+        """Whoever writes to a block holds it alone; nobody holds a free one; all others are free. What is known
+        is full, of tokens of the policy that it is known by, and free unless it is held."""
         scheduler = self.scheduler
         sequences = [*scheduler.running.values(), *scheduler.waiting, *scheduler.idle.values()]
         holding = [sequence for sequence in sequences if sequence.blocks]
@@ -52,6 +64,10 @@ class Conversing(Machine):
             assert sum(block in table for block in written for table in tables) == len(written)
         assert len(held) + scheduler.memory.free == scheduler.memory.count
         assert held.isdisjoint(scheduler.memory._unused) and held.isdisjoint(scheduler.memory._free)
+        assert {*self.known.blocks} - held == {*scheduler.memory._unused}
+        for block in self.known.blocks:
+            assert [self.slots[0, block, i][0] % BLOCK for i in range(BLOCK)] == [*range(BLOCK)]
+            assert len({self.of_policy[0, block, i] for i in range(BLOCK)}) == 1
 
     def session(self, policy):
         """One session: some prompts, each with some samples, whose turns others answer."""
@@ -79,6 +95,7 @@ def test_what_is_seen_is_what_was_said_in_random_sessions():
         machine = Conversing(
             rng.choice([18, 30, 90]), rng.choice([1, 3, 8]), seed, round_steps=rng.choice([1, 3, 7])
         )
+        machine.pauses = rng.choice([0.0, 0.1])
         for _ in range(6):
             machine.session(rng.choice(["one", "one", "other", None]))
         preempted += machine.preempted
