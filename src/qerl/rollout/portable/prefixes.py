@@ -24,6 +24,7 @@ class _Ended(NamedTuple):
     policy: Hashable
     tokens: np.ndarray
     kept: Kept
+    nbytes: int  # of what is kept, which has many tensors
 
 
 class Prefixes:
@@ -40,7 +41,7 @@ class Prefixes:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(each.kept.nbytes for each in self._ended)
+        return sum(each.nbytes for each in self._ended)
 
     def find(self, policy: Hashable, text: Sequence[int]) -> Kept | None:
         """What a policy has of the longest beginning of a text, without its last token, whose logits are
@@ -71,13 +72,13 @@ class Prefixes:
                 for each in self._ended
                 if each.policy != policy or _common(each.tokens, tokens) < len(each.tokens)
             ]
-        self._ended.append(_Ended(policy, tokens, kept))
+        self._ended.append(_Ended(policy, tokens, kept, kept.nbytes))
 
     def trim(self, room: int) -> None:
         """Let the longest unused go until the others take no more than so many bytes."""
         held = self.nbytes
         while self._ended and (held > room or len(self._ended) > _MOST):
-            held -= self._ended.pop(0).kept.nbytes
+            held -= self._ended.pop(0).nbytes
 
     def forget(self) -> None:
         """Let all go."""
