@@ -14,8 +14,8 @@ from tests.rollout.paged.test_turns import BLOCK, Machine, play
 
 class Conversing(Machine):
     """A machine with sessions of several policies, one after the other on one cache, whose prompts are
-    whatever was said before and more. Now and then a session is entered again in new books, in the cache as it
-    was or after its memory was given up."""
+    whatever was said before and more. Now and then a session is entered again with new books, in the cache
+    as it was or after its memory was given up."""
 
     pauses = 0.0
 
@@ -51,8 +51,8 @@ class Conversing(Machine):
         return super().round()
 
     def check(self):
-        """Whoever writes to a block holds it alone; nobody holds a free one; all others are free. What is known
-        is full, of tokens of the policy that it is known by, and free unless it is held."""
+        """Whoever writes to a block holds it alone; nobody holds a free one; all others are free. What is
+        known is full, of its policy, and free unless it is held."""
         scheduler = self.scheduler
         sequences = [*scheduler.running.values(), *scheduler.waiting, *scheduler.idle.values()]
         holding = [sequence for sequence in sequences if sequence.blocks]
@@ -67,7 +67,8 @@ class Conversing(Machine):
         assert {*self.known.blocks} - held == {*scheduler.memory._unused}
         for block in self.known.blocks:
             assert [self.slots[0, block, i][0] % BLOCK for i in range(BLOCK)] == [*range(BLOCK)]
-            assert len({self.of_policy[0, block, i] for i in range(BLOCK)}) == 1
+            policy, _ = self.known._keys[block]
+            assert {self.of_policy[0, block, i] for i in range(BLOCK)} == {policy}
 
     def session(self, policy):
         """One session: some prompts, each with some samples, whose turns others answer."""
