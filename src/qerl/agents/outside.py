@@ -32,12 +32,13 @@ the last bit of a log-probability, and at times by a token.
 
 import asyncio
 import contextlib
+import gc
 import queue
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,7 +55,7 @@ from qerl.endpoint.listening import Listening
 from qerl.endpoint.reply import Choice, Outcome, Reply
 from qerl.endpoint.stops import TurnLimits
 from qerl.errors import QeRLError, first_line
-from qerl.rollout.engine import Ended, NormOffsets, RolloutEngine, SamplingParams, Session
+from qerl.rollout.engine import Completion, Ended, NormOffsets, RolloutEngine, SamplingParams, Session
 from qerl.rollout.stops import StopStrings
 from qerl.seeding import derive_seed
 
@@ -63,6 +64,9 @@ MODEL = "policy"
 
 _LOOK_S = 0.2
 """Seconds between two looks at the agents' time while nothing is asked."""
+
+_YOUNG = 50_000
+"""New objects after which Python's collector looks at them, in a rollout."""
 
 _GAP_S, _BURST_S = 0.005, 0.5
 """Where nothing is drawn, requests that follow each other within the first are begun together, so that the
@@ -169,12 +173,14 @@ class _Request:
 
     Attributes:
         asked, reply: It, and its answer in the making.
+        place: Where it goes on.
         prompt_ids: Tokens before its turns.
         choices: Those that have ended, by number.
     """
 
     asked: Asked
     reply: Reply
+    place: Place
     prompt_ids: list[int] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
 
@@ -212,14 +218,12 @@ class _Start:
 
     Attributes:
         episode, request: It.
-        place: Where its turns begin.
         params: Of its sampling.
         room: Tokens that each sequence may have.
     """
 
     episode: _Episode
     request: _Request
-    place: Place
     params: SamplingParams
     room: int
 
@@ -229,19 +233,25 @@ class EndpointDesk:
 
     Args:
         tokenizer: Of the policy.
+        templates: Of the policy.
+
+    Attributes:
+        asked: Requests that were not taken yet, and whose they are.
+        rendering: Held by whoever reads or writes a history, or renders.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, templates: Templates) -> None:
+        self._tokenizer, self._templates = tokenizer, templates
+        self._lock, self.rendering = threading.Lock(), threading.Lock()
         self._episodes: dict[str, _Episode] = {}
+        self._prompts: dict[str, list[int]] = {}  # of this rollout, as a template may write the date
         self._changed = threading.Event()
         self.asked: queue.SimpleQueue[tuple[_Episode, _Request]] = queue.SimpleQueue()
 
     def open(self, episodes: Sequence[_Episode]) -> None:
         """Take requests of some trajectories, and of those that were open before no longer."""
         with self._lock:
-            self._episodes = {episode.key: episode for episode in episodes}
+            self._episodes, self._prompts = {episode.key: episode for episode in episodes}, {}
 
     def close(self, episode: _Episode) -> None:
         """Take no more requests of a trajectory; those that wait for an answer hear of it."""
@@ -279,14 +289,17 @@ class EndpointDesk:
         """See `Desk.ask`; what was asked before has the first reply."""
         episode = self._episode(key)
         check_model(asked.model, [MODEL])
+        reply = episode.replies.get(asked.fingerprint)
+        if episode.is_open and reply is not None and not isinstance(reply.outcome, ApiError):
+            return reply
+        with self.rendering:
+            place = self._templates.place(asked, episode.history, self._prompts)
         with self._lock:
             if not episode.is_open:
                 raise _over()
-            reply = episode.replies.get(asked.fingerprint)
-            if reply is None or isinstance(reply.outcome, ApiError):
-                name = f"{key[-12:]}{len(episode.replies)}"
-                reply = episode.replies[asked.fingerprint] = Reply(name, asked.n)
-                self.asked.put((episode, _Request(asked, reply)))
+            name = f"{key[-12:]}{len(episode.replies)}"
+            reply = episode.replies[asked.fingerprint] = Reply(name, asked.n)
+            self.asked.put((episode, _Request(asked, reply, place)))
         self._changed.set()
         return reply
 
@@ -350,7 +363,8 @@ class Endpoints:
         beside: Beside,
     ) -> None:
         self._tokenizer, self._beside = tokenizer, beside
-        self._templates, self._desk = Templates(tokenizer, template_kwargs), EndpointDesk(tokenizer)
+        self._templates = Templates(tokenizer, template_kwargs)
+        self._desk = EndpointDesk(tokenizer, self._templates)
         self._listening: Listening | None = None
 
     def close(self) -> None:
@@ -386,7 +400,7 @@ class Endpoints:
             _Episode(environment, seed, f"sk-qerl-{secrets.token_urlsafe(24)}")
             for environment, seed in zip(environments, seeds, strict=True)
         ]
-        with engine.session(params, norm_offsets, growing=True) as session:
+        with _many_threads(), engine.session(params, norm_offsets, growing=True) as session:
             loop = _Play(
                 session, episodes, params, self._desk, self._templates, self._tokenizer, self._beside, fixed
             )
@@ -408,6 +422,23 @@ class Endpoints:
         first, *forks = branches
         first.forks = forks
         return first
+
+
+@contextlib.contextmanager
+def _many_threads() -> Iterator[None]:
+    """A block in which clients and the server share Python with the thread that draws.
+
+    What a request leaves for a moment outlives collections of every 700 objects, and is counted as if it
+    stayed, until all objects of the process are walked over, half a second in which nobody else runs. With
+    longer intervals it is gone before.
+    """
+    thresholds = gc.get_threshold()
+    if thresholds[0]:  # else somebody has turned collections off
+        gc.set_threshold(max(thresholds[0], _YOUNG), *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def engine_vocabulary(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -585,8 +616,7 @@ class _Play:
             ApiError: It asks for what it cannot have.
         """
         asked = request.asked
-        params = self._params_of(asked)
-        place = self._templates.place(asked, episode.history)
+        params, place = self._params_of(asked), request.place
         if max(place.given, default=0) >= self._vocabulary:
             raise ApiError(
                 f"The prompt has a token id of {max(place.given)}, and the model embeds {self._vocabulary}.",
@@ -607,7 +637,7 @@ class _Play:
         used = len(request.prompt_ids) - len(place.parent.path[0].given) if place.parent is not None else 0
         if params.max_tokens - used < 1:
             raise _too_long(len(place.given), params.max_tokens - used + len(place.given))
-        return _Start(episode, request, place, params, params.max_tokens - used)
+        return _Start(episode, request, params, params.max_tokens - used)
 
     def _start(self, starts: Sequence["_Start"]) -> None:
         """Start sequences, those of a prompt next to each other and every prompt with as many.
@@ -619,7 +649,7 @@ class _Play:
             asked, params = each.request.asked, each.params
             mark: tuple[int | str, ...] = (asked.fingerprint,)
             if asked.seed is not None:  # which draws alike, whatever ends the turn
-                mark = (asked.seed, each.place.before)
+                mark = (asked.seed, each.request.place.before)
             for at in range(asked.n):
                 limits = TurnLimits()
                 self._limit(limits, each.request, each.episode, at)
@@ -643,7 +673,7 @@ class _Play:
                     each.request.reply.settle(ApiError(str(error), code="context_length_exceeded"))
             return
         for index, (each, at, limits, _, _) in zip(indices, began, strict=True):
-            turn = each.episode.history.begin(each.place)
+            turn = each.episode.history.begin(each.request.place)
             sequence = _Sequence(index, limits, turn, each.params, each.request.asked.seed)
             turn.handle = each.episode.sequences[index] = sequence
             self._drawing[index] = each.episode, each.request, at, sequence
@@ -691,27 +721,32 @@ class _Play:
         limits.wanted = lambda: episode.is_open
 
     def _ended(self, ended: Ended) -> None:
-        """Take in a turn of the policy, and answer its request if it was the last one of it."""
+        """Take in a turn of the policy; it is answered once the engine's next round is under way."""
         episode, request, choice, sequence = self._drawing.pop(ended.index)
         drawn, turn = ended.completion, sequence.last
         if not episode.is_open:
             self._finish(episode, ended.index)
-            return
-        if not drawn.token_ids:
+        elif not drawn.token_ids:
             self._finish(episode, ended.index)
-            self._settle(request, _too_long(len(turn.given), 0))
+            refusal = _too_long(len(turn.given), 0)
+            self._untold.append(lambda: request.reply.settle(refusal))
+        else:
+            self._untold.append(lambda: self._answer(episode, request, choice, turn, drawn))
+
+    def _answer(
+        self, episode: _Episode, request: _Request, choice: int, turn: Turn, drawn: Completion
+    ) -> None:
+        """Keep a turn, and answer its request if it was the last one of it."""
+        if not episode.is_open:
             return
         ends = drawn.token_ids[-1] in self._params.stop_token_ids
-        said = self._templates.choice(request.asked, request.prompt_ids, drawn, ends)
-        episode.history.end(turn, drawn, said.message)
+        with self._desk.rendering:
+            said = self._templates.choice(request.asked, request.prompt_ids, drawn, ends)
+            episode.history.end(turn, drawn, said.message)
         if drawn.finish_reason == "error":
-            self._settle(request, ApiError("The policy gave logits that are not finite.", 500))
+            request.reply.settle(ApiError("The policy gave logits that are not finite.", 500))
             return
         request.choices[choice] = said
         if len(request.choices) == request.asked.n:
             choices = [request.choices[at] for at in range(request.asked.n)]
-            self._settle(request, Outcome(request.prompt_ids, choices))
-
-    def _settle(self, request: _Request, outcome: Outcome | ApiError) -> None:
-        """Answer a request once the engine's next round is under way."""
-        self._untold.append(lambda: request.reply.settle(outcome))
+            request.reply.settle(Outcome(request.prompt_ids, choices))
