@@ -46,15 +46,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.agents.chat import Templates, decoded
+from qerl.agents.process import Agent, AgentProcess, EndpointOf, named, run
 from qerl.agents.trajectory import Trajectory
-from qerl.calls.beside import GRACE_S, Beside, EndsProcess, is_async
+from qerl.calls.beside import GRACE_S, Beside
 from qerl.endpoint.bodies import ApiError, Asked
 from qerl.endpoint.history import Branch, History, Place, Turn
 from qerl.endpoint.http import Routes, check_model
 from qerl.endpoint.listening import Listening
 from qerl.endpoint.reply import Choice, Outcome, Reply
 from qerl.endpoint.stops import TurnLimits
-from qerl.errors import QeRLError, first_line
+from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, Ended, NormOffsets, RolloutEngine, SamplingParams, Session
 from qerl.rollout.stops import StopStrings
 from qerl.seeding import derive_seed
@@ -74,26 +75,6 @@ samples of a group share their prompt; so are those of agents that have just beg
 their connections. The second bounds both waits."""
 
 
-@dataclass(frozen=True)
-class EndpointOf:
-    """What an agent is told of its trajectory.
-
-    Attributes:
-        base_url: Of the endpoint, with the version, as OpenAI's clients take it.
-        api_key: Of this trajectory alone; it ends with it.
-        model: The name of the policy.
-    """
-
-    base_url: str
-    api_key: str
-    model: str = MODEL
-
-
-Agent = Callable[[EndpointOf, dict[str, Any]], Any]
-"""A function or coroutine function: given its endpoint and the columns of its row it returns the reward, or
-None where the reward is sent to the endpoint (`POST /v1/reward`), now or later."""
-
-
 class Endpoint:
     """The environment of an agent of its own: one run of it, and its reward.
 
@@ -102,6 +83,7 @@ class Endpoint:
         timeout: Seconds that a trajectory may take.
         at_once: Agents that run at the same time; the others wait for their turn.
         host, port: Where the endpoint listens; port 0 takes a free one.
+        process: Whether it runs in a process of agents beside this one (`qerl.agents.process`).
 
     Attributes:
         row: Columns of the row.
@@ -116,6 +98,7 @@ class Endpoint:
         at_once: int = 256,
         host: str = "127.0.0.1",
         port: int = 0,
+        process: bool = False,
     ) -> None:
         if not callable(agent):
             raise QeRLError(f"The agent of an endpoint is a {type(agent).__name__}; pass a function.")
@@ -123,7 +106,10 @@ class Endpoint:
             raise QeRLError(f"timeout of the endpoint is {timeout}; give seconds above 0.")
         if at_once < 1:
             raise QeRLError(f"at_once of the endpoint is {at_once}; at least one agent must run at a time.")
+        if process:
+            named(agent)
         self.agent, self.timeout, self.at_once, self.host, self.port = agent, timeout, at_once, host, port
+        self.process = process
         self.row: dict[str, Any] = {}
         self.reward: float | None = None
         self.error: str | None = None
@@ -364,11 +350,13 @@ class Endpoints:
     ) -> None:
         self._tokenizer, self._beside = tokenizer, beside
         self._templates = Templates(tokenizer, template_kwargs)
-        self._desk = EndpointDesk(tokenizer, self._templates)
+        self._desk, self._process = EndpointDesk(tokenizer, self._templates), AgentProcess()
+        weakref.finalize(self, self._process.close)  # a trainer has no end of its own
         self._listening: Listening | None = None
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and the process of agents."""
+        self._process.close()
         if self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -395,15 +383,16 @@ class Endpoints:
         if self._listening is None:
             routes = Routes(self._desk, rewarded=True).routes()
             self._listening = Listening(routes, first.host, first.port)
-            weakref.finalize(self, self._listening.close)  # a trainer has no end of its own
+            weakref.finalize(self, self._listening.close)
         episodes = [
             _Episode(environment, seed, f"sk-qerl-{secrets.token_urlsafe(24)}")
             for environment, seed in zip(environments, seeds, strict=True)
         ]
         with _many_threads(), engine.session(params, norm_offsets, growing=True) as session:
             loop = _Play(
-                session, episodes, params, self._desk, self._templates, self._tokenizer, self._beside, fixed
-            )
+                session, episodes, params, self._desk, self._templates, self._tokenizer, self._beside,
+                self._process, fixed,
+            )  # fmt: skip
             try:
                 loop.run(self._listening.url, engine_vocabulary(engine, self._tokenizer))
             finally:
@@ -480,10 +469,12 @@ class _Play:
         templates: Templates,
         tokenizer: PreTrainedTokenizerBase,
         beside: Beside,
+        process: AgentProcess,
         fixed: bool,
     ) -> None:
         self._session, self._episodes, self._params, self._desk = session, episodes, params, desk
         self._templates, self._tokenizer, self._beside, self._fixed = templates, tokenizer, beside, fixed
+        self._process = process
         self._open = [*episodes]
         self._drawing: dict[int, tuple[_Episode, _Request, int, _Sequence]] = {}
         self._refused: list[tuple[_Episode, _Request]] = []  # for want of memory, until others have ended
@@ -534,28 +525,14 @@ class _Play:
     async def _agent(self, episode: _Episode, url: str, at_once: asyncio.Semaphore) -> None:
         """Run one agent and keep what it gave."""
         environment = episode.environment
-        given = EndpointOf(url, episode.key)
-
-        async def awaited() -> Any:
-            return await environment.agent(given, dict(environment.row))
-
-        def plain() -> Any:
-            return environment.agent(given, dict(environment.row))
-
+        asked = environment.agent, EndpointOf(url, episode.key, MODEL), dict(environment.row), environment.timeout
         async with at_once:
             episode.until = time.monotonic() + environment.timeout
-            try:
-                work = awaited if is_async(environment.agent) else plain
-                reward = await self._beside.call(work, environment.timeout)
-                if reward is not None:
-                    environment.reward = float(reward)
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:  # what would end the process ends its trajectory
-                if isinstance(error, TimeoutError) and environment.reward is not None:
-                    return  # which was sent
-                cause = error.cause if isinstance(error, EndsProcess) else error
-                environment.error = f"The agent failed: {type(cause).__name__}: {first_line(cause)}"
+            ran = await (self._process.run(*asked) if environment.process else run(self._beside, *asked))
+        if ran.reward is not None:
+            environment.reward = ran.reward
+        elif ran.failure and not (ran.late and environment.reward is not None):  # which was sent
+            environment.error = f"The agent failed: {ran.failure}"
 
     def _look(self) -> None:
         """End the trajectories whose agent has returned with a reward, failed, or lost its time."""

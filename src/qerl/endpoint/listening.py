@@ -13,6 +13,10 @@ from qerl.errors import QeRLError
 
 _BEGIN_S = 10.0
 
+_IDLE_S = 24 * 3600
+"""Seconds that a connection may be idle. Clients close theirs, most after some seconds; a server that does so
+as soon breaks off what is asked just then, as a rollout begins, and the client waits half a second to retry."""
+
 
 class Listening:
     """Serves routes until it is closed.
@@ -50,6 +54,7 @@ class Listening:
             access_log=False,
             proxy_headers=False,
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=_IDLE_S,
             lifespan="off",
         )
         self._server = uvicorn.Server(config)
