@@ -1,15 +1,18 @@
 """Agents of their own that play against a tiny policy over HTTP, and what an update would learn from."""
 
+import gc
 import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 
+from qerl.agents.chat import Templates
 from qerl.agents.conversations import Conversations, check_others
 from qerl.agents.loop import Limits
 from qerl.agents.outside import Endpoint
 from qerl.agents.pool import ToolPool
+from qerl.agents.template import TurnTemplate
 from qerl.endpoint.reply import Reply
 from qerl.eval.sampling import in_conversations
 from qerl.rollout.engine import SamplingParams
@@ -365,14 +368,19 @@ def test_an_agent_that_begins_late_holds_nobody_up():
 
 def test_answers_go_out_while_the_next_round_is_computed(monkeypatch):
     """One is short and the other long, so the short one's is told within a round, the other's behind all."""
-    state, told = {"within": False}, {}
-    settle = Reply.settle
+    state, told, rendered = {"within": False}, {}, []
+    settle, choice = Reply.settle, Templates.choice
 
     def noting(reply, outcome):
         told.setdefault(reply.name, state["within"])
         settle(reply, outcome)
 
+    def rendering(*args):
+        rendered.append(state["within"])
+        return choice(*args)
+
     monkeypatch.setattr(Reply, "settle", noting)
+    monkeypatch.setattr(Templates, "choice", rendering)
 
     class Rounds(type(tiny_engine())):
         @contextmanager
@@ -401,3 +409,41 @@ def test_answers_go_out_while_the_next_round_is_computed(monkeypatch):
     play(kept(agent, rows), both, engine=engine, stop_token_ids=())
     names = [row["seen"]["id"].removeprefix("chatcmpl-") for row in sorted(rows, key=lambda row: row["most"])]
     assert [told[name] for name in names] == [True, False]
+    assert rendered == [True, False]
+
+
+def test_requests_are_rendered_beside_the_thread_that_draws_and_equal_prompts_once(monkeypatch):
+    prompt_ids, suffix_ids, prompts, suffixes = TurnTemplate.prompt_ids, TurnTemplate.suffix_ids, [], []
+
+    def of_prompt(self, messages, tools=()):
+        prompts.append((threading.current_thread().name, messages[0]["content"]))
+        return prompt_ids(self, messages, tools)
+
+    def of_suffix(self, messages, last=None):
+        suffixes.append(threading.current_thread().name)
+        return suffix_ids(self, messages, last)
+
+    monkeypatch.setattr(TurnTemplate, "prompt_ids", of_prompt)
+    monkeypatch.setattr(TurnTemplate, "suffix_ids", of_suffix)
+    _, found = play(three_turns, [{"say": say} for say in "aabab"])
+    assert sorted(prompts) == [("qerl-endpoint", "a"), ("qerl-endpoint", "b")]
+    assert len(suffixes) >= 10 and set(suffixes) == {"qerl-endpoint"}
+    assert found[0].prompt_ids == found[1].prompt_ids != found[2].prompt_ids
+
+
+@pytest.mark.parametrize("before", [(700, 10, 10), (90_000, 5, 5), (0, 10, 10)])
+def test_garbage_is_looked_at_more_seldom_in_a_rollout_and_as_before_behind_it(before):
+    seen, given = [], gc.get_threshold()
+
+    def agent(endpoint, row):
+        seen.append(gc.get_threshold())
+        raise ValueError("no")
+
+    gc.set_threshold(*before)
+    try:
+        play(agent)
+        behind = gc.get_threshold()
+    finally:
+        gc.set_threshold(*given)
+    assert behind == before
+    assert seen == [(max(before[0], 50_000) if before[0] else 0, *before[1:])]

@@ -173,7 +173,7 @@ class Data(Group):
     """Environment of each sample: PATH.py:Class, the name of a built-in one (calculator, guess_number), or
     endpoint:PATH.py:function for an agent that speaks OpenAI's chat API to the policy."""
     environment_options: Options = {}
-    """Keyword arguments of the environment; of an endpoint timeout, at_once, host and port."""
+    """Keyword arguments of the environment; of an endpoint timeout, at_once, process, host and port."""
     max_tool_calling_iterations: PositiveInt | None = None
     """Largest number of turns of a sample that tools or an environment answer; unset, as many as
     max_completion_length allows."""
