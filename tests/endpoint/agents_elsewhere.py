@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ def talk(endpoint: Any, row: dict[str, Any]) -> float | None:
         raise SystemExit(3)
     if row.get("dies"):
         os._exit(7)
+    if row.get("hangs"):
+        re.match(r"(a+)+$", "a" * 64 + "b")  # for years, and nothing else of this process runs
     if row.get("sleeps"):
         while True:
             time.sleep(0.01)
@@ -38,6 +41,11 @@ def talk(endpoint: Any, row: dict[str, Any]) -> float | None:
     if row.get("posts"):
         post(endpoint, "reward", {"reward": float(os.getpid())})
         return None
+    return float(os.getpid())
+
+
+def number(endpoint: Any, row: dict[str, Any]) -> float:
+    """The number of this process."""
     return float(os.getpid())
 
 

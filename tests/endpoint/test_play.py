@@ -279,6 +279,16 @@ def test_the_reward_may_be_sent_and_ends_the_trajectory():
     assert environment.get_reward() == 0.25
 
 
+def test_a_reward_that_was_sent_stands_when_the_time_is_up():
+    def agent(endpoint, row):
+        chat(endpoint, [user("a")], max_tokens=4)
+        send(endpoint, "reward", {"reward": 0.25})
+        time.sleep(5)
+
+    (environment,), (trajectory,) = play(agent, options={"timeout": 1.0})
+    assert environment.get_reward() == 0.25 and trajectory.turns == 1
+
+
 def test_coroutines_are_agents_too():
     async def agent(endpoint, row):
         return float(len(row["word"]))

@@ -1,5 +1,6 @@
 """Agents in a process of their own: what comes back, what is refused, and what ends with it."""
 
+import asyncio
 import functools
 import os
 import threading
@@ -7,11 +8,12 @@ import time
 
 import pytest
 
-from qerl.agents.outside import Endpoint
-from qerl.agents.process import AgentProcess, named
+from qerl.agents.outside import Endpoint, Endpoints
+from qerl.agents.process import AgentProcess, EndpointOf, _Process, named
+from qerl.calls.beside import Beside
 from qerl.errors import QeRLError
-from tests.endpoint.agents_elsewhere import talk, talk_later
-from tests.support.endpoint import play, tiny_engine
+from tests.endpoint.agents_elsewhere import number, talk, talk_later
+from tests.support.endpoint import TOKENIZER, play, tiny_engine
 
 pytestmark = pytest.mark.slow
 
@@ -50,11 +52,19 @@ def test_one_that_fails_costs_its_own_row(agent):
     assert "no result within 3 s" in errors[3]
 
 
-def test_one_that_holds_up_the_loop_is_interrupted():
-    environments, _ = play(talk_later, [row(holds=True), row()], options=OPTIONS | {"timeout": 2.0})
-    assert environments[0].error is not None and environments[0].reward is None
-    environments, _ = play(talk_later, [row()], options=OPTIONS)
-    assert environments[0].get_reward() > 0
+def test_one_that_holds_up_the_loop_is_interrupted_and_the_process_goes_on():
+    rows = [row(), row(holds=True), row()]
+    environments, _ = play(talk_later, rows, options=OPTIONS | {"timeout": 3.0, "at_once": 1})
+    assert environments[1].error is not None and environments[1].reward is None
+    assert environments[0].get_reward() == environments[2].get_reward()
+
+
+def test_a_process_that_hangs_is_ended_and_others_run_in_another(monkeypatch):
+    monkeypatch.setattr("qerl.agents.process._START_S", 3.0)
+    rows = [row(), row(hangs=True), row()]
+    environments, _ = play(talk, rows, options=OPTIONS | {"timeout": 3.0, "at_once": 1})
+    assert environments[1].error is not None and environments[1].reward is None
+    assert environments[0].get_reward() != environments[2].get_reward()
 
 
 def test_a_row_that_cannot_go_there_fails():
@@ -74,14 +84,27 @@ def test_a_process_that_dies_costs_what_ran_in_it(tmp_path):
     assert [each.turns for each in found[1:]] == [2] * 6
 
 
-def test_it_ends_with_the_endpoint():
-    environments, _ = play(talk, [row()], options=OPTIONS)
-    process, until = int(environments[0].get_reward()), time.monotonic() + 10
+def test_it_ends_with_the_endpoint(monkeypatch):
+    process = AgentProcess()
+    ran = asyncio.run(process.run(number, EndpointOf("", "", ""), {}, 60.0))
+    os.kill(int(ran.reward), 0)
+    process.close()
     with pytest.raises(ProcessLookupError):
-        while time.monotonic() < until:
-            os.kill(process, 0)
-            time.sleep(0.05)
+        os.kill(int(ran.reward), 0)
     AgentProcess().close()  # which was never started
+    closed = []
+    monkeypatch.setattr(AgentProcess, "close", closed.append)
+    Endpoints(TOKENIZER, None, Beside()).close()
+    assert len(closed) == 1
+
+
+def test_what_is_asked_of_a_process_that_has_ended_is_lost():
+    process = _Process()
+    process.kill()
+    lost = [process.begin("nowhere.py:a", EndpointOf("", "", ""), {}, 60.0) for _ in range(2)]
+    assert all("ended with status -9" in each.result(10).failure for each in lost)
+    time.sleep(0.1)  # its listener is done
+    assert "ended with status -9" in process.begin("nowhere.py:a").result(10).failure
 
 
 def test_what_no_file_defines_is_refused():

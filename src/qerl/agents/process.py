@@ -37,8 +37,8 @@ from qerl.user_code import load_object
 _LOOK_S = 0.2
 """Seconds between two looks whether an agent holds up the event loop of all."""
 
-_END_S = 2.0
-"""Seconds that the process has to end in."""
+_START_S, _END_S = 30.0, 2.0
+"""Seconds that the process has for its start and for what an agent's file imports, and to end in."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,12 @@ class _Process:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         self._running: dict[int, Future[Ran]] = {}
-        self._lock, self._count = threading.Lock(), 0
+        self._lock, self._count, self._over = threading.Lock(), 0, False
         threading.Thread(target=self._listen, name="qerl-agents", daemon=True).start()
 
     @property
     def ended(self) -> bool:
+        """Whether it runs no more agents."""
         return self._process.poll() is not None
 
     def begin(self, *asked: Any) -> "Future[Ran]":
@@ -148,7 +149,8 @@ class _Process:
             with contextlib.suppress(OSError):  # it has ended, which its listener says
                 pickle.dump((self._count, text), self._process.stdin)
                 self._process.stdin.flush()
-        if self.ended:
+            over = self._over
+        if over:
             self._lose()
         return found
 
@@ -168,7 +170,7 @@ class _Process:
     def _lose(self) -> None:
         status = self._process.returncode
         with self._lock:
-            lost, self._running = self._running, {}
+            lost, self._running, self._over = self._running, {}, True
         for found in lost.values():
             if found.set_running_or_notify_cancel():
                 found.set_result(Ran(failure=f"the process of the agents ended with status {status}"))
@@ -181,7 +183,12 @@ class _Process:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once; behind this call it has."""
+        self._process.kill()
+        self._process.wait()
 
 
 class AgentProcess:
@@ -191,7 +198,8 @@ class AgentProcess:
         self._lock, self._held = threading.Lock(), list[_Process]()
 
     async def run(self, agent: Agent, endpoint: EndpointOf, row: dict[str, Any], seconds: float) -> Ran:
-        """As `run`, there; an agent whose time is up and that does not end is left behind.
+        """As `run`, there. A process that does not say in time what has become of an agent hangs, and is ended
+        with all that runs in it.
 
         Args:
             agent: As `named` takes it.
@@ -202,10 +210,15 @@ class AgentProcess:
             with self._lock:
                 if not self._held or self._held[0].ended:
                     self._held[:] = [_Process()]
-                found = self._held[0].begin(named(agent), endpoint, row, seconds)
+                process = self._held[0]
+                found = process.begin(named(agent), endpoint, row, seconds)
         except Exception as error:  # the row cannot be pickled
             return Ran(failure=f"{type(error).__name__}: {first_line(error)}")
-        return await asyncio.wrap_future(found)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(found), seconds + _START_S)
+        except TimeoutError:
+            process.kill()
+            return Ran(failure=f"TimeoutError: no result within {seconds:g} s, and its process hung", late=True)
 
     def close(self) -> None:
         """End the process, and what runs in it."""
