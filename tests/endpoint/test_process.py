@@ -93,8 +93,9 @@ def test_it_ends_with_the_endpoint(monkeypatch):
         os.kill(int(ran.reward), 0)
     AgentProcess().close()  # which was never started
     closed = []
-    monkeypatch.setattr(AgentProcess, "close", closed.append)
-    Endpoints(TOKENIZER, None, Beside()).close()
+    endpoints = Endpoints(TOKENIZER, None, Beside())
+    monkeypatch.setattr(AgentProcess, "close", lambda self: closed.append(self))
+    endpoints.close()
     assert len(closed) == 1
 
 

@@ -13,7 +13,9 @@ for anybody: a request that continues a conversation goes on with its sequence, 
 
 An answer wakes the server and then its client, which take Python's lock from the thread that launches the
 engine's work, some milliseconds for each of them. So answers go out once the next round was given to the
-device: requests are then read and written while it computes, and not while it waits for the host.
+device: requests are then read and written while it computes, and not while it waits for the host. A turn
+becomes text when its answer goes out, and a request becomes tokens in the server's thread, which mostly is at
+that time too. Agents may run in a process of their own (`qerl.agents.process`), which leaves the server.
 
 **What costs what.** An agent that raises, or whose time is up, costs its own row, as a tool that fails does.
 A client that is gone costs nothing: what it asked for is drawn, and is there if it asks again. A request that
@@ -525,7 +527,8 @@ class _Play:
     async def _agent(self, episode: _Episode, url: str, at_once: asyncio.Semaphore) -> None:
         """Run one agent and keep what it gave."""
         environment = episode.environment
-        asked = environment.agent, EndpointOf(url, episode.key, MODEL), dict(environment.row), environment.timeout
+        given = EndpointOf(url, episode.key, MODEL)
+        asked = environment.agent, given, dict(environment.row), environment.timeout
         async with at_once:
             episode.until = time.monotonic() + environment.timeout
             ran = await (self._process.run(*asked) if environment.process else run(self._beside, *asked))

@@ -198,8 +198,8 @@ class AgentProcess:
         self._lock, self._held = threading.Lock(), list[_Process]()
 
     async def run(self, agent: Agent, endpoint: EndpointOf, row: dict[str, Any], seconds: float) -> Ran:
-        """As `run`, there. A process that does not say in time what has become of an agent hangs, and is ended
-        with all that runs in it.
+        """As `run`, there. A process that does not say in time what has become of an agent hangs, and is
+        ended with all that runs in it.
 
         Args:
             agent: As `named` takes it.
@@ -218,7 +218,9 @@ class AgentProcess:
             return await asyncio.wait_for(asyncio.wrap_future(found), seconds + _START_S)
         except TimeoutError:
             process.kill()
-            return Ran(failure=f"TimeoutError: no result within {seconds:g} s, and its process hung", late=True)
+            return Ran(
+                failure=f"TimeoutError: no result within {seconds:g} s, and its process hung", late=True
+            )
 
     def close(self) -> None:
         """End the process, and what runs in it."""

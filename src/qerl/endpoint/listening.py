@@ -14,8 +14,9 @@ from qerl.errors import QeRLError
 _BEGIN_S = 10.0
 
 _IDLE_S = 24 * 3600
-"""Seconds that a connection may be idle. Clients close theirs, most after some seconds; a server that does so
-as soon breaks off what is asked just then, as a rollout begins, and the client waits half a second to retry."""
+"""Seconds that a connection may be idle. Clients close theirs, many after some seconds. A server that does so
+as early breaks off what is asked just then, as when a rollout begins, and the client retries half a second
+later."""
 
 
 class Listening:
