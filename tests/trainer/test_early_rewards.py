@@ -107,9 +107,7 @@ def test_messages_are_those_that_trl_makes(make, tiny_tokenizer, parsed, monkeyp
 
     tokenizer = tool_tokenizer()
     chat = DATA.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    trainer = make(
-        [keeps], chat, tokenizer=add_response_schema(tokenizer) if parsed else tokenizer
-    )
+    trainer = make([keeps], chat, tokenizer=add_response_schema(tokenizer) if parsed else tokenizer)
     made = []
     monkeypatch.setattr(sampler, "parse_response", lambda *a, **k: made.append(1) or parse_response(*a, **k))
     rows = [row for row in trainer.train_dataset for _ in range(4)]
@@ -175,7 +173,9 @@ def test_what_is_waited_for_in_an_open_call_is_not_hidden(make):
         await asyncio.sleep(0.3)
         return [float(len(text) % 3) for text in completions]
 
-    trainer = make([reward], max_steps=1, signal="reward", dynamic_sampling_batches=1, max_completion_length=2)
+    trainer = make(
+        [reward], max_steps=1, signal="reward", dynamic_sampling_batches=1, max_completion_length=2
+    )
     trainer.train()
     row = trainer.state.log_history[0]
     assert row["time/reward"] > 0.3 and row["time/reward_hidden"] < 0.1
