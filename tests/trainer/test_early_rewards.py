@@ -1,4 +1,4 @@
-"""Rewards that are asked for while the rollout decodes are the same, fail the same way, and are hidden by it."""
+"""Rewards that are asked for while the rollout decodes are the same, fail alike, and are hidden by it."""
 
 import asyncio
 import threading

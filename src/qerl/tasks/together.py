@@ -125,11 +125,10 @@ class Together:
         Raises:
             QeRLError: A sample is another one than its calls are about.
         """
-        if self._members:
-            batch = Batch(columns, asked)
-            _check_asked(batch)
-            future = self.beside.start(_all(each.judge_soon(batch) for each in self._members))
-            self._started[id(batch.known_by)] = batch, future
+        batch = Batch(columns, asked)
+        _check_asked(batch)
+        future = self.beside.start(_all(each.judge_soon(batch) for each in self._members))
+        self._started[id(batch.known_by)] = batch, future
 
     def ended(self, known_by: Sequence[Sequence[Any]], wait: bool) -> list[int]:
         """Places, among batches of these lists of completions, of those for which all functions have ended.

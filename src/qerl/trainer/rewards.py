@@ -263,6 +263,9 @@ class Scorer:
     def rollout(self) -> Iterator[None]:
         """A block in which samples are drawn and scored; calls that nobody has waited for by its end are
         given up."""
+        if not self.waits:
+            yield
+            return
         self._calls.abandon()
         self._calls.take_seconds()  # which nobody asked for
         try:
@@ -276,7 +279,7 @@ class Scorer:
 
     def take_seconds(self) -> float:
         """Seconds in which calls went on beside this thread, since this was last asked."""
-        return self._calls.take_seconds()
+        return self._calls.take_seconds() if self.waits else 0.0
 
     def batch(
         self,
@@ -307,7 +310,8 @@ class Scorer:
             batch: Is given to `score` later.
             asked: What `begin` gave for each of its samples; empty for nothing.
         """
-        self._calls.start(batch.arguments, asked)
+        if self.waits:
+            self._calls.start(batch.arguments, asked)
 
     def ended(self, batches: Sequence[ScoredBatch], wait: bool) -> list[int]:
         """Places of those of some batches, which were started, for which `score` would wait for nobody.
