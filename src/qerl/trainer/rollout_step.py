@@ -6,8 +6,9 @@
    whenever it comes. Agents that lead conversations themselves may divide theirs into several: each
    trajectory is one sample with forks up to here, compared by its one reward, and several samples of one
    advantage in the update.
-3. **Rewards** (`qerl.trainer.rewards`). Without dynamic sampling all samples are scored together once they
-   are there; with it both happen in one open call, see below.
+3. **Rewards** (`qerl.trainer.rewards`). Functions that ask outside of this process are asked about a sample
+   as it ends (`qerl.tasks.together`). Without dynamic sampling all others are called once all samples are
+   there; with it both happen in one open call, see below.
 4. **Advantages** (`qerl.trainer.advantages`), and log-probabilities under the old and the reference policy
    where the loss reads them. When every rollout is used for one optimizer step, the policy has not moved
    since it sampled, and the update's own values are the old ones: no forward pass is made for them.
