@@ -21,9 +21,9 @@ from qerl.kernels.cards import asked
 
 BENCHMARKS = (
     "rollout", "ways", "step", "backward", "context", "kernels", "parity", "turns", "tail",
-    "acceptance", "drafts", "serve", "loop", "cookbook", "demo", "agents",
+    "serve", "loop", "cookbook", "demo", "agents",
 )  # fmt: skip
-WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "loop", "cookbook", "demo", "agents")
+WITHOUT_GPU = ("turns", "tail", "serve", "loop", "cookbook", "demo", "agents")
 """Benchmarks that measure the CPU where there is no GPU."""
 
 

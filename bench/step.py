@@ -42,7 +42,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -161,13 +161,14 @@ class TimedEngine(RolloutEngine):
         growing: bool = False,
         longest_prompt: int | None = None,
         going_on: Session | None = None,
+        policy: Hashable | None = None,
     ) -> Iterator[Session]:
         begin = time.perf_counter()
         if going_on is None:
             every = [replace(params, max_tokens=length) for length in self._lengths]
             self._own, self._under_way = itertools.cycle(every), {}
         own, under_way, tokens = self._own, self._under_way, -sum(self._under_way.values())
-        with self.engine.session(params, norm_offsets, growing, longest_prompt, going_on) as session:
+        with self.engine.session(params, norm_offsets, growing, longest_prompt, going_on, policy) as session:
             start, decode = session.start, session.next
 
             def started(prompts: Any, samples: int, seeds: Any = None, begun: Any = None) -> list[int]:

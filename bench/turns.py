@@ -8,19 +8,26 @@ same ones whatever the weights. Others answer at once with random tokens, so no 
 kept keys a sequence gives up its pages when its turn has ended, and is computed from its first token when it
 goes on. On a GPU the paged engine runs, elsewhere the portable one in FP32, whose processor time is given as
 well: that of a machine that does other things.
+
+With `--requests` each turn is a request with all that was said, as of a server's clients, and draws `--drawn`
+tokens: computed anew, behind the prefixes that the engine keeps (`RolloutEngine.session`, policy), and, to
+compare with, as sequences that go on.
 """
 
 import argparse
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.result import write_result
+from qerl.endpoint.stops import TurnLimits
 from qerl.families.sizes import SIZES, Sizes
 from qerl.measure.random_model import as_if_trained, random_policy
 from qerl.rollout.engine import RolloutEngine, SamplingParams, Session
@@ -34,6 +41,9 @@ SMOLLM2 = Sizes.uniform(576, 1536, 30, 9, 3, 64, 49152, tied=True)
 
 EVERY_TOKEN_ALIKE = 1e4
 """A temperature at which random logits, of the size of ten or so, make no difference."""
+
+WAYS = ("anew", "prefixes", "going on")
+"""How the keys and values of a conversation are had."""
 
 LONGEST = 8
 """A sequence has room for turns of so many times their mean length; one in 3,000 is longer."""
@@ -64,28 +74,72 @@ def play(session: Session, args: argparse.Namespace, turns: int, kept: bool) -> 
     return drawn
 
 
-def measure(engine: RolloutEngine, args: argparse.Namespace, turns: int, kept: bool) -> dict[str, Any]:
-    """One step's rollout: the median of some runs, after one that captures and compiles."""
+def play_once(engine: RolloutEngine, args: argparse.Namespace, turns: int, kept: bool) -> tuple[int, int]:
+    """Tokens that are drawn and that are prefilled in one step's rollout."""
     params = SamplingParams(
         max_tokens=max_tokens(args, turns),
         temperature=EVERY_TOKEN_ALIKE,
         stop_token_ids=tuple(range(args.vocabulary // args.drawn)),
     )
+    with engine.session(params) as session:
+        drawn = play(session, args, turns, kept)
+    return drawn, session.prefilled_tokens
+
+
+def ask(engine: RolloutEngine, args: argparse.Namespace, turns: int, way: str) -> tuple[int, int]:
+    """As `play_once`, for conversations whose turns are requests, those of one turn a batch."""
+    chance = random.Random(0)
+
+    def said(tokens: int) -> list[int]:
+        return [chance.randrange(args.vocabulary) for _ in range(tokens)]
+
+    texts = [said(args.prompt) for _ in range(args.prompts)]
+    whole = SamplingParams(max_tokens=turns * (args.drawn + args.written), temperature=EVERY_TOKEN_ALIKE)
+    drawn = prefilled = 0
+    if way == "going on":
+        own = [replace(whole, stops=TurnLimits(args.drawn).stops()) for _ in texts]
+        with engine.session(whole, growing=True) as session:
+            session.start(texts, 1, own)
+            for turn in range(turns):
+                while session.busy:
+                    for ended in session.next(one_round=True):
+                        drawn += len(ended.completion.token_ids)
+                if turn + 1 < turns:
+                    for index in range(len(texts)):
+                        session.go_on(index, said(args.written))
+        return drawn, session.prefilled_tokens
+    for _ in range(turns):
+        one_turn = replace(whole, max_tokens=args.drawn)
+        policy = way if way == "prefixes" else None
+        with engine.session(one_turn, growing=True, policy=policy) as session:
+            session.start(texts, 1)
+            while session.busy:
+                for ended in session.next(one_round=True):
+                    drawn += len(ended.completion.token_ids)
+                    session.finish(ended.index)
+                    texts[ended.index] += ended.completion.token_ids
+        texts = [text + said(args.written) for text in texts]
+        prefilled += session.prefilled_tokens
+    engine.release()
+    return drawn, prefilled
+
+
+def measure(run: Callable[[], tuple[int, int]], args: argparse.Namespace, **row: Any) -> dict[str, Any]:
+    """A row of what takes how long: the median of some runs, after one that captures and compiles."""
     seconds: list[float] = []
     busy: list[float] = []
     for _ in range(args.repeats + args.on_gpu):
         start, start_busy = time.perf_counter(), time.process_time()
-        with engine.session(params) as session:
-            drawn = play(session, args, turns, kept)
+        drawn, prefilled = run()
         seconds.append(time.perf_counter() - start)
         busy.append(time.process_time() - start_busy)
     timed = seconds[args.on_gpu :]
     middle = statistics.median(timed)
-    return {
-        "turns": turns, "kept": kept, "seconds": round(middle, 3),
+    return row | {
+        "seconds": round(middle, 3),
         "cpu_seconds": round(statistics.median(busy[args.on_gpu :]), 3),
         "spread": round((max(timed) - min(timed)) / middle, 3), "tok_s": round(drawn / middle, 1),
-        "drawn_tokens": drawn, "prefilled_tokens": session.prefilled_tokens,
+        "drawn_tokens": drawn, "prefilled_tokens": prefilled,
     }  # fmt: skip
 
 
@@ -95,7 +149,7 @@ def max_tokens(args: argparse.Namespace, turns: int) -> int:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What `measure` gives for each number of turns, with kept keys and without."""
+    """What `measure` gives for each number of turns, with kept keys and without, or for each of the ways."""
     sizes = SMOLLM2 if args.shape == "smollm2" else Sizes.by_name(args.shape)
     args.vocabulary, args.on_gpu = sizes.vocabulary, torch.cuda.is_available()
     positions = args.prompt + max_tokens(args, max(args.turns))
@@ -114,8 +168,13 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "prompt_tokens": args.prompt, "drawn_a_turn": args.drawn, "written_a_turn": args.written,
     }  # fmt: skip
     for turns in args.turns:
+        if args.requests:
+            for way in WAYS:
+                yield shared | measure(partial(ask, engine, args, turns, way), args, turns=turns, way=way)
+            continue
         for kept in (True, False) if turns > 1 else (True,):
-            yield shared | measure(engine if kept else forgetful, args, turns, kept)
+            run = partial(play_once, engine if kept else forgetful, args, turns, kept)
+            yield shared | measure(run, args, turns=turns, kept=kept)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--drawn", type=int, default=64, help="mean tokens that the policy draws in a turn")
     parser.add_argument("--written", type=int, default=32, help="tokens that others write after it")
+    parser.add_argument("--requests", action="store_true", help="each turn is a request; `--samples` is 1")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -138,12 +198,15 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     """Runs `python -m bench turns` with these arguments."""
     args = _parser().parse_args(arguments)
+    if args.requests:
+        args.samples = 1
     found: list[dict[str, Any]] = []
     for row in rows(args):
         found.append(row)
         print(
-            f"{row['shape']} {row['weights']} r{row['lora_rank']}, {row['turns']} turns, keys "
-            f"{'kept' if row['kept'] else 'computed again'}: {row['tok_s']:.0f} tok/s, "
+            f"{row['shape']} {row['weights']} r{row['lora_rank']}, {row['turns']} turns, "
+            f"{row.get('way') or ('keys kept' if row['kept'] else 'keys computed again')}: "
+            f"{row['tok_s']:.0f} tok/s, "
             f"{row['seconds']:.2f} s a step ({row['cpu_seconds']:.2f} of the CPU), "
             f"{row['drawn_tokens']} drawn, {row['prefilled_tokens']} prefilled",
             flush=True,

@@ -11,8 +11,6 @@ COMMANDS = {
     "study": "study.command",
     "doses": "study.doses",
     "replicate": "study.replicate",
-    "speed": "speed",
-    "verdicts": "writers.verdicts",
     "endpoints": "writers.endpoint_verdicts",
     "rates": "writers.endpoint_rates",
     "refilled_rates": "writers.refilled_rates",

@@ -105,6 +105,38 @@ def two_endpoints(table: Table) -> Iterator[Cell]:
         yield from row_of_cells(row, (*cells[0], share.counts, *cells[1]), table.head)
 
 
+def doses(table: Table) -> Iterator[Cell]:
+    """Distances at which the arms of one study were held, in the stages before their runs settled."""
+    if not table.rows:
+        name = table.name.removesuffix("-doses")
+        yield Cell(f"{name} has run", "no", "yes" if there(name) else "no")
+        return
+    one = study(table.files[0])
+    for row in table.rows:
+        name = row[0].strip("`")
+        arm, runs = one.spec["arms"][name], one.tested(name)
+        strengths = arm.get("noise_sigma_stages") or arm["temperature_stages"]
+        length, last = one.spec["steps"] // len(strengths), len(strengths) - 1
+        kls = []
+        for stage, strength in enumerate(strengths):
+            steps = range(stage * length, one.spec["steps"] if stage == last else (stage + 1) * length)
+            if np.nanmedian([logged("entropy", steps)(run) for run in runs]) < 0.02:
+                break
+            if strength != strengths[0]:
+                kls.append(float(np.nanmean([logged("sampling/kl", steps)(run) for run in runs])))
+        dose = float("0." + name.split("_")[-1])
+        met = bool(kls) and 0.5 <= np.mean(kls) / dose <= 2
+        between = f"{min(kls):.2g} to {max(kls):.2g}" if kls else ""
+        found = (
+            f"{dose:g}",
+            str(len(kls)),
+            f"{np.mean(kls):.2g}" if kls else "",
+            between,
+            "met" if met else "missed",
+        )
+        yield from row_of_cells(row, found, table.head)
+
+
 ONLY_SHARES = {("four-bits", "formats"), ("four-bits", "nf4"), ("four-bits", "four_bits")}
 """Comparisons of two formats, whose plan reads no areas."""
 
@@ -359,7 +391,7 @@ TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     "noise-unanswered": unanswered, "noise-controls": beside_controls, "noise-two-steps": hard,
     "trust-verdicts": trust, "trust-ends": trust_ends, "-comparisons": comparisons, "-ablations": comparisons,
     "wp12-formats": comparisons, "-arms": arms, "-rates": rates, "-reached": reached,
-    "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints,
+    "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints, "-doses": doses,
     "open-questions": questions, "-discovery": discovery,
     **distilled.TABLES,
     **refilled.TABLES,

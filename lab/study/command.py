@@ -1,11 +1,6 @@
-"""`python -m lab study`: compute what a study lacks and draw its page, or draw the page of one again.
-
-A study whose YAML says `kind: probe` is one without training, which `lab.study.probe` computes and draws.
-"""
+"""`python -m lab study`: compute what a study lacks and draw its page, or draw the page of one again."""
 
 import argparse
-import gzip
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +10,6 @@ from rich.console import Console
 from lab.study.library import study_file
 from lab.study.page import write_figures, write_page
 from lab.study.plan import make_plan
-from lab.study.probe.store import PROBE_FILE
 from lab.study.results import RESULTS_FILE, Results, read_results
 from lab.study.runner import Runner
 from lab.study.spec import Study, joined, read_study
@@ -84,12 +78,7 @@ def study_command(
     if len(words) == 1 and (found := _results_file(place)):
         if again:
             raise QeRLError(f"--again computes, and of {place} the page is drawn; name the study's files.")
-        if (place / PROBE_FILE).is_file():
-            from lab.study.probe.command import draw_folder
-
-            draw_folder(place, output_dir or place, figures, console)
-        else:
-            _draw_again(found, output_dir or found.parent, figures, console)
+        _draw(read_results(found), output_dir or found.parent, figures, console)
         return 0
     files = [study_file(word) for word in words]
     values: dict[str, Any] = {}
@@ -97,12 +86,6 @@ def study_command(
         values = joined(values, read_mapping(file, "study"), str(file))
     where = ", ".join(map(str, files))
     folder = output_dir or Path("runs", "-".join(file.stem for file in files))
-    if values.get("kind") == "probe":
-        from lab.study.probe.command import run_probe
-
-        if again:
-            raise QeRLError("--again names arms of a study, and a probe has none; leave it out.")
-        return run_probe(where, values, folder, figures, dry_run, console)
     study = read_study(where, values)
     if dry_run:
         console.print(_outline(study, folder, again), highlight=False, soft_wrap=True)
@@ -115,19 +98,6 @@ def _results_file(place: Path) -> Path | None:
     if place.is_dir():
         return place / RESULTS_FILE
     return place if place.name.endswith(".json.gz") else None
-
-
-def _draw_again(file: Path, folder: Path, figures: Path | None, console: Console) -> None:
-    try:
-        keys = json.loads(gzip.decompress(file.read_bytes())).keys()
-    except (OSError, EOFError, ValueError, AttributeError) as error:
-        raise QeRLError(f"{file} cannot be read ({error}); name a study's folder or results.") from error
-    if "probe" in keys:
-        from lab.study.probe.command import draw_probe
-
-        draw_probe(file, folder, figures, console)
-    else:
-        _draw(read_results(file), folder, figures, console)
 
 
 def _compute(store: Store, figures: Path | None, console: Console) -> int:

@@ -15,7 +15,6 @@ model at once as four fifths of the GPU's memory hold.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path, PurePath
 from statistics import fmean
 from typing import Any
@@ -25,8 +24,7 @@ from rich.console import Console
 
 from bench.result import read_rows
 from lab.study.command import study_command
-from lab.study.doses import KL as SAMPLING_KL
-from lab.study.doses import arms_at
+from lab.study.doses import arms_at, delivered
 from lab.study.library import study_file
 from lab.study.results import RESULTS_FILE, Results, portable, read_results
 from lab.study.spec import Study, joined, read_study
@@ -225,15 +223,7 @@ def _doses_met(results: Results) -> list[str]:
     for name, arm in results.study.arms.items():
         if arm.noise_sigma_stages is None and arm.temperature_stages is None:
             continue
-        steps = [
-            [run.steps[SAMPLING_KL][at] for run in results.tested(name)] for at in range(results.study.steps)
-        ]
-        length = results.study.steps // STAGES
-        ends = [*range(length, STAGES * length, length), results.study.steps]
-        means = [
-            fmean(kl for step in steps[begin:end] for kl in step if kl is not None)
-            for begin, end in pairwise(ends)
-        ]
+        means = delivered(results.tested(name), STAGES)[1:]
         met = all(KL / 2 <= mean <= 2 * KL for mean in means)
         lines.append(
             f"{name}: its dose of {KL:g} nats per token was {'met' if met else 'missed'}; by stage "

@@ -211,15 +211,14 @@ def write_results(results: Results, path: Path) -> None:
 
 
 def portable(content: bytes) -> bytes:
-    """The content of a results file, of a study or a probe, without this machine's path to the model; equal
-    results give equal bytes.
+    """The content of a results file without this machine's path to the model; equal results give equal bytes.
 
     Raises:
         ValueError: It is no compressed JSON.
-        StopIteration: It is of neither.
+        KeyError: It is of no study.
     """
     plain = json.loads(gzip.decompress(content))
-    spec = next(plain[key] for key in ("study", "probe") if key in plain)
+    spec = plain["study"]
     # The id of a hub's model has a slash, too, and is the path of nothing.
     if spec["model"][:1] in ("/", ".", "~") or Path(spec["model"]).exists():
         spec["model"] = PurePath(spec["model"]).name

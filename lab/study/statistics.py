@@ -21,7 +21,7 @@ the other side of 0, must agree with it; else nothing is decided. If no two arms
 it claims no effect with probability .95; it claims no equivalence that does not hold with the same. If two
 arms differ and the means of their areas do not, because one is a little better and collapses now and then, an
 effect may be claimed more often than that: seeds that hold no collapse cannot show one. How often,
-`lab.writers.verdicts` counts.
+docs/studies.md says.
 Given up: intervals are each of one comparison, and all of it is for the study's own held-out problems and the
 learning rates that were chosen.
 """

@@ -18,6 +18,11 @@ _H200 = {"7b": ("rollout-7b-h200", BESIDE_VLLM), "32b": ("rollout-32b-h200",)}
 """Of each shape, the newest first; a row is shown of the first file that has it."""
 _WAYS = "decode-128-ways-h200"
 _FEW, _FEW_PARTS = "ways-7b-few-h200", "ways-7b-few-parts-h200"
+_TOGETHER = {
+    "before": ("rollout-7b-unmerged-1-h200", "rollout-7b-unmerged-2-h200"),
+    "after": ("rollout-7b-merged-1-h200", "rollout-7b-merged-2-h200"),
+}
+"""Processes by turns on one card, before and after the kernels of few and of many rows."""
 _MANY = {
     "ways-7b-products-h200": (
         ("quack-early", "with quack's products, LoRA's sums and 1/rms loaded early in act_mul"),
@@ -185,6 +190,24 @@ def ways_of_many() -> str:
         "against what is there. All ways of a file in turn in one process, twice, the second time in reverse "
         f"order; the two times differ by at most {100 * apart:.1f} percentage points. act_mul, residual_norm "
         f"and attention were compared beside the product of six stages. {source(*_MANY)} {files(*_MANY)}",
+    )
+
+
+def kernels_together() -> str:
+    """Decoded tokens per second before and after the kernels for few and for many rows, all of them."""
+    lines = []
+    for batch in (row["batch"] for row in rows(_TOGETHER["after"][0])):
+        before, after = (
+            fmean(row["decode_tok_s"] for name in names for row in rows(name, batch=batch))
+            for names in _TOGETHER.values()
+        )
+        lines.append((batch, f"{before:.0f}", f"{after:.0f}", _percent(after / before)))
+    names = [name for pair in zip(*_TOGETHER.values(), strict=True) for name in pair]
+    return table(
+        ("Qwen2.5-7B, sequences", "before", "after", "change"),
+        lines,
+        "Tokens per second, 128 decoded behind prompts of 256; means of two processes of each commit, by "
+        f"turns on one card. {source(*names)} {files(*names)}",
     )
 
 

@@ -2,8 +2,8 @@
 
     python -m lab draw        # writes docs/images
 
-A folder of figures for each study and probe; what an earlier call left there is removed. Results that are not
-there yet get a sentence. The pages show what is there once `python -m lab tables` has run.
+A folder of figures for each study and probe; what an earlier call left there is removed. A study that is not
+there yet gets a sentence. The pages show what is there once `python -m lab tables` has run.
 """
 
 import argparse
@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 
 from lab.study import page
-from lab.study.probe import page as probe_page
-from lab.writers.probe_tables import TRAINED, probe
+from lab.writers import probe_figures
+from lab.writers.probe_rows import TRAINED
 from lab.writers.study_tables import absent, study
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -34,9 +34,7 @@ def draw() -> list[str]:
         paths = [] if results is None else page.write_figures(results, IMAGES / task, WITHOUT)
         said.append(_said(name, paths))
     for name in PROBES:
-        found = probe(name)
-        paths = [] if found is None else probe_page.write_figures(found, IMAGES / name)
-        said.append(_said(name, paths))
+        said.append(_said(name, probe_figures.write_figures(name, IMAGES / name)))
     return said
 
 

@@ -14,7 +14,6 @@ from lab.writers import (
     choice_tables,
     decode_tables,
     distilled_tables,
-    draft_tables,
     endpoint_rates,
     family_tables,
     headline_tables,
@@ -276,6 +275,11 @@ def _agents(name: str, what: str) -> float:
     return float(rows(name)[1][what])
 
 
+def _requests(way: str) -> str:
+    """Seconds of the processor for conversations whose turns are requests."""
+    return f"{row('turns-requests-smollm2-cpu', way=way)['cpu_seconds']:.0f} s"
+
+
 def _step_refilled(max_staleness: int) -> str:
     """Seconds of a whole step whose rows are refilled."""
     return f"{rows(f'step-7b-refilled-{max_staleness}-h200')[-1]['total_s']:.1f} s"
@@ -294,8 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode-ways": decode_tables.ways_of_128,
     "ways-few": decode_tables.ways_of_few,
     "ways-many": decode_tables.ways_of_many,
-    "drafts-cost": lambda: draft_tables.cost("drafts-7b-h200"),
-    "drafts": lambda: draft_tables.speed("acceptance-smollm2-trained-cpu", "drafts-7b-h200"),
+    "kernels-together": decode_tables.kernels_together,
     "steps": steps,
     "backward": backward_tables.products,
     "steps-lengths": length_tables.steps,
@@ -340,6 +343,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "step-refilled-0": lambda: _step_refilled(0),
     "step-refilled-2": lambda: _step_refilled(2),
+    "requests-anew": lambda: _requests("anew"),
+    "requests-prefixes": lambda: _requests("prefixes"),
     "agents-cpu": lambda: f"{_agents('agents-verifiers-cpu', 'cpu_ratio'):.2f}",
     "agents-7b": lambda: f"{_agents('agents-7b-h200', 'ratio'):.2f}",
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",

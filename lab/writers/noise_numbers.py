@@ -7,6 +7,7 @@ from statistics import fmean
 from lab.study.statistics import Comparison
 from lab.writers import endpoint_tables, probe_tables
 from lab.writers.draw import STUDIES as TASKS
+from lab.writers.probe_rows import TRAINED
 from lab.writers.study_tables import (
     EARLIER,
     NOT_RUN,
@@ -143,17 +144,15 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "two-steps-pass_at_4": lambda: endpoint_tables.more_two_steps("pass_at_4"),
     "two-steps-aqn": lambda: endpoint_tables.more_two_steps("aqn"),
     "probe-better": lambda: probe_tables.better(["probe"]),
-    "probe-trained-better": lambda: probe_tables.better(probe_tables.TRAINED),
-    "probe-trained-better-reference": lambda: probe_tables.better_than_reference(probe_tables.TRAINED),
+    "probe-trained-better": lambda: probe_tables.better(TRAINED),
+    "probe-trained-better-reference": lambda: probe_tables.better_than_reference(TRAINED),
 }
 """What the marks in the pages stand for."""
 for _target in (0.02, 0.1):
-    NUMBERS[f"probe-trained-decode-{_target}"] = partial(
-        probe_tables.gains, probe_tables.TRAINED, "decode", _target
-    )
+    NUMBERS[f"probe-trained-decode-{_target}"] = partial(probe_tables.gains, TRAINED, "decode", _target)
     for _other in ("temperature", "relative"):
         NUMBERS[f"probe-trained-decode-{_other}-{_target}"] = partial(
-            probe_tables.gains_over, probe_tables.TRAINED, "decode", _other, _target
+            probe_tables.gains_over, TRAINED, "decode", _other, _target
         )
 for _one in IN_TEXT:
     NUMBERS["-".join(_one)] = partial(said, *_one)

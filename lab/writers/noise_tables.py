@@ -17,6 +17,7 @@ from lab.writers.captions import table
 from lab.writers.draw import PROBES, shown
 from lab.writers.draw import STUDIES as TASKS
 from lab.writers.endpoint_tables import PLAIN, controls, paper, two_steps
+from lab.writers.probe_rows import TRAINED
 from lab.writers.study_tables import (
     EARLIER,
     NOT_RUN,
@@ -122,8 +123,6 @@ def unanswered() -> str:
         ]
         if missing:
             lines.append(f"- Not run on `{task}`: {', '.join(missing)}.\n")
-    if probe_tables.probe("probe-trained") is None:
-        lines.append("- What noise does to policies that training has sharpened, without more training.\n")
     return "".join(lines)
 
 
@@ -309,7 +308,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "verdict-rates": claimed,
     "noise-figures": lambda: shown("wp12", "differences", "accuracy-primary", "rollout-entropy-primary"),
     "probe-noise": lambda: probe_tables.perturbations("probe", "start", "wp12"),
-    "probe-beside": lambda: probe_tables.beside("probe", probe_tables.TRAINED, "wp12", "gain"),
+    "probe-beside": lambda: probe_tables.beside("probe", TRAINED, "wp12", "gain"),
     "probe-formats": lambda: probe_tables.formats("probe", "wp12"),
     "probe-formats-wp2": lambda: probe_tables.formats("probe", "wp2"),
     "rounding-kl": lambda: probe_tables.roundings("probe"),

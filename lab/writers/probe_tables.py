@@ -1,42 +1,13 @@
-"""Tables of probes for the docs, from the results of `python -m lab study` on a probe in bench/results.
+"""Tables of probes for the docs, and what sentences say of them."""
 
-A probe that is not there yet gets a sentence in place of a table.
-"""
-
-import gzip
-import json
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
-from bench.result import RESULTS
-from lab.study.probe.summary import Estimate, Row, gain_over, read_rows
 from lab.writers.captions import table
-from lab.writers.study_tables import NOT_RUN, absent
-
-TRAINED = ("probe-trained", "probe-seeds")
-"""Probes of policies after some steps of clean runs."""
-
-
-@cache
-def probe(name: str) -> dict[str, Any] | None:
-    """The results of a probe, finished or not, by the name of their file; None where there are none."""
-    path = RESULTS / f"{name}.json.gz"
-    found: dict[str, Any] | None = json.loads(gzip.decompress(path.read_bytes())) if path.is_file() else None
-    return found
-
-
-@cache
-def read(name: str) -> list[Row]:
-    """What the cells of a probe say."""
-    found = probe(name)
-    return [] if found is None else read_rows(found)
+from lab.writers.probe_rows import Estimate, Row, over, probe, read
 
 
 def perturbations(name: str, policy: str, task: str) -> str:
     """Table of what each perturbation changes, beside clean samples of the same problems."""
-    if probe(name) is None:
-        return absent(name)
     lines = []
     for row in read(name):
         if row.policy == policy and row.task == task and row.target is not None:
@@ -61,44 +32,37 @@ def perturbations(name: str, policy: str, task: str) -> str:
 
 def _clean(name: str, policy: str, task: str) -> str:
     """What the clean samples are that perturbed ones are compared with, as a caption's sentence."""
-    words = []
-    for row in read(name):
-        if row.policy == policy and row.task == task and row.what == "clean":
-            numbers = row.numbers
-            words = [
-                f"Clean: {numbers['pass@1'].value:.3f} of the samples are right, "
-                f"{numbers['solved'].value:.3f} of the problems are solved by one of theirs, with "
-                f"{numbers['answers'].value:.1f} distinct answers each."
-            ]
-    return "".join(words)
+    (row,) = (row for row in read(name) if (row.policy, row.task, row.what) == (policy, task, "clean"))
+    return (
+        f"Clean: {row.numbers['pass@1'].value:.3f} of the samples are right, "
+        f"{row.numbers['solved'].value:.3f} of the problems are solved by one of theirs, with "
+        f"{row.numbers['answers'].value:.1f} distinct answers each."
+    )
 
 
 def better(names: Sequence[str]) -> str:
     """How many cells of probes have a better chance that one of 8 samples is right, by their intervals."""
-    rows = [row for name in names for row in read(name)]
-    cells = [row.numbers["gain"] for row in rows if row.target is not None and "gain" in row.numbers]
-    if not cells:
-        return NOT_RUN
-    return f"{sum(cell.low > 0 for cell in cells) or 'none'} of {len(cells)}"
+    return _counted([row.numbers["gain"] for name in names for row in read(name) if row.target is not None])
 
 
 def better_than_reference(names: Sequence[str]) -> str:
     """The same beside another set of clean samples of each policy, whose uniform numbers are its own."""
-    cells = []
+    found = []
     for name in names:
-        found = probe(name)
         for row in read(name):
             reference = f"{row.policy}-{row.task}-clean-reference"
-            if found is not None and row.target is not None and reference in found["cells"]:
-                cells.append(gain_over(found, row.cell, reference))
-    return f"{sum(cell.low > 0 for cell in cells) or 'none'} of {len(cells)}" if cells else NOT_RUN
+            if row.target is not None and reference in probe(name)["cells"]:
+                found.append(over(name, row.cell, reference)["gain"])
+    return _counted(found)
+
+
+def _counted(gains: Sequence[Estimate]) -> str:
+    return f"{sum(gain.low > 0 for gain in gains) or 'none'} of {len(gains)}"
 
 
 def roundings(name: str) -> str:
     """Table of what each format and rounding changes along given text and in own samples, by task."""
     found = probe(name)
-    if found is None:
-        return absent(name)
     cells: dict[tuple[str, str], list[Row]] = {}
     for row in read(name):
         if row.policy is None and "prefix_kl" in row.numbers:
@@ -135,7 +99,7 @@ def _plain(rows: list[Row], key: str) -> str:
 def gains(names: Sequence[str], what: str, target: float) -> str:
     """By how much a perturbation at a KL changes ln P(one of 8 is right), for each policy of some probes."""
     found = [row for name in names for row in read(name) if (row.what, row.target) == (what, target)]
-    return ", ".join(_signed(row.numbers["gain"]) for row in found) or NOT_RUN
+    return ", ".join(_signed(row.numbers["gain"]) for row in found)
 
 
 def gains_over(names: Sequence[str], what: str, other: str, target: float) -> str:
@@ -143,11 +107,10 @@ def gains_over(names: Sequence[str], what: str, other: str, target: float) -> st
     found = []
     for name in names:
         cells = {(row.policy, row.what): row.cell for row in read(name) if row.target == target}
-        results = probe(name)
         for policy in dict.fromkeys(policy for policy, _ in cells):
-            if results is not None and {(policy, what), (policy, other)} <= cells.keys():
-                found.append(gain_over(results, cells[policy, what], cells[policy, other]))
-    return ", ".join(map(_signed, found)) or NOT_RUN
+            if {(policy, what), (policy, other)} <= cells.keys():
+                found.append(over(name, cells[policy, what], cells[policy, other])["gain"])
+    return ", ".join(map(_signed, found))
 
 
 def formats(name: str, task: str) -> str:
@@ -155,8 +118,6 @@ def formats(name: str, task: str) -> str:
 
     Formats with several draws of their error stand as a range.
     """
-    if probe(name) is None:
-        return absent(name)
     groups: dict[tuple[bool, str], list[Row]] = {}
     for row in read(name):
         if row.policy is None and row.task == task:
@@ -187,13 +148,11 @@ def beside(start: str, trained: Sequence[str], task: str, key: str) -> str:
         start: File of the probe of the untrained policy.
         trained: Files of the probes of the others, whose targets are the table's.
         task: On which.
-        key: Of `lab.study.probe.summary.read_rows`.
+        key: Of `lab.writers.probe_rows.beside`.
     """
-    if not (there := [name for name in trained if probe(name) is not None]):
-        return absent(trained[0])
-    here = [row for name in (*there, start) for row in read(name) if row.task == task and row.target]
+    here = [row for name in (*trained, start) for row in read(name) if row.task == task and row.target]
     policies = list(dict.fromkeys(row.policy for row in here if row.policy is not None))
-    targets = sorted({row.target for name in there for row in read(name) if row.target is not None})
+    targets = sorted({row.target for name in trained for row in read(name) if row.target is not None})
     policies.sort(key=lambda policy: int(policy.rpartition("_")[2]) if "_" in policy else 0)
     found = {(row.what, row.target, row.policy): row for row in here}
     lines = []
@@ -201,29 +160,16 @@ def beside(start: str, trained: Sequence[str], task: str, key: str) -> str:
         for target in targets:
             cells = [found.get((what, target, policy)) for policy in policies]
             if any(cells):
-                own = [
-                    None if row is None or key not in row.numbers else _signed(row.numbers[key])
-                    for row in cells
-                ]
+                own = [None if row is None else _signed(row.numbers[key]) for row in cells]
                 lines.append((what, f"{target:g}", *own))
     head = ("perturbation", "KL aimed at", *(policy.replace("_", " ") for policy in policies))
-    return table(head, lines, f"{' '.join(source(name) for name in there)} The start: {start}.json.gz.")
+    return table(head, lines, f"{' '.join(source(name) for name in trained)} The start: {start}.json.gz.")
 
 
 def more(name: str, task: str, first: str, second: str, key: str) -> str:
     """How much more one format has than another, at temperature 1, with its interval."""
-    found = probe(name)
-    cells = {} if found is None else found["cells"]
-    wanted = [f"format-{task}-{what}-0-plain" for what in (second, first)]
-    if found is None or not cells.keys() >= set(wanted):
-        return NOT_RUN
-    formats = {what: found["probe"]["formats"][what] for what in (second, first)}
-    pair = found | {
-        "probe": found["probe"] | {"formats": formats},
-        "cells": {one: cells[one] for one in wanted},
-    }
-    (row,) = (row for row in read_rows(pair) if row.what == first)
-    return _signed(row.numbers[key]) if key in row.numbers else NOT_RUN
+    cells = (f"format-{task}-{what}-0-plain" for what in (first, second))
+    return _signed(over(name, *cells)[key])
 
 
 _FORMAT = {
@@ -235,7 +181,6 @@ _FORMAT = {
 def source(name: str) -> str:
     """Caption: on what, how much, and the file."""
     found = probe(name)
-    assert found is not None
     spec = found["probe"]
     return (
         f"Differences, with 95 % intervals over {spec['problems']} problems; {spec['samples']} samples of "

@@ -4,9 +4,12 @@ A question is some families of comparisons of one study of lab/studies, whose re
 bench/results under the name that stands here. What has not run is said to have not.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
+from statistics import fmean
 
+from lab.study.doses import SETTLED, delivered, dose_of, open_stages
 from lab.study.endpoints import Endpoint, endpoints
 from lab.writers.captions import table
 from lab.writers.endpoint_verdicts import verdicts
@@ -56,6 +59,9 @@ that answer it: two formats begin apart, so of them the runs that collapse alone
 
 STUDIES = tuple(dict.fromkeys(name for _, name, *_ in QUESTIONS))
 
+DOSED = (*(name for _, name in TASKS), "worked")
+"""Studies of which arms are held at a distance."""
+
 
 @cache
 def found(name: str) -> list[Endpoint]:
@@ -98,7 +104,41 @@ def of_study(name: str) -> str:
     return absent(name) if results is None else verdicts(results, f"File: {name}.json.gz.")
 
 
+def doses_of(name: str) -> str:
+    """At what distance each arm of a study was held, and whether that is the dose in its name."""
+    results = study(name)
+    if results is None:
+        return absent(name)
+    lines = []
+    for arm, fields in results.study.arms.items():
+        stages, dose = fields.noise_sigma_stages or fields.temperature_stages, dose_of(arm)
+        runs = results.tested(arm)
+        if stages is None or dose is None or not runs:
+            continue
+        still = [stage for stage in range(open_stages(runs, len(stages))) if stages[stage] != stages[0]]
+        kls = [delivered(runs, len(stages))[stage] for stage in still]
+        mean = fmean(kls) if kls else math.nan
+        lines.append(
+            (
+                f"`{arm}`",
+                f"{dose:g}",
+                len(kls),
+                f"{mean:.2g}" if kls else None,
+                f"{min(kls):.2g} to {max(kls):.2g}" if kls else None,
+                "met" if dose / 2 <= mean <= 2 * dose else "missed",
+            )
+        )
+    return table(
+        ("arm", "dose, nats per token", "open stages", "their mean", "least to most of a stage", "the dose"),
+        lines,
+        "Open stages are those after the clean one and before the first in which at least half of an arm's "
+        f"runs have settled, below an entropy of {SETTLED:g} nats. A dose is met within a factor of 2. "
+        f"File: {name}.json.gz.",
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "open-questions": questions,
     **{f"{name}-endpoints": partial(of_study, name) for name in STUDIES},
+    **{f"{name}-doses": partial(doses_of, name) for name in DOSED},
 }

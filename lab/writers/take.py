@@ -1,4 +1,4 @@
-"""Take the results of a study or probe into bench/results, without this machine's path to the model.
+"""Take the results of a study into bench/results, without this machine's path to the model.
 
     python -m lab take runs/wp12/results.json.gz noise-wp12
 
@@ -18,7 +18,7 @@ def take(source: Path, name: str) -> Path:
     Raises:
         OSError: A file cannot be read or written.
         ValueError: The source holds no compressed JSON.
-        StopIteration: It holds neither a study nor a probe.
+        KeyError: It holds no study.
     """
     path = RESULTS / f"{name}.json.gz"
     path.write_bytes(portable(source.read_bytes()))

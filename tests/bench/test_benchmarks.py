@@ -66,6 +66,18 @@ def test_turns_with_and_without_kept_keys_draw_the_same(capsys, monkeypatch, tmp
     assert "keys computed again" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU where there is one")
+def test_turns_as_requests_compute_what_is_new_where_prefixes_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr("bench.turns.SMOLLM2", LLAMA)
+    sizes = ["--rank", "0", "--prompts", "2", "--prompt", "70", "--drawn", "4", "--written", "3"]
+    once = ["--turns", "3", "--repeats", "1", "--out", str(tmp_path / "turns.json")]
+    assert main(["turns", "--requests", *sizes, *once]) == 0
+    anew, prefixes, going_on = json.loads((tmp_path / "turns.json").read_text())["rows"]
+    assert [row["drawn_tokens"] for row in (anew, prefixes, going_on)] == [2 * 3 * 4] * 3
+    assert anew["prefilled_tokens"] == 2 * (70 + 77 + 84)
+    assert prefixes["prefilled_tokens"] == going_on["prefilled_tokens"] == 2 * (70 + 4 + 4)
+
+
 def test_a_benchmark_may_treat_the_gpu_as_an_older_or_smaller_one(capsys, monkeypatch):
     given = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -92,6 +92,27 @@ def test_history_written_anew_is_a_fork_of_the_same_trajectory():
     assert every[1].prompt_ids == every[0].prompt_ids != every[2].prompt_ids
 
 
+def test_a_fork_computes_what_its_trajectory_has_not_computed():
+    asked, engine = [], tiny_engine()
+
+    def agent(endpoint, row):
+        first = chat(endpoint, [user("a" * 100)], max_tokens=6)
+        begun = [user("a" * 100), message_of(first)]
+        asked.extend([first, *(chat(endpoint, [*begun, user(one)], max_tokens=6) for one in "bc")])
+        return 1.0
+
+    _, (trajectory,) = play(agent, engine=engine)
+    assert len(trajectory.forks) == 1 and engine.last._started == 2
+    first, second, fork = (len(answer["prompt_token_ids"]) for answer in asked)
+    drawn = first + len(asked[0]["choices"][0]["token_ids"])
+    assert fork == second > drawn > 100
+    # Of the second turn what is said anew, and the last drawn token, which was not read; of the fork no more.
+    once = second - drawn + 1
+    assert first + once < engine.last.prefilled_tokens <= first + 2 * once
+    for one in (trajectory, *trajectory.forks):
+        check_logprobs(engine.model, one)
+
+
 def test_a_repeated_request_is_drawn_once_and_another_seed_draws_again():
     def agent(endpoint, row):
         answers = [chat(endpoint, [user("a")], max_tokens=6) for _ in range(3)]

@@ -66,6 +66,7 @@ def test_what_is_paused_for_updates_of_its_own_model_is_drawn_by_the_snapshot(tm
     )  # so that the cache is large
     sampled(backend, asked)
     cache, steps = backend._base.engine.cache, len(captured)
+    backend._sampling.release()  # what is kept for later samples
     size, between, rounds, pauses, norms = cache.geometry.bytes(cache.blocks), free(), [], [], []
 
     def work():

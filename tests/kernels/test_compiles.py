@@ -6,10 +6,10 @@ kernel is either interpreted or compiled from its definition on. `make setup` br
 for this, which refuses more than the installed one; its interpreter does not run beside the present NumPy.
 
 Compiling takes the time, so a class gets what differs there, and of that the largest launch of each kernel:
-every class many tokens with LoRA of rank 32; Hopper and the class with the least shared memory what has no
-product, and so needs no tensor cores, large ranks, few tokens or heads of 80, experts, and gated delta nets;
-one class for each kind of tensor cores the widest heads. 8.9 is 8.6 with FP8, so it gets what reads or writes
-keys and values.
+every class many tokens, and few, with LoRA of rank 32; Hopper and the class with the least shared memory what
+has no product, and so needs no tensor cores, large ranks, few tokens or heads of 80, experts, and gated delta
+nets; one class for each kind of tensor cores the widest heads. 8.9 is 8.6 with FP8, so it gets what reads or
+writes keys and values.
 
 As many processes compile as there are cores. What the compiler said of a launch stands in compiled.tsv behind
 a hash of all that it depends on: kernel, types, constants and options, Triton, ptxas, and how this file asks.
@@ -45,7 +45,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_combine_of_token", "_act_mul",
     "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
-    "_swiglu_backward", "_rotate", "_propose", "_settle", "_token_logps",
+    "_swiglu_backward", "_rotate", "_token_logps",
     "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_gated_norm",
     "_gated_rms_norm", "_gated_rms_norm_backward",
     "_delta_inverse", "_delta_scan", "_delta_scan_backward",
@@ -71,7 +71,7 @@ AROUND_EXPERTS = {
 """What a decoder with experts has as others do; it is compiled for those."""
 WITHOUT_PRODUCTS = {
     "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
-    "_swiglu_backward", "_rotate", "_propose", "_settle", "_token_logps", "_find_slots", "_quantize_rows",
+    "_swiglu_backward", "_rotate", "_token_logps", "_find_slots", "_quantize_rows",
 }  # fmt: skip
 OF_OPERANDS = {
     "_residual_norm", "_act_mul", "_combine_splits", "_gated_norm", "_spread", "_act_items", "_items_times_a",
@@ -310,7 +310,7 @@ def walk(recorder: Recorder, target: int) -> None:
         rank: int,
         size: int,
         fp8: bool,
-        prefill: bool = False,
+        whole: bool = False,
         shape: Any = None,
         expert_rank: int = 0,
     ) -> None:
@@ -326,14 +326,14 @@ def walk(recorder: Recorder, target: int) -> None:
         pools = len(KVGeometry.of(decoder.sizes, 2).pools)
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
         DecodeStep(decoder, cache, tokens, 8, 2, NoGraphs()).run()
-        if prefill:
-            DecodeStep(decoder, cache, 2, 8, 2, NoGraphs(), drafted=3).run()
+        if whole:
+            DecodeStep(decoder, cache, 8, 8, 2, NoGraphs()).run()
             Prefill(decoder, Pace().prefill_tokens).run(
                 [Span([1, 2, 3], 0, {pool: [0] for pool in range(pools)})], cache
             )
 
     recorder.walk = "many"
-    decode(128, 32, 128, fp8=True, prefill=True)
+    decode(128, 32, 128, fp8=True, whole=True)
     if target == 89:
         return
     if card.fp8:
@@ -347,7 +347,7 @@ def walk(recorder: Recorder, target: int) -> None:
     rotated_heads(x[None], table, table, 20, 4)[0].sum().backward()
     if target in (LEAST_MEMORY, HOPPER, 100):
         recorder.walk = "heads of 256"
-        decode(128, 32, 256, fp8=False, prefill=True)
+        decode(128, 32, 256, fp8=False, whole=True)
     if target in (LEAST_MEMORY, HOPPER):
         recorder.walk = "windows, wide heads, norms behind"
         gemma = Gemma4TextConfig(
@@ -356,14 +356,14 @@ def walk(recorder: Recorder, target: int) -> None:
             attention_k_eq_v=True, hidden_size_per_layer_input=0, final_logit_softcapping=30.0,
             layer_types=["sliding_attention", "full_attention"], max_position_embeddings=256,
         )  # fmt: skip
-        decode(128, 32, 0, fp8=False, prefill=True, shape=gemma)
+        decode(128, 32, 0, fp8=False, whole=True, shape=gemma)
         recorder.walk = "experts"
         mixture = Qwen3MoeConfig(
             vocab_size=5000, hidden_size=2048, num_hidden_layers=1, num_attention_heads=8,
             num_key_value_heads=4, head_dim=128, max_position_embeddings=256, norm_topk_prob=True,
         )  # fmt: skip
         DenseExperts.in_order, DenseExperts.sizes = True, NVFP4Experts.sizes
-        decode(128, 32, 0, fp8=False, prefill=True, shape=mixture, expert_rank=64)
+        decode(128, 32, 0, fp8=False, whole=True, shape=mixture, expert_rank=64)
         DenseExperts.sizes = (16, 64)
         decode(8, 32, 0, fp8=False, shape=mixture, expert_rank=16)
         recorder.walk = "experts with biases and clamps"

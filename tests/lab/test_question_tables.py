@@ -50,7 +50,8 @@ def results_of(study, spread=0.01):
             curve[-1] = end
             keys = {"accuracy", study.escape_key}
             found = by_key({key: float(value) for key in keys} for value in curve)
-            logged = by_key({"noise/sigma": 0.0, "rollout/entropy": 1.0} for _ in range(study.steps))
+            step = {"noise/sigma": 0.0, "rollout/entropy": 1.0, "entropy": 1.0, "sampling/kl": 0.03}
+            logged = by_key(step for _ in range(study.steps))
             run = Run(arm, seed, study.rates(arm)[0])
             runs.append(RunResult(run, logged, study.eval_at, found, facts={"device": "x", "commit": "c"}))
     return Results(study, runs)
@@ -98,8 +99,9 @@ def test_without_results_everything_is_said_not_to_have_run(results):
     read = [len(one[-1]) for one in question_tables.QUESTIONS]
     assert [row.count(question_tables.NOT_YET) for row in rows] == read
     assert [row.count(f"| {question_tables.NOT_READ} |") for row in rows] == [2 - count for count in read]
-    assert page.count("No results yet: bench/results has no ") == len(PLANS)
-    assert len(list(cells(page))) == 3 * len(rows) + len(PLANS) and not differing(page)
+    tables = len(PLANS) + len(question_tables.DOSED)
+    assert page.count("No results yet: bench/results has no ") == tables
+    assert len(list(cells(page))) == 3 * len(rows) + tables and not differing(page)
 
 
 def test_tables_fill_from_results_and_the_audit_finds_the_same(results):
@@ -119,6 +121,9 @@ def test_tables_fill_from_results_and_the_audit_finds_the_same(results):
     assert not differing(page)
     (paper,) = [row for row in page.splitlines() if "| matched-testbed-chain: paper |" in row]
     assert "**helps**: aqn_003 \N{MINUS SIGN} none_uncorrected, aqn_01" in paper and "undecided" in paper
+    for arm, met in (("aqn_003", "missed"), ("sample_03", "met"), ("temperature_1", "missed")):
+        (dose,) = [row for row in page.splitlines() if row.startswith(f"| `{arm}`")]
+        assert dose.split(" | ")[2:] == ["1", "0.03", "0.03 to 0.03", f"{met} |"]
     (rate,) = [row for row in page.splitlines() if "| four-bits: nf4 |" in row]
     assert rate.count(question_tables.NOT_YET) == rate.count(question_tables.NOT_READ) == 1
     assert "13 comparisons, of which 11 have not run" in page
@@ -127,6 +132,7 @@ def test_tables_fill_from_results_and_the_audit_finds_the_same(results):
 
 @pytest.mark.parametrize(("said", "instead"), [
     ("**helps**: aqn_003", "**harms**: aqn_003"), ("| 12 and", "| 11 and"), ("; 0.", "; 1."),
+    ("| met", "| missed"),
 ])  # fmt: skip
 def test_a_changed_word_count_or_rate_differs(results, said, instead):
     chain = planned("matched-testbed-chain", test_seeds=list(range(12)))

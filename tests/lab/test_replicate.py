@@ -66,7 +66,7 @@ def test_with_yes_it_fits_doses_runs_and_writes_one_file(llama_folder, tmp_path,
     assert len(results.runs) == 4 * 3 and len(endpoints(results)) == 2 * 4
     again = read_results(out / "doses" / RESULTS_FILE)  # the doses are those of the second turn
     assert list(again.study.arms) == ["aqn", "bf16", "temperature", "aqn_03", "temperature_03"]
-    assert sigma == stages_of(again.of("aqn_03"), replicate.KL, replicate.STAGES)
+    assert sigma == stages_of([again.of("aqn"), again.of("aqn_03")], replicate.KL, replicate.STAGES)
     assert sigma != again.study.arms["aqn_03"].noise_sigma_stages
     assert (out / "study" / "study.html").is_file()
     before = file.read_bytes()

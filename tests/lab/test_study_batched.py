@@ -7,23 +7,31 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
 
 from lab.study.arms import Run
 from lab.study.batched.adapters import Adapters
 from lab.study.batched.evaluation import pass_at
-from lab.study.batched.model import BatchedModel
+from lab.study.batched.model import BatchedModel, dense_weight
 from lab.study.batched.rewards import Judges, Problems
 from lab.study.batched.sampler import Samples, clean_norms
 from lab.study.batched.score import Texts, score
 from lab.study.batched.trainer import BatchedTrainer
 from lab.study.followed import Followed
-from lab.study.weights import dense_weight
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
-from tests.support.batched import RATE, TOKENIZER, Sums, a_batch, an_arm, the_trainer, tiny_base
+from tests.support.batched import (
+    RATE,
+    TOKENIZER,
+    Sums,
+    a_batch,
+    an_arm,
+    matrices_of,
+    the_trainer,
+    tiny_base,
+    with_adapter,
+)
 from tests.support.models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -82,10 +90,10 @@ def test_one_run_is_a_run_of_the_trainer(family, tmp_path):
         assert [row[name] for row in records] == pytest.approx(expected, rel=BOUND, abs=1e-6), name
     assert {row["noise/sigma"] for row in records} == {0.0, 0.05}
     # Adam turns a difference of 1e-7 into a larger one where a gradient is nearly zero: later steps drift.
-    names = [f"{name}.default.weight" for name in adapter_names(batch)]
     for own_SE, expected, record in zip(gradients[:1], their_gradients, records, strict=False):
-        found = named(batch, own_SE * min(1.0, 1 / record["grad_norm"]))  # theirs are clipped already
-        errors = [relative(found[n], expected[n]) for n in names if expected[n].norm() > 0]
+        clipped_SE = own_SE * min(1.0, 1 / record["grad_norm"])  # as theirs are already
+        found = matrices_of(batch._trained, clipped_SE)
+        errors = [relative(found[n], expected[n]) for n in found if expected[n].norm() > 0]
         print(f"{family}: largest relative error of a gradient {max(errors):.1e}")
         assert max(errors) < BOUND
 
@@ -148,20 +156,6 @@ def test_a_stale_sampler_has_the_adapter_of_former_steps(staleness, tmp_path):
     torch.save(stopped.state(), tmp_path / "state.pt")
     resumed.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert resumed.step() == records[3]
-
-
-def adapter_names(batch):
-    return [name.removesuffix(".weight") for name in batch._trained._named(0)]
-
-
-def named(batch, storage_SE):
-    """A tensor laid out as the adapters, by the names of the trainer's parameters."""
-    found = {}
-    for place, adapted in zip(batch._trained.places, batch._trained.views(storage_SE).products, strict=True):
-        for name, a, b in zip(place.names, adapted.a[0].chunk(len(place.names)), adapted.b, strict=True):
-            found[f"base_model.model.{name}.lora_A.default.weight"] = a
-            found[f"base_model.model.{name}.lora_B.default.weight"] = b[0]
-    return found
 
 
 def test_four_runs_are_four_times_one_run():
@@ -234,12 +228,11 @@ def test_a_run_that_diverges_stays_as_it_is_and_the_others_go_on():
     assert batch.step()[0]["diverged"] == 1.0
 
 
-def test_a_saved_adapter_is_one_of_peft(tmp_path):
+def test_an_adapter_computes_as_one_of_peft():
     batch = a_batch(Run(an_arm(), 7, RATE), Run(an_arm(), 8, RATE))
     for _ in range(3):
         batch.step()
-    batch.save_adapter(1, tmp_path)
-    model = PeftModel.from_pretrained(make_tiny_model(), tmp_path)
+    model = with_adapter(make_tiny_model(), batch._trained, 1)
     prompt, completion = [5, 9, 7, 30], [11, 3, 20, 6]
     dense = BatchedModel(make_tiny_model(), 2, 4, [7, 8])
     dense.trained.values_SE.copy_(batch._trained.values_SE)

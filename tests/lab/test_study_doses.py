@@ -11,11 +11,15 @@ from qerl.errors import QeRLError
 from tests.support.study import tiny_study
 
 
-def a_run(arm: Arm, strength: list[float], curvature: list[float]) -> RunResult:
+def a_run(
+    arm: Arm, strength: list[float], curvature: list[float], entropy: list[float] | None = None
+) -> RunResult:
     """A run whose KL is curvature x strength^2 in each step."""
     kl = [c * x * x for c, x in zip(curvature, strength, strict=True)]
-    noise = {"noise/sigma": strength, "temperature": [1.0] * len(kl)}
-    warm = {"noise/sigma": [0.0] * len(kl), "temperature": [arm.temperature * (1 + x) for x in strength]}
+    noise = {"entropy": entropy or [1.0] * len(kl)}
+    noise |= {"noise/sigma": strength, "temperature": [1.0] * len(kl)}
+    warm = {"entropy": noise["entropy"], "noise/sigma": [0.0] * len(kl),
+            "temperature": [arm.temperature * (1 + x) for x in strength]}  # fmt: skip
     return RunResult(Run(arm, 0, 2e-4), {"sampling/kl": kl} | (noise if arm.noise else warm), [0, 4],
                      {"accuracy": [0.0, 0.0]})  # fmt: skip
 
@@ -25,12 +29,37 @@ LAW = [1.0, 1.0, 4.0, 4.0, 100.0, 100.0]
 
 def test_the_strength_of_each_stage_holds_the_kl_under_the_law():
     noisy = [a_run(Arm("a", noise=True), [0.0, 0.0, x, x, x, x], LAW) for x in (0.1, 0.3)]
-    assert stages_of(noisy, 0.04, 3) == pytest.approx([0.0, 0.1, 0.02])
+    assert stages_of([noisy], 0.04, 3) == pytest.approx([0.0, 0.1, 0.02])
     warm = [a_run(Arm("w", temperature=1.5), [0.0, 0.0, 0.2, 0.2, 0.1, 0.1], LAW)]
-    assert stages_of(warm, 0.04, 3) == pytest.approx([1.0, 1.1, 1.02])
-    assert stages_of([a_run(Arm("n"), [0.0] * 6, LAW)], 0.04, 3) is None
+    assert stages_of([warm], 0.04, 3) == pytest.approx([1.0, 1.1, 1.02])
+    assert stages_of([[a_run(Arm("n"), [0.0] * 6, LAW)]], 0.04, 3) is None
     with pytest.raises(QeRLError, match="6 steps and the doses 7 stages"):
-        stages_of(noisy, 0.04, 7)
+        stages_of([noisy], 0.04, 7)
+
+
+def test_a_strength_stays_where_half_of_the_runs_have_settled():
+    """There the law has another curvature, of which nothing is learned."""
+    strength, of_three = [0.0, 0.0, 0.1, 0.1, 0.2, 0.2], [
+        [1.0] * 6, [1.0, 1.0, 0.01, 0.05, 0.01, 0.01], [1.0, 1.0, 1.0, 1.0, 0.0, 0.039]
+    ]  # fmt: skip
+    runs = [a_run(Arm("a", noise=True), strength, LAW, entropy) for entropy in of_three]
+    assert doses.open_stages(runs, 3) == 2 and doses.open_stages(runs[:1], 3) == 3
+    assert stages_of([runs], 0.04, 3) == pytest.approx([0.0, 0.1, 0.1])
+    assert stages_of([runs[:2]], 0.04, 3) == pytest.approx([0.0, 0.1, 0.02])  # the median of 1 and 0.03
+    early = [a_run(Arm("w"), strength, LAW, [0.0] * 6)]
+    assert stages_of([early], 0.04, 3) == [1.0] * 3
+    assert doses.delivered(runs, 3) == pytest.approx([0.0, 0.04, 4.0])
+
+
+def test_between_arms_of_a_kind_the_dose_is_read_from_their_curve():
+    """Here KL rises as strength^4 from 0.01 nats at 0.1, and falls once, as measurements do."""
+    kls = {0.1: 0.01, 0.2: 0.16, 0.25: 0.15, 0.4: 2.56}
+    arms = [[a_run(Arm("a", noise=True), [x] * 2, [kl / x**2] * 2)] for x, kl in kls.items()]
+    for wanted, strength in ((0.0025, 0.05), (0.01, 0.1), (0.04, 0.1414), (10.24, 0.8)):
+        assert stages_of(arms, wanted, 1) == pytest.approx([strength], abs=1e-4)
+    assert 0.25 < stages_of(arms, 0.6, 1)[0] < 0.4
+    settled = [[a_run(Arm("a", noise=True), [0.1] * 2, [100.0] * 2, [0.0] * 2)]]
+    assert stages_of([*arms, *settled], 0.01, 1) == pytest.approx([0.1])
 
 
 def test_the_command_prints_arms_that_a_study_takes(tmp_path, capsys):

@@ -13,7 +13,7 @@ from lab.study.followed import Followed
 from qerl.errors import QeRLError
 from qerl.noise.draw import unit_noise
 from qerl.noise.norms import find_noise_norms, noisy_norms
-from tests.support.batched import RATE, a_batch, an_arm, tiny_base
+from tests.support.batched import RATE, a_batch, an_arm, tiny_base, with_adapter
 
 NOISY = 2
 """First step of `an_arm` with noise."""
@@ -50,12 +50,9 @@ def seeded():
     return torch.Generator().manual_seed(3)
 
 
-def policy_of(batch, values_SE, run, tmp_path):
-    """transformers' model with the adapter of a run, as PEFT loads it."""
-    from peft import PeftModel
-
+def policy_of(batch, values_SE, run):
+    """transformers' model with the adapter of a run, as PEFT computes it."""
     batch._trained.values_SE.copy_(values_SE)
-    batch.save_adapter(run, tmp_path / str(run))
     base = tiny_base()
     for layer in base.model.layers:
         for place in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -67,7 +64,7 @@ def policy_of(batch, values_SE, run, tmp_path):
             if packed.bias is not None:
                 dense.bias = packed.bias
             setattr(layer.get_submodule(parent), name, dense)
-    return PeftModel.from_pretrained(base, tmp_path / str(run))
+    return with_adapter(base, batch._trained, run)
 
 
 @torch.no_grad()
@@ -99,13 +96,13 @@ def offsets(batch, norms, run, variant):
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_samples_are_drawn_with_their_own_noise(monkeypatch, tmp_path, changes):
+def test_samples_are_drawn_with_their_own_noise(monkeypatch, changes):
     batch, seen = noisy_step(monkeypatch, **changes)
     samples, norms = seen["samples"], seen["exploration"].norms
     group, share = 4, changes.get("noise_share", 1.0)
     variants = set()
     for run in (0, 1):
-        model = policy_of(batch, seen["before"], run, tmp_path)
+        model = policy_of(batch, seen["before"], run)
         for row, completion in enumerate(samples.completions()[run]):
             noisy = row % group < share * group
             own = offsets(batch, norms, run, norms.of_own_R[row])
@@ -148,13 +145,13 @@ def test_noise_in_the_loss_makes_the_ratio_one(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("correction", ["none", "token_truncate", "token_one_sided", "token_balance"])
-def test_weights_of_the_loss(monkeypatch, tmp_path, correction):
+def test_weights_of_the_loss(monkeypatch, correction):
     share = 0.5 if correction == "token_balance" else 1.0
     batch, seen = noisy_step(monkeypatch, correction=correction, correction_max=1.2, noise_share=share)
     outcome, samples, norms = seen["outcome"], seen["samples"], seen["exploration"].all_noisy
     checked = 0
     for run in (0, 1):
-        model = policy_of(batch, seen["before"], run, tmp_path)
+        model = policy_of(batch, seen["before"], run)
         for row, completion in enumerate(samples.completions()[run]):
             prompt = samples.prompts[run][row // 4]
             z = offsets(batch, norms, run, -1)  # a clean sample is judged by the noisy policy too

@@ -4,7 +4,6 @@ import gzip
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -18,13 +17,12 @@ from lab.writers import (
     found_tables,
     noise_numbers,
     noise_tables,
-    probe_tables,
     study_tables,
     take,
-    verdicts,
 )
 from tests.support.study import FakeMake, tiny_study
 
+IMAGES = draw.IMAGES
 NOISE = {"noise": True, "noise_stages": 2}
 ARMS = {"none": None, "aqn": NOISE, "temperature": {"match_entropy": "aqn"}, "late": None}
 PAIRS = {"primary": [["aqn", "none"], ["late", "none"]], "other": [["none", "aqn"]]}
@@ -45,11 +43,10 @@ def name(tmp_path, monkeypatch):
         clean, noisy = run.steps["rollout/entropy"][:2], run.steps["rollout/entropy"][2:]
         run.steps["rollout/entropy"] = [*clean, *(value + 0.5 for value in noisy)]
     monkeypatch.setattr(study_tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(probe_tables, "RESULTS", tmp_path)
     monkeypatch.setattr(draw, "IMAGES", tmp_path / "images")
     there = [run for run in results.runs if run.run.arm.name != "late"]
     write_results(Results(study, there), tmp_path / "noise-wp12.json.gz")
-    functions = study_tables.study, study_tables.compared, probe_tables.probe, probe_tables.read
+    functions = study_tables.study, study_tables.compared
     for function in functions:
         function.cache_clear()
     yield "noise-wp12"
@@ -104,17 +101,15 @@ def test_every_question_has_an_answer_or_says_that_nothing_ran(name):
     assert "relative \N{MINUS SIGN} none" not in lines  # nothing of it ran
     untested = lines["temperature \N{MINUS SIGN} none"]  # no comparison of the study, so without a verdict
     assert "p 1 uncorrected | not run | not run |" in untested
-    assert noise_tables.entropies().count("not run") == 4 * 5
+    assert noise_tables.entropies().count("not run") == 4  # while training; probes are there
     assert noise_tables.learned().count("not run") == 2 * 3
 
 
 def test_what_is_not_known_is_what_has_not_run_or_is_undecided(name, monkeypatch):
     pytest.importorskip("scipy")
-    undecided, missing, probe = noise_tables.unanswered().splitlines()
+    undecided, missing = noise_tables.unanswered().splitlines()
     assert undecided.startswith("- Undecided on `wp12`") and "aqn \N{MINUS SIGN} none (0." in undecided
     assert missing.startswith("- Not run on `wp12`: late \N{MINUS SIGN} none, linear \N{MINUS SIGN} none, ")
-    assert "sharpened" in probe
-    monkeypatch.setattr(probe_tables, "probe", {"probe-trained": {}}.get)
     monkeypatch.setattr(noise_tables, "ABLATIONS", ())
     assert noise_tables.unanswered().splitlines()[1:] == ["- Not run on `wp12`: late \N{MINUS SIGN} none."]
 
@@ -187,16 +182,6 @@ def test_a_comparison_whose_arms_part_before_the_noise_is_named_and_leaves_nothi
     study_tables.compared.cache_clear()
     assert words in study_tables.comparisons(name, "primary")
     assert "aqn \N{MINUS SIGN} none (" not in noise_tables.unanswered()
-
-
-@pytest.mark.slow
-def test_how_often_a_verdict_is_claimed():
-    pytest.importorskip("scipy")
-    better = verdicts.rates(lambda rng: rng.normal(0.05, 0.01, verdicts.SEEDS), 40, 5)
-    assert better == {"helps": 1.0, "harms": 0.0, "outside": 1.0}
-    unequal = verdicts.kinds()["6 % collapse, the others gain"]
-    drawn = np.concatenate([unequal(np.random.default_rng(seed)) for seed in range(2000)])
-    assert abs(drawn.mean()) < 1e-3 < np.median(drawn)
 
 
 def test_when_a_needle_is_found_and_when_half_of_the_samples_find_it(name, monkeypatch):
@@ -272,10 +257,8 @@ def test_results_that_are_not_there_get_a_sentence(name):
     said = "No results yet: bench/results has no none.json.gz.\n"
     assert study_tables.arms("none") == study_tables.comparisons("none", "primary") == said
     assert noise_tables.reached("none") == said
-    assert probe_tables.perturbations("none", "start", "wp12") == probe_tables.formats("none", "wp12") == said
-    assert probe_tables.beside("probe", ["none"], "wp12", "gain") == said
     assert study_tables.rates("none") == found_tables.discovery("none") == said
-    assert probe_tables.better(["none"]) == study_tables.difference("none", "aqn", "none", len) == "not run"
+    assert study_tables.difference("none", "aqn", "none", len) == "not run"
     for table in noise_tables.TABLES.values():
         assert table()
 
@@ -283,13 +266,14 @@ def test_results_that_are_not_there_get_a_sentence(name):
 @pytest.mark.parametrize(
     ("model", "kept"), [("/home/x/m.gguf", "m.gguf"), ("HuggingFaceTB/SmolLM2", "HuggingFaceTB/SmolLM2")]
 )
-@pytest.mark.parametrize("kind", ["study", "probe"])
-def test_results_are_taken_without_the_path_of_a_model(model, kept, kind, tmp_path, monkeypatch):
+def test_results_are_taken_without_the_path_of_a_model(model, kept, tmp_path, monkeypatch):
     monkeypatch.setattr(take, "RESULTS", tmp_path)
     source = tmp_path / "results.json.gz"
-    source.write_bytes(gzip.compress(json.dumps({kind: {"model": model, "steps": 2}, "runs": [1]}).encode()))
+    source.write_bytes(
+        gzip.compress(json.dumps({"study": {"model": model, "steps": 2}, "runs": [1]}).encode())
+    )
     written = json.loads(gzip.decompress(take.take(source, "new").read_bytes()))
-    assert written == {kind: {"model": kept, "steps": 2}, "runs": [1]}
+    assert written == {"study": {"model": kept, "steps": 2}, "runs": [1]}
     assert (
         take.take(tmp_path / "new.json.gz", "again").read_bytes() == (tmp_path / "new.json.gz").read_bytes()
     )
@@ -302,9 +286,12 @@ def test_figures_are_drawn_of_what_is_there(name, tmp_path):
     old.write_text("")
     said = draw.draw()
     assert "figures of noise-wp12.json.gz" in said[0] and not old.exists()
-    assert said[1:] == [study_tables.absent(one).strip() for one in (
-        "noise-wp1", "noise-needle", "probe", "probe-trained", "probe-seeds",
-    )]  # fmt: skip
+    assert said[1:3] == [study_tables.absent(one).strip() for one in ("noise-wp1", "noise-needle")]
+    for folder in draw.PROBES:
+        probes = sorted((draw.IMAGES / folder).iterdir())
+        assert [path.read_text() for path in probes] == [
+            path.read_text() for path in sorted((IMAGES / folder).iterdir())
+        ], "what the docs show"
     drawn = {path.stem for path in old.parent.iterdir()}
     assert {"differences", "accuracy-primary", "accuracy-other", "rollout-entropy-other"} <= drawn
     assert not {"rewards-accuracy-mean-primary", "entropy-primary"} & drawn

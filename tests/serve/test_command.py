@@ -112,7 +112,7 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
         lambda self, listening: served.append((self.clients.limits, self.keys)),
     )
     words = ["--resident", "5", "--max_models", "6", "--max_rank", "7", "--held_gb", "0.5"]
-    words += ["--pause_after", "3", "--served_name", "Qwen/Qwen3-8B"]
+    words += ["--pause_after", "3", "--served_name", "Qwen/Qwen3-8B", "--enable_prefix_caching", "false"]
     words += ["--adapter", "mine=a/b", "--adapter", "c"]
     keys = tmp_path / "keys.yaml"
     keys.write_text("alice: {key: tml-of-alice-0123456789, share: 0.5}\n")
@@ -128,7 +128,7 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
     assert (options.served_name, options.adapters) == ("Qwen/Qwen3-8B", ("mine=a/b", "c"))
     assert (options.teachers, options.teacher_weights) == (("some/teacher", "another"), "mxfp4")
     assert (limits.held, limits.max_models, limits.max_rank) == (500_000_000, 6, 7)
-    assert limits.pause_s == 3.0
+    assert limits.pause_s == 3.0 and not options.enable_prefix_caching
 
 
 def test_the_environment_has_a_key_that_no_process_list_shows(monkeypatch, capsys, tmp_path):

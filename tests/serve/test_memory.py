@@ -7,12 +7,14 @@ memory is counted in blocks, some of which captured steps hold until they are dr
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.errors import QeRLError
+from qerl.kernels.limits import PAGE
 from qerl.rollout.paged.session import PagedSession
 from qerl_serve.sampling import Host, Limits, Sampling, Scores
 from qerl_serve.types import SampleResult, nothing_overdue
@@ -27,7 +29,7 @@ SMALL, LARGE, HUGE = (40, 40), (300, 300), (700, 300)
 """Tokens of a prompt and of its completion at most: of 2, 10 and 16 blocks."""
 
 
-def sampling_of(engine, score=lambda requests: [Scores([0.0]) for _ in requests]):
+def sampling_of(engine, score=lambda requests: [Scores([0.0]) for _ in requests], keeps_prefixes=False):
     host = Host(
         engine,
         Limits(POSITIONS, 10_000, ()),
@@ -35,8 +37,9 @@ def sampling_of(engine, score=lambda requests: [Scores([0.0]) for _ in requests]
         noise=None,
         score=score,
         stop_strings=lambda strings: None,
+        keeps_prefixes=keeps_prefixes,
     )
-    policies = {"base": None, "other": "another adapter"}
+    policies = {"base": None, "other": SimpleNamespace(number=5)}
     return Sampling(lambda key: (host, policies[key]))
 
 
@@ -209,10 +212,11 @@ def test_who_has_no_memory_after_a_pause_is_refused_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("paused", [0.0, 0.3])
-def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, paused, monkeypatch):
+@pytest.mark.parametrize(("paused", "kept"), [(0.0, False), (0.3, False), (0.3, True)])
+def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, paused, kept, monkeypatch):
     """Also if it is paused, and others take memory then and give it back; who fits alone beside the most that
-    they ever take is served, and who fits only without them may be."""
+    they ever take is served, and who fits only without them may be. Where prefixes are kept the tail of a
+    prompt is there twice."""
     rng = random.Random(seed)
     monkeypatch.setattr("qerl_serve.sampling.MAX_JOINERS", rng.choice((1, 3, 64)))
     blocks = rng.randint(6, 30)
@@ -238,12 +242,16 @@ def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, paused
         ]
 
     requests, arrivals = some(8), [some(2) for _ in range(rng.randint(0, 40))]
-    found = answers(engine, requests, arrivals, lambda: others if rng.random() < paused else None)
+
+    def overdue():
+        return others if rng.random() < paused else None
+
+    found = answers(engine, requests, arrivals, overdue, keeps_prefixes=kept)
     given = requests + [each for arrived in arrivals for each in arrived]
     assert sorted(found) == list(range(len(found))) and len(requests) <= len(found) <= len(given)
     for number, result in found.items():
         each = given[number]
-        needed = blocks_of(len(each.prompt), each.max_tokens)
+        needed = blocks_of(len(each.prompt), each.max_tokens + kept * (PAGE - 1))
         all_samples = [each.max_tokens] * each.num_samples
         if needed <= min(share, blocks - short):
             assert result == all_samples

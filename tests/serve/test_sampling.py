@@ -94,33 +94,6 @@ def test_what_comes_late_joins_before_anything_has_ended(tmp_path):
     assert tokens(dict(answers)) == tokens(alone)
 
 
-def test_drafts_of_the_engine_change_nothing_of_what_is_sampled(tmp_path, monkeypatch):
-    accepted, accept = [], Runner.accept
-
-    def spy(runner, counts):
-        accepted.append(sum(counts) - len(counts))
-        accept(runner, counts)
-
-    monkeypatch.setattr(Runner, "accept", spy)
-    found = []
-    for drafted in (0, 3):
-        backend = trained(
-            tmp_path / str(drafted),
-            make_engine=lambda model, drafted=drafted: PortableEngine(model, 0, speculative_tokens=drafted),
-        )
-        key = backend.save_for_sampler("a", None)
-        asked = [request(key, prompt, 1, 60, stop_token_ids=(), temperature=0.2) for prompt in PROMPTS]
-        string = replace(asked[0], stop_strings=("absent",))
-        arrivals = [(), (), asked[1:2], (), (), (), [string], *[()] * 20, asked[2:]]
-        found.append(sampled(backend, asked[:1], arrivals))
-        assert bool(accepted) == bool(drafted)
-    assert sum(accepted) > 5
-    assert tokens(found[0]) == tokens(found[1]) and len(found[0]) == 4
-    for number, result in found[0].items():
-        logprobs = found[1][number].sequences[0].logprobs
-        assert logprobs == pytest.approx(result.sequences[0].logprobs, abs=1e-4)
-
-
 def test_equal_prompts_of_a_burst_are_prefilled_once(tmp_path, monkeypatch):
     backend = trained(tmp_path)
     key = backend.save_for_sampler("a", None)

@@ -13,7 +13,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, check_processes
-from qerl.settings.foreign import GONE, INSTEAD
+from qerl.settings.foreign import INSTEAD
 from qerl.settings.recipe import FIELDS, changed, dump, load_config, parse_value, read_recipe, resolved
 
 PAPER = [
@@ -288,15 +288,23 @@ def test_a_keyword_that_is_no_field_is_a_type_error_in_a_sentence(field, message
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("noise_target_kl", 0.03), ("noise_share", 0.5), ("noise_in_loss", True)]
+    ("field", "value", "reason"),
+    [
+        ("noise_target_kl", 0.03, "it left the trainer for the studies in lab/"),
+        ("noise_share", 0.5, "it left the trainer for the studies in lab/"),
+        ("noise_in_loss", True, "it left the trainer for the studies in lab/"),
+        ("speculative_tokens", 3, "drafts left the engines, .*: remove it.$"),
+    ],
 )
-def test_a_field_that_studies_alone_have_is_refused_unless_it_asks_for_nothing(tmp_path, field, value):
+def test_a_field_that_is_none_any_more_is_refused_unless_it_asks_for_nothing(tmp_path, field, value, reason):
     """A run of QeRL 0.2 has written all fields into its config.yaml, which is a recipe."""
     written = tmp_path / "config.yaml"
-    written.write_text(dump(QeRLConfig(**MINIMAL, noise=True)) + yaml.safe_dump(GONE))
+    nothing = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": False, "speculative_tokens": 0}
+    nothing |= {"early_rewards": True}
+    written.write_text(dump(QeRLConfig(**MINIMAL, noise=True)) + yaml.safe_dump(nothing))
     assert load_config([written], {}) == QeRLConfig(**MINIMAL, noise=True)
     written.write_text(yaml.safe_dump(MINIMAL | {"noise": True, field: value}))
-    message = f"the unknown key '{field}'; it left the trainer for the studies in lab/"
+    message = f"the unknown key '{field}'; {reason}"
     with pytest.raises(QeRLError, match=f"^The recipe .* has {message}"):
         load_config([written], {})
     with pytest.raises(QeRLError, match=f"^QeRLConfig has {message}"):

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 
 from lab.study.arms import Arm, Run
+from lab.study.batched.adapters import Adapters
 from lab.study.batched.trainer import BatchedTrainer, Settings
 from qerl.lora.adapter import add_lora
 from qerl.rewards.text import completion_text
@@ -51,6 +53,30 @@ class Sums(Task):
             return [float(sum(map(ord, completion_text(text))) % 5) for text in completions]
 
         return [accuracy]
+
+
+def matrices_of(adapters: Adapters, storage_SE: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the first run has in a tensor laid out as the adapters, by the names of PEFT's parameters."""
+    found = {}
+    for place, adapted in zip(adapters.places, adapters.views(storage_SE).products, strict=True):
+        for name, a, b in zip(place.names, adapted.a[0].chunk(len(place.names)), adapted.b, strict=True):
+            found[f"base_model.model.{name}.lora_A.default.weight"] = a
+            found[f"base_model.model.{name}.lora_B.default.weight"] = b[0]
+    return found
+
+
+def with_adapter(model, adapters: Adapters, run: int):
+    """A model of transformers with the adapter of a run, as PEFT computes it."""
+    targets = list({name.rpartition(".")[2] for place in adapters.places for name in place.names})
+    adapted = get_peft_model(
+        model, LoraConfig(r=adapters.rank, lora_alpha=adapters.rank, target_modules=targets)
+    )
+    parameters = {name: one for name, one in adapted.named_parameters() if "lora_" in name}
+    found = matrices_of(adapters, adapters.values_SE[run:])
+    assert found.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        parameter.data.copy_(found[name])
+    return adapted
 
 
 def tiny_base(family: str = "llama"):

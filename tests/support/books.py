@@ -9,6 +9,7 @@ import torch
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.paged.blocks import KnownPages
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
@@ -46,9 +47,13 @@ class SayingPages(RolloutEngine):
         step = SimpleNamespace(rows=_Rows(self), attend=_nothing, decode=self.decode)
         self.parts = EngineParts(
             cache=SimpleNamespace(
-                blocks=(blocks,), geometry=KVGeometry.of(ONE_NUMBER.sizes, 4), serves=_yes, take_back=_nothing
+                blocks=(blocks,),
+                geometry=KVGeometry.of(ONE_NUMBER.sizes, 4),
+                serves=_yes,
+                take_back=_nothing,
+                known=KnownPages(),
             ),
-            graphs=SimpleNamespace(serves=_yes, fit=self._fit, drafted=0),
+            graphs=SimpleNamespace(serves=_yes, fit=self._fit),
             prefill=SimpleNamespace(run=_nothing),
             budget=lambda _: 0,
             max_sequences=rows,
@@ -60,11 +65,13 @@ class SayingPages(RolloutEngine):
         raise AssertionError("one turn was asked for")
 
     @contextmanager
-    def session(self, params, norm_offsets=None, growing=False, longest_prompt=None, going_on=None):
+    def session(
+        self, params, norm_offsets=None, growing=False, longest_prompt=None, going_on=None, policy=None
+    ):
         if going_on is None:
-            going_on = PagedSession(params, self.positions, 0, self.parts, growing, longest_prompt)
+            going_on = PagedSession(params, self.positions, 0, self.parts, growing, longest_prompt, policy)
         else:
-            going_on.enter(False, longest_prompt)
+            going_on.enter(False, longest_prompt, policy)
         yield going_on
 
     def _fit(self, step, scheduler, entering):
@@ -88,8 +95,6 @@ class SayingPages(RolloutEngine):
 
 class _Rows:
     """Stands in for the rows on a GPU; sequences have their tokens at once."""
-
-    lanes = None
 
     def __init__(self, engine: SayingPages) -> None:
         self._stop = engine.tokenizer.eos_token_id

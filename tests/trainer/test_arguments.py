@@ -55,7 +55,6 @@ SOURCES = {
     "adapter": None,  # set below: it must exist
     "max_sequences": 1,
     "kv_cache_dtype": "fp8",
-    "speculative_tokens": 3,
     "resume_from_checkpoint": True,
 }
 

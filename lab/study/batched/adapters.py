@@ -6,17 +6,13 @@ product that share an input, whose A lie below one another.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from peft import LoraConfig
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
 from lab.study.batched.trained import Frozen, Trained, Weights
-from qerl.run_folder import ADAPTER_FILE
 from qerl.seeding import derive_seed
 
 
@@ -112,30 +108,3 @@ class Adapters(Trained):
     def be_the_base(self) -> None:
         """Make all matrices zero."""
         self.values_SE.zero_()
-
-    def save(self, run: int, folder: str | Path, base: str) -> None:
-        """Write a run's adapter as PEFT does.
-
-        Args:
-            base: Name or path of the base model, which PEFT's config mentions.
-        """
-        folder = Path(folder)
-        tensors = {name: value.cpu().contiguous() for name, value in self._named(run).items()}
-        targets = list(dict.fromkeys(name.rpartition(".")[2] for p in self.places for name in p.names))
-        config = LoraConfig(
-            r=self.rank, lora_alpha=self.rank, lora_dropout=0.0, target_modules=targets,
-            task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True,
-        )  # fmt: skip
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(str(folder))
-        save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
-
-    def _named(self, run: int) -> dict[str, torch.Tensor]:
-        """The matrices of a run, views of `values_SE`, by PEFT's names."""
-        found = {}
-        views = self._by_product(self._tensors(self.values_SE[run : run + 1]))
-        for place, adapted in zip(self.places, views, strict=True):
-            for name, a, b in zip(place.names, adapted.a[0].chunk(len(place.names)), adapted.b, strict=True):
-                found[f"base_model.model.{name}.lora_A.weight"] = a
-                found[f"base_model.model.{name}.lora_B.weight"] = b[0]
-        return found

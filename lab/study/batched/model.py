@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from lab.study.batched.adapters import Adapters, Place
 from lab.study.batched.full import FullWeights, Rest
 from lab.study.batched.trained import Frozen, Trained, Weights
-from lab.study.weights import dense_weight
 from qerl.errors import QeRLError
 from qerl.families.sizes import Sizes
 from qerl.families.table import FAMILIES
+from qerl.fp4.linear import PackedLinear
 from qerl.seeding import derive_seed
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -61,7 +61,6 @@ class BatchedModel:
         trained: What the runs train.
         norm_names: Norms that noise acts on, by their names in `base`: the two of each layer, in order.
         norm_weights_ND: Their clean weights, fp32.
-        name: Name or path of the base.
 
     Raises:
         QeRLError: The model is of a kind that this forward pass does not compute.
@@ -80,7 +79,7 @@ class BatchedModel:
         config = base.config
         self.sizes = Sizes.from_config(config.to_dict())
         self.runs, self.dtype, self.device = runs, base.dtype, base.device
-        self.name, self._eps = base.name_or_path, config.rms_norm_eps
+        self._eps = config.rms_norm_eps
         decoder = base.get_decoder()
         self._embedding_VD = decoder.embed_tokens.weight.detach()
         self._padding = decoder.embed_tokens.padding_idx
@@ -227,6 +226,19 @@ def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
     """Heads [S, T, H, W] turned by the angles of their positions."""
     left, right = x.chunk(2, dim=-1)
     return x * cosine + torch.cat([-right, left], dim=-1) * sine
+
+
+def dense_weight(linear: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [N, K] of a packed, NF4 or dense linear; of a dense one perhaps the parameter itself."""
+    if isinstance(linear, PackedLinear):
+        return linear.dense(dtype)
+    weight = linear.get_parameter("weight")
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.detach().to(dtype)
+    from bitsandbytes.functional import dequantize_4bit  # an optional package, which has made this weight
+
+    return dequantize_4bit(weight.data, state).to(dtype)
 
 
 def _frozen(linears: Sequence[torch.nn.Module], dtype: torch.dtype) -> Frozen:

@@ -18,13 +18,10 @@ such models on such tasks.
 Legend: S runs, P prompts of a run, R = P times the size of a group samples of a run, C tokens, F rewards.
 """
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,7 +29,6 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lab.study.arms import Run
-from lab.study.batched.adapters import Adapters
 from lab.study.batched.evaluation import Evaluation
 from lab.study.batched.model import BatchedModel
 from lab.study.batched.noise import Exploration, Explorers, same_batch
@@ -103,7 +99,6 @@ class BatchedTrainer:
 
     Attributes:
         done: Steps done.
-        seconds: What the last step's rollout, reward and update took.
 
     Raises:
         QeRLError: Arms that contradict themselves or each other, a model of another kind, or a task whose
@@ -122,7 +117,6 @@ class BatchedTrainer:
         if not runs:
             raise QeRLError("There is no run to train; give at least one.")
         self.runs, self.settings, self.done = list(runs), settings, 0
-        self.seconds: dict[str, float] = {}
         arm = runs[0].arm
         for run in runs:
             if not same_batch(arm, run.arm):
@@ -179,14 +173,10 @@ class BatchedTrainer:
         """
         if self.done >= self.settings.steps:
             raise QeRLError(f"All {self.settings.steps} steps are done.")
-        clock = [time.perf_counter()]
         exploration = self._explorers.at(self.done)
         picked = [self._orders[run.seed].batch(self.done) for run in self.runs]
         samples = self._sample(picked, exploration)
-        completions = samples.completions()  # waits for the rollout
-        clock.append(time.perf_counter())
-        rewards_SRF = self._rewards(picked, completions)
-        clock.append(time.perf_counter())
+        rewards_SRF = self._rewards(picked, samples.completions())
         advantages_SR = self._advantages(rewards_SRF)
         outcome = self._backward(samples, advantages_SR, exploration)
         rates_S = self._rates_S * self.settings.rate(self.done)
@@ -203,8 +193,6 @@ class BatchedTrainer:
         seen = dict(zip(measured, table_MS, strict=True))
         seen |= self._rewarded(rewards_SRF, advantages_SR, exploration)
         seen |= {"noise/sigma": exploration.sigma_S, "temperature": exploration.temperature_S}
-        parts = [after - before for before, after in pairwise([*clock, time.perf_counter()])]
-        self.seconds = dict(zip(("rollout", "reward", "update"), parts, strict=True))
         seen |= self._explorers.observe(self.done, seen["sampling/kl"], seen["rollout/entropy"])
         self.done += 1
         return [{name: float(seen[name][index]) for name in seen} for index in range(len(self.runs))]
@@ -212,16 +200,6 @@ class BatchedTrainer:
     def evaluate(self, problems: Dataset, samples: int = 0) -> list[dict[str, float]]:
         """Score the clean policy of every run; see `Evaluation`."""
         return self._evaluation.run(problems, samples, self.done)
-
-    def save_adapter(self, run: int, folder: str | Path) -> None:
-        """Write the adapter of a run as a folder of PEFT.
-
-        Raises:
-            QeRLError: The run trains all weights.
-        """
-        if not isinstance(self._trained, Adapters):
-            raise QeRLError("Runs of `tuning: full` have no adapter to save; train adapters.")
-        self._trained.save(run, folder, self.model.name)
 
     def state(self) -> dict[str, Any]:
         """All that a batch needs to go on as if it had not been interrupted; tensors on the CPU."""

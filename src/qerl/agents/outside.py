@@ -9,7 +9,8 @@ Each trajectory of a rollout is one run of the agent, with a key of its own. The
 event loop of `qerl.calls.beside` if they are coroutine functions, or somewhere else altogether, and ask as
 they like; this thread draws. What they ask is taken in between two rounds of the engine, so that nobody waits
 for anybody: a request that continues a conversation goes on with its sequence, whose keys and values are kept
-(`Session.go_on`), and any other starts one (`qerl.endpoint.history` says which does).
+(`Session.go_on`), and any other starts one (`qerl.endpoint.history` says which does), which computes what no
+other has computed where the engine keeps prefixes.
 
 An answer wakes the server and then its client, which take Python's lock from the thread that launches the
 engine's work, some milliseconds for each of them. So answers go out once the next round was given to the
@@ -43,6 +44,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -390,7 +392,10 @@ class Endpoints:
             _Episode(environment, seed, f"sk-qerl-{secrets.token_urlsafe(24)}")
             for environment, seed in zip(environments, seeds, strict=True)
         ]
-        with _many_threads(), engine.session(params, norm_offsets, growing=True) as session:
+        opened = partial(engine.session, params, norm_offsets, growing=True)
+        # Nothing else has this name, so forks and late trajectories find what was computed in this rollout.
+        entered = opened(policy=object()) if engine.keeps_prefixes else opened()
+        with _many_threads(), entered as session:
             loop = _Play(
                 session, episodes, params, self._desk, self._templates, self._tokenizer, self._beside,
                 self._process, fixed,

@@ -22,7 +22,7 @@ Shapes: B sequences, V vocabulary, C candidates (the most probable tokens, desce
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -31,11 +31,10 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedConfig
 
 from qerl.errors import QeRLError
 from qerl.families.layer import Attention
-from qerl.families.parts import base_model, layers_with_state
+from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
 from qerl.families.supported import why_not
 from qerl.rollout.stops import FinishReason, Stop
@@ -150,8 +149,6 @@ class RolloutResult:
         prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples that run together, and
             the portable engine computes once what all prompts that run together begin with.
         generated_tokens: Tokens sampled.
-        drafted_tokens: Tokens that were drafted (`qerl.rollout.drafts`).
-        accepted_tokens: Tokens that drafts gave beyond the one that every pass over a sequence gives.
         seconds: Wall-clock time of the call.
     """
 
@@ -159,8 +156,6 @@ class RolloutResult:
     prompt_tokens: int
     generated_tokens: int
     seconds: float
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 WhenEnded = Callable[[int, Completion], None]
@@ -348,10 +343,12 @@ class RolloutEngine(ABC):
             it trains; None for an engine without a model, whose samples are scripted.
         rows_per_call: Completions that a call should have where there are many to make: with fewer, part of
             its time goes into waiting for the last ones.
+        keeps_prefixes: Whether sessions that name their policy find what sequences have computed.
     """
 
     model: nn.Module | None = None
     rows_per_call: int = 64
+    keeps_prefixes: bool = False
 
     @abstractmethod
     def generate(
@@ -387,6 +384,7 @@ class RolloutEngine(ABC):
         growing: bool = False,
         longest_prompt: int | None = None,
         going_on: Session | None = None,
+        policy: Hashable | None = None,
     ) -> AbstractContextManager[Session]:
         """Sample in turns; leaving the context gives up all sequences, unless it is entered again.
 
@@ -402,6 +400,11 @@ class RolloutEngine(ABC):
             going_on: The last session of this engine, which is entered again with the policy and the noise as
                 they are now. Its sequences keep what they have; their keys and values, unless `release` was
                 called, are not computed again, whatever became of the weights.
+            policy: A name of the policy as it is now, noise included, for an engine that `keeps_prefixes`.
+                Then what sequences have computed is kept when their turn has ended, and others that begin
+                with the same tokens take it, in this session and in those of an equal name that follow, until
+                `release` or `reset` is called. None keeps and takes nothing, as does a session that is
+                entered again with another name than it had.
 
         Raises:
             QeRLError: The engine samples whole completions alone, or another session was opened since.
@@ -489,23 +492,6 @@ def check_keys(kv_cache_dtype: KvCacheDtype, sizes: Sizes) -> None:
         raise QeRLError(
             "kv_cache_dtype: fp8 spoils what a model samples whose keys have a bias, as those of Qwen2 and "
             "Qwen2.5 do, because biased keys are too large for E4M3; set kv_cache_dtype: auto."
-        )
-
-
-def check_drafts(speculative_tokens: int, config: PreTrainedConfig) -> None:
-    """Refuse drafts for a model whose layers carry a state.
-
-    Args:
-        speculative_tokens: Tokens of a draft at most.
-        config: Of the model.
-
-    Raises:
-        QeRLError: There would be drafts, and it is such a model.
-    """
-    if speculative_tokens and any(layers_with_state(config)):
-        raise QeRLError(
-            f"speculative_tokens is {speculative_tokens}, and {config.model_type} has layers that carry a "
-            "state from token to token, which cannot take drafted tokens back; set speculative_tokens: 0."
         )
 
 

@@ -25,7 +25,6 @@ def make_engine(
     pad_token_id: int,
     max_sequences: int | None = None,
     kv_cache_dtype: KvCacheDtype = "auto",
-    speculative_tokens: int = 0,
 ) -> RolloutEngine:
     """Make the fastest engine for a model where it is.
 
@@ -36,7 +35,6 @@ def make_engine(
         pad_token_id: Any id of the vocabulary; it fills masked positions.
         max_sequences: Sequences that are decoded at the same time at most; None leaves it to the engine.
         kv_cache_dtype: Dtype of the paged engine's keys and values.
-        speculative_tokens: Tokens of a draft at most, where few sequences run (`qerl.rollout.drafts`).
 
     Raises:
         QeRLError: fp8 is asked for where the paged engine cannot run.
@@ -51,20 +49,11 @@ def make_engine(
         if on_gpu and is_first_process():
             message = f"Rollouts take the portable engine, which is slow on a GPU: {reasons}."
             warnings.warn(message, stacklevel=2)
-        return PortableEngine(
-            model,
-            pad_token_id,
-            ROWS if max_sequences is None else max_sequences,
-            speculative_tokens=speculative_tokens,
-        )
+        return PortableEngine(model, pad_token_id, ROWS if max_sequences is None else max_sequences)
     from qerl.rollout.paged.engine import PagedEngine
 
     return PagedEngine(
-        model,
-        pad_token_id,
-        MAX_ROWS if max_sequences is None else max_sequences,
-        kv_cache_dtype,
-        speculative_tokens=speculative_tokens,
+        model, pad_token_id, MAX_ROWS if max_sequences is None else max_sequences, kv_cache_dtype
     )
 
 

@@ -46,20 +46,35 @@ class Prompt:
     Attributes:
         number: Position in the call or session, from 0.
         token_ids: All its tokens.
-        finished: Token ids of sequences that were finished, where drafts are looked for in them.
+        aligned_to: In the paged engine, a multiple of so many tokens is read in the prompt's blocks; what is
+            beyond it each sequence has in its own.
         blocks: In the paged engine, blocks of its keys and values by pool, shared by its sequences; empty
             while none of them holds any.
+        found: In the paged engine, its first tokens that were in its blocks when these were given out.
+        page_names: In the paged engine, names of its first pages, by which they are found.
     """
 
     number: int
     token_ids: list[int]
-    finished: list[list[int]] = field(default_factory=list)
+    aligned_to: int = 1
     blocks: dict[int, list[int]] = field(default_factory=dict)
+    found: int = 0
+    page_names: list[bytes] = field(default_factory=list)
 
     @property
     def cached_tokens(self) -> int:
         """Tokens in the blocks: all but the last, which each sequence decodes itself."""
         return len(self.token_ids) - 1
+
+    @property
+    def shared_tokens(self) -> int:
+        """Those of them that its sequences read there."""
+        return self.cached_tokens - self.tail
+
+    @property
+    def tail(self) -> int:
+        """How many of them, the last ones, are copied into each sequence's own blocks."""
+        return self.cached_tokens % self.aligned_to
 
 
 @dataclass(eq=False)
@@ -81,8 +96,8 @@ class Sequence:
         stage: Whose turn it is.
         generated: In the paged engine, which reads `token_ids` and the rest when the sequence leaves its row
             (of one that has stops, the tokens after each round), tokens that it has, as the host knows it.
-        cached: Of its own tokens, which begin with the prompt's last, those whose keys and values its blocks
-            held when it left its row.
+        cached: Of its own tokens, which begin with the prompt's last (before which the prompt's tail stands),
+            those whose keys and values its blocks held when it left its row.
         blocks: Blocks of its own tokens by pool, which it may keep while others write.
         row: Row of the batch while it runs.
         choices: Experts of each token that was computed, as of `Completion.choices`.
@@ -117,12 +132,15 @@ class Sequence:
         """The token that the next decode step reads."""
         return self.token_ids[-1] if self.token_ids else self.prompt.token_ids[-1]
 
-    def own_tokens_after(self, steps: int) -> int:
-        """Tokens that its own blocks must hold after so many more steps, and for the token after them.
+    @property
+    def own_tokens(self) -> int:
+        """Tokens in its own blocks before its next step: the prompt's tail and last token, and its own tokens
+        but the very last."""
+        return self.prompt.tail + self.generated
 
-        The prompt's last token and all of its own are cached, except the very last.
-        """
-        return min(self.generated + steps + 1, self.max_tokens)
+    def own_tokens_after(self, steps: int) -> int:
+        """Tokens that its own blocks must hold after so many more steps, and for the token after them."""
+        return self.prompt.tail + min(self.generated + steps + 1, self.max_tokens)
 
     @property
     def length(self) -> int:
@@ -158,6 +176,7 @@ def new_sequences(
     positions: int | None = None,
     first: int = 0,
     first_prompt: int = 0,
+    aligned_to: int = 1,
 ) -> list[Sequence]:
     """Sequences of as many samples of each prompt, numbered on.
 
@@ -166,11 +185,12 @@ def new_sequences(
         params: Of each sequence, prompts in order, the samples of a prompt next to each other.
         positions: Positions that the model has, None where it sets no limit.
         first, first_prompt: Numbers of the first sequence and of the first prompt.
+        aligned_to: As of `Prompt`.
     """
     samples = len(params) // len(prompts)
     made: list[Sequence] = []
     for number, token_ids in enumerate(prompts, first_prompt):
-        prompt = Prompt(number, token_ids)
+        prompt = Prompt(number, token_ids, aligned_to=aligned_to)
         for sample in range(samples):
             own = params[len(made)]
             most = own.max_tokens
@@ -186,21 +206,16 @@ class TrackedSession(Session):
         params: Sampling parameters of sequences without their own.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Stands in for a turn whose first logits were not finite.
-        speculative_tokens: Tokens of a draft at most; 0 for none.
-
-    Attributes:
-        drafted_tokens, accepted_tokens: As in `qerl.rollout.engine.RolloutResult`.
     """
 
-    def __init__(
-        self, params: SamplingParams, positions: int | None, pad_token_id: int, speculative_tokens: int = 0
-    ) -> None:
+    _aligned_to = 1
+
+    def __init__(self, params: SamplingParams, positions: int | None, pad_token_id: int) -> None:
         self._params, self._positions, self._pad_token_id = params, positions, pad_token_id
-        self._speculative_tokens = speculative_tokens
         self._sequences: dict[int, Sequence] = {}  # those that were not finished, by number
         self._started = self._started_prompts = 0
         self._full: list[Sequence] = []  # without room from their start, and not returned yet
-        self._drawing = self.prefilled_tokens = self.drafted_tokens = self.accepted_tokens = 0
+        self._drawing = self.prefilled_tokens = 0
 
     @abstractmethod
     def _add(self, sequences: list[Sequence]) -> None:
@@ -237,7 +252,12 @@ class TrackedSession(Session):
                 check_one_each(what, given, count)
         own = [self._params] * count if params is None else list(params)
         added = new_sequences(
-            [list(prompt) for prompt in prompts], own, self._positions, self._started, self._started_prompts
+            [list(prompt) for prompt in prompts],
+            own,
+            self._positions,
+            self._started,
+            self._started_prompts,
+            self._aligned_to,
         )
         for place, sequence in enumerate(added):
             shared = sequence.params.seed, sequence.prompt.number, sequence.sample
@@ -273,8 +293,6 @@ class TrackedSession(Session):
         sequence = self._between_turns(index)
         sequence.stage = "finished"
         del self._sequences[index]  # a server's session may have no end
-        if self._speculative_tokens:
-            sequence.prompt.finished.append(sequence.token_ids)
         self._drop(sequence)
 
     def length(self, index: int) -> int:
@@ -407,6 +425,4 @@ def whole_completions(
         prompt_tokens=session.prefilled_tokens,
         generated_tokens=sum(len(completion.token_ids) for completion in completions),
         seconds=time.perf_counter() - begin,
-        drafted_tokens=session.drafted_tokens,
-        accepted_tokens=session.accepted_tokens,
     )

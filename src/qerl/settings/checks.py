@@ -37,7 +37,6 @@ MOST = 2**31 - 1
 
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
-Drafted = Annotated[int, Field(ge=0, le=15)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

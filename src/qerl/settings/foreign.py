@@ -14,8 +14,12 @@ from qerl.errors import QeRLError
 _RENAMED = {"dynamic_sampling_rounds": "dynamic_sampling_batches"}
 """Fields of QeRL 0.2 that mean the same under another name."""
 
-GONE = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": False}
-"""Fields of QeRL 0.2 that studies alone have, by the value that asks for nothing."""
+_OF_STUDIES = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": False}
+GONE = _OF_STUDIES | {"speculative_tokens": 0}
+"""Fields of QeRL 0.2 that are none any more, by the value that asks for nothing."""
+
+_NO_CHOICE = "early_rewards"
+"""A field of QeRL 0.2 on which no reward depended."""
 
 _IN_STUDIES = "it left the trainer for the studies in lab/, as it helped in none of them: remove it"
 _QUANTISED = "set weights, which says how the model is quantised"
@@ -68,8 +72,10 @@ INSTEAD = {
     "packing": "rows are always packed, which changes no loss",
     "padding_free": "rows are always packed, without padding",
     "dataset_text_field": "algorithm: sft reads the columns messages, or prompt and completion",
-    # The noise
-    **dict.fromkeys(GONE, _IN_STUDIES),
+    # Fields of QeRL 0.2
+    **dict.fromkeys(_OF_STUDIES, _IN_STUDIES),
+    "speculative_tokens": "drafts left the engines, as they made rollouts hardly faster: remove it",
+    _NO_CHOICE: "rewards that ask outside of this process are always asked for as completions end: remove it",
     "dynamic_sampling_rounds": "it is dynamic_sampling_batches now, the same number",
     # The command
     "config": "recipes are given without a flag: `qerl train RECIPE.yaml`",
@@ -81,9 +87,10 @@ INSTEAD = {
 
 
 def without_gone(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a file under the names of today, without those of `GONE` that ask for nothing: runs of QeRL
-    0.2 wrote all fields."""
+    """Settings of a file under the names of today, without those of `GONE` that ask for nothing and the one
+    that never changed a result: runs of QeRL 0.2 wrote all fields."""
     kept = {name: value for name, value in values.items() if name not in GONE or value != GONE[name]}
+    kept.pop(_NO_CHOICE, None)
     return {_RENAMED.get(name, name): value for name, value in kept.items()}
 
 

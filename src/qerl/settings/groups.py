@@ -25,7 +25,6 @@ from qerl.settings.algorithms import CLIPPED, UNSAID
 from qerl.settings.checks import (
     MOST,
     Count,
-    Drafted,
     Group,
     Names,
     NonNegative,
@@ -140,10 +139,6 @@ class Data(Group):
     reward_errors: Literal["stop", "tolerate"] = "stop"
     """A reward function that fails on every sample of a step ends the run (stop), or the run goes on with
     zeros, without any reward of a judge or a sandbox (tolerate)."""
-    early_rewards: bool = False
-    """Call reward functions that ask outside of this process (a judge, programs in the sandbox, your own
-    marked with judges_outside) for each completion as soon as it is finished, while others are sampled; all
-    other functions are called after the rollout, as without it."""
     max_prompt_length: PositiveInt | None = None
     """Largest number of tokens of a prompt; longer ones are left out and counted."""
     chat_template_kwargs: Options | None = None
@@ -245,12 +240,6 @@ class Sampling(Group):
     """Format of the keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales, which takes
     half the memory; paged engine only). fp8 is experimental: `python -m bench parity` measures it on your
     model. It is refused for models whose keys have a bias (Qwen2, Qwen2.5)."""
-    speculative_tokens: Drafted = 0
-    """Largest number of tokens, up to 15, that are drafted for a sequence where at most four run, and
-    computed in one pass: what followed its last tokens in itself or in other samples of its prompt. Samples
-    are those drawn without drafts, up to rounding. 0 drafts none. A draft costs a large model little; what it
-    wins depends on how often completions repeat themselves. Refused for models whose layers carry a state
-    (Qwen3.5)."""
     generation_kwargs: Options | None = None
     """Arguments of transformers' generate or of vLLM; each sets the field that means the same, such as
     temperature, or is refused."""
@@ -801,14 +790,6 @@ def _best_of_fewer_than_a_group(settings: Any) -> None:
         )
 
 
-def _early_rewards_take_one_turn(settings: Any) -> None:
-    if settings.sampling.thinking_budget is not None and settings.data.early_rewards:
-        raise QeRLError(
-            "early_rewards calls reward functions for completions of one turn, and thinking_budget makes "
-            "several of one; set one of the two."
-        )
-
-
 def _noise_fits_into_the_run(settings: Any) -> None:
     """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages."""
     if settings.noise.enabled:
@@ -840,11 +821,11 @@ def check_eval_batch(batch: int, group: int) -> None:
 _ACT_IN_SFT = {
     "algorithm", "reward_weights", "multi_objective_aggregation", "num_generations_eval", "temperature",
     "top_p", "top_k", "min_p", "max_completion_length", "stop_strings", "thinking_budget", "thinking_end",
-    "max_sequences", "kv_cache_dtype", "speculative_tokens", "generation_kwargs",
+    "max_sequences", "kv_cache_dtype", "generation_kwargs",
 }  # fmt: skip
 """Fields of the groups of sampling and loss that act with algorithm: sft, in its evaluations."""
 
-_NOT_IN_SFT = ("curriculum", "early_rewards", "tools", "environment")
+_NOT_IN_SFT = ("curriculum", "tools", "environment")
 _OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss")
 
 
@@ -853,7 +834,6 @@ _NEVER_STALE: dict[str, tuple[Any, str]] = {
     "dynamic_sampling_batches": (0, "which step a group trains in is settled before it is sampled"),
     "curriculum": (False, "prompts of coming steps are sampled before it has learned of this one"),
     "noise": (False, "a sample would be drawn under the noise of several steps"),
-    "early_rewards": (False, "rewards are called for all groups of a step together"),
     "thinking_budget": (None, "samples that are kept over an update have one turn"),
     "tools": ([], "samples that are kept over an update have one turn"),
     "environment": (None, "samples that are kept over an update have one turn"),
@@ -932,7 +912,6 @@ class Settings(Group):
         _an_adapter_teaches_adapters,
         _gradients_in_fp8_pass_packed_weights,
         _best_of_fewer_than_a_group,
-        _early_rewards_take_one_turn,
         _noise_fits_into_the_run,
         _evaluations_hold_whole_groups,
         _processes_hold_whole_groups,

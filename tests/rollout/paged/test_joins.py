@@ -64,10 +64,9 @@ class Switched(PlainMemory):
 
 
 class Step:
-    """Takes the place of a captured step without drafts, with its rows."""
+    """Takes the place of a captured step, with its rows."""
 
-    def __init__(self, decoder, cache, rows, max_new, table_width, graphs, drafted):
-        assert not drafted
+    def __init__(self, decoder, cache, rows, max_new, table_width, graphs):
         self.rows, self.cache = Rows(rows, max_new, table_width, 1, [3], torch.device("cpu")), cache
         self.state, self.settings = (
             SimpleNamespace(**{each.name: getattr(of, each.name).numpy() for each in fields(of)})
@@ -77,7 +76,7 @@ class Step:
         self.item_4, self.order = (each.numpy() for each in self.rows.inputs.items[0])
         self.table_T = self.rows.inputs.table_T.numpy()
 
-    def attend(self, running, session):
+    def attend(self, running):
         self.rows.attend(running)
 
     def decode(self, steps):
@@ -108,7 +107,7 @@ class Step:
         token = following(tokens, state.uniform_TM[row, place])
         state.out_token_TM[row, place], state.out_stats_2TM[:, row, place] = token, (-token, token)
         state.generated_T[row] += 1
-        ends, full = token in self.settings.stop_RK[row], place + 1 >= state.max_new_T[row]
+        ends, full = token in self.settings.stop_TK[row], place + 1 >= state.max_new_T[row]
         state.done_T[row] = 1 if ends else 2 * full
         if state.done_T[row]:
             state.limit_2T[1, row] = 0

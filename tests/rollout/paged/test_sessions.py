@@ -133,8 +133,7 @@ MIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("drafted", [0, 2])
-def test_each_of_a_mixed_batch_draws_what_it_draws_among_its_like(model, drafted):
+def test_each_of_a_mixed_batch_draws_what_it_draws_among_its_like(model):
     """In rows that are refilled and steps that change their size, with the same log-probabilities; and
     sessions of other settings replace no step."""
     mixed = [SamplingParams(**{"max_tokens": 5, "seed": 5} | kind) for kind in MIXED]
@@ -150,7 +149,7 @@ def test_each_of_a_mixed_batch_draws_what_it_draws_among_its_like(model, drafted
                     session.finish(ended.index)
         return found
 
-    engine, portable = paged(model, max_sequences=5, speculative_tokens=drafted), PortableEngine(model, 0, 5)
+    engine, portable = paged(model, max_sequences=5), PortableEngine(model, 0, 5)
     for found in (drawn(engine, mixed[0], mixed), drawn(portable, mixed[0], mixed)):
         for place, params in enumerate(mixed):
             own = drawn(portable, params)[place]

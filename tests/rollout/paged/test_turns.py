@@ -47,8 +47,7 @@ class Machine:
             self.begin(span.blocks)
         self.prefill(spans)
         for block, source in planned.copies.items():
-            pool = self.windows.index("state")
-            self.slots[pool, block] = [] if source is None else self.slots[pool, source].copy()
+            self.copy(block, source)
         self.prefill(planned.own_spans())
         generated, ended = {}, []
         for row, sequence in scheduler.running.items():
@@ -60,6 +59,10 @@ class Machine:
         scheduler.advance(generated, ended)
         self.check()
         return sequences
+
+    def copy(self, block, source):
+        pool = self.windows.index("state")
+        self.slots[pool, block] = [] if source is None else self.slots[pool, source].copy()
 
     def begin(self, blocks):
         """A prompt that enters has read nothing."""
@@ -109,12 +112,12 @@ class Machine:
         """What a round's steps write and see."""
         prompt = sequence.prompt
         for _ in range(self.scheduler.pace.round_steps):
-            place, before = len(sequence.token_ids), prompt.cached_tokens
+            place, before = prompt.tail + len(sequence.token_ids), prompt.shared_tokens
             self.write(sequence.blocks, place, (before + place, sequence.last_token))
             text = [*prompt.token_ids, *sequence.token_ids]
             for seen in self.see(sequence.blocks, prompt.blocks, before, place):
                 assert seen == text[-len(seen) :]
-            sequence.token_ids.append(self.rng.random())
+            sequence.token_ids.append(self.rng.randrange(1 << 30))
             if sequence.room == 0 or len(sequence.token_ids) >= sequence.stop:
                 return
 
@@ -151,7 +154,7 @@ def play(machine, sequences, most_turns=6):
             if late > 0:
                 continue
             if sequence.room > 1 and turns[sequence] < most_turns:
-                sequence.write([rng.random() for _ in range(rng.randint(0, sequence.room - 1))])
+                sequence.write([rng.randrange(1 << 30) for _ in range(rng.randint(0, sequence.room - 1))])
                 sequence.stop = len(sequence.token_ids) + rng.randint(1, sequence.room)
                 scheduler.resume(sequence)
             else:
@@ -170,7 +173,9 @@ def test_random_turns_end_and_leave_no_block(windows):
     for seed in range(150):
         rng = random.Random(seed)
         steps = rng.choice([1, 3, 7])
-        prompts = [[rng.random() for _ in range(rng.randint(1, 17))] for _ in range(rng.randint(1, 6))]
+        prompts = [
+            [rng.randrange(1 << 30) for _ in range(rng.randint(1, 17))] for _ in range(rng.randint(1, 6))
+        ]
         samples, passes = rng.randint(1, 5), rng.randint(steps, 9)
         limits = [rng.randint(1, 30) for _ in range(len(prompts) * samples)]
         longest = max(len(prompt) for prompt in prompts) - 1, max(limits)

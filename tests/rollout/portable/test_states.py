@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from qerl.errors import QeRLError
 from qerl.rollout.portable import runner
 from qerl.rollout.portable.engine import KEPT_BYTES, PortableEngine
 from tests.support.families import DELTA_NETS, tiny
@@ -101,8 +100,3 @@ def test_only_what_others_wrote_is_computed_where_states_were_kept(model):
         session.next()
         written = sum(1 + number % 2 for number in range(len(PROMPTS)))
         assert session.prefilled_tokens == sum(map(len, PROMPTS)) + written + len(PROMPTS)
-
-
-def test_drafts_are_refused(model):
-    with pytest.raises(QeRLError, match=r"carry a state.*speculative_tokens: 0"):
-        PortableEngine(model, PAD, speculative_tokens=2)

@@ -12,7 +12,8 @@ where the copy waits until it is sampled from. A snapshot without a sampler is n
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import nn
@@ -33,12 +34,14 @@ class Snapshot:
         shape, matrices: Its adapter.
         seed: Of its model.
         steps: Optimizer steps of its model until then.
+        number: No other snapshot of this process has it.
     """
 
     shape: Shape
     matrices: Matrices
     seed: int
     steps: int
+    number: int = field(default_factory=count().__next__)
 
     def on(self, device: torch.device) -> Matrices:
         """The matrices on a device, copied if they are elsewhere."""

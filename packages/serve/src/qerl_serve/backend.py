@@ -24,7 +24,7 @@ from qerl.noise.draw import AdaptiveNoise, NoiseScale
 from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import NormOffsets
 from qerl.seeding import derive_seed
-from qerl_serve.adapters import Adapters, Snapshot
+from qerl_serve.adapters import Adapters, Snapshot, TrainedAdapter
 from qerl_serve.bases import Base
 from qerl_serve.checkpoints import EXTERNAL, SAMPLING, TRAINING, Store
 from qerl_serve.names import SCHEME
@@ -61,6 +61,8 @@ class ModelBackend:
         teachers: Models beside it that do not train, with other names.
         noise: Schedule by a model's optimizer steps; None samples without noise.
         noise_scale: Unit of the schedule's sigma.
+        enable_prefix_caching: Whether keys and values are kept until the next update, for samples that begin
+            alike.
     """
 
     def __init__(
@@ -71,13 +73,16 @@ class ModelBackend:
         teachers: Sequence[Base] = (),
         noise: NoiseSchedule | None = None,
         noise_scale: NoiseScale = "absolute",
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.models: Sequence[ModelInfo] = [name for each in (base, *teachers) for name in each.names]
         self.reader: Reader | None = Reader(copy.deepcopy(base.tokenizer), base.end_token_ids)
         self._base, self._seats, self._adapters, self._store = base, base.seats, adapters, store
         self._noise = None if noise is None else AdaptiveNoise(base.seats.model, noise, 0, noise_scale)
         offsets = None if self._noise is None else partial(self._offsets, self._noise)
-        self._hosts = {base: base.host(offsets), **{teacher: teacher.host() for teacher in teachers}}
+        kept = enable_prefix_caching
+        self._hosts = {base: base.host(offsets, kept)}
+        self._hosts |= {teacher: teacher.host(keeps_prefixes=kept) for teacher in teachers}
         self._sampling = Sampling(self._policy)
         self._policies: dict[str, tuple[Base, Policy]] = {}
         self._given: dict[str, int] = {}  # how often each key was given
@@ -88,6 +93,7 @@ class ModelBackend:
         """See `Backend.create_model`; the output head is never adapted."""
         shape = Shape(lora.rank, lora.train_attn, lora.train_mlp)
         seed = derive_seed("model", model_id) if lora.seed is None else lora.seed
+        self._sampling.release()
         self._adapters.create(model_id, shape, seed)
 
     def forward_backward(
@@ -99,7 +105,7 @@ class ModelBackend:
         forward_only: bool,
     ) -> "LossOutput":
         """See `Backend.forward_backward`."""
-        adapter = self._adapters.use(model_id)
+        adapter = self._used(model_id)
         with self._seats.used(adapter.shape, adapter.matrices):
             driver = self._base.driver
             run = driver.forward if forward_only else driver.forward_backward
@@ -107,7 +113,7 @@ class ModelBackend:
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         """See `Backend.optim_step`."""
-        return self._adapters.use(model_id).step(adam)
+        return self._used(model_id).step(adam)
 
     def drop_gradients(self, model_id: str) -> bool:
         """See `Backend.drop_gradients`."""
@@ -136,7 +142,7 @@ class ModelBackend:
         self._trained_on(path, [self._base])
         saved = self._store.read(path, with_optimizer)
         if model_id in self._adapters:
-            adapter = self._adapters.use(model_id)
+            adapter = self._used(model_id)
             if adapter.shape != saved.shape:
                 raise QeRLError(
                     f"{path} has an adapter of {_said(saved.shape)}, and {model_id} was made with one of "
@@ -144,6 +150,7 @@ class ModelBackend:
                 )
             made = False
         else:
+            self._sampling.release()
             adapter, made = self._adapters.create(model_id, saved.shape, saved.seed), True
         try:
             adapter.load(saved.weights, saved.moments, saved.steps if with_optimizer else 0)
@@ -241,6 +248,11 @@ class ModelBackend:
                 base.engine.release()
         finally:
             self._store.close()
+
+    def _used(self, model_id: str) -> TrainedAdapter:
+        """An adapter on the base's device, which has no keys and values of samples then."""
+        self._sampling.release()
+        return self._adapters.use(model_id)
 
     def _save(self, model_id: str, kind: str, name: str, notes: Notes, overwrite: bool = False) -> str:
         adapter = self._adapters.get(model_id)

@@ -51,11 +51,21 @@ class Base:
         """The name that answers give."""
         return self.names[0].name
 
-    def host(self, noise: Callable[[Snapshot], NormOffsets] | None = None) -> Host:
-        """The model for sampling; `noise` as of `Host`."""
+    def host(
+        self, noise: Callable[[Snapshot], NormOffsets] | None = None, keeps_prefixes: bool = True
+    ) -> Host:
+        """The model for sampling; `noise` as of `Host`, whose prefixes are kept where its engine can."""
         vocabulary = base_model(self.seats.model).get_input_embeddings().num_embeddings
         limits = Limits(self.names[0].max_context_length, vocabulary, self.end_token_ids)
-        return Host(self.engine, limits, self._lend, noise, self._score, self._stop_strings)
+        return Host(
+            self.engine,
+            limits,
+            self._lend,
+            noise,
+            self._score,
+            self._stop_strings,
+            keeps_prefixes and self.engine.keeps_prefixes,
+        )
 
     def _lend(self, policy: Policy) -> AbstractContextManager[object]:
         if policy is None:

@@ -95,6 +95,11 @@ def add_serve(commands: Any) -> None:
     )  # fmt: skip
     sub.add_argument("--max_sequences", type=number_from(1), help="that are decoded at once")
     sub.add_argument(
+        "--enable_prefix_caching", choices=("true", "false"), default="true",
+        help="whether samples take keys and values of what they begin with from earlier ones of the same "
+        "policy; default: true",
+    )  # fmt: skip
+    sub.add_argument(
         "--pause_after", type=number_from(0.0, float), default=10.0, metavar="SECONDS",
         help="for which an update waits for samples that are being decoded, before they are paused for it; "
         "default: 10",
@@ -171,6 +176,7 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
             every_n_layers=args.every_n_layers,
             noise=noise,
             noise_scale=args.noise_scale or "absolute",
+            enable_prefix_caching=args.enable_prefix_caching == "true",
             trust_remote_code=args.trust_remote_code == "true",
         )
     )

@@ -66,6 +66,7 @@ class BackendOptions:
             activations until memory runs out. Above the number of layers all do.
         noise: Schedule of the noise by optimizer steps of a model; None samples without noise.
         noise_scale: Unit of its sigma.
+        enable_prefix_caching: As for `ModelBackend`.
         trust_remote_code: True if Python code that comes with the model may run.
     """
 
@@ -87,6 +88,7 @@ class BackendOptions:
     every_n_layers: int = 1
     noise: NoiseSchedule | None = None
     noise_scale: NoiseScale = "absolute"
+    enable_prefix_caching: bool = True
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -184,7 +186,15 @@ def make_backend(
         teachers: Models beside it.
     """
     adapters = Adapters(base.seats, options.max_models, options.resident)
-    return ModelBackend(base, adapters, store, teachers, options.noise, options.noise_scale)
+    return ModelBackend(
+        base,
+        adapters,
+        store,
+        teachers,
+        options.noise,
+        options.noise_scale,
+        options.enable_prefix_caching,
+    )
 
 
 def names_of(found: LocalModel, served_name: str | None = None) -> tuple[str, ...]:

@@ -27,10 +27,12 @@ keep it waiting as long as one of many rounds.
 A request whose client is gone is not begun, and its samples end with the engine's next look at its stops.
 
 A server with teachers has an engine for each model. One of them holds keys and values at a time: before a
-session of another it gives back what it holds.
+session of another it gives back what it holds. Those of samples that have ended stay where the engine keeps
+prefixes, so that a request with the whole conversation until now computes only what is new, also if no other
+sample was left meanwhile; updates ask for the memory (`Sampling.release`).
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -93,6 +95,8 @@ class Host:
         noise: Noise of a snapshot's samples; None where they have none.
         score: Scores of the prompts of some requests, in their order; the model is the policy.
         stop_strings: Makes a stop of some strings.
+        keeps_prefixes: Whether samples take the keys and values of what they begin with from earlier ones of
+            their policy.
     """
 
     engine: RolloutEngine
@@ -101,6 +105,7 @@ class Host:
     noise: Callable[[Snapshot], NormOffsets] | None
     score: Callable[[Sequence[SampleRequest]], Sequence[Scores]]
     stop_strings: Callable[[tuple[str, ...]], StopStrings]
+    keeps_prefixes: bool
 
 
 Find = Callable[[str], tuple[Host, Policy]]
@@ -139,6 +144,13 @@ class _Asked:
         """True if both can be in one session."""
         same = self.host is other.host and self.policy is other.policy
         return same and self.noisy == other.noisy
+
+    @property
+    def name(self) -> Hashable | None:
+        """The name of the policy for the engine, with the noise of its samples; None if nothing is kept."""
+        if not self.host.keeps_prefixes:
+            return None
+        return None if self.policy is None else self.policy.number, self.noisy
 
     @property
     def to_score(self) -> bool:
@@ -204,22 +216,49 @@ class Sampling:
     """
 
     def __init__(self, find: Find) -> None:
-        self._find = find
+        self._find, self._memory = find, _Memory()
+
+    def release(self) -> None:
+        """Give back all memory of keys and values."""
+        self._memory.release()
 
     def answer(
         self, requests: Sequence[SampleRequest], arrived: Arrivals, overdue: Overdue = nothing_overdue
     ) -> Iterator[Answer]:
         """See `Backend.sample`."""
-        queue = _Queue(self._find, arrived, overdue)
+        queue = _Queue(self._find, self._memory, arrived, overdue)
         yield from queue.take(requests)
         try:
             while queue.waiting:
                 yield from queue.serve()
                 if queue.waiting and (work := overdue()) is not None:
-                    queue.release()
+                    self.release()
                     work()
         finally:
-            queue.release()
+            self._memory.rest()
+
+
+class _Memory:
+    """The memory of keys and values, which one engine holds at a time."""
+
+    def __init__(self) -> None:
+        self._host: Host | None = None
+
+    def take(self, host: Host) -> None:
+        """Let the engine of a model hold it."""
+        if host is not self._host:
+            self.release()
+            self._host = host
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._host is not None:
+            self._host.engine.release()
+
+    def rest(self) -> None:
+        """Give it back unless it may serve later samples."""
+        if self._host is not None and not self._host.keeps_prefixes:
+            self.release()
 
 
 def _refused(
@@ -249,9 +288,8 @@ class _Queue:
         waiting: Requests that have not begun.
     """
 
-    def __init__(self, find: Find, arrived: Arrivals, overdue: Overdue) -> None:
-        self._find, self._arrived, self._overdue = find, arrived, overdue
-        self._last: Host | None = None  # whose engine may hold keys and values
+    def __init__(self, find: Find, memory: _Memory, arrived: Arrivals, overdue: Overdue) -> None:
+        self._find, self._memory, self._arrived, self._overdue = find, memory, arrived, overdue
         self._numbered = 0
         self.waiting: list[_Asked] = []
         self._open: dict[int, _Asked] = {}  # of the session, without an answer
@@ -267,18 +305,11 @@ class _Queue:
             except QeRLError as error:
                 yield number, error
 
-    def release(self) -> None:
-        """Give back the memory of keys and values."""
-        if self._last is not None:
-            self._last.engine.release()
-
     def serve(self) -> Iterator[Answer]:
         """Answer the oldest request, those that share its session, and later ones that join it."""
         first = self.waiting[0]
         host = first.host
-        if host is not self._last:
-            self.release()
-            self._last = host
+        self._memory.take(host)
         for each in self.waiting:
             each.refused = False
         self._begun, self._joined = {}, 0
@@ -288,12 +319,12 @@ class _Queue:
             with host.lend(first.policy):
                 yield from self._score(host)
                 offsets = noise(first.policy) if noise and first.policy and first.noisy else {}
-                opened = partial(host.engine.session, first.params, offsets, growing=True)
+                opened = partial(host.engine.session, first.params, offsets, growing=True, policy=first.name)
                 with opened() as session:
                     yield from self._start(session, list(self._open.values()))
                     work = yield from self._rounds(session, first)
             while work is not None:
-                host.engine.release()
+                self._memory.release()
                 work()
                 if not any(each.request.wanted() for each in self._open.values()):
                     yield from ((number, given_up()) for number in self._open)
@@ -308,6 +339,7 @@ class _Queue:
                     work = yield from self._rounds(session, first)
         except Exception as error:  # of the engine or of the policy, so of this session alone
             yield from ((number, error) for number in self._open)
+            self._memory.release()
 
     def _rounds(self, session: Session, first: _Asked) -> Generator[Answer, None, Callable[[], None] | None]:
         """Decode until all have ended or other work is overdue, which is what it returns.

@@ -12,8 +12,8 @@ A finished sequence keeps its row, stops writing, and is noticed by the host a f
 Temperature, filters and stop tokens are read of each row (`RowSettings`), so one captured step serves them
 all. Rows that filter have passed `apply_filters`, which makes log-probabilities of their logits.
 
-Shapes: R rows, T tokens (of each row as many; one if nothing is drafted), V vocabulary, K stop tokens, M
-tokens that a row may generate, P partial sums of squares.
+Shapes: T rows, each with one token of the step, V vocabulary, K stop tokens, M tokens that a row may
+generate, P partial sums of squares.
 """
 
 from dataclasses import dataclass
@@ -69,14 +69,12 @@ def row_inverse_rms(squares_PT, t, T, D, eps, P: tl.constexpr, P_PADDED: tl.cons
 
 @triton.jit
 def row_factor(
-    squares_PT, mode_R, inverse_temperature_R, t, T, D, eps,
-    LANES: tl.constexpr, P: tl.constexpr, P_PADDED: tl.constexpr,
+    squares_PT, mode_T, inverse_temperature_T, t, T, D, eps, P: tl.constexpr, P_PADDED: tl.constexpr
 ):  # fmt: skip
-    """What the logits of a token are multiplied by: 1/rms through its temperature, or 1 where they are
+    """What the logits of a row are multiplied by: 1/rms through its temperature, or 1 where they are
     log-probabilities at temperature already."""
-    r = t // LANES
-    factor = row_inverse_rms(squares_PT, t, T, D, eps, P, P_PADDED) * tl.load(inverse_temperature_R + r)
-    return tl.where(tl.load(mode_R + r) == FILTERED, 1.0, factor)
+    factor = row_inverse_rms(squares_PT, t, T, D, eps, P, P_PADDED) * tl.load(inverse_temperature_T + t)
+    return tl.where(tl.load(mode_T + t) == FILTERED, 1.0, factor)
 
 
 @triton.jit
@@ -121,14 +119,13 @@ def ending(token, n, finite, max_new_t, stop_K, K: tl.constexpr):
 
 @triton.jit
 def _partial_softmax(
-    logits_TV, squares_PT, stats_3TB, mode_R, inverse_temperature_R, T, V, D, eps, blocks,
-    LANES: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
-    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    logits_TV, squares_PT, stats_3TB, mode_T, inverse_temperature_T, T, V, D, eps, blocks,
+    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t, block = tl.program_id(0), tl.program_id(1)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     begin(PDL)
-    factor = row_factor(squares_PT, mode_R, inverse_temperature_R, t, T, D, eps, LANES, SQ_P, SQ_PADDED)
+    factor = row_factor(squares_PT, mode_T, inverse_temperature_T, t, T, D, eps, SQ_P, SQ_PADDED)
     x = scaled_logits(logits_TV, t, v, V, factor)
     best = tl.max(x, axis=0)
     weight = tl.exp(x - best)
@@ -140,20 +137,19 @@ def _partial_softmax(
 
 @triton.jit
 def _choose(
-    logits_TV, squares_PT, entropy_T, stats_3TB, mode_R, inverse_temperature_R, stop_RK, uniform_TM,
+    logits_TV, squares_PT, entropy_T, stats_3TB, mode_T, inverse_temperature_T, stop_TK, uniform_TM,
     token_T, position_T, limit_2T, generated_T, max_new_T, done_T, out_token_TM, out_stats_2TM,
     T, V, D, eps, blocks, M,
-    LANES: tl.constexpr, STOPS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
+    STOPS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
     SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
-    r = t // LANES
     begin(PDL)
     if tl.load(done_T + t) != 0:
         return
-    mode = tl.load(mode_R + r)
+    mode = tl.load(mode_T + t)
     filtered = mode == FILTERED
-    factor = row_factor(squares_PT, mode_R, inverse_temperature_R, t, T, D, eps, LANES, SQ_P, SQ_PADDED)
+    factor = row_factor(squares_PT, mode_T, inverse_temperature_T, t, T, D, eps, SQ_P, SQ_PADDED)
     b = tl.arange(0, BLOCKS_PADDED)
     in_b = b < blocks
     at = stats_3TB + t * blocks + b
@@ -187,7 +183,7 @@ def _choose(
         tl.store(out_stats_2TM + (T + t) * M + n, entropy)
         n += 1
         tl.store(generated_T + t, n)
-    ended = ending(token, n, finite, max_new_T + t, stop_RK + r * STOPS, STOPS)
+    ended = ending(token, n, finite, max_new_T + t, stop_TK + t * STOPS, STOPS)
     tl.store(done_T + t, ended)
     if ended != 0:
         tl.store(limit_2T + T + t, 0)
@@ -250,7 +246,7 @@ def draw_token(
         squares_PT: Partial sums of squares of the final norm's input.
         stats_3TB: fp32 scratch [3, T, ceil(V / `BLOCK_V`)].
         rows: State of the sequences, advanced by one token.
-        settings: Of the rows, each of which has as many tokens.
+        settings: Of the rows.
         width: Hidden size of the final norm.
         eps: Added to the mean square, as the final norm does.
 
@@ -261,20 +257,20 @@ def draw_token(
     blocks = stats_3TB.shape[2]
     squares = squares_PT.shape[0]
     shared = {
-        "LANES": settings.of_each(tokens), "SQ_P": squares, "SQ_PADDED": triton.next_power_of_2(squares),
-        "BLOCK_V": BLOCK_V, "num_warps": 8, **dependent(logits_TV),
+        "SQ_P": squares, "SQ_PADDED": triton.next_power_of_2(squares), "BLOCK_V": BLOCK_V, "num_warps": 8,
+        **dependent(logits_TV),
     }  # fmt: skip
     entropy_T = apply_filters(logits_TV, squares_PT, rows.done_T, settings, width=width, eps=eps)
     arguments = pointers(
         "draw_token", stats_3TB, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
-        stats_3TB=stats_3TB, mode_R=settings.mode_R, inverse_temperature_R=settings.inverse_temperature_R,
-        stop_RK=settings.stop_RK, uniform_TM=rows.uniform_TM, token_T=rows.token_T,
+        stats_3TB=stats_3TB, mode_T=settings.mode_T, inverse_temperature_T=settings.inverse_temperature_T,
+        stop_TK=settings.stop_TK, uniform_TM=rows.uniform_TM, token_T=rows.token_T,
         position_T=rows.position_T, limit_2T=rows.limit_2T,
         generated_T=rows.generated_T, max_new_T=rows.max_new_T,
         done_T=rows.done_T, out_token_TM=rows.out_token_TM, out_stats_2TM=rows.out_stats_2TM,
     )  # fmt: skip
     _partial_softmax[(tokens, blocks)](
-        logits_TV, squares_PT, stats_3TB, settings.mode_R, settings.inverse_temperature_R,
+        logits_TV, squares_PT, stats_3TB, settings.mode_T, settings.inverse_temperature_T,
         tokens, vocabulary, width, eps, blocks, **shared,
     )  # fmt: skip
     _choose[(tokens,)](

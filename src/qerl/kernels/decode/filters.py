@@ -13,7 +13,7 @@ captured step serves all settings, and where no row has a filter the launch take
 Sums are taken in a fixed order, in FP32. Tokens that have exactly the same logit as the last one kept are
 kept with it, where a sort would choose among them.
 
-Shapes: R rows, T tokens (of each row as many), V vocabulary, P partial sums of squares, K stop tokens.
+Shapes: T rows, each with one token of the step, V vocabulary, P partial sums of squares, K stop tokens.
 """
 
 from dataclasses import dataclass
@@ -56,21 +56,21 @@ class RowSettings:
     """How the tokens of each row are drawn, and which end it. The host writes a row when a sequence enters.
 
     Attributes:
-        mode_R: int32, `GREEDY`, `FREE` or `FILTERED`.
-        inverse_temperature_R: fp32, 1 where a row is greedy.
-        top_k_R: int32, tokens kept; 0 for all.
-        top_p_R: fp32, mass that the tokens kept reach; 1 for all.
-        farthest_R: fp32, how far the log-probability of a token kept may lie below the largest; infinite for
+        mode_T: int32, `GREEDY`, `FREE` or `FILTERED`.
+        inverse_temperature_T: fp32, 1 where a row is greedy.
+        top_k_T: int32, tokens kept; 0 for all.
+        top_p_T: fp32, mass that the tokens kept reach; 1 for all.
+        farthest_T: fp32, how far the log-probability of a token kept may lie below the largest; infinite for
             all.
-        stop_RK: int32, tokens that end a row; -1 is none.
+        stop_TK: int32, tokens that end a row; -1 is none.
     """
 
-    mode_R: torch.Tensor
-    inverse_temperature_R: torch.Tensor
-    top_k_R: torch.Tensor
-    top_p_R: torch.Tensor
-    farthest_R: torch.Tensor
-    stop_RK: torch.Tensor
+    mode_T: torch.Tensor
+    inverse_temperature_T: torch.Tensor
+    top_k_T: torch.Tensor
+    top_p_T: torch.Tensor
+    farthest_T: torch.Tensor
+    stop_TK: torch.Tensor
 
     @classmethod
     def free(cls, rows: int, device: torch.device | str) -> "RowSettings":
@@ -86,10 +86,6 @@ class RowSettings:
             integers(FREE.value), numbers(1.0), integers(0), numbers(1.0), numbers(torch.inf),
             integers(-1, STOP_TOKENS),
         )  # fmt: skip
-
-    def of_each(self, tokens: int) -> int:
-        """Tokens of each row, if a step has so many."""
-        return tokens // len(self.mode_R)
 
 
 @triton.jit
@@ -121,19 +117,18 @@ def narrowest(
 
 @triton.jit
 def _filter(
-    logits_TV, squares_PT, entropy_T, done_T, mode_R, inverse_temperature_R, top_k_R, top_p_R, farthest_R,
+    logits_TV, squares_PT, entropy_T, done_T, mode_T, inverse_temperature_T, top_k_T, top_p_T, farthest_T,
     T, V, D, eps, never, largest,
-    LANES: tl.constexpr, PASSES: tl.constexpr, WAYS: tl.constexpr,
+    PASSES: tl.constexpr, WAYS: tl.constexpr,
     SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
-    r = t // LANES
     begin(PDL)
-    if (tl.load(mode_R + r) != FILTERED) | (tl.load(done_T + t) != 0):
+    if (tl.load(mode_T + t) != FILTERED) | (tl.load(done_T + t) != 0):
         return
     p = tl.arange(0, SQ_PADDED)
     rms = 1.0 / tl.sqrt(tl.sum(tl.load(squares_PT + p * T + t, mask=p < SQ_P, other=0.0)) / D + eps)
-    scale = rms * tl.load(inverse_temperature_R + r)
+    scale = rms * tl.load(inverse_temperature_T + t)
     row = logits_TV + t.to(tl.int64) * V
     offset = tl.arange(0, BLOCK_V)
     bests = tl.full((BLOCK_V,), -float("inf"), tl.float32)
@@ -153,7 +148,7 @@ def _filter(
     tl.store(entropy_T + t, log_total - tl.sum(around, axis=0) / total)
 
     high, mass = tl.full((), 0, tl.int32) + largest, total
-    top_k, top_p = tl.load(top_k_R + r), tl.load(top_p_R + r)
+    top_k, top_p = tl.load(top_k_T + t), tl.load(top_p_T + t)
     if top_k > 0:
         high = narrowest(row, V, scale, best, high, top_k.to(tl.float32), True, PASSES, WAYS, BLOCK_V)
         weights = tl.zeros((BLOCK_V,), tl.float32)
@@ -165,7 +160,7 @@ def _filter(
         mass = tl.sum(weights, axis=0)
     if top_p < 1:
         high = narrowest(row, V, scale, best, high, top_p * mass, False, PASSES, WAYS, BLOCK_V)
-    farthest = tl.load(farthest_R + r)
+    farthest = tl.load(farthest_T + t)
     for first in range(0, V, BLOCK_V):
         v = first + offset
         distance = best - tl.load(row + v, mask=v < V, other=-float("inf")) * scale
@@ -205,13 +200,13 @@ def apply_filters(
     squares = squares_PT.shape[0]
     arguments = pointers(
         "apply_filters", entropy_T, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
-        done_T=done_T, mode_R=settings.mode_R, inverse_temperature_R=settings.inverse_temperature_R,
-        top_k_R=settings.top_k_R, top_p_R=settings.top_p_R, farthest_R=settings.farthest_R,
+        done_T=done_T, mode_T=settings.mode_T, inverse_temperature_T=settings.inverse_temperature_T,
+        top_k_T=settings.top_k_T, top_p_T=settings.top_p_T, farthest_T=settings.farthest_T,
     )  # fmt: skip
     _filter[(tokens,)](
         *arguments, tokens, vocabulary, width, eps, NEVER, _LARGEST,
-        LANES=settings.of_each(tokens), PASSES=_PASSES, WAYS=_WAYS,
-        SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares), BLOCK_V=BLOCK_V, num_warps=_WARPS,
+        PASSES=_PASSES, WAYS=_WAYS, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
+        BLOCK_V=BLOCK_V, num_warps=_WARPS,
         enable_fp_fusion=False,  # a distance must have the same bits in every pass
         **dependent(logits_TV),
     )  # fmt: skip

@@ -3,8 +3,15 @@
 A block holds the keys and values of 64 tokens, in all layers of a pool (`qerl.rollout.paged.limits`), or the
 state of one sequence. A prompt's blocks are held once by each sequence that reads them, so the group shares
 them and the last to finish frees them. A sequence's own tokens start in a fresh block even where the prompt's
-last block has room: nothing is ever copied or written to while shared, at the price of less than one block
-per prompt.
+last block has room: nothing is ever written to while shared, at the price of less than one block per prompt.
+
+**Prefixes.** Where the session names its policy, a full block is known by what it holds: by that name and all
+tokens up to its last. It stays known when nobody holds it any more, until it is taken for something else, the
+longest unused first; so what is kept costs nobody a block. A new prompt takes the known blocks that it begins
+with. For that own tokens have to be cut where those of a prompt are, at multiples of 64 tokens from the
+prompt's first: what the prompt's last block holds, unless it is full, is copied to the first own one of each
+sequence. A decode step then reads up to 63 tokens more of each sequence by itself, half a block in the mean,
+which sessions without a name are spared.
 
 A state is a block that holds any number of tokens. It is overwritten with every one, so it cannot be shared
 with a sequence that goes on: whoever enters has the prompt's copied (`copies`), and what was computed beyond
@@ -17,9 +24,13 @@ has left behind are listed again for the tokens of a later one.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from qerl.errors import QeRLError
 from qerl.rollout.paged.limits import Pool, Units, window_blocks
@@ -34,6 +45,57 @@ _ANY_NUMBER = 1 << 62
 """Tokens that a state has room for."""
 
 
+Key = tuple[Hashable, bytes]
+"""What a block holds: the name of a policy, and that of a page."""
+
+
+class KnownPages:
+    """Blocks by what they hold. It lasts as long as the memory that they lie in."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}  # the longest unused first
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._keys
+
+    @property
+    def blocks(self) -> list[int]:
+        """All of them, the longest unused first."""
+        return list(self._keys)
+
+    def find(self, key: Key) -> int | None:
+        """The block that holds this."""
+        return self._blocks.get(key)
+
+    def learn(self, block: int, key: Key) -> None:
+        """Note what a block holds, unless another one is known to hold it."""
+        if key not in self._blocks:
+            self._blocks[key], self._keys[block] = block, key
+
+    def use(self, block: int) -> None:
+        """Note that a block was used."""
+        self._keys[block] = self._keys.pop(block)
+
+    def drop(self, block: int) -> None:
+        """Note that a block will hold something else."""
+        del self._blocks[self._keys.pop(block)]
+
+    def forget(self) -> None:
+        """Note that all blocks may hold anything."""
+        self._blocks.clear()
+        self._keys.clear()
+
+
+def name_pages(names: list[bytes], token_ids: Items[int], pages: int, page_tokens: int) -> None:
+    """Append the names of further pages of a text to those of its first, up to so many; a name says what its
+    page and all before it hold."""
+    for page in range(len(names), pages):
+        held = np.asarray(token_ids[page * page_tokens : (page + 1) * page_tokens], np.int64)
+        before = names[-1] if names else b""
+        names.append(hashlib.blake2b(before + held.tobytes(), digest_size=16).digest())
+
+
 class BlockManager:
     """Reference-counted blocks of one pool; a `qerl.rollout.paged.scheduler.SequenceMemory`.
 
@@ -43,26 +105,38 @@ class BlockManager:
         pool: Number of the pool, by which prompts and sequences have its tables.
         held: What its blocks hold.
         pass_tokens: Tokens that a pass of prefill computes at most.
+        known: What blocks hold that nobody holds yet.
+        policy: Name of the policy, for prefixes.
 
     Attributes:
         rewinds: See `SequenceMemory`.
+        policy: As given; without one no prefix is found and none is noted.
     """
 
     def __init__(
-        self, count: int, block_tokens: int, pool: int = 0, held: Pool = None, pass_tokens: int = 0
+        self,
+        count: int,
+        block_tokens: int,
+        pool: int = 0,
+        held: Pool = None,
+        pass_tokens: int = 0,
+        known: KnownPages | None = None,
+        policy: Hashable | None = None,
     ) -> None:
         self.count, self.rewinds = count, held != "state"
         self.block_tokens = _ANY_NUMBER if held == "state" else block_tokens
         self._window = None if held == "state" else held
         self._pool, self._pass_tokens = pool, pass_tokens
         self._readers: Counter[Prompt] = Counter()
-        self._free = list(range(count - 1, -1, -1))
+        self._known, self.policy = KnownPages() if known is None else known, policy
+        self._unused = dict.fromkeys(self._known.blocks)  # that are known, the longest unused first
+        self._free = [block for block in range(count - 1, -1, -1) if block not in self._unused]
         self._holders: Counter[int] = Counter()
 
     @property
     def free(self) -> int:
         """Number of blocks that nobody holds."""
-        return len(self._free)
+        return len(self._free) + len(self._unused)
 
     def blocks_for(self, tokens: int) -> int:
         """Number of blocks that ``tokens`` tokens fill."""
@@ -82,11 +156,18 @@ class BlockManager:
         Raises:
             QeRLError: Fewer are free; ask :attr:`free` first.
         """
-        if blocks > len(self._free):
-            raise QeRLError(f"{blocks} cache blocks were asked for and {len(self._free)} are free.")
-        taken = [self._free.pop() for _ in range(blocks)]
+        if blocks > self.free:
+            raise QeRLError(f"{blocks} cache blocks were asked for and {self.free} are free.")
+        taken = [self._free.pop() if self._free else self._unknown() for _ in range(blocks)]
         self._holders.update(taken)
         return taken
+
+    def _unknown(self) -> int:
+        """The longest unused of the known blocks, which is not known any more."""
+        block = next(iter(self._unused))
+        del self._unused[block]
+        self._known.drop(block)
+        return block
 
     def share(self, blocks: list[int]) -> None:
         """Add a holder to each block; it must have one."""
@@ -97,17 +178,21 @@ class BlockManager:
 
     def release(self, blocks: list[int]) -> None:
         """Take one holder from each block; a block without holders is free again."""
+        unused: list[int] = []
         for block in blocks:
             if not self._holders[block]:
                 raise QeRLError(f"Cache block {block} was released more often than taken.")
             self._holders[block] -= 1
             if not self._holders[block]:
                 del self._holders[block]
-                self._free.append(block)
+                (unused if block in self._known else self._free).append(block)
+        for block in reversed(unused):  # without its first pages a text is not found
+            self._known.use(block)
+            self._unused[block] = None
 
     def check(self, prompt: Prompt, limit: int) -> None:
         """See `SequenceMemory.check`."""
-        needed = self._at_once(prompt.cached_tokens) + self._at_once(limit)
+        needed = self._at_once(prompt.cached_tokens) + self._at_once(prompt.tail + limit)
         if needed > self.count:
             each = f"of {self.block_tokens} tokens" if self.rewinds else "with a state"
             raise QeRLError(
@@ -129,7 +214,10 @@ class BlockManager:
     def prompt_missing(self, sequence: Sequence) -> int:
         """See `SequenceMemory.prompt_missing`."""
         prompt = sequence.prompt
-        return 0 if self._pool in prompt.blocks else self._at_once(prompt.cached_tokens)
+        if self._pool in prompt.blocks:
+            return 0
+        held = sum(block not in self._unused for block in self._found(prompt))
+        return self._at_once(prompt.cached_tokens) - held
 
     def copy(self, sequence: Sequence) -> bool:
         """See `SequenceMemory.copy`; blocks of a prompt are never written to again, so they are shared."""
@@ -138,7 +226,15 @@ class BlockManager:
             return False
         fresh = self._pool not in prompt.blocks
         if fresh:
-            prompt.blocks[self._pool] = self._extended([], 0, self.blocks_for(prompt.cached_tokens))
+            found = self._found(prompt)
+            for block in found:
+                self._unused.pop(block, None)
+            self._holders.update(found)
+            prompt.found = len(found) * self.block_tokens
+            table = self._extended(found, 0, self.blocks_for(prompt.cached_tokens))
+            prompt.blocks[self._pool] = table
+            # What is computed next is known at once: spans of prompts see what spans before them write.
+            self._learn(prompt.page_names, prompt.token_ids, table[: self._full(prompt)])
         else:
             self.share(self._held(prompt.blocks[self._pool]))
         sequence.blocks[self._pool] = []
@@ -147,10 +243,43 @@ class BlockManager:
 
     def copies(self, sequence: Sequence) -> dict[int, int | None]:
         """See `SequenceMemory.copies`."""
-        if self.rewinds or sequence.cached:
+        if sequence.cached or (self.rewinds and not sequence.prompt.tail):
             return {}
-        (own,), of_prompt = sequence.blocks[self._pool], sequence.prompt.blocks[self._pool]
-        return {own: of_prompt[0] if of_prompt else None}
+        own, of_prompt = sequence.blocks[self._pool][0], sequence.prompt.blocks[self._pool]
+        return {own: of_prompt[-1] if of_prompt else None}
+
+    def learn(self, sequence: Sequence) -> None:
+        """See `SequenceMemory.learn`; what follows logits that are not finite is not looked for."""
+        if self.policy is None or sequence.finish_reason == "error":
+            return
+        prompt, names = sequence.prompt, sequence.prompt.page_names.copy()
+        before = self._full(prompt)
+        full = before + sequence.cached // self.block_tokens
+        own = sequence.blocks[self._pool][: full - before]
+        table = prompt.blocks[self._pool][:before] + own
+        self._learn(names, prompt.token_ids + sequence.token_ids, table)
+
+    def _full(self, prompt: Prompt) -> int:
+        """Blocks of a prompt that its sequences read and that others can share."""
+        return prompt.shared_tokens // self.block_tokens
+
+    def _learn(self, names: list[bytes], token_ids: list[int], table: list[int]) -> None:
+        """Note what the first blocks of a text hold, all of which are full."""
+        if self.policy is not None:
+            name_pages(names, token_ids, len(table), self.block_tokens)
+            for name, block in zip(names, table, strict=True):
+                self._known.learn(block, (self.policy, name))
+
+    def _found(self, prompt: Prompt) -> list[int]:
+        """The known blocks with which a prompt begins."""
+        found: list[int] = []
+        while self.policy is not None and len(found) < self._full(prompt):
+            name_pages(prompt.page_names, prompt.token_ids, len(found) + 1, self.block_tokens)
+            block = self._known.find((self.policy, prompt.page_names[len(found)]))
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def reserve(self, sequence: Sequence, steps: int) -> None:
         """See `SequenceMemory.reserve`."""
@@ -182,7 +311,7 @@ class BlockManager:
 
     def _needed(self, sequence: Sequence, steps: int) -> tuple[int, int]:
         """The first block that a sequence's next token sees, and the end of those for so many steps."""
-        place = sequence.cached if sequence.row is None else sequence.generated
+        place = sequence.cached if sequence.row is None else sequence.own_tokens
         return self._seen_from(place), self.blocks_for(sequence.own_tokens_after(steps))
 
     def _extended(self, table: list[int], first: int, end: int) -> list[int]:
@@ -212,8 +341,10 @@ class Pools:
     It is a `qerl.rollout.paged.scheduler.SequenceMemory` whose numbers are those of each pool.
     """
 
+    policy: Hashable | None
+
     def __init__(self, pools: Items[BlockManager]) -> None:
-        self._pools = pools
+        self._pools, self.policy = pools, None
         self.rewinds = all(pool.rewinds for pool in pools)
         self.count = Units(pool.count for pool in pools)
 
@@ -249,6 +380,9 @@ class Pools:
         """See `SequenceMemory.copies`."""
         return {block: source for pool in self._pools for block, source in pool.copies(sequence).items()}
 
+    def learn(self, sequence: Sequence) -> None:
+        """See `SequenceMemory.learn`; nothing is (`has_prefixes`)."""
+
     def reserve(self, sequence: Sequence, steps: int) -> None:
         """See `SequenceMemory.reserve`."""
         for pool in self._pools:
@@ -260,8 +394,19 @@ class Pools:
             pool.give_up(sequence)
 
 
+def has_prefixes(held: Items[Pool]) -> bool:
+    """Whether prefixes are kept in a cache with these pools: without windows and states, which would have to
+    be there in all pools at one place."""
+    return [*held] == [None]
+
+
 def memory_of(
-    counts: Items[int], held: Items[Pool], block_tokens: int, pass_tokens: int
+    counts: Items[int],
+    held: Items[Pool],
+    block_tokens: int,
+    pass_tokens: int,
+    known: KnownPages | None = None,
+    policy: Hashable | None = None,
 ) -> BlockManager | Pools:
     """The blocks of a cache with these pools, all of them free.
 
@@ -270,7 +415,10 @@ def memory_of(
         held: What each holds.
         block_tokens: Tokens of a block.
         pass_tokens: Tokens that a pass of prefill computes at most.
+        known, policy: As of `BlockManager`, for a cache that `has_prefixes`.
     """
+    if has_prefixes(held):
+        return BlockManager(counts[0], block_tokens, 0, None, pass_tokens, known, policy)
     pools = [
         BlockManager(count, block_tokens, pool, of_pool, pass_tokens)
         for pool, (count, of_pool) in enumerate(zip(counts, held, strict=True))

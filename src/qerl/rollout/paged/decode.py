@@ -18,16 +18,14 @@ import triton
 
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.draw import BLOCK_V, cap_logits, draw_token
-from qerl.kernels.decode.speculate import propose, settle
 from qerl.kernels.device import multiprocessors
 from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import product
-from qerl.rollout.drafts import FEW_ROWS
 from qerl.rollout.paged.forward import Forward
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import rows_of_step
 from qerl.rollout.paged.machine import Graphs, Machine
-from qerl.rollout.paged.rows import Rows, learn
+from qerl.rollout.paged.rows import Rows
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.weights import Decoder, Kind, kinds_of
 from qerl.rollout.session import Sequence
@@ -46,7 +44,7 @@ def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int)
     with 8 than with 4, behind 1024 tokens 1 % slower.
 
     Args:
-        rows: Tokens of the step.
+        rows: Of the step.
         kv_heads: Heads of keys.
         multiprocessors: Of the GPU.
         pages: Cache blocks of the longest table.
@@ -66,7 +64,6 @@ class DecodeStep:
         max_new: Tokens that a sequence may generate.
         table_width: Cache blocks that a sequence may own, and a prompt too.
         graphs: Where the step is captured.
-        drafted: Tokens of a draft at most, which are computed in the same step; 0 for none.
 
     Attributes:
         rows: The batch.
@@ -81,34 +78,29 @@ class DecodeStep:
         max_new: int,
         table_width: int,
         graphs: Graphs,
-        drafted: int = 0,
     ) -> None:
         device, kinds = decoder.embedding_VD.device, kinds_of(decoder.sizes)
-        tokens = rows * (drafted + 1)
 
         def splits(kind: Kind) -> int:
             seen = table_width if kind.window is None else min(table_width, kind.window // PAGE + 1)
-            return attention_splits(tokens, kind.kv_heads, multiprocessors(device), seen)
+            return attention_splits(rows, kind.kv_heads, multiprocessors(device), seen)
 
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         tiles = [attention.decode_rows(kind.group) for kind in kinds]
-        self.forward = Forward(decoder, tokens, [splits(kind) for kind in kinds], tiles)
+        self.forward = Forward(decoder, rows, [splits(kind) for kind in kinds], tiles)
         together = [tile // kind.group for tile, kind in zip(tiles, kinds, strict=True)]
         pools = len(cache.geometry.pools)
-        self.rows = Rows(rows, max_new, table_width, pools, together, device, drafted)
+        self.rows = Rows(rows, max_new, table_width, pools, together, device)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
-        self._stats_3TB = torch.empty(3, tokens, blocks, device=device)
+        self._stats_3TB = torch.empty(3, rows, blocks, device=device)
         # Sums of squares of logits that a cap has already divided by their rms.
         width, eps = decoder.sizes.hidden, decoder.eps
-        self._unit_1T = torch.full((1, tokens), width * (1.0 - eps), device=device)
+        self._unit_1T = torch.full((1, rows), width * (1.0 - eps), device=device)
         self._replay: Callable[[], None] | None = None
 
-    def attend(self, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence] = ()) -> None:
-        """Write what the attention of everything that runs reads (`Rows.attend`), and where its drafts are
-        looked for (`learn`)."""
+    def attend(self, running: abc.Mapping[int, Sequence]) -> None:
+        """Write what the attention of everything that runs reads (`Rows.attend`)."""
         self.rows.attend(running)
-        if self.rows.lanes is not None:
-            learn(self.rows.lanes, running, session)
         self.forward.forget_attention()
 
     def decode(self, steps: int) -> None:
@@ -118,10 +110,7 @@ class DecodeStep:
             replay()
 
     def run(self) -> None:
-        """Decode one token, and those of its draft, as a captured step does, without a graph."""
-        state, lanes = self.rows.state, self.rows.lanes
-        if lanes is not None:
-            propose(state, lanes)
+        """Decode one token as a captured step does, without a graph."""
         u_TD = self.forward(self._cache, self.rows.inputs)
         logits_TV = product(u_TD, self._decoder.head_VD.T)
         sizes, eps, squares_PT = self._decoder.sizes, self._decoder.eps, self.forward.squares_PT
@@ -129,11 +118,9 @@ class DecodeStep:
             cap_logits(logits_TV, squares_PT, cap=sizes.logit_cap, width=sizes.hidden, eps=eps)
             squares_PT = self._unit_1T
         draw_token(
-            logits_TV, squares_PT, self._stats_3TB, state if lanes is None else lanes.tokens,
-            self.rows.settings, width=sizes.hidden, eps=eps,
+            logits_TV, squares_PT, self._stats_3TB, self.rows.state, self.rows.settings,
+            width=sizes.hidden, eps=eps,
         )  # fmt: skip
-        if lanes is not None:
-            settle(state, lanes)
 
     def capture(self) -> Callable[[], None]:
         """Record the step, which `decode` otherwise does when it is first called."""
@@ -156,21 +143,15 @@ class DecodeGraphs:
         decoder: The weights.
         cache: Keys and values.
         machine: Where steps are captured.
-        small_rows: Tokens up to which no smaller step is taken, see `Pace`.
-        drafted: Tokens of a draft at most in steps of few rows (`qerl.rollout.drafts`); 0 for none.
+        small_rows: Rows up to which no smaller step is taken, see `Pace`.
 
     Attributes:
         steps: Steps by rows.
-        drafted: As given.
-        small_rows: Rows up to which no smaller step is taken: as given without drafts. With them a row has
-            several tokens, and steps of more than `FEW_ROWS` rows, without drafts, give way to those with.
     """
 
-    def __init__(
-        self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int, drafted: int = 0
-    ) -> None:
-        self._decoder, self._cache, self._machine, self.drafted = decoder, cache, machine, drafted
-        self.small_rows = max(1, min(small_rows // (drafted + 1), FEW_ROWS)) if drafted else small_rows
+    def __init__(self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int) -> None:
+        self._decoder, self._cache, self._machine = decoder, cache, machine
+        self._small_rows = small_rows
         self.close()
 
     def close(self) -> None:
@@ -202,7 +183,7 @@ class DecodeGraphs:
         """
         running = scheduler.running
         present = None if step is None else step.rows.count
-        rows = rows_of_step(len(running), present, self.small_rows)
+        rows = rows_of_step(len(running), present, self._small_rows)
         if step is not None and rows == present:
             return step
         chosen = self.step(rows)
@@ -218,12 +199,6 @@ class DecodeGraphs:
         """The step of so many rows, one of `qerl.rollout.paged.limits.ROW_COUNTS`."""
         if rows not in self.steps:
             self.steps[rows] = DecodeStep(
-                self._decoder,
-                self._cache,
-                rows,
-                self._max_new,
-                self._table_width,
-                self._graphs,
-                self.drafted if rows <= FEW_ROWS else 0,
+                self._decoder, self._cache, rows, self._max_new, self._table_width, self._graphs
             )
         return self.steps[rows]

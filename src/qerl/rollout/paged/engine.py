@@ -30,12 +30,12 @@ from qerl.rollout.engine import (
     SamplingParams,
     Session,
     WhenEnded,
-    check_drafts,
     check_keys,
     check_model,
     check_request,
 )
 from qerl.rollout.paged.binding import Binding
+from qerl.rollout.paged.blocks import has_prefixes
 from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import MAX_ROWS
@@ -62,8 +62,6 @@ class PagedEngine(RolloutEngine):
             The trainer's are not rounded so, which the importance ratio has to correct.
         machine: What the engine runs on: the current GPU, or a stand-in for one.
         pace: Lengths of rounds and passes.
-        speculative_tokens: Tokens that are drafted for each sequence and computed in one step, where few
-            run; 0 for none (`qerl.rollout.drafts`).
 
     Attributes:
         cache: Keys and values.
@@ -84,7 +82,6 @@ class PagedEngine(RolloutEngine):
         kv_cache_dtype: KvCacheDtype = "auto",
         machine: Machine = _CUDA,
         pace: Pace = _PACE,
-        speculative_tokens: int = 0,
     ) -> None:
         check_model(model)
         reason = machine.why_not(model)
@@ -92,7 +89,6 @@ class PagedEngine(RolloutEngine):
             raise QeRLError(f"The paged engine cannot run this model: {reason}. Use the portable engine.")
         config = base_model(model).config.get_text_config(decoder=True)
         check_keys(kv_cache_dtype, Sizes.of(config))
-        check_drafts(speculative_tokens, config)
         if not 1 <= max_sequences <= MAX_ROWS:
             raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {MAX_ROWS}.")
         self.model = model
@@ -106,8 +102,9 @@ class PagedEngine(RolloutEngine):
         with current(self._device):
             self._binding = Binding(model, self._positions)
             self.cache = KVCache(self.decoder, kv_dtype, machine.memory)
-            self.graphs = DecodeGraphs(self.decoder, self.cache, machine, pace.small_rows, speculative_tokens)
+            self.graphs = DecodeGraphs(self.decoder, self.cache, machine, pace.small_rows)
             self.prefill = Prefill(self.decoder, pace.prefill_tokens)
+        self.keeps_prefixes = has_prefixes(self.cache.geometry.pools)
 
     @property
     def decoder(self) -> Decoder:
@@ -160,21 +157,33 @@ class PagedEngine(RolloutEngine):
         growing: bool = False,
         longest_prompt: int | None = None,
         going_on: Session | None = None,
+        policy: abc.Hashable | None = None,
     ) -> Iterator[PagedSession]:
         """See ``RolloutEngine.session``."""
+        policy = policy if self.keeps_prefixes else None
         with torch.no_grad(), current(self._device):
             if going_on is None:
                 self._last.set_aside()
             renewed = self._read_weights(norm_offsets or {})
             if going_on is None:
-                session = self._new_session(params, growing, longest_prompt)
+                session = self._new_session(params, growing, longest_prompt, policy)
             else:
                 session = self._last.again(going_on)
-                session.enter(renewed, longest_prompt)
-            with self._last.opened(session):
-                yield session
+                session.enter(renewed, longest_prompt, policy)
+            try:
+                with self._last.opened(session):
+                    yield session
+            except BaseException:
+                self.cache.known.forget()  # its last pages may not have been computed
+                raise
 
-    def _new_session(self, params: SamplingParams, growing: bool, longest_prompt: int | None) -> PagedSession:
+    def _new_session(
+        self,
+        params: SamplingParams,
+        growing: bool,
+        longest_prompt: int | None,
+        policy: abc.Hashable | None,
+    ) -> PagedSession:
         parts = EngineParts(
             self.cache,
             self.graphs,
@@ -183,7 +192,9 @@ class PagedEngine(RolloutEngine):
             self._max_sequences,
             self._pace,
         )
-        return PagedSession(params, self._positions, self._pad_token_id, parts, growing, longest_prompt)
+        return PagedSession(
+            params, self._positions, self._pad_token_id, parts, growing, longest_prompt, policy
+        )
 
     def _read_weights(self, norm_offsets: NormOffsets) -> bool:
         """Copy what training may have changed, and drop what was captured with buffers that were replaced;

@@ -12,6 +12,7 @@ import torch
 from qerl.errors import QeRLError
 from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import upload
+from qerl.rollout.paged.blocks import KnownPages
 from qerl.rollout.paged.limits import KVGeometry, Pages, States, Units
 from qerl.rollout.paged.memory import Memory, PlainMemory
 from qerl.rollout.paged.weights import Decoder
@@ -33,6 +34,7 @@ class KVCache:
             `Pages.arrays` (keys, values, numbers of experts) or of `States.arrays`.
         blocks: Number of blocks of each pool.
         geometry: Shape and size of a block.
+        known: Which of them hold what, by content.
         is_limited: True if the blocks were reserved for a call that wanted more of them than its budget gave.
     """
 
@@ -44,6 +46,7 @@ class KVCache:
         }
         self.geometry = KVGeometry.of(decoder.sizes, self._dtype.itemsize, decoder.dtype.itemsize)
         self._device = decoder.embedding_VD.device
+        self.known = KnownPages()
         self._set(PlainMemory(0, self._device), self._none)
         self.is_limited = False
 
@@ -108,6 +111,7 @@ class KVCache:
 
     def give_up(self) -> None:
         """Free the memory until `take_back`; keys and values are lost, addresses stay."""
+        self.known.forget()
         self._memory.give_up()
 
     def take_back(self) -> None:
@@ -130,6 +134,7 @@ class KVCache:
         self._clear()
 
     def _set(self, memory: Memory, blocks: Units) -> None:
+        self.known.forget()
         self._memory, self.blocks = memory, blocks
         self.layers: list[tuple[torch.Tensor, ...]] = []
         offset = 0
@@ -168,23 +173,33 @@ class KVCache:
             found_NMC[here] = kept_SMC[upload(slot_N[here], self._device)].cpu()
         return found_NMC
 
-    def copy_states(self, sources: Mapping[int, int | None]) -> None:
-        """Let blocks have what others have, in all layers that carry a state.
+    def copy(self, sources: Mapping[int, int | None]) -> None:
+        """Let blocks have what others have, in all layers of the pool of states; in a cache without states,
+        of the first pool.
 
         Args:
             sources: Of each block the one whose content it takes; None for that of nobody who has read a
                 token: zeros.
         """
-        targets: dict[int | None, list[int]] = {}
-        for block, source in sources.items():
-            targets.setdefault(source, []).append(block)
+        pools = self.geometry.pools
+        pool = pools.index("state") if "state" in pools else 0
         held = zip(self.geometry.layers, self.layers, strict=True)
-        tensors = [each for layer, own in held if isinstance(layer, States) for each in own]
-        for source, blocks in targets.items():
-            index = upload(torch.tensor(blocks), self._device)
-            for tensor in tensors:
-                tensor[index] = 0.0 if source is None else tensor[source].clone()
+        tensors = [_bytes_of(each) for layer, own in held if layer.pool == pool for each in own]
+        empty = [block for block, source in sources.items() if source is None]
+        copied = {block: source for block, source in sources.items() if source is not None}
+        empty_N, to_N, from_N = (
+            upload(torch.tensor([*blocks], dtype=torch.int64), self._device)
+            for blocks in (empty, copied.keys(), copied.values())
+        )
+        for tensor in tensors:
+            tensor.index_fill_(0, empty_N, 0)
+            tensor.index_copy_(0, to_N, tensor.index_select(0, from_N))
 
     def _clear(self) -> None:
         """Fresh memory may hold NaN, which a masked key would carry into a product with zero."""
         self._memory.tensor((self.geometry.bytes(self.blocks),), torch.uint8).zero_()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of blocks as numbers of one byte, which are copied whatever they stand for."""
+    return tensor.flatten(1).view(torch.uint8)

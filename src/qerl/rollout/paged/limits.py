@@ -326,6 +326,7 @@ class BlockDemand:
         pass_tokens: Tokens that a pass of prefill computes at most.
         ahead_tokens: Tokens of a sequence for which the scheduler keeps room: those of a round and of the
             rounds that it leaves free.
+        tail: Tokens of its prompt that a sequence has in its own blocks at most.
     """
 
     prompt_tokens: int
@@ -334,6 +335,7 @@ class BlockDemand:
     pools: tuple[Pool, ...] = (None,)
     pass_tokens: int = PREFILL_TOKENS[-1]
     ahead_tokens: int = 80
+    tail: int = 0
 
     def ahead(self, positions: int) -> "BlockDemand":
         """A demand that holds this one and many that may follow: lengths are the next powers of two, as far
@@ -347,7 +349,8 @@ class BlockDemand:
     @property
     def table_width(self) -> int:
         """Blocks that a row of the block table must list, those of a prompt or those of a sample."""
-        return max(-(-(self.prompt_tokens - 1) // PAGE), -(-self.completion_tokens // PAGE), 1)
+        own = self.tail + self.completion_tokens
+        return max(-(-(self.prompt_tokens - 1) // PAGE), -(-own // PAGE), 1)
 
     @property
     def least(self) -> Units:
@@ -364,7 +367,7 @@ class BlockDemand:
     def _blocks(self, rows: int, prompts: int, own_tokens: int) -> Units:
         """Those of rows that compute so many of their own tokens at once."""
         return Units(
-            rows * window_blocks(self.completion_tokens, pool, own_tokens)
+            rows * window_blocks(self.tail + self.completion_tokens, pool, own_tokens)
             + prompts * window_blocks(self.prompt_tokens - 1, pool, self.pass_tokens)
             for pool in self.pools
         )

@@ -4,10 +4,7 @@ A row is a place for one sequence. What a decode step needs of it (token, positi
 far it sees) is on the GPU and is advanced there by the kernel that draws, so the host writes a row when a
 sequence enters it, reads it when the sequence leaves, and in between looks who has ended.
 
-Where drafts are made, a row has lanes beside it (`qerl.kernels.decode.speculate`), which share its settings.
-
-Shapes: T rows, S of them, M tokens that a row may generate, B blocks of a table, L lanes of a row, C tokens
-of a corpus, K stop tokens.
+Shapes: T rows, S of them, M tokens that a row may generate, B blocks of a table, K stop tokens.
 """
 
 import math
@@ -19,15 +16,11 @@ import torch
 
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.decode.filters import FILTERED, FREE, GREEDY, RowSettings
-from qerl.kernels.decode.speculate import LaneState
 from qerl.kernels.limits import STOP_TOKENS
 from qerl.rollout.engine import SamplingParams, uniform_streams
 from qerl.rollout.paged.forward import Inputs
 from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import Cut, FinishReason
-
-CORPUS = 8192
-"""Tokens of a corpus at most, the last ones; a row's prompt stands at its end."""
 
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
 _BY_KIND = ("limit_2T", "out_stats_2TM")  # tensors whose rows are the second dimension
@@ -45,15 +38,12 @@ class Rows:
         pools: Of the cache.
         together: Of each kind of attention, tokens that one work item may hold.
         device: Where they are.
-        drafted: Tokens of a draft at most, for each of which a row has a lane beside its first.
 
     Attributes:
         state: What the kernel that draws advances.
         settings: How each row draws, and which tokens end it.
-        lanes: Lanes of the rows, None where nothing is drafted.
         inputs: What a pass reads. Of each of its tables [2 T, B] the first half are prompts of groups, the
-            second each row's own blocks; items [2 T, 4] and their order [2 T] likewise, T there the lanes of
-            all rows.
+            second each row's own blocks; items [2 T, 4] and their order [2 T] likewise.
     """
 
     def __init__(
@@ -64,7 +54,6 @@ class Rows:
         pools: int,
         together: abc.Sequence[int],
         device: torch.device,
-        drafted: int = 0,
     ) -> None:
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -82,14 +71,11 @@ class Rows:
             out_stats_2TM=torch.zeros(2, count, max_new, device=device),
         )
         self.settings = RowSettings.free(count, device)
-        self._lanes_each, tokens = drafted + 1, count * (drafted + 1)
-        self.lanes = _make_lanes(count, drafted + 1, device) if drafted else None
-        read = self.state if self.lanes is None else self.lanes.tokens
-        own_T = count + torch.arange(tokens, dtype=torch.int32, device=device) // self._lanes_each
         self.inputs = Inputs(
-            read.token_T, read.position_T, read.limit_2T, own_T.to(torch.int32),
+            self.state.token_T, self.state.position_T, self.state.limit_2T,
+            torch.arange(count, 2 * count, dtype=torch.int32, device=device),
             [integers(2 * count, table_width) for _ in range(pools)],
-            [(integers(2 * tokens, 4), integers(2 * tokens)) for _ in together],
+            [(integers(2 * count, 4), integers(2 * count)) for _ in together],
         )  # fmt: skip
         self.clear()
 
@@ -127,8 +113,9 @@ class Rows:
     @staticmethod
     def _column(sequence: Sequence) -> list[int]:
         """What the row's tensors hold, in the order of `place`; the last two are the limits."""
-        cached, own = sequence.prompt.cached_tokens, sequence.generated
-        return [sequence.last_token, cached + own, own, sequence.max_tokens, 0, cached, own + 1]
+        shared, own = sequence.prompt.shared_tokens, sequence.own_tokens
+        counts = sequence.generated, sequence.max_tokens
+        return [sequence.last_token, shared + own, *counts, 0, shared, own + 1]
 
     def _write_outputs(self, sequences: list[Sequence]) -> None:
         """What they have from before, drawn or written, in three uploads for all of them."""
@@ -197,22 +184,20 @@ class Rows:
     def _items(
         self, running: abc.Mapping[int, Sequence], numbers: abc.Mapping[Prompt, int], together: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Work items of one kind of attention, of so many tokens at most, and the tokens of each."""
-        rows, lanes = self.count, self._lanes_each
-        tokens = rows * lanes
-        item_4 = np.zeros((2 * tokens, 4), np.int32)
-        order = np.zeros(2 * tokens, np.int32)
-        order[tokens:] = np.arange(tokens)
-        item_4[tokens:, 0] = np.arange(tokens, 2 * tokens)
-        item_4[tokens:, 2] = rows + np.arange(tokens) // lanes
-        item_4[tokens:, 3] = 1
+        """Work items of one kind of attention, of so many tokens at most, and the rows of each."""
+        item_4 = np.zeros((2 * self.count, 4), np.int32)
+        order = np.zeros(2 * self.count, np.int32)
+        own_4 = item_4[self.count :]
+        own_4[:, 0] = own_4[:, 2] = np.arange(self.count, 2 * self.count)
+        own_4[list(running), 1] = 1
+        own_4[:, 3] = 1
+        order[self.count :] = np.arange(self.count)
         members: dict[Prompt, list[int]] = {}
         for row, sequence in running.items():
-            item_4[tokens + row * lanes : tokens + (row + 1) * lanes, 1] = 1
-            members.setdefault(sequence.prompt, []).extend(range(row * lanes, (row + 1) * lanes))
+            members.setdefault(sequence.prompt, []).append(row)
         item = place = 0
         for prompt, of_prompt in members.items():
-            if not prompt.cached_tokens:
+            if not prompt.shared_tokens:
                 continue
             for first in range(0, len(of_prompt), together):
                 chosen = of_prompt[first : first + together]
@@ -298,58 +283,8 @@ def write_settings(settings: RowSettings, at: torch.Tensor, params: abc.Sequence
         counts.append([mode.value, min(own.top_k, _MOST), *stops, *[-1] * (STOP_TOKENS - len(stops))])
     numbers_S3 = torch.tensor(numbers, dtype=torch.float32, device=at.device)
     counts_SK = torch.tensor(counts, dtype=torch.int32, device=at.device)
-    for column, of_rows in enumerate((settings.inverse_temperature_R, settings.top_p_R, settings.farthest_R)):
+    for column, of_rows in enumerate((settings.inverse_temperature_T, settings.top_p_T, settings.farthest_T)):
         of_rows.index_copy_(0, at, numbers_S3[:, column])
-    settings.mode_R.index_copy_(0, at, counts_SK[:, 0])
-    settings.top_k_R.index_copy_(0, at, counts_SK[:, 1])
-    settings.stop_RK.index_copy_(0, at, counts_SK[:, 2:])
-
-
-def _make_lanes(rows: int, each: int, device: torch.device) -> LaneState:
-    """Lanes that nothing was written to.
-
-    Args:
-        rows: R.
-        each: L.
-        device: Where they are.
-    """
-
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
-    tokens = rows * each
-    state = RowState(
-        token_T=integers(tokens),
-        position_T=integers(tokens),
-        limit_2T=integers(2, tokens),
-        generated_T=integers(tokens),
-        max_new_T=integers(tokens).fill_(2),  # none ends by its length
-        done_T=integers(tokens),
-        uniform_TM=torch.zeros(tokens, 1, device=device),
-        out_token_TM=integers(tokens, 1),
-        out_stats_2TM=torch.zeros(2, tokens, 1, device=device),
-    )
-    return LaneState(
-        state, integers(tokens), integers(rows), integers(rows, CORPUS), integers(rows), integers(2)
-    )
-
-
-def learn(lanes: LaneState, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence]) -> None:
-    """Write the corpora: completions of a row's siblings whose turns have ended, and its prompt.
-
-    Args:
-        lanes: Their lanes.
-        running: Sequences by row.
-        session: All that were not finished.
-    """
-    idle = [each for each in session if each.stage != "drawing"]
-    corpus_RC = np.zeros(lanes.corpus_RC.shape, np.int32)
-    known_R = np.zeros(len(corpus_RC), np.int32)
-    for row, sequence in running.items():
-        prompt = sequence.prompt
-        texts = prompt.finished + [each.token_ids for each in idle if each.prompt is prompt]
-        text = [token for each in texts for token in (*each, -1)] + prompt.token_ids
-        text = text[-corpus_RC.shape[1] :]
-        corpus_RC[row, : len(text)], known_R[row] = text, len(text)
-    lanes.corpus_RC.copy_(torch.from_numpy(corpus_RC))
-    lanes.known_R.copy_(torch.from_numpy(known_R))
+    settings.mode_T.index_copy_(0, at, counts_SK[:, 0])
+    settings.top_k_T.index_copy_(0, at, counts_SK[:, 1])
+    settings.stop_TK.index_copy_(0, at, counts_SK[:, 2:])

@@ -13,7 +13,8 @@ is preempted: they are not decoding, and may never go on. What memory is, and ho
 `SequenceMemory` says.
 
 A prompt is prefilled without its last token; each sequence decodes that token itself, into its own first
-block. So prefill needs no sampling, and a prompt of one token needs no prefill.
+block. So prefill needs no sampling, and a prompt of one token needs no prefill. Nor does what memory finds of
+a prompt, because others that ended have computed it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from qerl.errors import QeRLError
 from qerl.rollout.paged.limits import PREFILL_TOKENS
 
 if TYPE_CHECKING:  # the contract that sequences come from needs torch
+    from collections.abc import Hashable
+
     from qerl.rollout.session import Prompt, Sequence
 
 
@@ -88,25 +91,27 @@ class Round:
     def prompt_spans(self) -> list[Span]:
         """What to prefill of prompts, before the sequences that read them."""
         return [
-            Span(prompt.token_ids[:-1], 0, prompt.blocks) for prompt in self.prompts if prompt.cached_tokens
+            Span(prompt.token_ids[prompt.found : -1], prompt.found, prompt.blocks, start=prompt.found)
+            for prompt in self.prompts
+            if prompt.cached_tokens > prompt.found
         ]
 
     def own_spans(self) -> list[Span]:
         """What to prefill of sequences."""
         spans = []
         for sequence in self.admitted:
-            if sequence.cached < sequence.generated:
+            if sequence.cached < sequence.own_tokens:
                 prompt, start = sequence.prompt, sequence.cached
-                own = [prompt.token_ids[-1], *sequence.token_ids[:-1]]
-                seen = prompt.cached_tokens
+                seen = prompt.shared_tokens
+                own = [*prompt.token_ids[seen:], *sequence.token_ids][: sequence.own_tokens]
                 spans.append(Span(own[start:], seen + start, sequence.blocks, prompt.blocks, seen, start))
         return spans
 
     @property
     def prefilled_tokens(self) -> int:
         """Tokens of prompts that enter, and those of sequences that are computed otherwise than as drawn."""
-        own = sum(sequence.generated - sequence.cached for sequence in self.admitted)
-        return own + sum(len(prompt.token_ids) for prompt in self.prompts)
+        own = sum(sequence.own_tokens - sequence.cached for sequence in self.admitted)
+        return own + sum(len(prompt.token_ids) - prompt.found for prompt in self.prompts)
 
 
 Amount = Any  # an int, or Units: what adds up and compares
@@ -123,10 +128,12 @@ class SequenceMemory(Protocol):
     Attributes:
         count: Units in all.
         rewinds: True if a sequence can go on from any of its tokens, False if from the last one alone.
+        policy: Name of the policy, if what sequences have computed is kept for prompts that begin alike.
     """
 
     count: Amount
     rewinds: bool
+    policy: Hashable | None
 
     @property
     def free(self) -> Amount:
@@ -158,6 +165,9 @@ class SequenceMemory(Protocol):
     def copies(self, sequence: Sequence) -> dict[int, int | None]:
         """Blocks of a sequence that enters with nothing computed whose content must be copied from its
         prompt's, by those; from None where the prompt has none because all of it is the last token."""
+
+    def learn(self, sequence: Sequence) -> None:
+        """Note what a sequence whose turn has ended has computed, for prompts that begin alike."""
 
     def reserve(self, sequence: Sequence, steps: int) -> None:
         """Give a sequence what it lacks for so many steps, which must be free.
@@ -245,8 +255,8 @@ class Scheduler:
     ) -> None:
         """Record a round.
 
-        Sequences that ended keep their memory until they go on or are finished, or others need the room. One
-        that overran gives it up where memory does not rewind.
+        Sequences that ended, which have their tokens by then, keep their memory until they go on or are
+        finished, or others need the room. One that overran gives it up where memory does not rewind.
 
         Args:
             generated: Tokens that sequences have, by row.
@@ -257,8 +267,9 @@ class Scheduler:
             self.running[row].generated = count
         for row in list(ended):
             sequence = self.running.pop(row)
-            sequence.row, sequence.cached = None, sequence.generated
+            sequence.row, sequence.cached = None, sequence.own_tokens
             self.idle[sequence.index] = sequence
+            self.memory.learn(sequence)
             if row in overrun and not self.memory.rewinds:
                 self.memory.give_up(sequence)
 
@@ -329,6 +340,7 @@ class Scheduler:
                 planned.prompts.append(sequence.prompt)
             self.memory.reserve(sequence, self.pace.round_steps)
             planned.copies |= self.memory.copies(sequence)
+            sequence.cached = max(sequence.cached, sequence.prompt.tail)
             spare += self._missing(sequence, ahead)
             sequence.row = row
             self.running[row] = sequence

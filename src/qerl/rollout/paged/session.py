@@ -3,15 +3,17 @@
 Between turns a sequence's keys and values stay in its blocks, so what others write is prefilled behind them,
 and while they write the rows are used by others. A session begins with the cache that the last one left; one
 that turns out too small is replaced with all captured steps, and what lay in it is computed again. So a
-session that grows takes more at once than its sequences need (`BlockDemand.ahead`).
+session that grows takes more at once than its sequences need (`BlockDemand.ahead`). Pages that are known by
+what they hold stay so until the cache is replaced or given up, whichever session they are from
+(`qerl.rollout.paged.blocks`).
 
 A session that is entered again goes on with the blocks, tables and rows that it had when it was left, on
 weights that the engine has read anew. Where the memory was given up meanwhile its sequences wait and are
 computed again, in the cache as it was, or in a smaller one if others hold too much by then.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,6 +61,7 @@ class PagedSession(TrackedSession):
         parts: Of the engine; their weights are those of this session.
         growing: Whether to take memory for sequences that are still to come.
         longest_prompt: As in `RolloutEngine.session`.
+        policy: Its name where prefixes are kept, else None.
     """
 
     def __init__(
@@ -69,13 +72,13 @@ class PagedSession(TrackedSession):
         parts: EngineParts,
         growing: bool,
         longest_prompt: int | None = None,
+        policy: Hashable | None = None,
     ) -> None:
-        super().__init__(params, positions, pad_token_id, parts.graphs.drafted)
+        super().__init__(params, positions, pad_token_id)
+        self._policy, self._aligned_to = policy, 1 if policy is None else PAGE
         self._parts, self._most_positions = parts, positions
         self._growing, self._longest_prompt = growing and longest_prompt is None, longest_prompt or 0
-        most = parts.pace.round_steps * (parts.graphs.drafted + 1)  # tokens that a round may give a sequence
-        pace = replace(parts.pace, round_steps=most)
-        self._scheduler = Scheduler(self._memory(), parts.max_sequences, pace)
+        self._scheduler = Scheduler(self._memory(), parts.max_sequences, parts.pace)
         self._step: DecodeStep | None = None
         self._samples = 0  # of each prompt, at least
 
@@ -106,13 +109,16 @@ class PagedSession(TrackedSession):
     def _drop(self, sequence: Sequence) -> None:
         self._scheduler.finish(sequence)
 
-    def enter(self, renewed: bool, longest_prompt: int | None) -> None:
+    def enter(self, renewed: bool, longest_prompt: int | None, policy: Hashable | None) -> None:
         """Go on after it was left.
 
         Args:
             renewed: Whether captured steps were dropped since, because the weights are elsewhere.
             longest_prompt: As in `RolloutEngine.session`.
+            policy: Its present name.
         """
+        if policy != self._policy:  # what its sequences have is of both
+            self._policy = self._scheduler.memory.policy = None
         self._longest_prompt = max(self._longest_prompt, longest_prompt or 0)
         given_up = self._parts.cache.given_up
         if renewed or given_up:
@@ -147,14 +153,13 @@ class PagedSession(TrackedSession):
             self._step.rows.end(planned.preempted)
         step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted)
         step.rows.place(planned.admitted)
-        step.attend(scheduler.running, self._sequences.values())
+        step.attend(scheduler.running)
         self._prefill(planned)  # last, because uploads would wait for it
         most = max(sequence.max_tokens for sequence in scheduler.running.values())
         step.decode(min(parts.pace.round_steps, most))
         if meanwhile is not None:
             meanwhile()
         generated, rows, overrun = step.rows.read(scheduler.running)
-        self._count(step)
         ended = [scheduler.running[row] for row in rows]
         self._keep_choices(ended, [generated[row] for row in rows])
         scheduler.advance(generated, rows, overrun)
@@ -169,7 +174,7 @@ class PagedSession(TrackedSession):
         blocks, tokens = [], []
         for sequence, count in zip(sequences, generated, strict=True):
             blocks += [sequence.prompt.blocks.get(pool, []), sequence.blocks[pool]]
-            tokens += [sequence.prompt.cached_tokens, count]
+            tokens += [sequence.prompt.shared_tokens, sequence.prompt.tail + count]
         found = cache.choices(blocks, tokens)
         ends = np.cumsum(tokens)
         for i, sequence in enumerate(sequences):
@@ -177,32 +182,26 @@ class PagedSession(TrackedSession):
             sequence.choices = found[begin : ends[2 * i + 1]].copy()  # a view would keep all of them
 
     def _prefill(self, planned: Round) -> None:
-        """Compute what enters; states of prompts are copied before sequences go on from them."""
+        """Compute what enters; what sequences have copies of is copied before they go on from it."""
         prefill, cache = self._parts.prefill, self._parts.cache
         if not planned.copies:
             prefill.run(planned.prompt_spans() + planned.own_spans(), cache)
             return
         prefill.run(planned.prompt_spans(), cache)
-        cache.copy_states(planned.copies)
+        cache.copy(planned.copies)
         prefill.run(planned.own_spans(), cache)
 
-    def _count(self, step: DecodeStep) -> None:
-        """Add up what the drafts of the last round gave."""
-        if (lanes := step.rows.lanes) is not None:
-            drafted, accepted = lanes.counts_2.tolist()
-            lanes.counts_2.zero_()
-            self.drafted_tokens += drafted
-            self.accepted_tokens += accepted
-
     def _demand(self, prompt: int, own: int, samples: int) -> BlockDemand:
-        pools, pace = self._parts.cache.geometry.pools, self._scheduler.pace
+        pools, pace = self._parts.cache.geometry.pools, self._parts.pace
         ahead = (1 + pace.spare_rounds) * pace.round_steps
-        return BlockDemand(prompt, own, samples, pools, pace.prefill_tokens[-1], ahead)
+        passes = pace.prefill_tokens[-1]
+        return BlockDemand(prompt, own, samples, pools, passes, ahead, self._aligned_to - 1)
 
     def _memory(self) -> SequenceMemory:
-        """The blocks of the cache as it is, all of them free."""
+        """The blocks of the cache as it is, held by nobody."""
         cache, passes = self._parts.cache, self._parts.pace.prefill_tokens
-        return memory_of(cache.blocks, cache.geometry.pools, PAGE, passes[-1])
+        pools, known = cache.geometry.pools, cache.known
+        return memory_of(cache.blocks, pools, PAGE, passes[-1], known, self._policy)
 
     def _reserve(self, demand: BlockDemand, least: Units, rows: int) -> None:
         """Have a cache for all sequences, taken back, made or enlarged; steps that knew another are dropped.

@@ -15,10 +15,8 @@ results are kept by sequence, never by row.
 A sequence whose turn has ended leaves its wave and its keys and values are copied out of the batch. When it
 goes on it joins the running wave, or begins the next, and only what was written is computed. Every time that
 rows join, the keys and values of the whole batch are copied; so they wait until they are a fair share of it.
-In a session that grows, new sequences join as well.
-
-Where few rows run, several positions of each may be computed in one pass behind drafted tokens
-(`qerl.rollout.drafts`).
+In a session that grows, new sequences join as well. Where sessions name their policy, what a sequence has
+computed when its turn has ended is kept for others that begin with the same tokens (`prefixes`).
 
 Given up: in a call a free row is not refilled with a waiting prompt, because in one padded batch the
 newcomer's prefill would have to wait for, or pad to, everyone else. That is what a paged engine is for.
@@ -28,7 +26,7 @@ sequence of others.
 """
 
 from collections import abc, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -41,28 +39,26 @@ from qerl.families.parts import base_model, eval_mode, layers_with_state
 from qerl.families.sizes import positions_of
 from qerl.fp4.linear import PackedLinear, dense_weights_kept
 from qerl.noise.norms import noisy_norms
-from qerl.rollout.drafts import FEW_ROWS, Drafts
 from qerl.rollout.engine import (
-    Drawn,
     NormOffsets,
     RolloutEngine,
     RolloutResult,
     SamplingParams,
     Session,
     WhenEnded,
-    check_drafts,
     check_model,
     check_request,
     draw_rows,
     uniform_streams,
 )
-from qerl.rollout.portable.runner import Kept, Runner, grouped_decode
+from qerl.rollout.portable.prefixes import Prefixes
+from qerl.rollout.portable.runner import WORTH_SHARING, Kept, Runner, grouped_decode
 from qerl.rollout.session import LastSession, Sequence, TrackedSession, whole_completions
 
 KEPT_BYTES = 4 << 30
-"""Keys and values that are kept between turns: of 64 sequences of 1,400 tokens of SmolLM2-135M in FP32, 46 kB
-a token, beside about as much in the wave. A machine with 16 GB has room for both; whoever ends its turn when
-they are full is computed again."""
+"""Keys and values that are kept between turns, and for others that begin alike: of 64 sequences of 1,400
+tokens of SmolLM2-135M in FP32, 46 kB a token, beside about as much in the wave. A machine with 16 GB has room
+for both; whoever ends its turn when those between turns fill them is computed again."""
 
 JOINING_SHARE = 0.25
 """Rows join a wave once they are this share of it, because its keys and values are copied then:
@@ -115,20 +111,17 @@ class Wave:
         logprobs: abc.Sequence[float],
         entropies: abc.Sequence[float],
         finite: abc.Sequence[bool],
-        rows: abc.Sequence[int] | None = None,
     ) -> list[Sequence]:
         """Append one drawn token to the sequence of each row.
 
         Args:
             tokens, logprobs, entropies, finite: Of each row.
-            rows: Those rows; None for all.
 
         Returns:
             The sequences whose turn has ended, with their reasons.
         """
-        of_rows = self.rows if rows is None else [self.rows[row] for row in rows]
         for sequence, token, logprob, entropy, is_finite in zip(
-            of_rows, tokens, logprobs, entropies, finite, strict=True
+            self.rows, tokens, logprobs, entropies, finite, strict=True
         ):
             if not is_finite:
                 sequence.finish_reason = "error"
@@ -175,9 +168,14 @@ class PortableSession(TrackedSession):
         pad_token_id: Fills masked positions, and stands in for a turn whose first logits were not finite.
         model: The model, ready for a rollout.
         max_sequences: Sequences that are decoded at the same time at most.
-        kept_bytes: Bytes of keys and values that are kept between turns at most.
+        kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
         growing: Whether new sequences join the wave that runs, instead of waiting for the next.
-        speculative_tokens: Tokens of a draft at most; 0 for none.
+        prefixes: What others have computed; None where no session has named its policy.
+        policy: Name of the policy, by which its prefixes are found, or None. Sequences that may find some
+            join, as where the session grows.
+
+    Attributes:
+        policy: As given.
     """
 
     def __init__(
@@ -189,13 +187,14 @@ class PortableSession(TrackedSession):
         max_sequences: int,
         kept_bytes: int,
         growing: bool,
-        speculative_tokens: int,
+        prefixes: Prefixes | None,
+        policy: Hashable | None,
     ) -> None:
-        super().__init__(params, positions, pad_token_id, speculative_tokens)
-        self._drafts = Drafts(speculative_tokens) if speculative_tokens else None
+        super().__init__(params, positions, pad_token_id)
+        self.policy, self._prefixes = policy, prefixes
         self._model, self._device = model, base_model(model).device
         self._max_sequences, self._kept_bytes = max_sequences, kept_bytes
-        self._growing = growing
+        self._growing = growing or policy is not None
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
         self._joining: list[Sequence] = []  # with tokens already or, where the session grows, without
         self._kept: dict[Sequence, Kept] = {}
@@ -222,6 +221,8 @@ class PortableSession(TrackedSession):
     def _drop(self, sequence: Sequence) -> None:
         self._kept.pop(sequence, None)
         self._uniforms.pop(sequence, None)
+        if self.policy is not None and self._runner is not None and sequence in self._wave.rows:
+            self._put(sequence, self._runner.kept_of(self._wave.rows.index(sequence)))
 
     def give_up(self) -> None:
         """Drop all keys and values; those that run are the first of all that wait to join."""
@@ -232,7 +233,7 @@ class PortableSession(TrackedSession):
         self._kept.clear()
 
     def _decode(self, meanwhile: Callable[[], None] | None) -> list[Sequence]:
-        """See `TrackedSession._decode`; a round is one step, or one pass over drafts.
+        """See `TrackedSession._decode`; a round is one step.
 
         The host takes part in all of it, so there is no better time for others than before it.
         """
@@ -244,61 +245,19 @@ class PortableSession(TrackedSession):
         running = len(self._wave.rows)
         joining = min(len(self._joining), self._max_sequences - running) >= JOINING_SHARE * running
         if self._runner is not None:
-            drafts = [] if joining else self._make_drafts()
-            if any(drafts):
-                return self._verify(self._runner, drafts)
             last = [sequence.token_ids[-1] for sequence in self._wave.rows]
-            logits_BV = self._runner.step(self._on_device(last))
+            logits_BV = self._runner.step(torch.tensor(last, device=self._device))
             if joining:
                 logits_BV = self._join(logits_BV)
         elif self._waves and len(self._joining) < JOINING_SHARE * self._max_sequences:
             logits_BV = self._begin(self._waves.popleft())
         else:
             logits_BV = self._join(None)
-        drawn = self._draw(logits_BV, [(row, 0) for row in range(len(self._wave.rows))])
+        rows = self._wave.rows
+        numbers = [self._uniforms[sequence][len(sequence.token_ids)] for sequence in rows]
+        uniforms_B = torch.tensor(numbers, dtype=torch.float64, device=logits_BV.device)
+        drawn = draw_rows(logits_BV, uniforms_B, [sequence.params for sequence in rows])
         return self._wave.record(*(column.tolist() for column in drawn))
-
-    def _make_drafts(self) -> list[list[int]]:
-        """A draft for each row; none at all where many run."""
-        rows = self._wave.rows
-        if self._drafts is None or len(rows) > FEW_ROWS:
-            return []
-        return self._drafts.of(rows, self._sequences.values())
-
-    def _verify(self, runner: Runner, drafts: list[list[int]]) -> list[Sequence]:
-        """Draw behind each row's last token, and behind those of its draft as long as they are drawn.
-
-        Returns:
-            The sequences whose turn has ended.
-        """
-        rows = self._wave.rows
-        most = max(map(len, drafts))
-        tokens_BT = [
-            [row.token_ids[-1], *draft, *[self._pad_token_id] * (most - len(draft))]
-            for row, draft in zip(rows, drafts, strict=True)
-        ]
-        logits_BTV = runner.verify(self._on_device(tokens_BT))
-        places = [(row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)]
-        logits_BV = logits_BTV[tuple(self._on_device(column) for column in zip(*places, strict=True))]
-        drawn = self._draw(logits_BV, places)
-        found = dict(zip(places, zip(*(column.tolist() for column in drawn), strict=True), strict=True))
-        before, going = [len(row.token_ids) for row in rows], list(range(len(rows)))
-        for place in range(most + 1):
-            tokens, logprobs, entropies, finite = zip(*(found[row, place] for row in going), strict=True)
-            self._wave.record(tokens, logprobs, entropies, finite, going)
-            going = [
-                row
-                for row in going
-                if rows[row] not in self._wave.ended
-                and drafts[row][place : place + 1] == rows[row].token_ids[-1:]
-            ]
-            if not going:
-                break
-        counts = [max(1, len(row.token_ids) - known) for row, known in zip(rows, before, strict=True)]
-        runner.accept(counts)
-        self.drafted_tokens += sum(map(len, drafts))
-        self.accepted_tokens += sum(counts) - len(counts)
-        return list(self._wave.ended)
 
     def _leave(self) -> None:
         """Take those whose turn has ended out of the batch, with their keys and values if they may go on."""
@@ -315,9 +274,22 @@ class PortableSession(TrackedSession):
             self._runner = None
 
     def _keep(self, sequence: Sequence, kept: Kept) -> None:
-        held = sum(other.nbytes for other in self._kept.values())
-        if held + kept.nbytes <= self._kept_bytes:
+        if self._held + kept.nbytes <= self._kept_bytes:
             self._kept[sequence] = kept
+        self._put(sequence, kept)
+
+    def _put(self, sequence: Sequence, kept: Kept) -> None:
+        """Let others that begin with what a sequence has take what it has computed of that."""
+        if self._prefixes is None:
+            return
+        if self.policy is not None and sequence.finish_reason != "error":
+            self._prefixes.put(self.policy, sequence.prompt.token_ids + sequence.token_ids, kept)
+        self._prefixes.trim(self._kept_bytes - self._held)
+
+    @property
+    def _held(self) -> int:
+        """Bytes that are kept between turns."""
+        return sum(kept.nbytes for kept in self._kept.values())
 
     def _begin(self, sequences: list[Sequence]) -> torch.Tensor:
         """Begin a wave of sequences without a token; gives the logits [B, V] of each."""
@@ -329,9 +301,14 @@ class PortableSession(TrackedSession):
         return self._prefill(self._runner, list(prompts.values()), rows, self._longest_room())
 
     def _prefill(
-        self, runner: Runner, texts: list[list[int]], rows: abc.Sequence[int], room: int
+        self,
+        runner: Runner,
+        texts: list[list[int]],
+        rows: abc.Sequence[int],
+        room: int,
+        kept: abc.Sequence[Kept] = (),
     ) -> torch.Tensor:
-        logits_BV = runner.prefill(texts, rows, room)
+        logits_BV = runner.prefill(texts, rows, room, kept)
         self.prefilled_tokens += sum(map(len, texts)) - runner.saved_tokens
         return logits_BV
 
@@ -343,6 +320,7 @@ class PortableSession(TrackedSession):
         """
         free = self._max_sequences - len(self._wave.rows)
         entering, self._joining = self._joining[:free], self._joining[free:]
+        self._look_up(entering)
         groups: dict[int, list[Sequence]] = {}
         for sequence in entering:
             groups.setdefault(self._computed_with(sequence), []).append(sequence)
@@ -357,26 +335,37 @@ class PortableSession(TrackedSession):
                 self._runner.join(runner, self._longest_room())
         return torch.cat(found)
 
+    def _look_up(self, sequences: list[Sequence]) -> None:
+        """Let sequences of which nothing is kept have what others computed of their texts."""
+        if self._prefixes is None or self.policy is None:
+            return
+        found: dict[tuple[int, ...], Kept | None] = {}
+        for sequence in sequences:
+            text = (*sequence.prompt.token_ids, *sequence.token_ids)
+            if sequence not in self._kept and text not in found:
+                found[text] = self._prefixes.find(self.policy, text)
+            if (kept := found.get(text)) is not None:
+                self._kept.setdefault(sequence, kept)
+
     def _computed_with(self, sequence: Sequence) -> int:
-        """Sequences that join are computed together if this number is the same: 0 where nothing is kept."""
+        """Sequences that join are computed together if this number is the same: 0 where nothing is kept. The
+        others have as many new tokens as each other, about so where no layer has a state."""
         if sequence not in self._kept:
             return 0
-        if not self._has_states:
-            return 1
-        return len(sequence.prompt.token_ids) + len(sequence.token_ids) - self._kept[sequence].tokens
+        new = len(sequence.prompt.token_ids) + len(sequence.token_ids) - self._kept[sequence].tokens
+        return new if self._has_states else max(new, WORTH_SHARING).bit_length()
 
     def _recompute(self, runner: Runner, sequences: list[Sequence]) -> torch.Tensor:
-        """Logits [B, V] of sequences that join, from their kept keys and values; where nothing is kept of
-        any, equal texts are computed once."""
-        texts = [sequence.prompt.token_ids + sequence.token_ids for sequence in sequences]
-        room = max(sequence.room for sequence in sequences) + self._speculative_tokens
-        if sequences[0] not in self._kept:
-            row_of = {text: row for row, text in enumerate(dict.fromkeys(map(tuple, texts)))}
-            rows = [row_of[tuple(text)] for text in texts]
-            return self._prefill(runner, list(map(list, row_of)), rows, room)
-        kept = [self._kept.pop(sequence) for sequence in sequences]
-        self.prefilled_tokens += sum(len(text) - row.tokens for text, row in zip(texts, kept, strict=True))
-        return runner.resume(texts, kept, room)
+        """Logits [B, V] of sequences that join, from their kept keys and values if there are any; equal texts
+        that were not kept as those of two sequences are computed once."""
+        texts = [(*sequence.prompt.token_ids, *sequence.token_ids) for sequence in sequences]
+        kept = [self._kept.pop(sequence, None) for sequence in sequences]
+        room = max(sequence.room for sequence in sequences)
+        found = {(text, id(of)): of for text, of in zip(texts, kept, strict=True)}
+        row_of = {key: row for row, key in enumerate(found)}
+        rows = [row_of[text, id(of)] for text, of in zip(texts, kept, strict=True)]
+        begun = [of for of in found.values() if of is not None]  # of all or of none
+        return self._prefill(runner, [list(text) for text, _ in found], rows, room, begun)
 
     def _enter(self, sequences: list[Sequence]) -> None:
         """Give sequences rows behind those that run."""
@@ -387,19 +376,8 @@ class PortableSession(TrackedSession):
             streams = uniform_streams([sequence.key for sequence in new], longest)
             self._uniforms.update(zip(new, streams.numpy(), strict=True))
 
-    def _draw(self, logits_BV: torch.Tensor, places: list[tuple[int, int]]) -> Drawn:
-        """Draw tokens behind logits, each for a row and so many places behind its next."""
-        of = [(self._wave.rows[row], place) for row, place in places]
-        numbers = [self._uniforms[each][len(each.token_ids) + place] for each, place in of]
-        uniforms_B = torch.tensor(numbers, dtype=torch.float64, device=logits_BV.device)
-        return draw_rows(logits_BV, uniforms_B, [each.params for each, _ in of])
-
-    def _on_device(self, values: abc.Sequence[object]) -> torch.Tensor:
-        return torch.tensor(values, device=self._device)
-
     def _longest_room(self) -> int:
-        """Tokens that a row may be given, those of a draft that do not stay included."""
-        return max(sequence.room for sequence in self._wave.rows) + self._speculative_tokens
+        return max(sequence.room for sequence in self._wave.rows)
 
 
 ROWS = 64
@@ -416,16 +394,14 @@ class PortableEngine(RolloutEngine):
             completion whose first logits were not finite.
         max_sequences: Sequences that run at once at most. Each needs memory for the keys and values of its
             prompt and of ``max_tokens`` tokens.
-        kept_bytes: Bytes of keys and values that a session keeps between turns at most.
-        speculative_tokens: Tokens that are drafted for each sequence and verified in one pass, where few
-            run; 0 for none (`qerl.rollout.drafts`).
+        kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
 
     Raises:
-        QeRLError: No sequence may run at a time, the model cannot be sampled from, or it would have to take
-            back drafted tokens and has layers that carry a state.
+        QeRLError: No sequence may run at a time, or the model cannot be sampled from.
     """
 
     model: nn.Module
+    keeps_prefixes = True
 
     def __init__(
         self,
@@ -433,24 +409,33 @@ class PortableEngine(RolloutEngine):
         pad_token_id: int,
         max_sequences: int = ROWS,
         kept_bytes: int = KEPT_BYTES,
-        speculative_tokens: int = 0,
     ) -> None:
         if max_sequences < 1:
             raise QeRLError(f"max_sequences is {max_sequences}; at least one sequence must run at a time.")
         check_model(model)
         self.model, self._base = model, base_model(model)
-        check_drafts(speculative_tokens, self._base.config)
         self._positions = positions_of(self._base.config.get_text_config(decoder=True))
         self._packed = any(isinstance(module, PackedLinear) for module in model.modules())
         self._pad_token_id = pad_token_id
         self._max_sequences = self.rows_per_call = max_sequences
-        self._kept_bytes, self._speculative_tokens = kept_bytes, speculative_tokens
+        self._kept_bytes = kept_bytes
         self._last = LastSession[PortableSession]()
+        self._prefixes: Prefixes | None = None
 
     def release(self) -> None:
         """See ``RolloutEngine.release``: the last session computes its keys and values again."""
         if (session := self._last.session) is not None:
             session.give_up()
+        self._forget()
+
+    def reset(self) -> None:
+        """See ``RolloutEngine.reset``."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep no prefix."""
+        if self._prefixes is not None:
+            self._prefixes.forget()
 
     def generate(
         self,
@@ -474,11 +459,16 @@ class PortableEngine(RolloutEngine):
         growing: bool = False,
         longest_prompt: int | None = None,
         going_on: Session | None = None,
+        policy: Hashable | None = None,
     ) -> Iterator[PortableSession]:
         """See ``RolloutEngine.session``."""
         with self._ready(norm_offsets or {}):
+            if self._prefixes is None and policy is not None:
+                self._prefixes = Prefixes(whole=any(layers_with_state(self._base.config)))
             if going_on is not None:
                 session = self._last.again(going_on)
+                if session.policy != policy:  # what its sequences have is of both
+                    session.policy = None
             else:
                 self._last.set_aside()
                 session = PortableSession(
@@ -489,7 +479,8 @@ class PortableEngine(RolloutEngine):
                     self._max_sequences,
                     self._kept_bytes,
                     growing,
-                    self._speculative_tokens,
+                    self._prefixes,
+                    policy,
                 )
             with self._last.opened(session):
                 yield session

@@ -1,9 +1,9 @@
-"""The model call: token ids in, logits of the last positions out.
+"""The model call: token ids in, logits of the last position out.
 
 One ``Runner`` serves one wave. It pads the prompts on the left so that all rows append at the same index of
 the cache, runs each prompt once, gives its samples a copy of the cache, and from then on feeds one token per
-row, or several that a draft says, of which rows keep as many as they like. Rows that go on from kept keys and
-values are computed from where these end, and may join a wave that decodes already.
+row. Rows that go on from kept keys and values are computed from where these end, and may join a wave that
+decodes already.
 
 What all prompts of a wave begin with, as a system prompt or worked examples, is computed once and the rest
 behind it: of 64 problems with one worked example, 92 tokens each, 70 are the same.
@@ -32,8 +32,8 @@ is correct with left padding and costs memory, not correctness.
 **States.** A gated delta net keeps of a row the last inputs of its convolution and a state, however long the
 row is. Padding in front of a prompt leaves both zero, since transformers zeroes what such a layer reads
 there. Padding behind tokens would not: a state decays with each. Nor can a state go back to an earlier token.
-So rows of such models that go on are computed together only if they have equally many new tokens, what
-prompts begin with is not shared, and nothing is drafted.
+So rows of such models that go on are computed together only if they have equally many new tokens, and what
+prompts begin with is not shared.
 
 Given up: sharing the prompt's pages between
 samples, and memory for completions that end early; both need a paged cache.
@@ -141,16 +141,6 @@ class PreallocatedLayer(CacheLayerMixin):
             used = buffer[:, :, : self._length]
             used[holes] = used[moves]
         self.keys, self.values = self.keys[:rows], self.values[:rows]
-
-    def align(self, ends: Sequence[int], lengths: Sequence[int]) -> None:
-        """Let rows of so many tokens, which end in front of column ``ends[row]``, end where the longest does
-        if it begins at the first column; what was behind is given up."""
-        self._length = max(lengths)
-        for row, (end, tokens) in enumerate(zip(ends, lengths, strict=True)):
-            if end != self._length:
-                for buffer in (self.keys, self.values):
-                    moved = buffer[row, :, end - tokens : end].clone()
-                    buffer[row, :, self._length - tokens : self._length] = moved
 
     def take(self, row: int, tokens: int) -> OfLayer:
         """Copies [H, tokens, D] of a row's last tokens."""
@@ -270,16 +260,6 @@ class PreallocatedCache(Cache):
         for layer in self._own_layers:
             layer.keep(moves_index, holes_index, len(sources))
 
-    def align(self, ends: Sequence[int], lengths: Sequence[int]) -> None:
-        """Let all rows end at the same column again, the longest one with its beginning at the first.
-
-        Args:
-            ends: The column behind the last token of each row.
-            lengths: Tokens of each row.
-        """
-        for layer in self._own_layers:
-            layer.align(ends, lengths)
-
     def take(self, row: int, tokens: int) -> Kept:
         """Copies of what all layers have of a row of so many tokens."""
         return Kept(tokens, [layer.take(row, tokens) for layer in self._own_layers])
@@ -323,7 +303,8 @@ class Runner:
         pad_token_id: Fills the left of shorter prompts; masked, so any id does.
 
     Attributes:
-        saved_tokens: Tokens of prompts that were not computed, because another prompt has them too.
+        saved_tokens: Tokens of prompts that `prefill` did not compute, because they were kept or another
+            prompt has them too.
     """
 
     _mask: torch.Tensor  # bool [B, columns], with room for the tokens to come
@@ -338,20 +319,32 @@ class Runner:
         self._device = base.device
         self._cache = PreallocatedCache(layers_with_state(base.config), base.device)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], max_tokens: int) -> torch.Tensor:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        max_tokens: int,
+        kept: Sequence[Kept] = (),
+    ) -> torch.Tensor:
         """Compute the prompts and set up a row for each sample.
 
         Args:
             prompts: Token ids of P prompts.
-            rows: The prompt of each row of the batch, B of them.
+            rows: The prompt of each row of the batch, B of them; prompts in order, and each has a row.
             max_tokens: Tokens that a row will be given afterwards at most.
+            kept: Of each prompt, as in `resume`; empty where nothing is kept.
 
         Returns:
             Logits [B, V] of each row's first sampled token, in the model's dtype.
         """
         shared = 0 if self._cache.has_states else _tokens_in_common(prompts)
-        self.saved_tokens = shared * (len(prompts) - 1)
-        if self.saved_tokens >= WORTH_SHARING:
+        if kept:
+            self.saved_tokens = sum(each.tokens for each in kept)
+            if len(rows) == len(prompts):
+                return self.resume(prompts, kept, max_tokens)
+            logits_PV = self.resume(prompts, kept, 0)
+        elif shared * (len(prompts) - 1) >= WORTH_SHARING:
+            self.saved_tokens = shared * (len(prompts) - 1)
             logits_PV = self._prefill_behind(shared, prompts)
         else:
             self.saved_tokens = 0
@@ -375,7 +368,7 @@ class Runner:
         self._mask = columns_T >= padding_P1
         positions_PT = (columns_T - padding_P1).clamp_(min=0)
         self._positions = positions_PT[:, -1:]
-        return self._forward(tokens_PT, self._mask, positions_PT)[:, 0]
+        return self._forward(tokens_PT, self._mask, positions_PT)
 
     def _prefill_behind(self, shared: int, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits [P, V] behind prompts whose first tokens are the same and computed once."""
@@ -413,7 +406,7 @@ class Runner:
         self._place(torch.tensor(lengths, device=self._device)[:, None], max_tokens)
         behind_T = torch.arange(1 - new, 1, device=self._device)
         positions_BT = (self._positions + behind_T).clamp_(min=0)
-        return self._forward(tokens_BT, self._mask[:, : self._length], positions_BT)[:, 0]
+        return self._forward(tokens_BT, self._mask[:, : self._length], positions_BT)
 
     def join(self, other: "Runner", max_tokens: int) -> None:
         """Append the rows of another runner, of which as of this one all tokens are computed.
@@ -440,23 +433,7 @@ class Runner:
         """Logits [B, V] after one more token in each row."""
         self._length += 1
         self._positions = self._positions + 1
-        return self._forward(tokens_B[:, None], self._mask[:, : self._length], self._positions)[:, 0]
-
-    def verify(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, V] after each of T more tokens in each row; `accept` says how many of them stay."""
-        new = tokens_BT.shape[1]
-        positions_BT = self._positions + torch.arange(1, new + 1, device=self._device)
-        return self._forward(tokens_BT, self._mask[:, : self._length + new], positions_BT, new)
-
-    def accept(self, counts: Sequence[int]) -> None:
-        """Keep so many first tokens of what was last verified in each row, at least one."""
-        counts_B1 = torch.tensor(counts, device=self._device)[:, None]
-        self._positions = self._positions + counts_B1
-        lengths_B1 = self._positions + 1
-        self._cache.align([self._length + count for count in counts], lengths_B1[:, 0].tolist())
-        self._length = int(lengths_B1.max())
-        columns_T = torch.arange(self._mask.shape[1], device=self._device)
-        self._mask = columns_T >= self._length - lengths_B1
+        return self._forward(tokens_B[:, None], self._mask[:, : self._length], self._positions)
 
     def keep(self, sources: Sequence[int]) -> None:
         """Drop rows; ``sources`` names for each row that remains the row it was before."""
@@ -465,10 +442,8 @@ class Runner:
         self._mask = self._mask[sources_B]
         self._positions = self._positions[sources_B]
 
-    def _forward(
-        self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, last: int = 1
-    ) -> torch.Tensor:
-        """Logits [rows, last, V] of so many last tokens."""
+    def _forward(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, V] of the last tokens."""
         with unrounded_logits(self._base):
             output = self._model(
                 input_ids=tokens,
@@ -476,9 +451,9 @@ class Runner:
                 position_ids=positions,
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=last,
+                logits_to_keep=1,
             )
-        return output.logits[:, -last:]
+        return output.logits[:, -1]
 
 
 def _tokens_in_common(prompts: Sequence[Sequence[int]]) -> int:
