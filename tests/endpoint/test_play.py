@@ -115,7 +115,9 @@ def test_a_fork_computes_what_its_trajectory_has_not_computed():
 
 def test_a_repeated_request_is_drawn_once_and_another_seed_draws_again():
     def agent(endpoint, row):
-        answers = [chat(endpoint, [user("a")], max_tokens=6) for _ in range(3)]
+        answers = [chat(endpoint, [user("a")], max_tokens=6) for _ in range(2)]
+        time.sleep(1.0)  # the answer's own time stays
+        answers.append(chat(endpoint, [user("a")], max_tokens=6))
         assert answers[0] == answers[1] == answers[2]
         other = chat(endpoint, [user("a")], max_tokens=6, seed=7)
         assert other["choices"][0]["token_ids"] != answers[0]["choices"][0]["token_ids"]
@@ -266,7 +268,7 @@ def test_an_agent_that_fails_or_hangs_costs_its_own_row():
         if row["kind"] == "exits":
             raise SystemExit(3)
         if row["kind"] == "hangs":
-            until = time.monotonic() + 20
+            until = time.monotonic() + 40
             while time.monotonic() < until:
                 time.sleep(0.01)
         if row["kind"] == "silent":
@@ -275,8 +277,8 @@ def test_an_agent_that_fails_or_hangs_costs_its_own_row():
 
     kinds = ["well", "raises", "exits", "hangs", "silent", "well"]
     begun = time.monotonic()
-    environments, found = play(agent, [{"kind": kind} for kind in kinds], options={"timeout": 2.0})
-    assert time.monotonic() - begun < 15
+    environments, found = play(agent, [{"kind": kind} for kind in kinds], options={"timeout": 5.0})
+    assert time.monotonic() - begun < 30
     assert [each.error is None for each in environments] == [True, False, False, False, False, True]
     assert "no such thing" in environments[1].error
     assert [each.turns for each in found] == [1] * 6
