@@ -10,11 +10,11 @@ is drawn differs, as seeds of agents follow from what they ask, so tokens are gi
 times for each of them.
 
 With a shape, weights are random and turns have lengths that were drawn before, the same ones in every
-rollout, so that both ways do the same work. The agent is the package openai's asynchronous client, in this
-process. Conversations are of some turns, each answered at once with one sentence.
+rollout, so that all ways do the same work. The agent is the package openai's asynchronous client, in this
+process and then in one of its own. Conversations are of some turns, each answered at once with one sentence.
 
 The processor's time, of all threads of this process, is given as well: that of a machine that does other
-things, without the programs that an agent starts. So is that of each of the threads that share the
+things, without other processes of agents. So is that of each of the threads that share the
 interpreter: the one that draws, that of the endpoint's server, and that of calls, with the agents and their
 clients in it.
 """
@@ -35,11 +35,12 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from bench.chat_agent import ANSWER, again
 from bench.result import Row, write_result
 from bench.turns import EVERY_TOKEN_ALIKE, SMOLLM2
 from qerl.agents.conversations import Conversations, check_others
 from qerl.agents.loop import Limits
-from qerl.agents.outside import Endpoint, EndpointOf
+from qerl.agents.outside import Endpoint
 from qerl.agents.pool import ToolPool
 from qerl.demo import packed, prepared
 from qerl.errors import QeRLError
@@ -64,9 +65,6 @@ ALIKE = (
 
 THREADS = {"MainThread": "drawing", "qerl-endpoint": "endpoint", "qerl-calls": "calls"}
 """Names of threads, and what a row calls them."""
-
-ANSWER = "That is not right yet. Look at it again, step by step, and give the answer in the last line."
-"""What the policy hears after each turn but the last."""
 
 
 @dataclass(frozen=True)
@@ -156,24 +154,6 @@ class Again:
         return ANSWER if self._left else None
 
 
-@functools.cache
-def _client() -> Any:
-    import openai  # which a recipe's agent may not need
-
-    return openai.AsyncOpenAI(api_key="each conversation's", base_url="http://each.conversation", timeout=600)
-
-
-async def again(endpoint: EndpointOf, row: dict[str, Any]) -> float:
-    """The same conversation as with `Again`, led by a client of OpenAI's API."""
-    client = _client().with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    messages = list(row["prompt"])
-    for turn in range(row["turns"]):
-        messages += [{"role": "user", "content": ANSWER}] if turn else []
-        said = await client.chat.completions.create(model=endpoint.model, messages=messages)
-        messages.append({"role": "assistant", "content": said.choices[0].message.content})
-    return 1.0
-
-
 def of_recipes(args: argparse.Namespace, console: Console) -> list[Way]:
     """The built-in loop of one recipe, and the agents of another."""
     names = (args.beside, args.recipe)
@@ -199,7 +179,7 @@ def of_recipes(args: argparse.Namespace, console: Console) -> list[Way]:
 
 
 def of_shape(args: argparse.Namespace) -> list[Way]:
-    """The built-in loop and a client, with random weights."""
+    """The built-in loop, and clients here and in another process, with random weights."""
     tokenizer = load_tokenizer(local_checkpoint(args.tokenizer))
     sizes = SMOLLM2 if args.shape == "smollm2" else Sizes.by_name(args.shape)
     sizes = replace(sizes.with_layers(args.layers or sizes.layers), vocabulary=len(tokenizer))
@@ -218,7 +198,11 @@ def of_shape(args: argparse.Namespace) -> list[Way]:
         "shape": args.shape, "layers": sizes.layers, "weights": args.weights, "lora_rank": args.rank,
         "prompt_tokens": args.prompt, "turns": args.turns, "drawn_a_turn": args.drawn,
     }  # fmt: skip
-    makers = {"calls": functools.partial(Again, args.turns), "openai": functools.partial(Endpoint, again)}
+    makers = {
+        "calls": functools.partial(Again, args.turns),
+        "openai": functools.partial(Endpoint, again),
+        "openai in a process": functools.partial(Endpoint, again, process=True),
+    }
     return [
         Way(
             {"environment": name} | shared,
@@ -251,7 +235,7 @@ def _busy_threads() -> dict[str, float]:
 
 
 def played(ways: Sequence[Way], repeats: int) -> Iterator[list[Row]]:
-    """The rows of all timed rollouts so far, after each of both ways."""
+    """The rows of all timed rollouts so far, after each of all ways."""
     for way in ways:
         way.play(0)
     taken = []
@@ -261,7 +245,7 @@ def played(ways: Sequence[Way], repeats: int) -> Iterator[list[Row]]:
 
 
 def rows(ways: Sequence[Way], taken: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Row]:
-    """A row for the built-in loop and one for the agents, with their ratio to it."""
+    """A row for the built-in loop and one for each way of the agents, with their ratios to it."""
     loop: dict[str, float] = {}
     for way, runs in zip(ways, zip(*taken, strict=True), strict=True):
         seconds, cpu = (statistics.median(run[key] for run in runs) for key in ("seconds", "cpu_seconds"))

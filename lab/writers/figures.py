@@ -270,9 +270,9 @@ def _update_of_mixture(name: str) -> str:
     return f"{rows(name)[-1]['update_s']:.1f} s"
 
 
-def _agents(what: str) -> float:
+def _agents(name: str, what: str) -> float:
     """A ratio of the agents' rollout to the built-in loop's."""
-    return float(rows("agents-verifiers-cpu")[-1][what])
+    return float(rows(name)[1][what])
 
 
 def _requests(way: str) -> str:
@@ -345,7 +345,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "step-refilled-2": lambda: _step_refilled(2),
     "requests-anew": lambda: _requests("anew"),
     "requests-prefixes": lambda: _requests("prefixes"),
-    "agents-cpu": lambda: f"{_agents('cpu_ratio'):.2f}",
+    "agents-cpu": lambda: f"{_agents('agents-verifiers-cpu', 'cpu_ratio'):.2f}",
+    "agents-7b": lambda: f"{_agents('agents-7b-h200', 'ratio'):.2f}",
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
     "sums-before": lambda: _sums("before"),

@@ -1,6 +1,8 @@
 """The package `openai` as it is, and what it reads of streams and of calls of tools."""
 
+import http.client
 import json
+import time
 import urllib.request
 
 import pytest
@@ -165,4 +167,22 @@ def test_a_tool_is_not_told_of_where_none_may_be_called():
 
     engine = SayingEngine(tokenizer, lambda row, before: call("multiply", a=6, b=7))
     (environment,), _ = play(agent, engine=engine, tokenizer=tokenizer, max_tokens=2000)
+    assert environment.get_reward() == 1.0
+
+
+@pytest.mark.slow
+def test_a_connection_stays_open_while_an_update_takes_longer_than_servers_usually_wait():
+    def agent(endpoint, row):
+        _, _, address = endpoint.base_url.removesuffix("/v1").rpartition("/")
+        connection = http.client.HTTPConnection(address, timeout=60)
+        body = json.dumps({"model": endpoint.model, "messages": [user("a")], "max_tokens": 3})
+        headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+        for pause in (0, 6):  # uvicorn waits for 5
+            time.sleep(pause)
+            connection.auto_open = pause == 0  # it raises then if it has to connect again
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 3
+        return 1.0
+
+    (environment,), _ = play(agent, stop_token_ids=())
     assert environment.get_reward() == 1.0

@@ -1,15 +1,18 @@
 """Agents of their own that play against a tiny policy over HTTP, and what an update would learn from."""
 
+import gc
 import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 
+from qerl.agents.chat import Templates
 from qerl.agents.conversations import Conversations, check_others
 from qerl.agents.loop import Limits
 from qerl.agents.outside import Endpoint
 from qerl.agents.pool import ToolPool
+from qerl.agents.template import TurnTemplate
 from qerl.endpoint.reply import Reply
 from qerl.eval.sampling import in_conversations
 from qerl.rollout.engine import SamplingParams
@@ -121,7 +124,9 @@ def test_what_a_rollout_computed_is_not_taken_in_the_next():
 
 def test_a_repeated_request_is_drawn_once_and_another_seed_draws_again():
     def agent(endpoint, row):
-        answers = [chat(endpoint, [user("a")], max_tokens=6) for _ in range(3)]
+        answers = [chat(endpoint, [user("a")], max_tokens=6) for _ in range(2)]
+        time.sleep(1.0)  # the answer's own time stays
+        answers.append(chat(endpoint, [user("a")], max_tokens=6))
         assert answers[0] == answers[1] == answers[2]
         other = chat(endpoint, [user("a")], max_tokens=6, seed=7)
         assert other["choices"][0]["token_ids"] != answers[0]["choices"][0]["token_ids"]
@@ -272,7 +277,7 @@ def test_an_agent_that_fails_or_hangs_costs_its_own_row():
         if row["kind"] == "exits":
             raise SystemExit(3)
         if row["kind"] == "hangs":
-            until = time.monotonic() + 20
+            until = time.monotonic() + 40
             while time.monotonic() < until:
                 time.sleep(0.01)
         if row["kind"] == "silent":
@@ -281,8 +286,8 @@ def test_an_agent_that_fails_or_hangs_costs_its_own_row():
 
     kinds = ["well", "raises", "exits", "hangs", "silent", "well"]
     begun = time.monotonic()
-    environments, found = play(agent, [{"kind": kind} for kind in kinds], options={"timeout": 2.0})
-    assert time.monotonic() - begun < 15
+    environments, found = play(agent, [{"kind": kind} for kind in kinds], options={"timeout": 5.0})
+    assert time.monotonic() - begun < 30
     assert [each.error is None for each in environments] == [True, False, False, False, False, True]
     assert "no such thing" in environments[1].error
     assert [each.turns for each in found] == [1] * 6
@@ -304,6 +309,16 @@ def test_the_reward_may_be_sent_and_ends_the_trajectory():
 
     (environment,), _ = play(agent)
     assert environment.get_reward() == 0.25
+
+
+def test_a_reward_that_was_sent_stands_when_the_time_is_up():
+    def agent(endpoint, row):
+        chat(endpoint, [user("a")], max_tokens=4)
+        send(endpoint, "reward", {"reward": 0.25})
+        time.sleep(5)
+
+    (environment,), (trajectory,) = play(agent, options={"timeout": 1.0})
+    assert environment.get_reward() == 0.25 and trajectory.turns == 1
 
 
 def test_coroutines_are_agents_too():
@@ -397,14 +412,19 @@ def test_an_agent_that_begins_late_holds_nobody_up():
 
 def test_answers_go_out_while_the_next_round_is_computed(monkeypatch):
     """One is short and the other long, so the short one's is told within a round, the other's behind all."""
-    state, told = {"within": False}, {}
-    settle = Reply.settle
+    state, told, rendered = {"within": False}, {}, []
+    settle, choice = Reply.settle, Templates.choice
 
     def noting(reply, outcome):
         told.setdefault(reply.name, state["within"])
         settle(reply, outcome)
 
+    def rendering(*args):
+        rendered.append(state["within"])
+        return choice(*args)
+
     monkeypatch.setattr(Reply, "settle", noting)
+    monkeypatch.setattr(Templates, "choice", rendering)
 
     class Rounds(type(tiny_engine())):
         @contextmanager
@@ -433,3 +453,41 @@ def test_answers_go_out_while_the_next_round_is_computed(monkeypatch):
     play(kept(agent, rows), both, engine=engine, stop_token_ids=())
     names = [row["seen"]["id"].removeprefix("chatcmpl-") for row in sorted(rows, key=lambda row: row["most"])]
     assert [told[name] for name in names] == [True, False]
+    assert rendered == [True, False]
+
+
+def test_requests_are_rendered_beside_the_thread_that_draws_and_equal_prompts_once(monkeypatch):
+    prompt_ids, suffix_ids, prompts, suffixes = TurnTemplate.prompt_ids, TurnTemplate.suffix_ids, [], []
+
+    def of_prompt(self, messages, tools=()):
+        prompts.append((threading.current_thread().name, messages[0]["content"]))
+        return prompt_ids(self, messages, tools)
+
+    def of_suffix(self, messages, last=None):
+        suffixes.append(threading.current_thread().name)
+        return suffix_ids(self, messages, last)
+
+    monkeypatch.setattr(TurnTemplate, "prompt_ids", of_prompt)
+    monkeypatch.setattr(TurnTemplate, "suffix_ids", of_suffix)
+    _, found = play(three_turns, [{"say": say} for say in "aabab"])
+    assert sorted(prompts) == [("qerl-endpoint", "a"), ("qerl-endpoint", "b")]
+    assert len(suffixes) >= 10 and set(suffixes) == {"qerl-endpoint"}
+    assert found[0].prompt_ids == found[1].prompt_ids != found[2].prompt_ids
+
+
+@pytest.mark.parametrize("before", [(700, 10, 10), (90_000, 5, 5), (0, 10, 10)])
+def test_garbage_is_looked_at_more_seldom_in_a_rollout_and_as_before_behind_it(before):
+    seen, given = [], gc.get_threshold()
+
+    def agent(endpoint, row):
+        seen.append(gc.get_threshold())
+        raise ValueError("no")
+
+    gc.set_threshold(*before)
+    try:
+        play(agent)
+        behind = gc.get_threshold()
+    finally:
+        gc.set_threshold(*given)
+    assert behind == before
+    assert seen == [(max(before[0], 50_000) if before[0] else 0, *before[1:])]

@@ -31,26 +31,24 @@ def metrics(fields: dict) -> dict:
 
 
 @needs_sandbox
-@pytest.mark.parametrize("early", [False, True])
-def test_the_documented_task_of_programs_trains(tiny_run, tmp_path, monkeypatch, early):
+def test_the_documented_task_of_programs_trains(tiny_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my").mkdir()
     Path("my/programs.jsonl").write_text(shown("Programs as answers", "json") * 2)
     recipe = yaml.safe_load(shown("Programs as answers"))
-    recipe |= {"num_generations": 4, "early_rewards": early}
+    recipe |= {"num_generations": 4}
     row = metrics(tiny_run(tmp_path / "run", **ONE_STEP) | recipe)
     assert row["rewards/tests_passed/mean"] == 0
     assert row["rewards/tests_passed/failed"] == 0
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_the_documented_judge_is_asked_and_pays(tiny_run, tmp_path, monkeypatch, early):
+def test_the_documented_judge_is_asked_and_pays(tiny_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
     recipe = yaml.safe_load(shown("A judge"))
     with chat_server(lambda body: "It is clear.\nScore: 4") as served:
         recipe["judge"]["url"] = served.url
-        row = metrics(tiny_run(tmp_path / "run", **ONE_STEP, early_rewards=early) | recipe)
+        row = metrics(tiny_run(tmp_path / "run", **ONE_STEP) | recipe)
     assert row["rewards/judge/mean"] == pytest.approx(0.4)
     assert row["rewards/judge/failed"] == 0
     assert len(served.requests) == 4

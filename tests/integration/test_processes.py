@@ -226,7 +226,7 @@ def forked(tmp_path_factory, tiny_runs):
     (folder / "last.py").write_text(LAST_TOKENS)
     runs["stops"] = STOPS | {"reward_files": [f"{folder / 'last.py'}:last_token"]}
     (folder / "early.py").write_text(LAST_TOKENS + BEGUN_EARLY)
-    runs["early"] = STOPS | {"reward_files": [f"{folder / 'early.py'}:last_token"], "early_rewards": True}
+    runs["early"] = STOPS | {"reward_files": [f"{folder / 'early.py'}:last_token"]}
     recipes = [write_recipe(tiny_runs, folder / name, settings) for name, settings in runs.items()]
     run_python("-m", "tests.support.two_processes", *recipes)
     return folder

@@ -300,6 +300,7 @@ def test_a_field_that_is_none_any_more_is_refused_unless_it_asks_for_nothing(tmp
     """A run of QeRL 0.2 has written all fields into its config.yaml, which is a recipe."""
     written = tmp_path / "config.yaml"
     nothing = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": False, "speculative_tokens": 0}
+    nothing |= {"early_rewards": True}
     written.write_text(dump(QeRLConfig(**MINIMAL, noise=True)) + yaml.safe_dump(nothing))
     assert load_config([written], {}) == QeRLConfig(**MINIMAL, noise=True)
     written.write_text(yaml.safe_dump(MINIMAL | {"noise": True, field: value}))

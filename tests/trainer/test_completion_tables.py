@@ -63,7 +63,7 @@ def test_calls_of_tools_with_other_arguments_or_none_are_written(tmp_path):
     completions = [says("a", {}), says("b", {"x": 1}), says("b", {"x": "é"})]
     with pytest.raises(Exception, match=r"cannot be written|no child field|Could not convert"):
         write(tmp_path / "raw.parquet", completions)
-    log = StepLog(torch.device("cpu"), False, 8)
+    log = StepLog(torch.device("cpu"), 8)
     log.keep([Record("p", completion, {}) for completion in completions])
     log.write_table(tmp_path, 3)
     calls = [row["completion"][0]["tool_calls"][0]["function"] for row in rows(table_path(tmp_path, 3))]
@@ -77,7 +77,7 @@ def test_calls_of_tools_with_other_arguments_or_none_are_written(tmp_path):
 def test_a_table_that_cannot_be_written_is_a_sentence_and_leaves_the_one_of_training(tmp_path):
     write(table_path(tmp_path, 2), ["of training"])
     table_path(tmp_path, 2, "eval").mkdir()
-    log = StepLog(torch.device("cpu"), False, 8)
+    log = StepLog(torch.device("cpu"), 8)
     with log.apart("eval"), pytest.raises(QeRLError, match="completions of step 2 cannot be written to"):
         log.write_table(tmp_path, 2)
     assert rows(table_path(tmp_path, 2)) == [{"completion": "of training"}]

@@ -1,4 +1,4 @@
-"""Rewards that begin while the rollout decodes are the same, fail in the same way, and are hidden by it."""
+"""Rewards that are asked for while the rollout decodes are the same, fail alike, and are hidden by it."""
 
 import asyncio
 import threading
@@ -17,13 +17,13 @@ from qerl.settings.config import QeRLConfig
 from qerl.tasks.guard import judges_alone, judges_outside
 from qerl.tasks.mixture import Mixture, Part
 from qerl.tasks.registry import get_task
-from qerl.tasks.together import Together, can_begin_early, guarded
+from qerl.tasks.together import Together, begins_early, guarded
 from qerl.trainer import sampler
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.rewards import calls_of
 from tests.support.agents import tool_tokenizer
 from tests.support.models import move_adapter
-from tests.support.trainer import DATA, ScriptedEngine, logged, rollout_of, settings, sum_reward
+from tests.support.tools import make_trainer, sampled
+from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, rollout_of, settings, sum_reward
 
 WAIT_S = 60  # for what comes at once; a test that waits so long fails
 
@@ -40,11 +40,11 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
     return made
 
 
-def scores():
+def scores(mark=judges_outside):
     """An asynchronous and a plain function that ask outside, and one that computes here; those three see all
     that a function is called with, and end in an order of their own."""
 
-    @judges_outside
+    @mark
     async def waits(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
         (ids,) = completion_ids
         await asyncio.sleep(0.002 * (sum(ids) % 5))
@@ -52,7 +52,7 @@ def scores():
         log_metric("weight", float(ids[0]))
         return [float(sum(ids) % 7) + len(prompts[0]) / 100 + trainer_state.global_step]
 
-    @judges_outside
+    @mark
     def blocks(completions, level, **columns):
         time.sleep(0.001)
         return [len(completions[0]) * level[0] if "e" in completions[0] else None]
@@ -79,12 +79,10 @@ LEVELS = DATA.add_column("level", [0.1, 0.2, 0.3, 0.4])
 )
 def test_a_run_is_the_same_with_rewards_that_begin_early(make, changes):
     found = []
-    for early in (False, True):
-        trainer = make(scores(), LEVELS, early_rewards=early, max_steps=2, **changes)
+    for mark in (judges_alone, judges_outside):
+        trainer = make(scores(mark), LEVELS, max_steps=2, **changes)
         trainer.train()
         scored = trainer.evaluate()
-        hidden = [row.get("time/reward_hidden") for row in trainer.state.log_history if "loss" in row]
-        assert all((seconds is not None) is early for seconds in hidden) and hidden
         adapter = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
         tables = [record.rewards | record.extra for record in trainer._log.records]
         timeless = {name: value for name, value in scored.items() if "_per_second" not in name}
@@ -109,9 +107,7 @@ def test_messages_are_those_that_trl_makes(make, tiny_tokenizer, parsed, monkeyp
 
     tokenizer = tool_tokenizer()
     chat = DATA.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    trainer = make(
-        [keeps], chat, early_rewards=True, tokenizer=add_response_schema(tokenizer) if parsed else tokenizer
-    )
+    trainer = make([keeps], chat, tokenizer=add_response_schema(tokenizer) if parsed else tokenizer)
     made = []
     monkeypatch.setattr(sampler, "parse_response", lambda *a, **k: made.append(1) or parse_response(*a, **k))
     rows = [row for row in trainer.train_dataset for _ in range(4)]
@@ -157,9 +153,7 @@ def test_rewards_are_called_while_others_are_decoded(tiny_model, tiny_tokenizer,
         return [float(len(completions[0]) % 3)]
 
     config = QeRLConfig(
-        **settings(
-            tmp_path, tuning="full", weights="bf16", early_rewards=True, max_steps=1, num_generations=2
-        )
+        **settings(tmp_path, tuning="full", weights="bf16", max_steps=1, num_generations=2)
         | {"per_device_train_batch_size": 4}
     )
     model = tiny_model("llama", vocab_size=len(tiny_tokenizer))
@@ -170,6 +164,21 @@ def test_rewards_are_called_while_others_are_decoded(tiny_model, tiny_tokenizer,
     row = trainer.state.log_history[0]
     assert row["time/reward_hidden"] >= (0.3 if plain else 0.1)  # those of a plain one follow each other
     assert row["step_time"] > row["time/reward_hidden"]
+
+
+def test_what_is_waited_for_in_an_open_call_is_not_hidden(make):
+    """All groups end at once, and nothing is decoded while their rewards are waited for."""
+
+    async def reward(completions, **_):
+        await asyncio.sleep(0.3)
+        return [float(len(text) % 3) for text in completions]
+
+    trainer = make(
+        [reward], max_steps=1, signal="reward", dynamic_sampling_batches=1, max_completion_length=2
+    )
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert row["time/reward"] > 0.3 and row["time/reward_hidden"] < 0.1
 
 
 def test_the_engine_tells_each_completion_once(tiny_model, tiny_tokenizer):
@@ -185,17 +194,21 @@ def test_the_engine_tells_each_completion_once(tiny_model, tiny_tokenizer):
 
 
 def begun(guard, calls, completions, **columns):
-    """Rewards of a batch of which all but the last sample have begun early, the last one first."""
+    """Rewards of a batch of which all samples but the last have been asked about before, the last of them
+    first."""
     batch = {"prompts": ["p"] * len(completions), "completions": completions, **columns}
     batch["completion_ids"] = [[i] for i in range(len(completions))]
+    calls.abandon()  # as a rollout does
+    asked = [None] * len(completions)
     for place in reversed(range(len(completions) - 1)):
         one = {name: [value[place]] if isinstance(value, list) else value for name, value in batch.items()}
-        calls.begin(place, one)
+        asked[place] = calls.begin(one)
+    calls.start(batch, asked)
     return guard(**batch)
 
 
 def early(function):
-    calls = Together(early=True)
+    calls = Together()
     return guarded(function, 0.1, calls), calls
 
 
@@ -289,7 +302,7 @@ def test_calls_that_began_on_a_loop_that_was_left_behind_are_made_again():
     async def waits(completions, **_):
         return [float(completions[0])]
 
-    calls = Together(early=True)
+    calls = Together()
     first, second = (guarded(function, 0.1, calls) for function in (blocks, waits))
     assert begun(first, calls, batch := ["1", "2", "3"]) == [None] * 3
     ids = [[0], [1], [2]]
@@ -310,7 +323,7 @@ def test_calls_of_a_rollout_that_fails_are_given_up_and_the_next_is_judged_anew(
         return [float(completions[0])]
 
     guard, calls = early(reward)
-    calls.begin(0, {"prompts": ["p"], "completions": ["hangs"], "completion_ids": [[1]]})
+    calls.begin({"prompts": ["p"], "completions": ["hangs"], "completion_ids": [[1]]})
     while not calls._running:
         time.sleep(0.001)
     calls.abandon()
@@ -319,10 +332,10 @@ def test_calls_of_a_rollout_that_fails_are_given_up_and_the_next_is_judged_anew(
 
 
 def test_a_completion_that_was_changed_afterwards_gets_no_reward_of_another():
-    guard, calls = early(judges_outside(lambda completions, **_: [1.0]))
-    calls.begin(0, {"prompts": ["p"], "completions": ["as sampled"], "completion_ids": [[1]]})
-    with pytest.raises(QeRLError, match=r"called early with other completions than sample 0 .* false"):
-        guard(prompts=["p"], completions=["changed"], completion_ids=[[1]])
+    _, calls = early(judges_outside(lambda completions, **_: [1.0]))
+    asked = calls.begin({"prompts": ["p"], "completions": ["as sampled"], "completion_ids": [[1]]})
+    with pytest.raises(QeRLError, match=r"Rewards of sample 0 were asked for with other completions than it"):
+        calls.start({"prompts": ["p"], "completions": ["changed"], "completion_ids": [[1]]}, [asked])
 
 
 @pytest.mark.parametrize("wrap", [guarded, partial, lambda function: guarded(partial(function))])
@@ -339,8 +352,8 @@ def test_marks_are_seen_through_wrappers(make, wrap):
     def here(completions, **_):
         return [0.0] * len(completions)
 
-    assert can_begin_early(wrap(blocks)) and not can_begin_early(wrap(here))
-    trainer = make([wrap(blocks)], early_rewards=True, max_steps=1)
+    assert begins_early(wrap(blocks)) and not begins_early(wrap(here))
+    trainer = make([wrap(blocks)], max_steps=1)
     trainer.train()
     assert threads == {"qerl-call"}
     assert "rewards/blocks/mean" in logged(trainer)[0]
@@ -349,22 +362,10 @@ def test_marks_are_seen_through_wrappers(make, wrap):
 # What cannot
 
 
-def test_functions_that_compute_here_are_refused_or_named(tmp_path, caplog):
-    config = QeRLConfig(**settings(tmp_path, early_rewards=True))
-    alone = judges_alone(lambda completions, **_: [1.0])
-    alone.__name__ = "alone"
-    with pytest.raises(QeRLError, match=r"nothing to begin early: none of sum_reward, alone asks outside"):
-        calls_of([sum_reward, partial(alone)], config)
-    assert calls_of([sum_reward, alone, scores()[0]], config).early
-    assert caplog.messages == [
-        "early_rewards: what computes in this process is called after the rollout: sum_reward, alone."
-    ]
-
-
 def test_an_engine_that_does_not_tell_what_is_finished_is_refused(tiny_model, tiny_tokenizer, tmp_path):
-    config = QeRLConfig(**settings(tmp_path, tuning="full", weights="bf16", early_rewards=True))
+    config = QeRLConfig(**settings(tmp_path, tuning="full", weights="bf16"))
     silent = ScriptedEngine(len(tiny_tokenizer))
-    said = r"generate has the argument `ended`, and that of ScriptedEngine has not; add it"
+    said = r"generate of ScriptedEngine has no argument `ended` to tell it by; add that"
     with pytest.raises(QeRLError, match=said):
         QeRLTrainer(
             tiny_model("llama"), scores(), config, LEVELS, processing_class=tiny_tokenizer, engine=silent
@@ -377,27 +378,36 @@ def test_a_mixture_of_tasks_of_which_one_computes_here_is_called_after_the_rollo
         task.rewards = [judges_outside(lambda completions, **_: [1.0] * len(completions))]
         task.rewards[0].__name__ = "accuracy"
     both = Mixture({"a": Part(tasks[0]), "b": Part(tasks[1])})
-    assert can_begin_early(both.rewards[0])
+    assert begins_early(both.rewards[0])
     tasks[1].rewards = [judges_alone(sum_reward.__class__(sum_reward.__code__, {}, "accuracy"))]
-    assert not can_begin_early(Mixture({"a": Part(tasks[0]), "b": Part(tasks[1])}).rewards[0])
+    assert not begins_early(Mixture({"a": Part(tasks[0]), "b": Part(tasks[1])}).rewards[0])
 
 
-def test_trajectories_and_rollouts_of_others_are_refused(make, tiny_model, tiny_tokenizer, tmp_path):
-    with pytest.raises(QeRLError, match=r"early_rewards calls .* of one turn, and thinking_budget makes"):
-        QeRLConfig(**settings(tmp_path, early_rewards=True, thinking_budget=3))
-    config = QeRLConfig(**settings(tmp_path, tuning="full", weights="bf16", early_rewards=True))
+def test_rows_that_are_refilled_are_judged_in_the_step_that_they_train_in(make):
+    """A sample may end steps before, and a function may read which step it is."""
+    steps = []
 
-    def tool(text: str) -> str:
-        """Say it again.
+    @judges_outside
+    async def reward(completion_ids, trainer_state, **_):
+        steps.append(trainer_state.global_step)
+        return [float(len(completion_ids[0]))]
 
-        Args:
-            text: What.
-        """
-        return text
+    trainer = make([reward], max_staleness=1, max_steps=3)
+    trainer.train()
+    assert steps == [step for step in range(3) for _ in range(4 * GROUP)]
 
-    chat = DATA.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    for others in ({"tools": [tool]}, {"rollout_func": lambda prompts, trainer: {}}):
-        with pytest.raises(QeRLError, match="early_rewards is set, and nothing here reads it"):
-            QeRLTrainer(
-                tiny_model("llama"), scores(), config, chat, processing_class=tiny_tokenizer, **others
-            )
+
+@pytest.mark.slow
+def test_conversations_are_judged_behind_their_last_turn(tmp_path):
+    judged = []
+
+    @judges_outside
+    async def reward(completions, **_):
+        judged.extend(completions)
+        return [float(len(str(completions[0])) % 3)]
+
+    trainer = make_trainer(tmp_path, rewards=[reward], dynamic_sampling_batches=1, signal="reward")
+    sampled(trainer)
+    assert {record.completion[-1]["role"] for record in trainer._log.records} == {"assistant"}
+    assert all(record.completion in judged for record in trainer._log.records)
+    assert any(message["role"] == "tool" for said in judged for message in said)

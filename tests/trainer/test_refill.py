@@ -536,7 +536,6 @@ def test_samples_wait_for_memory_and_draw_the_same(make):
         ({"algorithm": "dapo"}, "set dynamic_sampling_batches: 0 or max_staleness: 0"),
         ({"curriculum": True}, "curriculum does not go with max_staleness"),
         ({"noise": True, "noise_stages": 2}, "under the noise of several steps; set noise: false"),
-        ({"early_rewards": True}, "early_rewards does not go with max_staleness"),
         ({"thinking_budget": 4}, "thinking_budget does not go with max_staleness"),
         ({"tools": ["calculator"]}, "tools does not go with max_staleness"),
         ({"environment": "calculator"}, "environment does not go with max_staleness"),

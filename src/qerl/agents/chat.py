@@ -4,7 +4,9 @@
 template, and finds text and calls of tools in what was drawn (`qerl.agents.template`).
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +15,7 @@ from qerl.agents.template import TurnTemplate
 from qerl.agents.trajectory import Message
 from qerl.endpoint.answers import cut_at
 from qerl.endpoint.bodies import ApiError, Asked, call_of
-from qerl.endpoint.history import History, Place
+from qerl.endpoint.history import History, Place, Template
 from qerl.endpoint.reply import Choice
 from qerl.endpoint.reply import FinishReason as Reason
 from qerl.errors import QeRLError, first_line
@@ -23,6 +25,25 @@ from qerl.rollout.engine import Completion
 def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """The text of token ids, without special tokens."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@dataclass(frozen=True)
+class _Once:
+    """A template that renders a prompt once, with which all samples of a group begin."""
+
+    template: Template
+    prompts: dict[str, list[int]]
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+        """See `Template.prompt_ids`."""
+        key = json.dumps([messages, tools], sort_keys=True)
+        if key not in self.prompts:
+            self.prompts[key] = self.template.prompt_ids(messages, tools)
+        return self.prompts[key]
+
+    def suffix_ids(self, messages: Sequence[Message], last: int | None = None) -> list[int]:
+        """See `Template.suffix_ids`."""
+        return self.template.suffix_ids(messages, last)
 
 
 class Templates:
@@ -47,8 +68,13 @@ class Templates:
             self._made[tools] = TurnTemplate(self._tokenizer, self._kwargs, tools=tools)
         return self._made[tools]
 
-    def place(self, asked: Asked, history: History) -> Place:
+    def place(self, asked: Asked, history: History, prompts: dict[str, list[int]] | None = None) -> Place:
         """Where a request goes on.
+
+        Args:
+            asked: The request.
+            history: Of its trajectory.
+            prompts: Tokens of prompts that were rendered before, to which others are added; None renders all.
 
         Raises:
             ApiError: The template does not take its messages.
@@ -57,7 +83,10 @@ class Templates:
             assert asked.prompt is not None
             return history.place_of_text(asked.prompt, self._encode)
         try:
-            return history.place(asked.messages, asked.tools, self.of(bool(asked.tools)))
+            template: Template = self.of(bool(asked.tools))
+            if prompts is not None:
+                template = _Once(template, prompts)
+            return history.place(asked.messages, asked.tools, template)
         except QeRLError as error:
             raise ApiError(str(error), param="tools" if asked.tools else "messages") from error
         except Exception as error:  # templates raise their own, for roles in an order that they do not know

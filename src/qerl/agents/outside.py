@@ -14,7 +14,9 @@ other has computed where the engine keeps prefixes.
 
 An answer wakes the server and then its client, which take Python's lock from the thread that launches the
 engine's work, some milliseconds for each of them. So answers go out once the next round was given to the
-device: requests are then read and written while it computes, and not while it waits for the host.
+device: requests are then read and written while it computes, and not while it waits for the host. A turn
+becomes text when its answer goes out, and a request becomes tokens in the server's thread, which mostly is at
+that time too. Agents may run in a process of their own (`qerl.agents.process`), which leaves the server.
 
 **What costs what.** An agent that raises, or whose time is up, costs its own row, as a tool that fails does.
 A client that is gone costs nothing: what it asked for is drawn, and is there if it asks again. A request that
@@ -33,12 +35,13 @@ the last bit of a log-probability, and at times by a token.
 
 import asyncio
 import contextlib
+import gc
 import queue
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,16 +49,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.agents.chat import Templates, decoded
+from qerl.agents.process import Agent, AgentProcess, EndpointOf, named, run
 from qerl.agents.trajectory import Trajectory
-from qerl.calls.beside import GRACE_S, Beside, EndsProcess, is_async
+from qerl.calls.beside import GRACE_S, Beside
 from qerl.endpoint.bodies import ApiError, Asked
 from qerl.endpoint.history import Branch, History, Place, Turn
 from qerl.endpoint.http import Routes, check_model
 from qerl.endpoint.listening import Listening
 from qerl.endpoint.reply import Choice, Outcome, Reply
 from qerl.endpoint.stops import TurnLimits
-from qerl.errors import QeRLError, first_line
-from qerl.rollout.engine import Ended, NormOffsets, RolloutEngine, SamplingParams, Session
+from qerl.errors import QeRLError
+from qerl.rollout.engine import Completion, Ended, NormOffsets, RolloutEngine, SamplingParams, Session
 from qerl.rollout.stops import StopStrings
 from qerl.seeding import derive_seed
 
@@ -65,30 +69,13 @@ MODEL = "policy"
 _LOOK_S = 0.2
 """Seconds between two looks at the agents' time while nothing is asked."""
 
+_YOUNG = 50_000
+"""New objects after which Python's collector looks at them, in a rollout."""
+
 _GAP_S, _BURST_S = 0.005, 0.5
 """Where nothing is drawn, requests that follow each other within the first are begun together, so that the
 samples of a group share their prompt; so are those of agents that have just begun, and whose clients make
 their connections. The second bounds both waits."""
-
-
-@dataclass(frozen=True)
-class EndpointOf:
-    """What an agent is told of its trajectory.
-
-    Attributes:
-        base_url: Of the endpoint, with the version, as OpenAI's clients take it.
-        api_key: Of this trajectory alone; it ends with it.
-        model: The name of the policy.
-    """
-
-    base_url: str
-    api_key: str
-    model: str = MODEL
-
-
-Agent = Callable[[EndpointOf, dict[str, Any]], Any]
-"""A function or coroutine function: given its endpoint and the columns of its row it returns the reward, or
-None where the reward is sent to the endpoint (`POST /v1/reward`), now or later."""
 
 
 class Endpoint:
@@ -99,6 +86,7 @@ class Endpoint:
         timeout: Seconds that a trajectory may take.
         at_once: Agents that run at the same time; the others wait for their turn.
         host, port: Where the endpoint listens; port 0 takes a free one.
+        process: Whether it runs in a process of agents beside this one (`qerl.agents.process`).
 
     Attributes:
         row: Columns of the row.
@@ -113,6 +101,7 @@ class Endpoint:
         at_once: int = 256,
         host: str = "127.0.0.1",
         port: int = 0,
+        process: bool = False,
     ) -> None:
         if not callable(agent):
             raise QeRLError(f"The agent of an endpoint is a {type(agent).__name__}; pass a function.")
@@ -120,7 +109,10 @@ class Endpoint:
             raise QeRLError(f"timeout of the endpoint is {timeout}; give seconds above 0.")
         if at_once < 1:
             raise QeRLError(f"at_once of the endpoint is {at_once}; at least one agent must run at a time.")
+        if process:
+            named(agent)
         self.agent, self.timeout, self.at_once, self.host, self.port = agent, timeout, at_once, host, port
+        self.process = process
         self.row: dict[str, Any] = {}
         self.reward: float | None = None
         self.error: str | None = None
@@ -170,12 +162,14 @@ class _Request:
 
     Attributes:
         asked, reply: It, and its answer in the making.
+        place: Where it goes on.
         prompt_ids: Tokens before its turns.
         choices: Those that have ended, by number.
     """
 
     asked: Asked
     reply: Reply
+    place: Place
     prompt_ids: list[int] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
 
@@ -213,14 +207,12 @@ class _Start:
 
     Attributes:
         episode, request: It.
-        place: Where its turns begin.
         params: Of its sampling.
         room: Tokens that each sequence may have.
     """
 
     episode: _Episode
     request: _Request
-    place: Place
     params: SamplingParams
     room: int
 
@@ -230,19 +222,25 @@ class EndpointDesk:
 
     Args:
         tokenizer: Of the policy.
+        templates: Of the policy.
+
+    Attributes:
+        asked: Requests that were not taken yet, and whose they are.
+        rendering: Held by whoever reads or writes a history, or renders.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, templates: Templates) -> None:
+        self._tokenizer, self._templates = tokenizer, templates
+        self._lock, self.rendering = threading.Lock(), threading.Lock()
         self._episodes: dict[str, _Episode] = {}
+        self._prompts: dict[str, list[int]] = {}  # of this rollout, as a template may write the date
         self._changed = threading.Event()
         self.asked: queue.SimpleQueue[tuple[_Episode, _Request]] = queue.SimpleQueue()
 
     def open(self, episodes: Sequence[_Episode]) -> None:
         """Take requests of some trajectories, and of those that were open before no longer."""
         with self._lock:
-            self._episodes = {episode.key: episode for episode in episodes}
+            self._episodes, self._prompts = {episode.key: episode for episode in episodes}, {}
 
     def close(self, episode: _Episode) -> None:
         """Take no more requests of a trajectory; those that wait for an answer hear of it."""
@@ -280,14 +278,17 @@ class EndpointDesk:
         """See `Desk.ask`; what was asked before has the first reply."""
         episode = self._episode(key)
         check_model(asked.model, [MODEL])
+        reply = episode.replies.get(asked.fingerprint)
+        if episode.is_open and reply is not None and not isinstance(reply.outcome, ApiError):
+            return reply
+        with self.rendering:
+            place = self._templates.place(asked, episode.history, self._prompts)
         with self._lock:
             if not episode.is_open:
                 raise _over()
-            reply = episode.replies.get(asked.fingerprint)
-            if reply is None or isinstance(reply.outcome, ApiError):
-                name = f"{key[-12:]}{len(episode.replies)}"
-                reply = episode.replies[asked.fingerprint] = Reply(name, asked.n)
-                self.asked.put((episode, _Request(asked, reply)))
+            name = f"{key[-12:]}{len(episode.replies)}"
+            reply = episode.replies[asked.fingerprint] = Reply(name, asked.n)
+            self.asked.put((episode, _Request(asked, reply, place)))
         self._changed.set()
         return reply
 
@@ -351,11 +352,14 @@ class Endpoints:
         beside: Beside,
     ) -> None:
         self._tokenizer, self._beside = tokenizer, beside
-        self._templates, self._desk = Templates(tokenizer, template_kwargs), EndpointDesk(tokenizer)
+        self._templates = Templates(tokenizer, template_kwargs)
+        self._desk, self._process = EndpointDesk(tokenizer, self._templates), AgentProcess()
+        weakref.finalize(self, self._process.close)  # a trainer has no end of its own
         self._listening: Listening | None = None
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and the process of agents."""
+        self._process.close()
         if self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -382,16 +386,18 @@ class Endpoints:
         if self._listening is None:
             routes = Routes(self._desk, rewarded=True).routes()
             self._listening = Listening(routes, first.host, first.port)
-            weakref.finalize(self, self._listening.close)  # a trainer has no end of its own
+            weakref.finalize(self, self._listening.close)
         episodes = [
             _Episode(environment, seed, f"sk-qerl-{secrets.token_urlsafe(24)}")
             for environment, seed in zip(environments, seeds, strict=True)
         ]
         # Nothing else has this name, so forks and late trajectories find what was computed in this rollout.
-        with engine.session(params, norm_offsets, growing=True, policy=object()) as session:
+        entered = engine.session(params, norm_offsets, growing=True, policy=object())
+        with _many_threads(), entered as session:
             loop = _Play(
-                session, episodes, params, self._desk, self._templates, self._tokenizer, self._beside, fixed
-            )
+                session, episodes, params, self._desk, self._templates, self._tokenizer, self._beside,
+                self._process, fixed,
+            )  # fmt: skip
             try:
                 loop.run(self._listening.url, engine_vocabulary(engine, self._tokenizer))
             finally:
@@ -410,6 +416,23 @@ class Endpoints:
         first, *forks = branches
         first.forks = forks
         return first
+
+
+@contextlib.contextmanager
+def _many_threads() -> Iterator[None]:
+    """A block in which clients and the server share Python with the thread that draws.
+
+    What a request leaves for a moment outlives collections of every 700 objects, and is counted as if it
+    stayed, until all objects of the process are walked over, half a second in which nobody else runs. With
+    longer intervals it is gone before.
+    """
+    thresholds = gc.get_threshold()
+    if thresholds[0]:  # else somebody has turned collections off
+        gc.set_threshold(max(thresholds[0], _YOUNG), *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def engine_vocabulary(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -451,10 +474,12 @@ class _Play:
         templates: Templates,
         tokenizer: PreTrainedTokenizerBase,
         beside: Beside,
+        process: AgentProcess,
         fixed: bool,
     ) -> None:
         self._session, self._episodes, self._params, self._desk = session, episodes, params, desk
         self._templates, self._tokenizer, self._beside, self._fixed = templates, tokenizer, beside, fixed
+        self._process = process
         self._open = [*episodes]
         self._drawing: dict[int, tuple[_Episode, _Request, int, _Sequence]] = {}
         self._refused: list[tuple[_Episode, _Request]] = []  # for want of memory, until others have ended
@@ -505,28 +530,15 @@ class _Play:
     async def _agent(self, episode: _Episode, url: str, at_once: asyncio.Semaphore) -> None:
         """Run one agent and keep what it gave."""
         environment = episode.environment
-        given = EndpointOf(url, episode.key)
-
-        async def awaited() -> Any:
-            return await environment.agent(given, dict(environment.row))
-
-        def plain() -> Any:
-            return environment.agent(given, dict(environment.row))
-
+        given = EndpointOf(url, episode.key, MODEL)
+        asked = environment.agent, given, dict(environment.row), environment.timeout
         async with at_once:
             episode.until = time.monotonic() + environment.timeout
-            try:
-                work = awaited if is_async(environment.agent) else plain
-                reward = await self._beside.call(work, environment.timeout)
-                if reward is not None:
-                    environment.reward = float(reward)
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:  # what would end the process ends its trajectory
-                if isinstance(error, TimeoutError) and environment.reward is not None:
-                    return  # which was sent
-                cause = error.cause if isinstance(error, EndsProcess) else error
-                environment.error = f"The agent failed: {type(cause).__name__}: {first_line(cause)}"
+            ran = await (self._process.run(*asked) if environment.process else run(self._beside, *asked))
+        if ran.reward is not None:
+            environment.reward = ran.reward
+        elif ran.failure and not (ran.late and environment.reward is not None):  # which was sent
+            environment.error = f"The agent failed: {ran.failure}"
 
     def _look(self) -> None:
         """End the trajectories whose agent has returned with a reward, failed, or lost its time."""
@@ -587,8 +599,7 @@ class _Play:
             ApiError: It asks for what it cannot have.
         """
         asked = request.asked
-        params = self._params_of(asked)
-        place = self._templates.place(asked, episode.history)
+        params, place = self._params_of(asked), request.place
         if max(place.given, default=0) >= self._vocabulary:
             raise ApiError(
                 f"The prompt has a token id of {max(place.given)}, and the model embeds {self._vocabulary}.",
@@ -609,7 +620,7 @@ class _Play:
         used = len(request.prompt_ids) - len(place.parent.path[0].given) if place.parent is not None else 0
         if params.max_tokens - used < 1:
             raise _too_long(len(place.given), params.max_tokens - used + len(place.given))
-        return _Start(episode, request, place, params, params.max_tokens - used)
+        return _Start(episode, request, params, params.max_tokens - used)
 
     def _start(self, starts: Sequence["_Start"]) -> None:
         """Start sequences, those of a prompt next to each other and every prompt with as many.
@@ -621,7 +632,7 @@ class _Play:
             asked, params = each.request.asked, each.params
             mark: tuple[int | str, ...] = (asked.fingerprint,)
             if asked.seed is not None:  # which draws alike, whatever ends the turn
-                mark = (asked.seed, each.place.before)
+                mark = (asked.seed, each.request.place.before)
             for at in range(asked.n):
                 limits = TurnLimits()
                 self._limit(limits, each.request, each.episode, at)
@@ -645,7 +656,7 @@ class _Play:
                     each.request.reply.settle(ApiError(str(error), code="context_length_exceeded"))
             return
         for index, (each, at, limits, _, _) in zip(indices, began, strict=True):
-            turn = each.episode.history.begin(each.place)
+            turn = each.episode.history.begin(each.request.place)
             sequence = _Sequence(index, limits, turn, each.params, each.request.asked.seed)
             turn.handle = each.episode.sequences[index] = sequence
             self._drawing[index] = each.episode, each.request, at, sequence
@@ -693,27 +704,32 @@ class _Play:
         limits.wanted = lambda: episode.is_open
 
     def _ended(self, ended: Ended) -> None:
-        """Take in a turn of the policy, and answer its request if it was the last one of it."""
+        """Take in a turn of the policy; it is answered once the engine's next round is under way."""
         episode, request, choice, sequence = self._drawing.pop(ended.index)
         drawn, turn = ended.completion, sequence.last
         if not episode.is_open:
             self._finish(episode, ended.index)
-            return
-        if not drawn.token_ids:
+        elif not drawn.token_ids:
             self._finish(episode, ended.index)
-            self._settle(request, _too_long(len(turn.given), 0))
+            refusal = _too_long(len(turn.given), 0)
+            self._untold.append(lambda: request.reply.settle(refusal))
+        else:
+            self._untold.append(lambda: self._answer(episode, request, choice, turn, drawn))
+
+    def _answer(
+        self, episode: _Episode, request: _Request, choice: int, turn: Turn, drawn: Completion
+    ) -> None:
+        """Keep a turn, and answer its request if it was the last one of it."""
+        if not episode.is_open:
             return
         ends = drawn.token_ids[-1] in self._params.stop_token_ids
-        said = self._templates.choice(request.asked, request.prompt_ids, drawn, ends)
-        episode.history.end(turn, drawn, said.message)
+        with self._desk.rendering:
+            said = self._templates.choice(request.asked, request.prompt_ids, drawn, ends)
+            episode.history.end(turn, drawn, said.message)
         if drawn.finish_reason == "error":
-            self._settle(request, ApiError("The policy gave logits that are not finite.", 500))
+            request.reply.settle(ApiError("The policy gave logits that are not finite.", 500))
             return
         request.choices[choice] = said
         if len(request.choices) == request.asked.n:
             choices = [request.choices[at] for at in range(request.asked.n)]
-            self._settle(request, Outcome(request.prompt_ids, choices))
-
-    def _settle(self, request: _Request, outcome: Outcome | ApiError) -> None:
-        """Answer a request once the engine's next round is under way."""
-        self._untold.append(lambda: request.reply.settle(outcome))
+            request.reply.settle(Outcome(request.prompt_ids, choices))

@@ -6,7 +6,6 @@ piece, and so has one with log-probabilities.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,17 +29,17 @@ class Answers:
 
     Args:
         asked: The request.
-        name: Of the answer.
+        name, created: Of the answer, as of its `Reply`.
         decode: Of the policy's tokenizer.
     """
 
-    def __init__(self, asked: Asked, name: str, decode: Decode) -> None:
+    def __init__(self, asked: Asked, name: str, created: int, decode: Decode) -> None:
         self._asked, self._decode = asked, decode
         self._kind = "chat.completion" if asked.is_chat else "text_completion"
         prefix = "chatcmpl" if asked.is_chat else "cmpl"
         self._common: dict[str, Any] = {
             "id": f"{prefix}-{name}",
-            "created": int(time.time()),
+            "created": created,
             "model": asked.model,
         }
         self._sent = [""] * asked.n

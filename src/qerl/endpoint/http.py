@@ -96,7 +96,7 @@ class Routes:
     async def _answer(self, request: Request, asked: Asked) -> Response:
         key = _key(request)
         reply = await self._desk.ask(key, asked)
-        answers = Answers(asked, reply.name, self._desk.decode)
+        answers = Answers(asked, reply.name, reply.created, self._desk.decode)
         with contextlib.ExitStack() as block:
             told = block.enter_context(self._heard(reply))
             async for _ in self._news(request, reply, told):

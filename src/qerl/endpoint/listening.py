@@ -13,6 +13,11 @@ from qerl.errors import QeRLError
 
 _BEGIN_S = 10.0
 
+_IDLE_S = 24 * 3600
+"""Seconds that a connection may be idle. Clients close theirs, many after some seconds. A server that does so
+as early breaks off what is asked just then, as when a rollout begins, and the client retries half a second
+later."""
+
 
 class Listening:
     """Serves routes until it is closed.
@@ -50,6 +55,7 @@ class Listening:
             access_log=False,
             proxy_headers=False,
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=_IDLE_S,
             lifespan="off",
         )
         self._server = uvicorn.Server(config)

@@ -6,6 +6,7 @@ one.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -54,6 +55,7 @@ class Reply:
         drawn: Token ids of each continuation so far that are known to stay.
         outcome: The answer, or why there is none; None while it is drawn.
         wanted: False once nobody waits for it any more.
+        created: When it was asked for, in seconds since 1970; a request that is sent again has the same.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Reply:
     drawn: list[list[int]] = field(default_factory=list)
     outcome: Outcome | ApiError | None = None
     wanted: bool = True
+    created: int = field(default_factory=lambda: int(time.time()))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _wakers: list[Callable[[], None]] = field(default_factory=list)
 

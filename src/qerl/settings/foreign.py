@@ -18,6 +18,9 @@ _OF_STUDIES = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": Fal
 GONE = _OF_STUDIES | {"speculative_tokens": 0}
 """Fields of QeRL 0.2 that are none any more, by the value that asks for nothing."""
 
+_NO_CHOICE = "early_rewards"
+"""A field of QeRL 0.2 on which no reward depended."""
+
 _IN_STUDIES = "it left the trainer for the studies in lab/, as it helped in none of them: remove it"
 _QUANTISED = "set weights, which says how the model is quantised"
 _DATA = "set task, which names the data and their splits (--task jsonl:PATH for a file of your own)"
@@ -72,6 +75,7 @@ INSTEAD = {
     # Fields of QeRL 0.2
     **dict.fromkeys(_OF_STUDIES, _IN_STUDIES),
     "speculative_tokens": "drafts left the engines, as they made rollouts hardly faster: remove it",
+    _NO_CHOICE: "rewards that ask outside of this process are always asked for as completions end: remove it",
     "dynamic_sampling_rounds": "it is dynamic_sampling_batches now, the same number",
     # The command
     "config": "recipes are given without a flag: `qerl train RECIPE.yaml`",
@@ -83,9 +87,10 @@ INSTEAD = {
 
 
 def without_gone(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a file under the names of today, without those of `GONE` that ask for nothing: runs of QeRL
-    0.2 wrote all fields."""
+    """Settings of a file under the names of today, without those of `GONE` that ask for nothing and the one
+    that never changed a result: runs of QeRL 0.2 wrote all fields."""
     kept = {name: value for name, value in values.items() if name not in GONE or value != GONE[name]}
+    kept.pop(_NO_CHOICE, None)
     return {_RENAMED.get(name, name): value for name, value in kept.items()}
 
 

@@ -139,10 +139,6 @@ class Data(Group):
     reward_errors: Literal["stop", "tolerate"] = "stop"
     """A reward function that fails on every sample of a step ends the run (stop), or the run goes on with
     zeros, without any reward of a judge or a sandbox (tolerate)."""
-    early_rewards: bool = False
-    """Call reward functions that ask outside of this process (a judge, programs in the sandbox, your own
-    marked with judges_outside) for each completion as soon as it is finished, while others are sampled; all
-    other functions are called after the rollout, as without it."""
     max_prompt_length: PositiveInt | None = None
     """Largest number of tokens of a prompt; longer ones are left out and counted."""
     chat_template_kwargs: Options | None = None
@@ -172,7 +168,7 @@ class Data(Group):
     """Environment of each sample: PATH.py:Class, the name of a built-in one (calculator, guess_number), or
     endpoint:PATH.py:function for an agent that speaks OpenAI's chat API to the policy."""
     environment_options: Options = {}
-    """Keyword arguments of the environment; of an endpoint timeout, at_once, host and port."""
+    """Keyword arguments of the environment; of an endpoint timeout, at_once, process, host and port."""
     max_tool_calling_iterations: PositiveInt | None = None
     """Largest number of turns of a sample that tools or an environment answer; unset, as many as
     max_completion_length allows."""
@@ -794,14 +790,6 @@ def _best_of_fewer_than_a_group(settings: Any) -> None:
         )
 
 
-def _early_rewards_take_one_turn(settings: Any) -> None:
-    if settings.sampling.thinking_budget is not None and settings.data.early_rewards:
-        raise QeRLError(
-            "early_rewards calls reward functions for completions of one turn, and thinking_budget makes "
-            "several of one; set one of the two."
-        )
-
-
 def _noise_fits_into_the_run(settings: Any) -> None:
     """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages."""
     if settings.noise.enabled:
@@ -837,7 +825,7 @@ _ACT_IN_SFT = {
 }  # fmt: skip
 """Fields of the groups of sampling and loss that act with algorithm: sft, in its evaluations."""
 
-_NOT_IN_SFT = ("curriculum", "early_rewards", "tools", "environment")
+_NOT_IN_SFT = ("curriculum", "tools", "environment")
 _OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss")
 
 
@@ -846,7 +834,6 @@ _NEVER_STALE: dict[str, tuple[Any, str]] = {
     "dynamic_sampling_batches": (0, "which step a group trains in is settled before it is sampled"),
     "curriculum": (False, "prompts of coming steps are sampled before it has learned of this one"),
     "noise": (False, "a sample would be drawn under the noise of several steps"),
-    "early_rewards": (False, "rewards are called for all groups of a step together"),
     "thinking_budget": (None, "samples that are kept over an update have one turn"),
     "tools": ([], "samples that are kept over an update have one turn"),
     "environment": (None, "samples that are kept over an update have one turn"),
@@ -925,7 +912,6 @@ class Settings(Group):
         _an_adapter_teaches_adapters,
         _gradients_in_fp8_pass_packed_weights,
         _best_of_fewer_than_a_group,
-        _early_rewards_take_one_turn,
         _noise_fits_into_the_run,
         _evaluations_hold_whole_groups,
         _processes_hold_whole_groups,

@@ -77,11 +77,12 @@ class Batch:
     Attributes:
         columns: Arguments by name: lists with one value per sample, prompts and completions among them, and
             arguments of the call. A direct call of an environment's reward may have environments alone.
-        place: Of its first sample among those whose calls have begun one by one.
+        asked: Calls for each of its samples that began when that ended (`qerl.tasks.together.Asked`), or
+            None; empty where none has any.
     """
 
     columns: dict[str, Any]
-    place: int = 0
+    asked: Sequence[Any] = ()
 
     @property
     def known_by(self) -> Sequence[Any]:
@@ -305,6 +306,8 @@ def judges_outside(function: Function) -> Function:
     """Mark a function that asks something outside of this process about each completion; return it.
 
     It limits its own time, and how many of its calls go on at once; where it fails, a sample has no reward.
+    It is called beside the main thread, and as soon as a sample has ended; calls of a plain one follow each
+    other, each in a thread of its own.
     """
     function.__dict__["judges_outside"] = True
     return judges_alone(function)

@@ -4,19 +4,20 @@ TRL calls reward functions one after the other, each for its list. The first of 
 batch therefore starts all of them; the others are done when they are called. Where a function is called for
 each sample, its samples wait at the same time too.
 
-Functions that ask something outside of this process may also be called for each sample as soon as it is
-finished, while others are still decoded (:meth:`Together.begin`); the call for the whole batch then waits
-only for what is left. Their arguments, rewards and failures are the same.
+**When a call begins.** As soon as all that it is about has ended, while other samples are still decoded. A
+function that asks something outside of this process (`guard.judges_outside`) is called for each sample as
+that ends (:meth:`Together.begin`). Others may compare the samples of a batch, and begin once the batch is
+there (:meth:`Together.start`): a group of an open call (`qerl.trainer.rollout_step`), or all of a rollout.
+Several batches wait at the same time. Arguments, rewards and failures are those of a call behind the rollout.
+Groups would not do for all: where a few answers are as long as they may be, most groups end with the rollout,
+and programs that keep all cores busy would begin behind it.
 
-A batch may also be asked about without waiting for it (:meth:`Together.start`), while others are still
-decoded: that is how groups of an open call are judged (`qerl.trainer.rollout_step`). Several such batches
-wait at the same time. Which rows decode together decides the last bits of their logits, so for functions that
-answer at once a moment is waited (`PATIENCE`): then what is decoded beside them does not depend on their
-time.
+Which rows decode together decides the last bits of their logits, so for batches that are judged at once a
+moment is waited (`PATIENCE`): then what is decoded beside them does not depend on their time.
 
 Given up:
 
-* Functions that compute in this process do not begin early. They would take turns with the decoding at
+* Functions that compute in this process do not begin meanwhile. They would take turns with the decoding at
   running Python, and their time limit is an alarm, which reaches the main thread alone.
 * Where samples of a function wait for each other (for a lock that one of them holds and never returns), all
   that wait run out of time with it.
@@ -30,6 +31,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from qerl.calls.alarm import TimeUp
@@ -46,7 +48,6 @@ from qerl.tasks.guard import (
     left,
     listed,
     mark,
-    name_of,
 )
 
 Result = TypeVar("Result")
@@ -58,26 +59,37 @@ PATIENCE = 1.0
 _HELD = 1.1  # a coroutine is cancelled at its limit; a step of the loop is interrupted later
 
 _OF_A_SAMPLE = ("prompts", "completions", "completion_ids")
-"""Arguments by which a sample whose call has begun is known again."""
+"""Arguments by which a sample whose calls have begun is known again."""
 
 
-def can_begin_early(function: Callable[..., Any]) -> bool:
-    """True if everything that a function judges by lies outside of this process (`guard.judges_outside`)."""
+def begins_early(function: Callable[..., Any]) -> bool:
+    """True if everything that a function judges by lies outside of this process (`guard.judges_outside`), so
+    that it is called for each sample as that ends."""
     return bool(mark(function, "judges_outside")) and not mark(function, "computes_too")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Calls for a sample that began when it ended.
+
+    Attributes:
+        arguments: Of the functions, for this sample alone.
+        calls: Of each function, with the future of its end.
+    """
+
+    arguments: dict[str, Any]
+    calls: dict["Waiting", tuple[SampleCall, Future[None]]]
 
 
 class Together:
     """The functions of a run that wait at the same time; used from one thread.
 
-    Args:
-        early: True if those that can begin early do.
-
     Attributes:
         beside: Calls them, on one event loop, to which a client that they keep belongs.
     """
 
-    def __init__(self, early: bool = False) -> None:
-        self.early, self.beside = early, Beside()
+    def __init__(self) -> None:
+        self.beside = Beside()
         self._members: list[Waiting] = []
         self._known_by: Sequence[Any] | None = None
         self._done: dict[Waiting, Judged] = {}
@@ -90,30 +102,33 @@ class Together:
         """Take a function among those that are started together."""
         self._members.append(member)
 
-    def begin(self, place: int, arguments: dict[str, Any]) -> None:
-        """Begin the calls for a finished sample of the functions that begin early.
+    @property
+    def waits(self) -> bool:
+        """Whether there are any functions."""
+        return bool(self._members)
+
+    def begin(self, arguments: dict[str, Any]) -> Asked:
+        """Begin the calls of functions for a sample that has ended, which `start` gets with its batch.
 
         Args:
-            place: Of the sample in its batch.
             arguments: Of the functions for the batch, for this sample alone.
         """
-        for member in self._members:
-            if member.early:
-                member.begin(place, arguments)
+        return Asked(arguments, {each: each.begin(arguments) for each in self._members if each.early})
 
-    def start(self, columns: dict[str, Any], place: int) -> None:
+    def start(self, columns: dict[str, Any], asked: Sequence[Asked | None] = ()) -> None:
         """Begin the calls for a batch; `judge`, given the same list of completions, waits for them.
 
         Args:
             columns: Arguments of the functions.
-            place: Of the batch's first sample among those that `begin` was told of.
+            asked: What `begin` gave for each of its samples; empty for nothing.
+
+        Raises:
+            QeRLError: A sample is another one than its calls are about.
         """
-        if self._members:
-            batch = Batch(columns, place)
-            for each in self._members:
-                each.check_begun(batch)
-            future = self.beside.start(_all(each.judge_soon(batch) for each in self._members))
-            self._started[id(batch.known_by)] = batch, future
+        batch = Batch(columns, asked)
+        _check_asked(batch)
+        future = self.beside.start(_all(each.judge_soon(batch) for each in self._members))
+        self._started[id(batch.known_by)] = batch, future
 
     def ended(self, known_by: Sequence[Sequence[Any]], wait: bool) -> list[int]:
         """Places, among batches of these lists of completions, of those for which all functions have ended.
@@ -143,9 +158,6 @@ class Together:
         for _, future in self._started.values():
             future.cancel()
         self._started = {}
-        self._forget()
-
-    def _forget(self) -> None:
         for member in self._members:
             member.abandon()
 
@@ -156,30 +168,25 @@ class Together:
         """
         if self._known_by is not batch.known_by or member not in self._done:
             self._known_by = batch.known_by
-            if id(batch.known_by) in self._started:
-                begun, future = self._started.pop(id(batch.known_by))
-                self._done = self._judged(self._members, future) or self._ask_each(begun)
-            else:
-                try:
-                    for each in self._members:
-                        each.check_begun(batch)
-                    self._done = self._ask(self._members, batch) or self._ask_each(batch)
-                finally:
-                    self.abandon()
+            if id(batch.known_by) not in self._started:
+                self.abandon()
+                self.start(batch.columns)
+            batch, future = self._started.pop(id(batch.known_by))
+            self._done = self._judged(self._members, future) or self._ask_each(batch)
         judged = self._done.pop(member)
         if not self._done:
             self._known_by = None
         return judged
 
     def take_seconds(self) -> float:
-        """Seconds in which a call for a sample was going on, since the last time this was asked."""
+        """Seconds in which a call was going on, since the last time this was asked."""
         with self._lock:
             self.count(0)
             seconds, self._seconds = self._seconds, 0.0
             return seconds
 
     def count(self, change: int) -> None:
-        """Note that a call for a sample has begun (1) or ended (-1)."""
+        """Note that a call has begun (1) or ended (-1)."""
         with self._lock:
             now = time.perf_counter()
             if self._running:
@@ -187,22 +194,22 @@ class Together:
             self._running, self._since = self._running + change, now
 
     def _ask_each(self, batch: Batch) -> dict["Waiting", Judged]:
-        """As :meth:`_ask`, one after the other, so that a function that holds up the loop loses its own
-        calls alone."""
+        """The members' results, asked for one after the other, so that a function that holds up the loop
+        loses its own calls alone."""
         done: dict[Waiting, Judged] = {}
         for each in self._members:
-            self._forget()
-            alone = self._ask([each], batch) if len(self._members) > 1 else {}
+            for member in self._members:
+                member.abandon()
+            alone = {}
+            if len(self._members) > 1:
+                alone = self._judged([each], self.beside.start(_all([each.judge_soon(batch)])))
             done |= alone or {each: each.lost(batch)}
         return done
-
-    def _ask(self, members: Sequence["Waiting"], batch: Batch) -> dict["Waiting", Judged]:
-        """The members' results; nothing if one of them has held up the loop until it was left behind."""
-        return self._judged(members, self.beside.start(_all(each.judge_soon(batch) for each in members)))
 
     def _judged(
         self, members: Sequence["Waiting"], future: "Future[list[Judged]]"
     ) -> dict["Waiting", Judged]:
+        """The members' results; nothing if one of them has held up the loop until it was left behind."""
         try:
             judged = self.beside.result(future, lambda: max(each.held_s for each in members))
             return dict(zip(members, judged, strict=True))
@@ -221,9 +228,9 @@ class Waiting(Judging):
         function, timeout_s, alone, outside: As in :class:`Judging`; plain functions only if they ask outside,
             and their calls follow each other.
         together: The functions of the run.
-        early: True if its calls begin as samples are finished.
 
     Attributes:
+        early: Whether it is called for each sample as that ends.
         held_s: Seconds after which a step of the event loop that this function holds up is interrupted.
     """
 
@@ -234,11 +241,10 @@ class Waiting(Judging):
         alone: bool,
         outside: bool,
         together: Together,
-        early: bool,
     ) -> None:
         super().__init__(function, timeout_s, alone, outside)
-        self._together, self.early, self.held_s = together, early, _HELD * timeout_s
-        self._begun: dict[int, tuple[SampleCall, Future[None]]] = {}
+        self._together, self.early, self.held_s = together, begins_early(function), _HELD * timeout_s
+        self._begun: list[Future[None]] = []
         # A function that has limits of its own says itself how many of its calls go on at the same time.
         self.at_once = 1 if not is_async(function) else 1_000_000 if outside else _AT_ONCE
         self.abandon()
@@ -252,40 +258,24 @@ class Waiting(Judging):
         error = TimeoutError(f"no result within {self._timeout_s:g} s, and nothing was awaited")
         return Judged([self._failed] * batch.samples, batch.samples, error)
 
-    def begin(self, place: int, arguments: dict[str, Any]) -> None:
+    def begin(self, arguments: dict[str, Any]) -> tuple[SampleCall, "Future[None]"]:
         """See :meth:`Together.begin`."""
         call = SampleCall(arguments)
-        self._begun[place] = call, self._together.beside.start(self._try(call, self._tries))
+        self._begun.append(future := self._together.beside.start(self._try(call, self._tries)))
+        return call, future
 
     def abandon(self) -> None:
-        """Give up calls that have begun, and forget the results of others."""
-        for _, future in self._begun.values():
+        """Give up calls that have begun for single samples, and forget how others went."""
+        for future in self._begun:
             future.cancel()
-        self._begun, self._tries = {}, Tries()
+        self._begun, self._tries = [], Tries()
         self._slots = asyncio.Semaphore(self.at_once)
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def check_begun(self, batch: Batch) -> None:
-        """Refuse to give a sample the reward of another one.
-
-        Raises:
-            QeRLError: A sample has other arguments than its call has begun with.
-        """
-        for i in range(batch.samples):
-            if batch.place + i not in self._begun:
-                continue
-            call, _ = self._begun[batch.place + i]
-            for column in _OF_A_SAMPLE:
-                if column in batch.columns and call.arguments[column] != [batch.columns[column][i]]:
-                    raise QeRLError(
-                        f"The reward function {name_of(self.function)!r} was called early with other "
-                        f"{column} than sample {i} of the batch has; what changes completions behind the "
-                        "rollout needs early_rewards: false."
-                    )
-
     async def _by_sample(self, batch: Batch) -> tuple[list[SampleCall], Tries]:
         tries = self._tries
-        begun = [self._begun.get(batch.place + i) for i in range(batch.samples)]
+        begun = [each and each.calls.get(self) for each in batch.asked or [None] * batch.samples]
+        begun = [None if each is None or each[1].cancelled() else each for each in begun]
         calls = [batch.sample(i) if each is None else each[0] for i, each in enumerate(begun)]
         await _all(
             self._try(call, tries) if each is None else _ended(each[1])
@@ -299,7 +289,6 @@ class Waiting(Judging):
         assert task is not None  # it runs on a loop
         async with self._slots:
             tasks.add(task)
-            self._together.count(1)
             try:
                 await super()._try(call, tries)
                 if tries.hopeless:
@@ -309,7 +298,6 @@ class Waiting(Judging):
                 if not tries.hopeless:
                     raise
             finally:
-                self._together.count(-1)
                 tasks.discard(task)
 
     async def _call(self, seconds: float, arguments: dict[str, Any]) -> list[Any]:
@@ -321,6 +309,7 @@ class Waiting(Judging):
 
         self.held_s = _HELD * seconds
         work = awaited if is_async(self.function) else plain
+        self._together.count(1)
         try:
             return await self._together.beside.call(work, None if self._outside else seconds)
         except EndsProcess as error:
@@ -331,6 +320,19 @@ class Waiting(Judging):
             if str(error):
                 raise
             raise TimeoutError(f"no result within {seconds:g} s") from error
+        finally:
+            self._together.count(-1)
+
+
+def _check_asked(batch: Batch) -> None:
+    """Refuse to give a sample the reward of another one."""
+    for i, asked in enumerate(batch.asked):
+        for column in _OF_A_SAMPLE if asked is not None else ():
+            if column in batch.columns and asked.arguments[column] != [batch.columns[column][i]]:
+                raise QeRLError(
+                    f"Rewards of sample {i} were asked for with other {column} than it has now; let the "
+                    "engine tell `ended` the completions that it returns, each with its place."
+                )
 
 
 async def _ended(future: "Future[None]") -> None:
@@ -357,16 +359,17 @@ def guarded(
 
     Args:
         function: With TRL's signature, plain or asynchronous; one that is guarded already is returned as it
-            is, or guarded anew if its calls are to begin early. The wrapper has its name, by which TRL logs.
+            is, or guarded anew if it is to begin early among others. The wrapper has its name, by which TRL
+            logs.
         timeout_s: Seconds per sample, above 0.
-        together: The functions that wait at the same time as this one, if it is asynchronous or begins early;
+        together: The functions that wait at the same time as this one, if it is asynchronous or asks outside;
             None for none.
 
     Raises:
         QeRLError: ``timeout_s`` is not a positive number.
     """
     if isinstance(function, GuardedReward):
-        if together is None or not together.early or not can_begin_early(function):
+        if together is None or not begins_early(function):
             return function
         function = function.function
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
@@ -375,7 +378,6 @@ def guarded(
         raise QeRLError(f"reward_timeout is {timeout_s}; it must be a number of seconds above 0.")
     together = together or Together()
     marks = bool(mark(function, "judges_alone")), bool(mark(function, "judges_outside"))
-    early = together.early and can_begin_early(function)
-    if early or is_async(function):
-        return GuardedReward(function, Waiting(function, timeout_s, *marks, together, early), waits=True)
+    if begins_early(function) or is_async(function):
+        return GuardedReward(function, Waiting(function, timeout_s, *marks, together), waits=True)
     return GuardedReward(function, Judging(function, timeout_s, *marks), waits=False)

@@ -51,8 +51,6 @@ from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.prompts import ReadyPrompts
 from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import (
-    calls_of,
-    check_tells,
     episode_rewards_of,
     guard_rewards,
     one_for_each,
@@ -92,7 +90,7 @@ _OF_OTHERS = dict.fromkeys(
     "there are neither tools nor environments",
 )
 _OF_OUR_SAMPLING = dict.fromkeys(
-    ("stop_strings", "thinking_budget", "thinking_end", "early_rewards"),
+    ("stop_strings", "thinking_budget", "thinking_end"),
     "rollout_func samples in the engine's place",
 )
 RUN_FIELDS = frozenset(
@@ -190,9 +188,7 @@ def complete(
         train_dataset, eval_dataset = sound_data(
             settings, train_dataset, eval_dataset, bool(others.factories)
         )
-    calls = calls_of(reward_funcs, settings)
-    if calls.early and engine is not None:
-        check_tells(engine)
+    calls = Together()
     check_metric(settings.metric_for_best_model, eval_dataset)
     if named:
         model = find_model(model)
@@ -376,10 +372,6 @@ def _check_fields(
         idle |= _OF_A_MADE_ENGINE
     if rollout_func is not None:
         idle |= _OF_OUR_SAMPLING
-    elif others:
-        idle["early_rewards"] = (
-            "rewards of trajectories with tools or environments are called after the rollout"
-        )
     for name in sorted(idle.keys() & _set_fields(args, acted_on, idle.keys())):
         raise QeRLError(f"{name} is set, and nothing here reads it; remove it: {idle[name]}.")
 

@@ -299,7 +299,7 @@ class QeRLTrainer(Trainer):
             limits = Limits(args.max_tool_calling_iterations, args.tool_errors, bool(args.stop_strings))
             self._conversations = Conversations(tokenizer, args.chat_template_kwargs, others, pool, limits)
         longest = args.generation_batch_size or args.per_device_eval_batch_size
-        self._log = StepLog(self.accelerator.device, given.calls.early, longest)
+        self._log = StepLog(self.accelerator.device, longest)
         sampler = Sampler(
             args=args,
             engine=self.engine,

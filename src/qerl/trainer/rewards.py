@@ -13,11 +13,11 @@ raises the same sentence, and none waits for another in a collective. Groups tha
 rollouts of evaluation are not looked at: they may be a single problem on which a sound function fails.
 """
 
+import contextlib
 import functools
-import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
 from typing import Any
@@ -31,11 +31,9 @@ from trl.rewards import get_soft_overlong_punishment
 
 from qerl.agents.outside import Endpoint
 from qerl.errors import QeRLError, first_line
-from qerl.ranks import is_first_process
-from qerl.rollout.engine import RolloutEngine
 from qerl.settings.config import QeRLConfig
 from qerl.tasks.guard import GuardedReward, Judged, describe, judges_outside, name_of
-from qerl.tasks.together import Together, can_begin_early, guarded
+from qerl.tasks.together import Asked, Together, begins_early, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -58,28 +56,6 @@ def guard_rewards(rewards: Any, timeout_s: float, together: Together) -> list[An
         reward if isinstance(reward, str | nn.Module) else guarded(reward, timeout_s, together)
         for reward in as_list(rewards)
     ]
-
-
-def calls_of(rewards: Any, args: QeRLConfig) -> Together:
-    """Where functions of a run wait, and begin while samples are decoded where the settings ask for that.
-
-    Raises:
-        QeRLError: None of the functions can be called so.
-    """
-    if not args.early_rewards:
-        return Together()
-    later = [reward for reward in as_list(rewards) if not can_begin_early(reward)]
-    names = ", ".join(map(name_of, later))
-    if len(later) == len(as_list(rewards)):
-        raise QeRLError(
-            f"early_rewards has nothing to begin early: none of {names} asks outside of this process alone. "
-            "What computes in this process is called after the rollout, because it would hold up the "
-            "decoding and its time limit needs the main thread; mark a function with judges_outside "
-            "(qerl.tasks.guard) if it waits and limits its own time, or remove early_rewards."
-        )
-    if later and is_first_process():
-        logger.warning("early_rewards: what computes in this process is called after the rollout: %s.", names)
-    return Together(early=True)
 
 
 def as_list(rewards: Any) -> list[Any]:
@@ -171,22 +147,6 @@ def stop_if_all_failed(tallies: Sequence[Tally], accelerator: Accelerator) -> No
             )
 
 
-def check_tells(engine: RolloutEngine) -> None:
-    """Refuse an engine that does not tell which completions are finished.
-
-    Raises:
-        QeRLError: Its `generate` has no argument `ended`.
-    """
-    try:
-        inspect.signature(engine.generate).bind([], 1, None, None, None, None)  # as the rollout calls it
-    except TypeError as error:
-        raise QeRLError(
-            "early_rewards needs an engine whose generate has the argument `ended`, and that of "
-            f"{type(engine).__name__} has not; add it behind `seeds`, as RolloutEngine.generate has it, or "
-            "remove early_rewards."
-        ) from error
-
-
 def episode_rewards_of(judges: Sequence[type]) -> list[Callable[..., Any]]:
     """Reward functions of environments that score their episodes, one for each class; none for others'
     rows."""
@@ -202,8 +162,10 @@ def _episode_reward(judge: Any) -> Callable[..., Any]:
 
     score: Callable[..., Any] = awaited if iscoroutinefunction(judge.get_reward) else at_once
     score.__name__ = judge.__name__
-    # An agent has been run by now, and where it failed its sample has no reward.
-    return judges_outside(score) if issubclass(judge, Endpoint) else score
+    if issubclass(judge, Endpoint):  # an agent has been run by now; where it failed there is no reward
+        score = judges_outside(score)
+        score.__dict__["computes_too"] = True  # for it is not asked
+    return score
 
 
 @dataclass(eq=False)
@@ -242,7 +204,7 @@ class Scorer:
         functions: Guarded functions, reward models, or their names.
         processing_classes: Tokenizers of reward models, one entry for each function; None loads the models'
             own.
-        calls: Where functions wait, and begin early.
+        calls: Where functions wait.
         accelerator: Of the run.
         state: Gives transformers' state of the trainer.
         args: Settings of the run.
@@ -250,7 +212,9 @@ class Scorer:
     Attributes:
         functions, processing_classes: As they are called.
         names: Of the functions, by which they are logged.
-        early: Whether calls begin as samples are finished.
+        early: Whether functions are called for each sample as that ends. Not with `max_staleness`, where it
+            may end steps before the one that it trains in.
+        waits: Whether functions are called beside this thread.
 
     Raises:
         QeRLError: A named reward model is not found.
@@ -266,7 +230,7 @@ class Scorer:
         args: QeRLConfig,
     ) -> None:
         self._calls, self._accelerator, self._state, self._args = calls, accelerator, state, args
-        self.early = calls.early
+        self.waits = calls.waits
         self.functions = [self._loaded(function) for function in functions]
         self.processing_classes = [*(processing_classes or [None] * len(self.functions))]
         if len(self.processing_classes) != len(self.functions):
@@ -275,13 +239,13 @@ class Scorer:
                 f"{len(self.functions)} reward functions; give one for each."
             )
         self.names = [_name_of(function) for function in self.functions]
+        self.early = not args.max_staleness and any(map(begins_early, self.functions))
         for at, model in enumerate(self.functions):
             if isinstance(model, PreTrainedModel):
                 self.processing_classes[at] = _tokenizer_of(model, self.processing_classes[at], args)
                 self.functions[at] = accelerator.prepare_model(
                     model, evaluation_mode=True, device_placement=True
                 )
-        self._begun: Sequence[dict[str, Any]] = []
 
     def _loaded(self, function: Any) -> Any:
         if not isinstance(function, str):
@@ -295,20 +259,27 @@ class Scorer:
                 "give its folder or Hub id, or a function."
             ) from error
 
-    def expect(self, rows: Sequence[dict[str, Any]]) -> None:
-        """The samples that finish next are those of these rows; calls for others are given up."""
-        self._begun = rows
-        self._calls.take_seconds()  # which nobody asked for
+    @contextlib.contextmanager
+    def rollout(self) -> Iterator[None]:
+        """A block in which samples are drawn and scored; calls that nobody has waited for by its end are
+        given up."""
+        if not self.waits:
+            yield
+            return
         self._calls.abandon()
+        self._calls.take_seconds()  # which nobody asked for
+        try:
+            yield
+        finally:
+            self._calls.abandon()
 
-    def begin(self, row: int, completion: Any, token_ids: list[int]) -> None:
-        """Begin the calls for a finished sample of those functions that begin early."""
-        given = self._begun[row]
-        self._calls.begin(row, self.batch([given], [given["prompt"]], [completion], [token_ids]).arguments)
+    def begin(self, row: dict[str, Any], prompt: Any, completion: Any, token_ids: list[int]) -> Asked:
+        """Begin the calls for a sample that has ended, of those functions that are called for each."""
+        return self._calls.begin(self.batch([row], [prompt], [completion], [token_ids]).arguments)
 
-    def hidden_seconds(self) -> float:
-        """Seconds of calls that went on beside the rollout, since this was last asked."""
-        return self._calls.take_seconds()
+    def take_seconds(self) -> float:
+        """Seconds in which calls went on beside this thread, since this was last asked."""
+        return self._calls.take_seconds() if self.waits else 0.0
 
     def batch(
         self,
@@ -332,14 +303,15 @@ class Scorer:
             columns["environments"] = environments
         return ScoredBatch(prompts, completions, columns)
 
-    def start(self, batch: ScoredBatch, place: int) -> None:
-        """Begin the calls of functions that wait, while others are still decoded.
+    def start(self, batch: ScoredBatch, asked: Sequence[Asked | None]) -> None:
+        """Begin the calls of functions that wait, while others may still be decoded.
 
         Args:
             batch: Is given to `score` later.
-            place: Of its first sample among the rows of `expect`.
+            asked: What `begin` gave for each of its samples; empty for nothing.
         """
-        self._calls.start(batch.arguments, place)
+        if self.waits:
+            self._calls.start(batch.arguments, asked)
 
     def ended(self, batches: Sequence[ScoredBatch], wait: bool) -> list[int]:
         """Places of those of some batches, which were started, for which `score` would wait for nobody.
@@ -365,8 +337,6 @@ class Scorer:
             if isinstance(function, GuardedReward):
                 batch.judged.append((function.__name__, function.last))
             rewards_BF[:, at] = torch.tensor([torch.nan if reward is None else reward for reward in given])
-        if self.early:
-            self._calls.take_seconds()  # what was waited for here is not hidden
         unscored = rewards_BF.isnan().all(dim=1).nonzero().flatten().tolist()
         if unscored and self.functions:
             logger.warning(

@@ -6,8 +6,9 @@
    whenever it comes. Agents that lead conversations themselves may divide theirs into several: each
    trajectory is one sample with forks up to here, compared by its one reward, and several samples of one
    advantage in the update.
-3. **Rewards** (`qerl.trainer.rewards`). Without dynamic sampling all samples are scored together once they
-   are there; with it both happen in one open call, see below.
+3. **Rewards** (`qerl.trainer.rewards`). Functions that ask outside of this process are asked about a sample
+   as it ends (`qerl.tasks.together`). Without dynamic sampling all others are called once all samples are
+   there; with it both happen in one open call, see below.
 4. **Advantages** (`qerl.trainer.advantages`), and log-probabilities under the old and the reference policy
    where the loss reads them. When every rollout is used for one optimizer step, the policy has not moved
    since it sampled, and the update's own values are the old ones: no forward pass is made for them.
@@ -206,10 +207,9 @@ class RolloutStep:
         size = self._group
         if mode == "eval":
             size = self._args.num_generations_eval or size
-        with self._expected(rows) if self._scorer.early else contextlib.nullcontext():
+        with self._scorer.rollout():
             drawn = self._drawn(rows, size, mode, seeds)
-            self.sampler.prepare(drawn, mode)
-            part = drawn, self._to_score(drawn)
+            part = self._begun(drawn, mode)
             self._score(*part)
         records, entropy = self._logged(drawn, [part], size, mode)
         if mode == "train":
@@ -239,7 +239,7 @@ class RolloutStep:
         size, wanted = self._group, len(rows) // self._group
         rows = [*rows, *self._prompts.others(wanted * (self._args.dynamic_sampling_batches or 0))]
         intake = Intake(wanted, len(rows) // size, self._prompts.share)
-        with self._expected(rows):
+        with self._scorer.rollout():
             parts, seconds = self._open_call(rows, intake)
         generated = sum(drawn.result.generated_tokens for drawn, _ in parts if drawn.result is not None)
         proposed = joined([drawn for drawn, _ in parts[:wanted]], generated, seconds)
@@ -270,12 +270,10 @@ class RolloutStep:
                 if numbers := intake.start(intake.wanted - -(-call.samples // size)):
                     call.start(numbers)
                 for group, drawn in call.next(one_round=bool(scoring)):
-                    self.sampler.prepare(drawn, "train")
-                    parts[group] = drawn, self._to_score(drawn)
-                    self._scorer.start(parts[group][1], group * size)
+                    parts[group] = self._begun(drawn, "train")
                     scoring.append(group)
                 start, wait = time.perf_counter(), bool(scoring) and not call.busy
-                with self._log.part("reward"):
+                with self._rewarding():
                     ended = self._scorer.ended([parts[group][1] for group in scoring], wait)
                 for group in [scoring[place] for place in ended]:
                     drawn = parts[group][0]
@@ -310,16 +308,24 @@ class RolloutStep:
         }
         self._log.add("train", {f"dynamic_sampling/{name}": value for name, value in found.items()})
 
-    @contextlib.contextmanager
-    def _expected(self, rows: Sequence[Row]) -> Iterator[None]:
-        """A block in which samples of these rows are scored while others are drawn."""
-        self._scorer.expect(rows)
-        try:
-            yield
-        finally:
-            self._scorer.expect([])
-
     # Rewards and advantages
+
+    def _begun(self, drawn: Drawn, mode: str) -> Part:
+        """Samples that are there, whose rewards are being asked for."""
+        self.sampler.prepare(drawn, mode)
+        batch = self._to_score(drawn)
+        self._scorer.start(batch, drawn.asked)
+        return drawn, batch
+
+    @contextlib.contextmanager
+    def _rewarding(self) -> Iterator[None]:
+        """Count the block as rewards. Calls that went on until it began were hidden by the rollout; what is
+        waited for in it is not."""
+        if self._scorer.waits:
+            self._log.add_seconds(HIDDEN, self._scorer.take_seconds())
+        with self._log.part("reward"):
+            yield
+        self._scorer.take_seconds()
 
     def _to_score(self, drawn: Drawn) -> ScoredBatch:
         """What reward functions are given. Where others wrote in the completions, they are told how many
@@ -333,9 +339,7 @@ class RolloutStep:
 
     def _score(self, drawn: Drawn, batch: ScoredBatch) -> None:
         """Give samples their rewards."""
-        if self._scorer.early:
-            self._log.add_seconds(HIDDEN, self._scorer.hidden_seconds())
-        with self._log.part("reward"):
+        with self._rewarding():
             rewards_BF = self._scorer.score(batch)
         for sample, rewards in zip(drawn.samples, rewards_BF.tolist(), strict=True):
             sample.rewards = rewards

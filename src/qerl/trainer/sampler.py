@@ -42,9 +42,11 @@ from qerl.rollout.engine import (
     Session,
     check_goes_on,
     check_request,
+    takes,
 )
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
+from qerl.tasks.together import Asked
 from qerl.trainer.step_log import StepLog
 from qerl.trainer.teacher import check_teacher_room, teacher_prompt
 from qerl.update.packed_row import Sample
@@ -65,6 +67,7 @@ class Drawn:
         trajectories: Where samples are conversations.
         environments: Of the samples, if there are any.
         result: What the engine counted; None where it was not asked.
+        asked: Rewards of each sample that were asked for as it ended, or None; empty if there are none.
     """
 
     rows: list[Row]
@@ -75,6 +78,7 @@ class Drawn:
     trajectories: list[Trajectory] = field(default_factory=list)
     environments: list[Any] | None = None
     result: RolloutResult | None = None
+    asked: list[Asked | None] = field(default_factory=list)
 
     def groups(self, size: int) -> tuple[list[list[int]], int]:
         """Prompts as an engine is asked for them, and samples of each; environments may have shown each
@@ -124,12 +128,15 @@ class Sampler:
         noise: Gives Z for each norm; None without noise.
         stops: What ends or interrupts turns beside stop tokens.
         rollout_func: Samples in the engine's place: its output, for prompts; None for the engine.
-        ended: Is told of each completion as it ends: its place, what reward functions get of it, and its
-            tokens; None if nobody asks.
+        ended: Asks for rewards of each completion of one turn as it ends, given its row and prompt, what
+            reward functions get of it, and its tokens; None if nobody does.
         log: Takes what is logged.
         rank: Number of this process.
         state: Gives transformers' state of the trainer.
         teacher_positions: Of a teacher; None where there is none, or nothing limits it.
+
+    Raises:
+        QeRLError: The engine does not tell which completions have ended.
 
     Attributes:
         talks: Whether samples are conversations.
@@ -150,7 +157,7 @@ class Sampler:
         noise: Callable[[], AdaptiveNoise] | None,
         stops: tuple[Any, ...],
         rollout_func: Callable[[list[Any]], Mapping[str, Any]] | None,
-        ended: Callable[[int, Any, list[int]], None] | None,
+        ended: Callable[[Row, Any, Any, list[int]], Asked] | None,
         log: StepLog,
         rank: int,
         state: Callable[[], TrainerState],
@@ -170,6 +177,14 @@ class Sampler:
         self.pad_token_id: int = tokenizer.pad_token_id
         self._ends = {*eos_token_ids, tokenizer.pad_token_id}  # TRL counts the pad token as a stop token, too
         self._calls: dict[str, tuple[int, int]] = {}  # by mode: step and number of its next call
+        if conversations is not None or rollout_func is not None:
+            self._ended = None
+        elif ended is not None and not takes(engine.generate, "ended"):
+            raise QeRLError(
+                "Rewards that ask outside of this process are asked for as completions end, and generate of "
+                f"{type(engine).__name__} has no argument `ended` to tell it by; add that, as "
+                "RolloutEngine.generate has it."
+            )
 
     def begin_training(self, noise: Callable[[], AdaptiveNoise] | None) -> None:
         """Begin a training: a step that was cut off before samples as it did."""
@@ -351,7 +366,7 @@ class Sampler:
             result = self._engine.generate(prompt_ids, samples, params, offsets, seeds)
         else:
             begin = functools.partial(self.tell_ended, drawn)
-            result = self._engine.generate(prompt_ids, samples, params, offsets, seeds, begin)
+            result = self._engine.generate(prompt_ids, samples, params, offsets, seeds, ended=begin)
         self._log.read_memory()
         self._engine.release()
         self._log.add_seconds("rollout", result.seconds)
@@ -420,20 +435,20 @@ class Sampler:
             stops=self._stops,
         )
 
-    def tell_ended(self, drawn: Drawn, place: int, completion: Completion, first: int = 0) -> None:
+    def tell_ended(self, drawn: Drawn, place: int, completion: Completion) -> None:
         """Tell whoever asks for it that a sample has ended.
 
         Args:
             drawn: Has its prompt.
             place: Of the sample among these.
             completion: Of the sample.
-            first: Place of the first of these among all that are sampled.
         """
         if self._ended is None:
             return
         sample = Sample(drawn.ids[place], completion.token_ids, [], [])
         (said,) = self._said([drawn.prompts[place]], [sample])
-        self._ended(first + place, said, completion.token_ids)
+        drawn.asked = drawn.asked or [None] * len(drawn.rows)
+        drawn.asked[place] = self._ended(drawn.rows[place], drawn.prompts[place], said, completion.token_ids)
 
     def _conversed(
         self,
@@ -700,7 +715,7 @@ class Sequences:
                 group, place = self._of.pop(index)
                 self._found[group][place] = completion, trajectory
                 self.samples -= 1
-                self._sampler.tell_ended(self._groups[group], place, completion, group * self._size)
+                self._sampler.tell_ended(self._groups[group], place, completion)
                 if len(self._found[group]) == self._size:
                     ended.append((group, self._taken(group)))
             if one_round:

@@ -68,7 +68,6 @@ class StepLog:
 
     Args:
         device: Whose memory is read.
-        hides: Whether rewards begin while samples are decoded, which `HIDDEN` seconds are reported of.
         longest: Samples that a table keeps, the newest.
 
     Attributes:
@@ -77,8 +76,8 @@ class StepLog:
         evaluation: Prefix of the evaluation under way, ``eval`` or ``eval_NAME``; empty in training.
     """
 
-    def __init__(self, device: torch.device, hides: bool, longest: int) -> None:
-        self._device, self._hides, self._longest = device, hides, longest
+    def __init__(self, device: torch.device, longest: int) -> None:
+        self._device, self._longest = device, longest
         self.metrics: dict[str, dict[str, list[float]]] = {
             "train": defaultdict(list),
             "eval": defaultdict(list),
@@ -157,8 +156,8 @@ class StepLog:
         total = self._total + time.perf_counter() - self._last_microbatch
         parts = {name: self._seconds.pop(name, 0.0) for name in _PARTS}
         parts["update"] = total - sum(parts.values())
-        if self._hides:
-            parts[HIDDEN] = self._seconds.pop(HIDDEN, 0.0)
+        if HIDDEN in self._seconds:
+            parts[HIDDEN] = self._seconds.pop(HIDDEN)
         self._total, self._running = 0.0, False
         self.read_memory()  # torch keeps what it has freed, so a reading at the end shows the update's peak
         peak, self._peak = self._peak, 0

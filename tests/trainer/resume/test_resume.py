@@ -131,13 +131,17 @@ def test_resume_is_bit_exact_where_texts_end_completions(tiny_run, tmp_path):
 EARLY = """
 import asyncio
 
-from qerl.tasks.guard import judges_outside
+from qerl.tasks.guard import judges_alone, judges_outside
 
 @judges_outside
 async def late(completions, **kwargs):
     text = completions[0][0]["content"]
     await asyncio.sleep(len(text) % 4 / 100)  # calls end in another order than they begin
     return [sum(map(ord, text)) % 5 / 4 if len(text) % 3 else None]
+
+@judges_alone
+async def behind(**columns):
+    return await late(**columns)
 """
 
 
@@ -152,7 +156,8 @@ def test_resume_is_bit_exact_where_rewards_begin_early(tiny_run, tmp_path):
         "stop_strings": [*"abcde"],
         "max_completion_length": 12,
     }
-    stop_and_resume(tiny_run, tmp_path, changes | {"early_rewards": True})
+    stop_and_resume(tiny_run, tmp_path, changes)
+    changes["reward_files"] = [f"{tmp_path}/early.py:behind"]
     train(QeRLConfig(**tiny_run(tmp_path / "late", **changes)), QUIET)
     late, early = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("late", "resumed"))
     assert all(tensor.equal(early[name]) for name, tensor in late.items())

@@ -48,8 +48,8 @@ _QUIET = (
     "output_dir", "resume_from_checkpoint", "run_name", "project", "trackio", "report_to", "log_", "logging_",
     "num_completions_to_print", "disable_tqdm", "save_", "hub_", "push_to_hub", "eval_", "do_eval",
     "per_device_eval", "num_generations_eval", "load_best_model", "metric_for_best", "greater_is_better",
-    "tokens_per_forward", "gradient_checkpointing", "max_sequences", "reward_timeout", "early_rewards",
-    "accelerator_config", "ddp_", "dataloader_", "torch_empty_cache_steps", "use_cpu", "restore_callback",
+    "tokens_per_forward", "gradient_checkpointing", "max_sequences", "reward_timeout", "accelerator_config",
+    "ddp_", "dataloader_", "torch_empty_cache_steps", "use_cpu", "restore_callback",
 )  # fmt: skip
 # Those of them on which samples depend with `max_staleness`: behind saves and evaluations keys are computed
 # again, and what runs together decides in which step a token is drawn.
