@@ -10,9 +10,10 @@ import pytest
 from qerl.agents.chat import Templates
 from qerl.agents.conversations import Conversations, check_others
 from qerl.agents.loop import Limits
-from qerl.agents.outside import Endpoint
+from qerl.agents.outside import Endpoint, Endpoints
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
+from qerl.calls.beside import Beside
 from qerl.endpoint.reply import Reply
 from qerl.eval.sampling import in_conversations
 from qerl.rollout.engine import SamplingParams
@@ -283,6 +284,29 @@ def test_an_agent_that_fails_or_hangs_costs_its_own_row():
     assert "no such thing" in environments[1].error
     assert [each.turns for each in found] == [1] * 6
     assert environments[0].get_reward() == environments[5].get_reward() == 1.0
+
+
+def test_one_that_fails_too_late_says_so_of_no_other_trajectory(monkeypatch):
+    monkeypatch.setattr("qerl.agents.outside.GRACE_S", -1.5)
+
+    def agent(endpoint, row):
+        time.sleep(row["stays"])
+        if row["fails"]:
+            raise ValueError("late")
+        return 1.0
+
+    environment, calls = Endpoint(agent, timeout=2.5), Beside()
+    endpoints, errors = Endpoints(TOKENIZER, None, calls), []
+    for row in ({"stays": 2.0, "fails": True}, {"stays": 2.0, "fails": False}):
+        environment.reset(**row)
+        endpoints.play(tiny_engine(), SamplingParams(20), None, [environment], [0], True)
+        errors.append(environment.error)
+        if row["fails"]:
+            environment.timeout = 60.0
+    endpoints.close()
+    calls.close()
+    assert errors == ["The trajectory has no reward after 2.5 s.", None]
+    assert environment.reward == 1.0
 
 
 def test_an_agent_that_asks_nothing_leaves_a_sample_that_nobody_counts():
