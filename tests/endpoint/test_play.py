@@ -10,13 +10,13 @@ import pytest
 from qerl.agents.chat import Templates
 from qerl.agents.conversations import Conversations, check_others
 from qerl.agents.loop import Limits
-from qerl.agents.outside import Endpoint, Endpoints
+from qerl.agents.outside import Endpoint
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
-from qerl.calls.beside import Beside
 from qerl.endpoint.reply import Reply
 from qerl.eval.sampling import in_conversations
 from qerl.rollout.engine import SamplingParams
+from tests.support.agents import SayingEngine, tool_tokenizer
 from tests.support.endpoint import (
     TOKENIZER,
     Refused,
@@ -25,6 +25,7 @@ from tests.support.endpoint import (
     message_of,
     play,
     post,
+    rollouts,
     send,
     tiny_engine,
     user,
@@ -295,16 +296,12 @@ def test_one_that_fails_too_late_says_so_of_no_other_trajectory(monkeypatch):
             raise ValueError("late")
         return 1.0
 
-    environment, calls = Endpoint(agent, timeout=2.5), Beside()
-    endpoints, errors = Endpoints(TOKENIZER, None, calls), []
-    for row in ({"stays": 2.0, "fails": True}, {"stays": 2.0, "fails": False}):
-        environment.reset(**row)
-        endpoints.play(tiny_engine(), SamplingParams(20), None, [environment], [0], True)
-        errors.append(environment.error)
-        if row["fails"]:
+    environment, errors = Endpoint(agent, timeout=2.5), []
+    with rollouts([environment]) as play_rows:
+        for fails in (True, False):
+            play_rows({"stays": 2.0, "fails": fails})
+            errors.append(environment.error)
             environment.timeout = 60.0
-    endpoints.close()
-    calls.close()
     assert errors == ["The trajectory has no reward after 2.5 s.", None]
     assert environment.reward == 1.0
 
@@ -486,6 +483,54 @@ def test_requests_are_rendered_beside_the_thread_that_draws_and_equal_prompts_on
     assert sorted(prompts) == [("qerl-endpoint", "a"), ("qerl-endpoint", "b")]
     assert len(suffixes) >= 10 and set(suffixes) == {"qerl-endpoint"}
     assert found[0].prompt_ids == found[1].prompt_ids != found[2].prompt_ids
+
+
+def test_prompts_are_rendered_anew_with_other_tools_and_in_the_next_rollout(monkeypatch):
+    """A template may write the date, and writes tools."""
+    prompt_ids, rendered = TurnTemplate.prompt_ids, []
+
+    def of_prompt(self, messages, tools=()):
+        rendered.append([tool["function"]["name"] for tool in tools])
+        return prompt_ids(self, messages, tools)
+
+    def agent(endpoint, row):
+        tools = [{"type": "function", "function": {"name": name}} for name in row["tools"]]
+        chat(endpoint, [user("a")], tools=tools)
+        return 1.0
+
+    monkeypatch.setattr(TurnTemplate, "prompt_ids", of_prompt)
+    tokenizer = tool_tokenizer()
+    engine, rows = SayingEngine(tokenizer, lambda row, before: "hi"), [{"tools": []}, {"tools": ["add"]}]
+    rows.append({"tools": ["mul"]})
+    environments = [Endpoint(agent) for _ in rows]
+    with rollouts(environments, engine=engine, tokenizer=tokenizer, max_tokens=2000) as play_rows:
+        for number in (1, 2):
+            found = play_rows(*rows)
+            assert [each.reward for each in environments] == [1.0] * 3
+            assert len({tuple(each.prompt_ids) for each in found}) == 3
+            assert sorted(rendered) == sorted([[], ["add"], ["mul"]] * number)
+
+
+def test_what_nobody_waits_for_is_drawn_no_further():
+    gone = threading.Event()
+
+    def agent(endpoint, row):
+        if row["stays"]:
+            gone.wait(60)
+            chat(endpoint, [user("a")], max_tokens=60)
+            return 1.0
+        threading.Thread(target=refused, args=(endpoint,)).start()
+        time.sleep(0.2)
+        threading.Timer(0.1, gone.set).start()
+        return 1.0
+
+    def refused(endpoint):
+        with pytest.raises(Refused, match="trajectory_ended"):
+            chat(endpoint, [user("b")])
+
+    engine = tiny_engine()
+    play(agent, [{"stays": False}, {"stays": True}], engine=engine, max_tokens=4000, stop_token_ids=())
+    assert engine.last._started == 2 and not engine.last._sequences
 
 
 @pytest.mark.parametrize("before", [(700, 10, 10), (90_000, 5, 5), (0, 10, 10)])

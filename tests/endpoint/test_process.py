@@ -12,10 +12,9 @@ from qerl.agents.outside import Endpoint, Endpoints
 from qerl.agents.process import AgentProcess, EndpointOf, _Process, named
 from qerl.calls.beside import Beside
 from qerl.errors import QeRLError
-from qerl.rollout.engine import SamplingParams
 from qerl.user_code import load_object
 from tests.endpoint.agents_elsewhere import decorated, number, surroundings, talk, talk_later
-from tests.support.endpoint import TOKENIZER, play, tiny_engine
+from tests.support.endpoint import TOKENIZER, play, rollouts, tiny_engine
 
 pytestmark = pytest.mark.slow
 
@@ -73,17 +72,12 @@ def test_one_that_hangs_costs_no_further_rollout(monkeypatch):
     """Others' rows are more than its pipe holds, and it reads none of them."""
     monkeypatch.setattr("qerl.agents.process._START_S", 2.0)
     environments = [Endpoint(talk, timeout=2.0, process=True) for _ in range(4)]
-    calls, engine, params = Beside(), tiny_engine(), SamplingParams(200)
-    endpoints = Endpoints(TOKENIZER, None, calls)
     rewards = []
-    for hangs in (True, False):
-        for at, environment in enumerate(environments):
-            environment.reset(**row(more="x" * 100_000, hangs=hangs and at == 0))
-        endpoints.play(engine, params, None, environments, range(4), True)
-        rewards.append([each.reward is not None for each in environments])
-        assert all("hung" in (each.error or "") for each in environments) is hangs
-    endpoints.close()
-    calls.close()
+    with rollouts(environments) as play_rows:
+        for hangs in (True, False):
+            play_rows(*(row(more="x" * 100_000, hangs=hangs and at == 0) for at in range(4)))
+            rewards.append([each.reward is not None for each in environments])
+            assert all("hung" in (each.error or "") for each in environments) is hangs
     assert rewards == [[False] * 4, [True] * 4]
 
 
