@@ -246,6 +246,19 @@ def test_an_evaluation_samples_as_it_is_asked_to():
     assert greedy[0] == greedy[1]
 
 
+@pytest.mark.parametrize(("more", "sequences"), [({}, 1), ({"temperature": 0.5}, 2), ({"seed": 7}, 2)])
+def test_a_turn_that_is_sampled_otherwise_has_a_sequence_of_its_own(more, sequences):
+    def agent(endpoint, row):
+        first = chat(endpoint, [user("a")], max_tokens=4)
+        chat(endpoint, [user("a"), message_of(first), user("b")], max_tokens=4, **more)
+        return 1.0
+
+    engine = tiny_engine()
+    (environment,), (trajectory,) = play(agent, engine=engine, fixed=False)
+    assert environment.reward == 1.0 and trajectory.turns == 2
+    assert engine.last._started == sequences
+
+
 def test_a_conversation_ends_where_the_run_says():
     def agent(endpoint, row):
         messages = [user("a")]
