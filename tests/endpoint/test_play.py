@@ -1,6 +1,7 @@
 """Agents of their own that play against a tiny policy over HTTP, and what an update would learn from."""
 
 import gc
+import itertools
 import threading
 import time
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from qerl.agents.outside import Endpoint
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
 from qerl.endpoint.reply import Reply
+from qerl.errors import QeRLError
 from qerl.eval.sampling import in_conversations
 from qerl.rollout.engine import SamplingParams
 from tests.support.agents import SayingEngine, tool_tokenizer
@@ -544,6 +546,53 @@ def test_what_nobody_waits_for_is_drawn_no_further():
     engine = tiny_engine()
     play(agent, [{"stays": False}, {"stays": True}], engine=engine, max_tokens=4000, stop_token_ids=())
     assert engine.last._started == 2 and not engine.last._sequences
+
+
+def test_a_rollout_that_fails_leaves_nobody_waiting_and_the_next_one_plays():
+    class Failing(type(tiny_engine())):
+        fails = True
+
+        @contextmanager
+        def session(self, *args, **kwargs):
+            with super().session(*args, **kwargs) as session:
+                plain, rounds = session.next, itertools.count()
+
+                def next_round(**options):
+                    if self.fails and next(rounds) == 3:
+                        raise QeRLError("the device is gone")
+                    return plain(**options)
+
+                session.next = next_round
+                yield session
+
+    heard, over, before = [], threading.Event(), gc.get_threshold()
+
+    def ask(endpoint):
+        try:
+            chat(endpoint, [user("a")], max_tokens=40)
+        except Refused as error:
+            heard.append((error.error["code"], endpoint))
+        over.set()
+
+    def agent(endpoint, row):
+        over.clear()
+        threading.Thread(target=ask, args=(endpoint,)).start()  # which outlives the agent's own
+        over.wait(30)
+        return 1.0
+
+    engine, environment = Failing(make_tiny_model(), pad_token_id=0), Endpoint(agent, timeout=60.0)
+    with rollouts([environment], engine=engine, stop_token_ids=()) as play_rows:
+        with pytest.raises(QeRLError, match="the device is gone"):
+            play_rows({})
+        assert over.wait(10) and gc.get_threshold() == before
+        ((code, endpoint),) = heard
+        assert code == "trajectory_ended"
+        with pytest.raises(Refused) as refused:
+            send(endpoint, "models", None)
+        assert refused.value.status == 401  # its key has ended with its rollout
+        engine.fails = False
+        (trajectory,) = play_rows({})
+        assert (environment.error, environment.reward, trajectory.turns) == (None, 1.0, 1)
 
 
 @pytest.mark.parametrize("before", [(700, 10, 10), (90_000, 5, 5), (0, 10, 10)])
