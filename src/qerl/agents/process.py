@@ -165,7 +165,8 @@ class _Process:
     def _ask(self) -> None:
         """Hand on questions, in a thread: a process that hangs reads none, and no more fit into its pipe."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as questions:  # it may end, its listener says
+        # It may have ended, which its listener says.
+        with contextlib.suppress(OSError), self._process.stdin as questions:
             while (question := self._questions.get()) is not None:
                 pickle.dump(question, questions)
                 questions.flush()
