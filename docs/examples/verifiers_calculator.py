@@ -22,7 +22,7 @@ import openai
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
-from qerl.agents.outside import EndpointOf
+from qerl.agents.process import EndpointOf
 from qerl.environments.calculator import Calculator
 
 _NUMBERS = itertools.count()

@@ -1,6 +1,7 @@
 """Agents that tests run in a process of their own: it runs this file, and no package of the tests."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -47,6 +49,24 @@ def talk(endpoint: Any, row: dict[str, Any]) -> float | None:
 def number(endpoint: Any, row: dict[str, Any]) -> float:
     """The number of this process."""
     return float(os.getpid())
+
+
+def surroundings(endpoint: Any, row: dict[str, Any]) -> float:
+    """Whether this process has the search path that the row says; prints, and stays as long as it says."""
+    print("said at once")
+    time.sleep(row.get("stays", 0.0))
+    return float(os.environ.get("PYTHONPATH", "") == row["path"])
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@_nothing()
+def decorated(endpoint: Any, row: dict[str, Any]) -> float:
+    """The function is that of another file, which wraps this one."""
+    return 0.5
 
 
 async def talk_later(endpoint: Any, row: dict[str, Any]) -> float | None:

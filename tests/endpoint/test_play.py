@@ -1,6 +1,7 @@
 """Agents of their own that play against a tiny policy over HTTP, and what an update would learn from."""
 
 import gc
+import itertools
 import threading
 import time
 from contextlib import contextmanager
@@ -14,8 +15,10 @@ from qerl.agents.outside import Endpoint
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
 from qerl.endpoint.reply import Reply
+from qerl.errors import QeRLError
 from qerl.eval.sampling import in_conversations
 from qerl.rollout.engine import SamplingParams
+from tests.support.agents import SayingEngine, tool_tokenizer
 from tests.support.endpoint import (
     TOKENIZER,
     Refused,
@@ -24,6 +27,7 @@ from tests.support.endpoint import (
     message_of,
     play,
     post,
+    rollouts,
     send,
     tiny_engine,
     user,
@@ -253,6 +257,19 @@ def test_an_evaluation_samples_as_it_is_asked_to():
     assert greedy[0] == greedy[1]
 
 
+@pytest.mark.parametrize(("more", "sequences"), [({}, 1), ({"temperature": 0.5}, 2), ({"seed": 7}, 2)])
+def test_a_turn_that_is_sampled_otherwise_has_a_sequence_of_its_own(more, sequences):
+    def agent(endpoint, row):
+        first = chat(endpoint, [user("a")], max_tokens=4)
+        chat(endpoint, [user("a"), message_of(first), user("b")], max_tokens=4, **more)
+        return 1.0
+
+    engine = tiny_engine()
+    (environment,), (trajectory,) = play(agent, engine=engine, fixed=False)
+    assert environment.reward == 1.0 and trajectory.turns == 2
+    assert engine.last._started == sequences
+
+
 def test_a_conversation_ends_where_the_run_says():
     def agent(endpoint, row):
         messages = [user("a")]
@@ -292,6 +309,25 @@ def test_an_agent_that_fails_or_hangs_costs_its_own_row():
     assert "no such thing" in environments[1].error
     assert [each.turns for each in found] == [1] * 6
     assert environments[0].get_reward() == environments[5].get_reward() == 1.0
+
+
+def test_one_that_fails_too_late_says_so_of_no_other_trajectory(monkeypatch):
+    monkeypatch.setattr("qerl.agents.outside.GRACE_S", -1.5)
+
+    def agent(endpoint, row):
+        time.sleep(row["stays"])
+        if row["fails"]:
+            raise ValueError("late")
+        return 1.0
+
+    environment, errors = Endpoint(agent, timeout=2.5), []
+    with rollouts([environment]) as play_rows:
+        for fails in (True, False):
+            play_rows({"stays": 2.0, "fails": fails})
+            errors.append(environment.error)
+            environment.timeout = 60.0
+    assert errors == ["The trajectory has no reward after 2.5 s.", None]
+    assert environment.reward == 1.0
 
 
 def test_an_agent_that_asks_nothing_leaves_a_sample_that_nobody_counts():
@@ -473,6 +509,101 @@ def test_requests_are_rendered_beside_the_thread_that_draws_and_equal_prompts_on
     assert sorted(prompts) == [("qerl-endpoint", "a"), ("qerl-endpoint", "b")]
     assert len(suffixes) >= 10 and set(suffixes) == {"qerl-endpoint"}
     assert found[0].prompt_ids == found[1].prompt_ids != found[2].prompt_ids
+
+
+def test_prompts_are_rendered_anew_with_other_tools_and_in_the_next_rollout(monkeypatch):
+    """A template may write the date, and writes tools."""
+    prompt_ids, rendered = TurnTemplate.prompt_ids, []
+
+    def of_prompt(self, messages, tools=()):
+        rendered.append([tool["function"]["name"] for tool in tools])
+        return prompt_ids(self, messages, tools)
+
+    def agent(endpoint, row):
+        tools = [{"type": "function", "function": {"name": name}} for name in row["tools"]]
+        chat(endpoint, [user("a")], tools=tools)
+        return 1.0
+
+    monkeypatch.setattr(TurnTemplate, "prompt_ids", of_prompt)
+    tokenizer = tool_tokenizer()
+    engine, rows = SayingEngine(tokenizer, lambda row, before: "hi"), [{"tools": []}, {"tools": ["add"]}]
+    rows.append({"tools": ["mul"]})
+    environments = [Endpoint(agent) for _ in rows]
+    with rollouts(environments, engine=engine, tokenizer=tokenizer, max_tokens=2000) as play_rows:
+        for number in (1, 2):
+            found = play_rows(*rows)
+            assert [each.reward for each in environments] == [1.0] * 3
+            assert len({tuple(each.prompt_ids) for each in found}) == 3
+            assert sorted(rendered) == sorted([[], ["add"], ["mul"]] * number)
+
+
+def test_what_nobody_waits_for_is_drawn_no_further():
+    gone = threading.Event()
+
+    def agent(endpoint, row):
+        if row["stays"]:
+            gone.wait(60)
+            chat(endpoint, [user("a")], max_tokens=60)
+            return 1.0
+        threading.Thread(target=refused, args=(endpoint,)).start()
+        time.sleep(0.2)
+        threading.Timer(0.1, gone.set).start()
+        return 1.0
+
+    def refused(endpoint):
+        with pytest.raises(Refused, match="trajectory_ended"):
+            chat(endpoint, [user("b")])
+
+    engine = tiny_engine()
+    play(agent, [{"stays": False}, {"stays": True}], engine=engine, max_tokens=4000, stop_token_ids=())
+    assert engine.last._started == 2 and not engine.last._sequences
+
+
+def test_a_rollout_that_fails_leaves_nobody_waiting_and_the_next_one_plays():
+    class Failing(type(tiny_engine())):
+        fails = True
+
+        @contextmanager
+        def session(self, *args, **kwargs):
+            with super().session(*args, **kwargs) as session:
+                plain, rounds = session.next, itertools.count()
+
+                def next_round(**options):
+                    if self.fails and next(rounds) == 3:
+                        raise QeRLError("the device is gone")
+                    return plain(**options)
+
+                session.next = next_round
+                yield session
+
+    heard, over, before = [], threading.Event(), gc.get_threshold()
+
+    def ask(endpoint):
+        try:
+            chat(endpoint, [user("a")], max_tokens=40)
+        except Refused as error:
+            heard.append((error.error["code"], endpoint))
+        over.set()
+
+    def agent(endpoint, row):
+        over.clear()
+        threading.Thread(target=ask, args=(endpoint,)).start()  # which outlives the agent's own
+        over.wait(30)
+        return 1.0
+
+    engine, environment = Failing(make_tiny_model(), pad_token_id=0), Endpoint(agent, timeout=60.0)
+    with rollouts([environment], engine=engine, stop_token_ids=()) as play_rows:
+        with pytest.raises(QeRLError, match="the device is gone"):
+            play_rows({})
+        assert over.wait(10) and gc.get_threshold() == before
+        ((code, endpoint),) = heard
+        assert code == "trajectory_ended"
+        with pytest.raises(Refused) as refused:
+            send(endpoint, "models", None)
+        assert refused.value.status == 401  # its key has ended with its rollout
+        engine.fails = False
+        (trajectory,) = play_rows({})
+        assert (environment.error, environment.reward, trajectory.turns) == (None, 1.0, 1)
 
 
 @pytest.mark.parametrize("before", [(700, 10, 10), (90_000, 5, 5), (0, 10, 10)])

@@ -12,8 +12,9 @@ from qerl.agents.outside import Endpoint, Endpoints
 from qerl.agents.process import AgentProcess, EndpointOf, _Process, named
 from qerl.calls.beside import Beside
 from qerl.errors import QeRLError
-from tests.endpoint.agents_elsewhere import number, talk, talk_later
-from tests.support.endpoint import TOKENIZER, play, tiny_engine
+from qerl.user_code import load_object
+from tests.endpoint.agents_elsewhere import decorated, number, surroundings, talk, talk_later
+from tests.support.endpoint import TOKENIZER, play, rollouts, tiny_engine
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +68,51 @@ def test_a_process_that_hangs_is_ended_and_others_run_in_another(monkeypatch):
     assert environments[0].get_reward() != environments[2].get_reward()
 
 
+def test_one_that_hangs_costs_no_further_rollout(monkeypatch):
+    """Others' rows are more than its pipe holds, and it reads none of them."""
+    monkeypatch.setattr("qerl.agents.process._START_S", 2.0)
+    environments = [Endpoint(talk, timeout=2.0, process=True) for _ in range(4)]
+    rewards = []
+    with rollouts(environments) as play_rows:
+        for hangs in (True, False):
+            play_rows(*(row(more="x" * 100_000, hangs=hangs and at == 0) for at in range(4)))
+            rewards.append([each.reward is not None for each in environments])
+            assert all("hung" in (each.error or "") for each in environments) is hangs
+    assert rewards == [[False] * 4, [True] * 4]
+
+
+def test_programs_of_agents_have_the_search_path_of_the_run():
+    path = os.environ.get("PYTHONPATH", "")
+    environments, _ = play(surroundings, [row(path=path)], options=OPTIONS)
+    assert environments[0].get_reward() == 1.0
+
+
+def test_what_agents_print_is_there_while_they_run(capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    calls, process = Beside(), AgentProcess()
+    asked = process.run(surroundings, EndpointOf("", "", ""), row(path="", stays=60.0), 90.0)
+    future, until = calls.start(asked), time.monotonic() + 30
+    said = ""
+    while "said at once" not in said and time.monotonic() < until:
+        said += capfd.readouterr().err
+        time.sleep(0.05)
+    future.cancel()
+    process.close()
+    calls.close()
+    assert "said at once" in said and time.monotonic() < until
+
+
+def test_a_file_that_begins_a_run_of_its_own_says_so(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "from qerl.agents.outside import Endpoint\n"
+        "def agent(endpoint, row):\n    return 1.0\n"
+        "Endpoint(agent, process=True)\n"
+    )
+    agent = load_object(f"{tmp_path}/train.py:agent", "agent")
+    environments, _ = play(agent, options=OPTIONS)
+    assert "begins a run of its own" in environments[0].error
+
+
 def test_a_row_that_cannot_go_there_fails():
     environments, _ = play(talk, [row(lock=threading.Lock()), row()], options=OPTIONS)
     assert environments[0].error.startswith("The agent failed: TypeError: cannot pickle")
@@ -116,3 +162,4 @@ def test_what_no_file_defines_is_refused():
         with pytest.raises(QeRLError, match="at the top of a file"):
             Endpoint(agent, process=True)
     assert named(talk).endswith("tests/endpoint/agents_elsewhere.py:talk")
+    assert named(decorated).endswith("tests/endpoint/agents_elsewhere.py:decorated")

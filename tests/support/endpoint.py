@@ -76,6 +76,25 @@ def tiny_engine(**overrides) -> Watched:
     return Watched(make_tiny_model(**overrides), pad_token_id=0)
 
 
+@contextmanager
+def rollouts(environments: Sequence[Endpoint], engine: Any = None, tokenizer: Any = TOKENIZER, **params: Any):
+    """A function that lets the agents of these environments play some rows, as often as it is called."""
+    own = SamplingParams(**({"max_tokens": 200, "stop_token_ids": (EOS_ID,)} | params))
+    engine, calls = engine or tiny_engine(), Beside()
+    endpoints = Endpoints(tokenizer, None, calls)
+
+    def play_rows(*rows: dict[str, Any]):
+        for environment, row in zip(environments, rows, strict=True):
+            environment.reset(**row)
+        return endpoints.play(engine, own, None, environments, range(len(rows)), True)
+
+    try:
+        yield play_rows
+    finally:
+        endpoints.close()
+        calls.close()
+
+
 def play(
     agent: Callable[[EndpointOf, dict[str, Any]], Any],
     rows: Sequence[dict[str, Any]] = ({},),

@@ -535,6 +535,8 @@ class _Play:
         async with at_once:
             episode.until = time.monotonic() + environment.timeout
             ran = await (self._process.run(*asked) if environment.process else run(self._beside, *asked))
+        if not episode.is_open:  # its environment may be another trajectory's by now
+            return
         if ran.reward is not None:
             environment.reward = ran.reward
         elif ran.failure and not (ran.late and environment.reward is not None):  # which was sent
@@ -549,9 +551,12 @@ class _Play:
             assert running is not None, "its agent was started"
             if not environment.has_ended and running.cancelled():
                 environment.error = "The agent was left behind with an event loop that it held up."
-            if not environment.has_ended and now > episode.until + GRACE_S:
+            late = now > episode.until + GRACE_S
+            if environment.process and not running.done():
+                late = False  # what hangs is ended with its process, for the next rollout has another
+            if late and not environment.has_ended:
                 environment.error = f"The trajectory has no reward after {environment.timeout:g} s."
-            if environment.has_ended and (running.done() or now > episode.until + GRACE_S):
+            if environment.has_ended and (running.done() or late):
                 self._end(episode)
 
     def _end(self, episode: _Episode) -> None:

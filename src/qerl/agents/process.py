@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import io
 import os
 import pickle
 import queue
@@ -39,6 +40,11 @@ _LOOK_S = 0.2
 
 _START_S, _END_S = 30.0, 2.0
 """Seconds that the process has for its start and for what an agent's file imports, and to end in."""
+
+_BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from qerl.agents import process; process.main()"
+"""What the process runs, given its `sys.path`."""
+
+_is_of_agents = False  # whether this process is one
 
 
 @dataclass(frozen=True)
@@ -108,9 +114,14 @@ def named(agent: Agent) -> str:
     Raises:
         QeRLError: It is no function at the top of a file.
     """
+    if _is_of_agents:
+        raise QeRLError(
+            "The file of an agent begins a run of its own where it is imported, as by the process of agents; "
+            'put what begins it under `if __name__ == "__main__":`.'
+        )
     name, file = getattr(agent, "__qualname__", ""), None
     if inspect.isfunction(agent):
-        file = inspect.getsourcefile(agent)
+        file = inspect.getsourcefile(inspect.unwrap(agent))  # a decorator is another file's
     if file is None or not Path(file).is_file() or not name.isidentifier():
         raise QeRLError(
             f"The agent {name or agent!r} cannot run in a process of its own, which finds it by its file and "
@@ -123,16 +134,16 @@ class _Process:
     """A process in which agents run, and those that do."""
 
     def __init__(self) -> None:
+        # As arguments, because programs that agents start, of another Python perhaps, have the environment.
         paths = [*filter(None, sys.path), str(Path(__file__).parents[2])]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            [sys.executable, "-P", "-c", _BEGIN, *paths], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._running: dict[int, Future[Ran]] = {}
         self._lock, self._count, self._over = threading.Lock(), 0, False
-        threading.Thread(target=self._listen, name="qerl-agents", daemon=True).start()
+        self._questions: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        for work in (self._ask, self._listen):
+            threading.Thread(target=work, name="qerl-agents", daemon=True).start()
 
     @property
     def ended(self) -> bool:
@@ -145,14 +156,20 @@ class _Process:
         with self._lock:
             self._count += 1
             self._running[self._count] = found
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # it has ended, which its listener says
-                pickle.dump((self._count, text), self._process.stdin)
-                self._process.stdin.flush()
+            self._questions.put((self._count, text))
             over = self._over
         if over:
             self._lose()
         return found
+
+    def _ask(self) -> None:
+        """Hand on questions, in a thread: a process that hangs reads none, and no more fit into its pipe."""
+        assert self._process.stdin is not None
+        # It may have ended, which its listener says.
+        with contextlib.suppress(OSError), self._process.stdin as questions:
+            while (question := self._questions.get()) is not None:
+                pickle.dump(question, questions)
+                questions.flush()
 
     def _listen(self) -> None:
         """Take in what becomes of agents, until the process ends."""
@@ -165,6 +182,7 @@ class _Process:
                 if found is not None and found.set_running_or_notify_cancel():
                     found.set_result(ran)
         self._process.wait()
+        self._questions.put(None)
         self._lose()
 
     def _lose(self) -> None:
@@ -177,9 +195,7 @@ class _Process:
 
     def close(self) -> None:
         """End it, and what runs in it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        self._questions.put(None)
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -272,15 +288,18 @@ def _serve(questions: BinaryIO, replies: BinaryIO) -> None:
         beside.watch(longest + GRACE_S)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run agents for the process at the other end of standard input and output, and end with it."""
+    global _is_of_agents
+    _is_of_agents = True
+    del sys.argv[1:]
     # Agents and their programs may print, and read: what they say is no reply.
-    _questions, _replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # the pipe that it was made for would hold lines back
     # Ctrl-C is the parent's affair, with which this one ends; programs that agents start have it again.
     signal.signal(signal.SIGINT, lambda *_: None)
-    from qerl.agents import process  # what is pickled is of this module, by its name
-
-    process._serve(_questions, _replies)
-    _replies.flush()
+    _serve(questions, replies)
     os._exit(0)  # agents that still run are nobody's
