@@ -120,15 +120,13 @@ def _point(runs: Sequence[RunResult], within: range, noisy: bool) -> tuple[float
 
 
 def _at(points: Sequence[tuple[float, float]], wanted: float) -> float:
-    """The strength at which a curve through points has a KL: where it first has it, and by the law beyond."""
-    if wanted >= points[-1][1] or wanted <= points[0][1]:
-        x, kl = points[-1] if wanted >= points[-1][1] else points[0]
-        return x * math.sqrt(wanted / kl)
-    for (x, kl), (further, larger) in pairwise(points):
-        if kl <= wanted <= larger:
-            share = math.log(wanted / kl) / math.log(larger / kl) if larger > kl else 0.0
-            return x * (further / x) ** share
-    raise AssertionError("a curve that begins below and ends above has it in between")
+    """The strength at which a curve through points first has a KL; ahead of them and behind, by the law."""
+    if wanted > points[0][1]:
+        for (x, kl), (further, larger) in pairwise(points):
+            if kl < wanted <= larger:
+                return x * (further / x) ** (math.log(wanted / kl) / math.log(larger / kl))
+    x, kl = points[0] if wanted <= points[0][1] else points[-1]
+    return x * math.sqrt(wanted / kl)
 
 
 def _strength(run: RunResult, at: int, noisy: bool) -> float:

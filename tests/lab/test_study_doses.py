@@ -58,6 +58,7 @@ def test_between_arms_of_a_kind_the_dose_is_read_from_their_curve():
     for wanted, strength in ((0.0025, 0.05), (0.01, 0.1), (0.04, 0.1414), (10.24, 0.8)):
         assert stages_of(arms, wanted, 1) == pytest.approx([strength], abs=1e-4)
     assert 0.25 < stages_of(arms, 0.6, 1)[0] < 0.4
+    assert 0.1 < stages_of(arms[:3], 0.155, 1)[0] < 0.2  # where the curve first has it, although it falls
     settled = [[a_run(Arm("a", noise=True), [0.1] * 2, [100.0] * 2, [0.0] * 2)]]
     assert stages_of([*arms, *settled], 0.01, 1) == pytest.approx([0.1])
 

@@ -281,8 +281,10 @@ class EndpointDesk:
         reply = episode.replies.get(asked.fingerprint)
         if episode.is_open and reply is not None and not isinstance(reply.outcome, ApiError):
             return reply
+        # Samples of a group begin alike; what follows is a trajectory's own, and is not remembered.
+        prompts = None if episode.replies else self._prompts
         with self.rendering:
-            place = self._templates.place(asked, episode.history, self._prompts)
+            place = self._templates.place(asked, episode.history, prompts)
         with self._lock:
             if not episode.is_open:
                 raise _over()
@@ -393,7 +395,7 @@ class Endpoints:
         ]
         # Nothing else has this name, so forks and late trajectories find what was computed in this rollout.
         entered = engine.session(params, norm_offsets, growing=True, policy=object())
-        with _many_threads(), entered as session:
+        with _collecting_seldom(), entered as session:
             loop = _Play(
                 session, episodes, params, self._desk, self._templates, self._tokenizer, self._beside,
                 self._process, fixed,
@@ -419,7 +421,7 @@ class Endpoints:
 
 
 @contextlib.contextmanager
-def _many_threads() -> Iterator[None]:
+def _collecting_seldom() -> Iterator[None]:
     """A block in which clients and the server share Python with the thread that draws.
 
     What a request leaves for a moment outlives collections of every 700 objects, and is counted as if it
