@@ -46,6 +46,21 @@ _MANY = {
 """Ways of many rows by file, each with what it is against the first way of the file."""
 
 
+_USUAL = "rollout-7b-fce65ec-h200"
+_CONFIGURATIONS = {
+    "7B": _USUAL,
+    "7B, rank 64": "rollout-7b-rank-64-h200",
+    "7B, rank 128": "rollout-7b-rank-128-h200",
+    "7B, rank 256": "rollout-7b-rank-256-h200",
+    "7B, prompts of 8192": "rollout-7b-prompt-8k-h200",
+    "7B, prompts of 32768": "rollout-7b-prompt-32k-h200",
+    "Llama 3 8B, prompts of 4096, each its own": "rollout-llama3-8b-keys-h200",
+    "the same, keys and values in FP8": "rollout-llama3-8b-keys-fp8-h200",
+    "32B": "rollout-32b-256-h200",
+}
+"""Ranks, prompts and types of keys that were measured, each with its file."""
+
+
 def decode() -> str:
     """Decoded tokens per second by shape and batch."""
     lines = []
@@ -101,6 +116,27 @@ def beside_vllm() -> str:
         lines,
         f"Tokens per second with LoRA of rank 32, {_decoded(name)} decoded behind prompts of 256, in groups "
         f"of 8. vLLM's NVFP4 product is humming's. {source(name)} {files(name)}",
+    )
+
+
+def configurations() -> str:
+    """Decoded tokens per second by rank, prompt and type of keys, and what a token costs in joules."""
+    batches = sorted({row["batch"] for name in _CONFIGURATIONS.values() for row in rows(name)})
+    lines: list[tuple[str | None, ...]] = []
+    for what, name in _CONFIGURATIONS.items():
+        lines.append((what, *(_tokens_s(_of(name, batch=batch)) for batch in batches)))
+        if name == _USUAL:
+            joules = (_joules(_of(name, batch=batch)) if batch >= 64 else None for batch in batches)
+            lines.append(("joules for 1000 tokens", *joules))
+    names = [*_CONFIGURATIONS.values()]
+    short = " and ".join(what for what, name in _CONFIGURATIONS.items() if _decoded(name) == 64)
+    return table(
+        ("tokens per second: sequences", *map(str, batches)),
+        lines,
+        "NVFP4 with LoRA of rank 32 behind prompts of 256 in groups of 8, unless a line says otherwise. "
+        f"{_decoded(_USUAL)} tokens were decoded in the first line, 64 for {short}, and 128 elsewhere. "
+        "Joules are from the median of the card's power, where steps are long enough to read it. Empty cells "
+        f"were not measured. {source(*names)} {files(*names)}",
     )
 
 
@@ -243,6 +279,11 @@ def _of(name: str | None, /, **where: object) -> list[Row]:
 def _first(names: tuple[str, ...], /, **where: object) -> list[Row]:
     """Rows of the first of these files that has any."""
     return next((found for name in names if (found := _of(name, **where))), [])
+
+
+def _joules(found: list[Row]) -> str:
+    """Energy for 1000 tokens."""
+    return f"{1000 * found[0]['gpu_state']['power_w']['median'] / found[0]['decode_tok_s']:.0f}"
 
 
 def _tokens_s(found: list[Row]) -> str | None:

@@ -270,14 +270,23 @@ def _update_of_mixture(name: str) -> str:
     return f"{rows(name)[-1]['update_s']:.1f} s"
 
 
-def _agents(name: str, what: str) -> float:
+_VERIFIERS = "endpoint:docs/examples/verifiers_calculator.py:play"
+
+
+def _agents(name: str, environment: str, what: str) -> str:
     """A ratio of the agents' rollout to the built-in loop's."""
-    return float(rows(name)[1][what])
+    return f"{row(name, environment=environment)[what]:.2f}"
 
 
 def _requests(way: str) -> str:
     """Seconds of the processor for conversations whose turns are requests."""
     return f"{row('turns-requests-smollm2-cpu', way=way)['cpu_seconds']:.0f} s"
+
+
+def _requests_7b(turns: int, way: str) -> str:
+    """Seconds on a GPU for conversations of so many turns that are requests."""
+    name = "turns-7b-requests-h200" if turns > 1 else "turns-7b-requests-1-h200"
+    return f"{row(name, turns=turns, way=way)['seconds']:.2f} s"
 
 
 def _step_refilled(max_staleness: int) -> str:
@@ -295,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": family_tables.families,
     "decode": decode_tables.decode,
     "decode-vllm": decode_tables.beside_vllm,
+    "decode-configurations": decode_tables.configurations,
     "decode-ways": decode_tables.ways_of_128,
     "ways-few": decode_tables.ways_of_few,
     "ways-many": decode_tables.ways_of_many,
@@ -345,8 +355,13 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "step-refilled-2": lambda: _step_refilled(2),
     "requests-anew": lambda: _requests("anew"),
     "requests-prefixes": lambda: _requests("prefixes"),
-    "agents-cpu": lambda: f"{_agents('agents-verifiers-cpu', 'cpu_ratio'):.2f}",
-    "agents-7b": lambda: f"{_agents('agents-7b-h200', 'ratio'):.2f}",
+    "requests-7b-anew": lambda: _requests_7b(4, "anew"),
+    "requests-7b-prefixes": lambda: _requests_7b(4, "prefixes"),
+    "requests-7b-once-anew": lambda: _requests_7b(1, "anew"),
+    "requests-7b-once-prefixes": lambda: _requests_7b(1, "prefixes"),
+    "agents-cpu": lambda: _agents("agents-verifiers-cpu", _VERIFIERS, "cpu_ratio"),
+    "agents-7b": lambda: _agents("agents-7b-h200", "openai", "ratio"),
+    "agents-7b-process": lambda: _agents("agents-7b-h200", "openai in a process", "ratio"),
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
     "sums-before": lambda: _sums("before"),

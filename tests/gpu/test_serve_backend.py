@@ -35,16 +35,24 @@ def base_model(hidden=192, seed=0):
     return pack(model)
 
 
-@pytest.fixture
-def backend(tmp_path):
+def trained_backend(folder, **options):
     """Two models, of rank 8 and 4, after two steps each."""
     made = tiny_backend(
-        tmp_path, base_model(), resident=1, make_engine=lambda model: PagedEngine(model, pad_token_id=0)
+        folder,
+        base_model(),
+        resident=1,
+        make_engine=lambda model: PagedEngine(model, pad_token_id=0),
+        **options,
     )
     for name, rank in RANKS.items():
         made.create_model(name, lora(rank=rank, seed=rank))
         train(made, name)
     return made
+
+
+@pytest.fixture
+def backend(tmp_path):
+    return trained_backend(tmp_path)
 
 
 def train(backend, name, steps=2):
@@ -64,7 +72,9 @@ def drawn(results):
     return {number: list(result.sequences[0].tokens) for number, result in results.items()}
 
 
-def test_adapters_of_different_rank_take_turns_in_the_same_buffers(backend):
+def test_adapters_of_different_rank_take_turns_in_the_same_buffers(tmp_path):
+    # Samples behind kept keys and values are those without up to rounding, and here they are asked for bit for bit.
+    backend = trained_backend(tmp_path, enable_prefix_caching=False)
     keys = {name: backend.save_for_sampler(name, None) for name in RANKS} | {"base": backend.sampler("tiny")}
     first = {name: drawn(ask(backend, key)) for name, key in keys.items()}
     decoder = backend._base.engine.decoder
