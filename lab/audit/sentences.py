@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lab.audit import distilled, refilled
-from lab.audit.raw import Judged, area, end, first_quarter, logged, probe, study, subtract, two_steps
+from lab.audit.raw import Judged, area, end, first_quarter, logged, probe, study, subtract, there, two_steps
 from lab.audit.words import EARLIER, TASKS, TRAINED, TRUST, estimate, sentence, signed
 
 
@@ -100,6 +100,18 @@ def decode_gains(target: float, other: str | None = None) -> str:
     return ", ".join(found)
 
 
+def on_testbed(endpoint: str, task: str, first: str, second: str) -> str:
+    """The typical seed's difference, or the runs of both arms, and what is claimed of them."""
+    name = f"matched-testbed-{task}"
+    found = study(name).endpoints.get((first, second)) if there(name) else None
+    if found is None:
+        return "not run yet"
+    typical, share = found
+    if endpoint == "share":
+        return f"{share.counts}, {share.verdict}"
+    return f"{signed(typical.difference, *typical.interval)}, {typical.verdict}"
+
+
 def number(name: str) -> str | None:
     """The words of the mark of this name; None of one that is not recomputed."""
     if name in NUMBERS:
@@ -109,6 +121,8 @@ def number(name: str) -> str | None:
         return sentence(TASKS[kind], *rest.split("-"))
     if name.startswith("trust-stale-"):
         return sentence(TRUST, f"truncation_{name.removeprefix('trust-').replace('-', '_')}", "truncation")
+    if kind == "matched":
+        return on_testbed(*rest.split("-"))
     if kind == "escaped":
         return escaped(rest)
     if name.startswith("two-steps-"):

@@ -377,6 +377,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     **distilled_tables.NUMBERS,
     **refilled_tables.NUMBERS,
     **noise_numbers.NUMBERS,
+    **question_tables.NUMBERS,
     **trust_tables.NUMBERS,
     **endpoint_rates.NUMBERS,
 }

@@ -63,6 +63,17 @@ DOSED = (*(name for _, name in TASKS), "worked")
 """Studies of which arms are held at a distance."""
 
 
+_SENTENCES = (
+    ("share", "chain", "aqn_1", "none_uncorrected"),
+    ("typical", "chain", "temperature_1", "none"),
+    ("typical", "chain", "pass_at_4", "none"),
+    ("share", "chain", "pass_at_4", "none"),
+    ("share", "lock", "relative_03", "none"),
+    ("share", "lock", "pass_at_4", "none"),
+)
+"""Endpoints of comparisons on the testbed that a sentence speaks of: kind, task and the two arms."""
+
+
 @cache
 def found(name: str) -> list[Endpoint]:
     """Both endpoints of all comparisons of a study that have run; none where there are no results."""
@@ -136,6 +147,23 @@ def doses_of(name: str) -> str:
         f"File: {name}.json.gz.",
     )
 
+
+def _sentence(kind: str, task: str, first: str, second: str) -> str:
+    """One endpoint of a comparison on the testbed, as a part of a sentence; of shares, the runs."""
+    wanted = (kind, first, second)
+    those = (one for one in found(f"matched-testbed-{task}") if (one.kind, one.first, one.second) == wanted)
+    one = next(those, None)
+    if one is None:
+        return NOT_YET
+    (low, high), (a, b) = one.interval, one.counts
+    if kind == "share":
+        return f"{a} and {b} of {one.seeds}, {one.verdict}"
+    return f"{one.difference:+.3f} ({low:+.3f} to {high:+.3f}), {one.verdict}"
+
+
+NUMBERS: dict[str, Callable[[], str]] = {
+    "-".join(("matched", *words)): partial(_sentence, *words) for words in _SENTENCES
+}
 
 TABLES: dict[str, Callable[[], str]] = {
     "open-questions": questions,

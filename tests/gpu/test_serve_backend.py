@@ -73,7 +73,7 @@ def drawn(results):
 
 
 def test_adapters_of_different_rank_take_turns_in_the_same_buffers(tmp_path):
-    # Samples behind kept keys and values are those without up to rounding, and here they are asked for bit for bit.
+    # Behind kept keys and values samples are the same up to rounding, and here they are asked for to the bit.
     backend = trained_backend(tmp_path, enable_prefix_caching=False)
     keys = {name: backend.save_for_sampler(name, None) for name in RANKS} | {"base": backend.sampler("tiny")}
     first = {name: drawn(ask(backend, key)) for name, key in keys.items()}
