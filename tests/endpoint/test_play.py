@@ -312,7 +312,7 @@ def test_an_agent_that_fails_or_hangs_costs_its_own_row():
 
 
 def test_one_that_fails_too_late_says_so_of_no_other_trajectory(monkeypatch):
-    monkeypatch.setattr("qerl.agents.outside.GRACE_S", -1.5)
+    monkeypatch.setattr("qerl.agents.play.GRACE_S", -1.5)
 
     def agent(endpoint, row):
         time.sleep(row["stays"])

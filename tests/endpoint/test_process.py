@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from qerl.agents.outside import Endpoint, Endpoints
+from qerl.agents.outside import Endpoint
+from qerl.agents.play import Endpoints
 from qerl.agents.process import AgentProcess, EndpointOf, _Process, named
 from qerl.calls.beside import Beside
 from qerl.errors import QeRLError

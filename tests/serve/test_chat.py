@@ -11,7 +11,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 import torch
 
-from qerl.agents.outside import EndpointOf
+from qerl.agents.process import EndpointOf
 from qerl_serve.adapters import Adapters
 from qerl_serve.backend import ModelBackend
 from qerl_serve.checkpoints import Store

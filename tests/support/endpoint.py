@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from qerl.agents.outside import Endpoint, EndpointOf, Endpoints
+from qerl.agents.outside import Endpoint
+from qerl.agents.play import Endpoints
+from qerl.agents.process import EndpointOf
 from qerl.calls.beside import Beside
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine

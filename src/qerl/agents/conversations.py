@@ -25,7 +25,7 @@ from qerl.agents.environment import (
     takes_turns,
 )
 from qerl.agents.loop import Limits, Trajectories, run_trajectories
-from qerl.agents.outside import Endpoints
+from qerl.agents.play import Endpoints
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
 from qerl.agents.thinking import thinking_of

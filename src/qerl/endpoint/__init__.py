@@ -8,7 +8,7 @@
     http       the routes
     listening  a server of its own in a thread, as training has it
 
-Whoever draws tokens is a `Desk`: a trainer's rollout (`qerl.agents.outside`), or `qerl serve`. Nothing here
+Whoever draws tokens is a `Desk`: a trainer's rollout (`qerl.agents.desk`), or `qerl serve`. Nothing here
 knows a model or a session.
 
 The routes are Starlette's, so that `qerl serve` mounts the same ones that training runs by itself. Both it
