@@ -203,21 +203,27 @@ def test_act_mul(tokens, rank, padded):
 
 
 @pytest.mark.parametrize(
-    "size,padded,rows,cached,window",
+    "size,padded,prompt_cut,own_cut,cached,window",
     [
-        (64, 0, 64, HALF, None),
-        (64, 8, 16, HALF, 40),
-        pytest.param(64, 8, 32, FP8, None, marks=without_fp8),
-        (96, 8, 16, HALF, 100),
-        (512, 8, 32, HALF, None),
-        (512, 0, 16, HALF, 3),
+        (64, 0, (64, 2), (64, 2), HALF, None),
+        (64, 8, (16, 2), (16, 2), HALF, 40),
+        pytest.param(64, 8, (32, 2), (32, 2), FP8, None, marks=without_fp8),
+        (96, 8, (16, 2), (16, 2), HALF, 100),
+        (512, 8, (32, 2), (32, 2), HALF, None),
+        (512, 0, (16, 2), (16, 2), HALF, 3),
+        (64, 8, (64, 1), (16, 2), HALF, None),
+        (64, 8, (64, 3), (16, 1), HALF, 40),
+        pytest.param(96, 0, (64, 2), (16, 1), FP8, 100, marks=without_fp8),
     ],
 )
-def test_attention_shares_prompts(size, padded, rows, cached, window):
+def test_attention_shares_prompts(monkeypatch, size, padded, prompt_cut, own_cut, cached, window):
     """Two groups at their prompts and each sample at its own tokens, merged, against dense attention; with a
     window, sinks too. The last sample has ended: it has no token of its own, and with a window it sees
-    nothing."""
-    heads, kv_heads, splits, rank = 4, 2, 2, 16
+    nothing. What lies behind the end of a table is NaN. Where prompts are cut otherwise than own tokens, one
+    program takes all of a head's items."""
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 1)
+    heads, kv_heads, rank = 4, 2, 16
+    prompt_cut, own_cut = attention.Cut(*prompt_cut), attention.Cut(*own_cut)
     group, members = heads // kv_heads, [[0, 3, 1], [2]]
     prompts, owns = [66, 130], [5, 64, 1, 0]
     tokens = 4
@@ -229,7 +235,9 @@ def test_attention_shares_prompts(size, padded, rows, cached, window):
         count = -(-length // 64)
         tables[row, :count] = pages[used : used + count]
         used += count
-    items = [[0, 3, 0, 0], [3, 1, 1, 0], [0, 0, 0, 0]]
+        for cache in (k_cache, v_cache) if length % 64 else ():
+            cache[int(pages[used - 1]), :, length % 64 :] = float("nan")
+    items = [[0, 3, 0, 0], [3, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     order = [t for m in members for t in m]
     for t in range(tokens):
         items.append([len(order), 1, 2 + t, 1])
@@ -244,12 +252,12 @@ def test_attention_shares_prompts(size, padded, rows, cached, window):
         first = max(0, min(places, default=0) - window - begins) // 64
         tables[row, : min(first, -(-length // 64))] = -(10**6)
     q = half(tokens, heads, size)
-    out, lse = poison(2 * splits, tokens, heads, size), poison(2 * splits, tokens, heads)
+    parts = prompt_cut.splits + own_cut.splits
+    out, lse = poison(parts, tokens, heads, size), poison(parts, tokens, heads)
     as_int = {"device": DEVICE, "dtype": torch.int32}
     attention.attend(
         q, k_cache, v_cache, tables, torch.tensor(items, **as_int), torch.tensor(order, **as_int), limit,
-        out, lse,
-        splits=splits, rows=rows, window=window,
+        out, lse, prompts=prompt_cut, own=own_cut, window=window,
     )  # fmt: skip
     y, a = poison(tokens, heads * size, dtype=HALF), half(rank, heads * size)
     if padded:
@@ -276,6 +284,35 @@ def test_attention_shares_prompts(size, padded, rows, cached, window):
     drawn = slice(0, 3 if window else 4)
     assert error(y.view(tokens, heads, size)[drawn], truth[drawn]) < 5e-3
     assert error(low_of(following), y.double() @ a.double().T) < 1e-5
+
+
+def test_own_tokens_beside_prompts_are_attended_as_behind_them():
+    """Queries are new each time, so that whoever does not wait for them is seen."""
+    tokens, group, heads, kv_heads, size = (256, 8, 28, 4, 128) if GPU else (6, 3, 4, 2, 32)
+    as_int, groups = {"device": DEVICE, "dtype": torch.int32}, tokens // group
+    own_T, rows = torch.randint(1, 130, (tokens,), **as_int), groups + tokens
+    limit_2T = torch.stack([torch.full_like(own_T, 200), own_T])
+    tables_GB = torch.randperm(4 * rows, device=DEVICE).to(torch.int32).view(rows, 4)
+    caches = [half(4 * rows, kv_heads, 64, size) for _ in range(2)]
+    order = torch.arange(tokens, **as_int)
+    for _ in range(20 if GPU else 1):
+        q, found = half(tokens, heads, size), []
+        for tile in (64, 16):
+            together = min(group, tile * kv_heads // heads)
+            items = [
+                [first, min(together, group - first % group), first // group, 0]
+                for begin in range(0, tokens, group)
+                for first in range(begin, begin + group, together)
+            ]
+            items += [[0, 0, 0, 0]] * (tokens - len(items)) + [[t, 1, groups + t, 1] for t in range(tokens)]
+            out, lse = poison(2, tokens, heads, size), poison(2, tokens, heads)
+            attention.attend(
+                q, *caches, tables_GB, torch.tensor(items, **as_int), order, limit_2T, out, lse,
+                prompts=attention.Cut(tile, 1), own=attention.Cut(16, 1),
+            )  # fmt: skip
+            found.append(poison(tokens, heads * size, dtype=HALF))
+            attention.combine_splits(out, lse, found[-1])
+        assert error(*found) < (5e-3 if GPU else 1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -405,6 +405,8 @@ def walk(recorder: Recorder, target: int) -> None:
         swiglu(x, x, gelu=True).sum().backward()
         recorder.walk = "few"
         decode(8, 32, 128, fp8=False)
+        recorder.walk = "16 bits"  # the launch of own tokens has fewer registers
+        decode(128, 32, 128, fp8=False)
 
 
 def adapt_experts(mlp: Any, rank: int) -> None:
@@ -515,7 +517,7 @@ def gated_attention(tokens: int, rank: int) -> None:
 
 def wanted(recorder: Recorder, target: int) -> list[Any]:
     """The launches that this class compiles: the largest of each kernel in each walk, which for attention is
-    that of prefill and that of decoding."""
+    that of prefill and those of decoding."""
     largest: dict[Any, tuple[int, Any]] = {}
     for launch in recorder.met.values():
         name, source, _, constants = launch
@@ -528,7 +530,8 @@ def wanted(recorder: Recorder, target: int) -> list[Any]:
         ):
             continue
         size = sum(value for value in constants.values() if value)
-        key = name, kernel, constants.get("ROWS") if name == "many" else None
+        many = name in ("many", "16 bits")
+        key = name, kernel, many and (constants.get("ROWS"), constants.get("LAUNCH"))
         largest[key] = max(largest.get(key, (-1, None)), (size, launch), key=lambda pair: pair[0])
     return [launch for _, launch in largest.values()]
 

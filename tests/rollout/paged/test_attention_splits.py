@@ -1,13 +1,18 @@
-"""How many splits attention takes, against what was measured."""
+"""How attention is cut: how many splits it takes, against what was measured, and tiles of prompts."""
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import torch
+
 from bench.result import read_rows
 from qerl.families.sizes import SIZES
-from qerl.rollout.paged.decode import attention_splits
+from qerl.kernels.decode.attend import APART, Cut
+from qerl.rollout.paged import decode
+from qerl.rollout.paged.decode import attention_cuts, attention_splits
 from qerl.rollout.paged.limits import BlockDemand
+from qerl.rollout.paged.weights import Kind
 
 MEASURED = read_rows("attention-splits-7b-h200")
 
@@ -19,3 +24,22 @@ def test_no_other_number_of_splits_was_faster_by_more_than_one_percent(row):
     taken = attention_splits(row["rows"], kv_heads, 132, pages)
     step_ms = {int(splits): min(found) for splits, found in row["step_ms"].items()}
     assert step_ms[taken] <= 1.01 * min(step_ms.values())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "size", "pages", "prompts", "own"),
+    [
+        (APART // 2, 28, 128, 6, Cut(16, 1), Cut(16, 1)),
+        (64, 28, 128, 6, Cut(64, 1), Cut(16, 1)),
+        (64, 28, 128, 128, Cut(64, 4), Cut(16, 1)),
+        (256, 28, 128, 128, Cut(64, 1), Cut(16, 1)),
+        (256, 28, 256, 6, Cut(16, 1), Cut(16, 1)),
+        (256, 256, 128, 6, Cut(64, 1), Cut(64, 1)),
+    ],
+)
+def test_prompts_of_many_rows_are_cut_into_larger_tiles(
+    monkeypatch, tokens, heads, size, pages, prompts, own
+):
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)
+    found = attention_cuts(Kind(None, heads, 4, size), tokens, pages, torch.device("cpu"))
+    assert found == (prompts, own)

@@ -50,6 +50,15 @@ def begin_late(PDL: tl.constexpr):
 
 
 @triton.jit
+def begin_beside(PDL: tl.constexpr):
+    """Lets the next kernel be scheduled and goes on beside the kernel before, of which this reads nothing and
+    which has itself begun late. Who begins so ends with :func:`begin`: what comes next waits for this kernel
+    alone."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def in_head(e, SIZE: tl.constexpr):
     """Which of these numbers a head has; a constant, which costs nothing, where that is all of them."""
     if e.shape[0] == SIZE:
