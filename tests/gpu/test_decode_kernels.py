@@ -168,11 +168,24 @@ def test_nan_stays_nan_in_an_fp8_cache():
 
 
 @pytest.mark.parametrize(
-    "tokens,rank,padded", [(3, 16, 8), (20, 0, 0), (20, 16, 32), (70, 16, 0), (150, 16, 256), (260, 16, 512)]
+    "tokens,rank,padded,intermediate,sums",
+    [
+        (3, 16, 8, 192, None),  # a block of columns and a half
+        (20, 0, 0, 192, None),
+        (20, 16, 32, 192, None),
+        (70, 16, 0, 192, None),
+        (150, 16, 256, 1216, None),  # walks of two blocks of columns and of three
+        (260, 16, 512, 192, None),
+        (150, 16, 0, 1216, torch.float32),
+        (150, 256, 256, 576, None),
+        (150, 16, 0, 208, None),  # no whole number of blocks to walk along
+    ],
 )
-def test_act_mul(tokens, rank, padded):
-    intermediate, width, splits = 192, 100, 2  # a block of columns and a half
-    product, summed, counts = partial_sums(splits, tokens, 2 * intermediate + 64)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_act_mul(tokens, rank, padded, intermediate, sums, gelu, monkeypatch):
+    monkeypatch.setattr(act_mul, "multiprocessors", lambda device: 8)  # as where there is no GPU
+    width, splits = 100, 2
+    product, summed, counts = partial_sums(splits, tokens, 2 * intermediate + 64, sums)
     scale = torch.rand(2, device=DEVICE) + 0.5
     squares = torch.rand(2, tokens, device=DEVICE) * width + 1
     low, b = (
@@ -183,21 +196,26 @@ def test_act_mul(tokens, rank, padded):
     h = poison(tokens, intermediate, dtype=HALF)
     if padded:
         h = torch.zeros(padded * intermediate, device=DEVICE, dtype=HALF)
-    following = poison(-(-intermediate // act_mul.BLOCK_I), tokens, max(rank, 1))
+    following = poison(act_mul.programs(intermediate, tokens, rank, product.device), tokens, max(rank, 1))
     lora = {"b": LoraB(LoraSum(sum_TR=low), b), "a": LoraA(a, LoraSum(following))} if rank else {}
     act_mul.act_mul(
-        product, scale, squares, h, intermediate=intermediate, width=width, eps=EPS, padded_tokens=padded,
-        partials_G=counts, **lora,
+        product, scale, squares, h, intermediate=intermediate, width=width, eps=EPS, gelu=gelu,
+        padded_tokens=padded, partials_G=counts, **lora,
     )  # fmt: skip
     h = as_rows(h, tokens, intermediate, padded)
     rms = 1 / (squares.double().sum(0) / width + EPS).sqrt()
     gate, up = summed[:, : 2 * intermediate].chunk(2, 1)
     gate, up = gate * scale[0].double(), up * scale[1].double()
     if rank:
-        gate = gate + low[:, :rank].to(HALF).double() @ b[:intermediate].double().T
-        up = up + low[:, rank:].to(HALF).double() @ b[intermediate:].double().T
+        # Who walks along columns has 1/rms in x A^T before it is rounded.
+        walks = tokens > act_mul.FEW and intermediate % 64 == 0
+        first = rms[:, None] if walks else torch.ones_like(rms)[:, None]
+        low = (low * first).to(HALF).double() / first
+        gate = gate + low[:, :rank] @ b[:intermediate].double().T
+        up = up + low[:, rank:] @ b[intermediate:].double().T
     gate, up = gate * rms[:, None], up * rms[:, None]
-    assert error(h, torch.nn.functional.silu(gate) * up) < 3e-3
+    act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+    assert error(h, act * up) < 3e-3
     if rank:
         assert error(low_of(following), h.double() @ a.double().T) < 1e-5
 

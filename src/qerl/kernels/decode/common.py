@@ -91,7 +91,7 @@ def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.co
         p = tl.arange(0, P_PADDED)
         at = squares_PT + p[:, None] * T + t[None, :]
         squares = tl.load(at, mask=(p < P)[:, None] & in_t[None, :], other=0.0)
-        return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / D + eps)
+        return tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
 
 
 @triton.jit

@@ -413,16 +413,17 @@ def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, Sums]:
     adapters of the first of them.
     """
     shapes: dict[LayerSpec, list[tuple[int, int, int]]] = {}
+    device = decoder.embedding_VD.device
     for layer in decoder.layers:
         if (spec := layer.spec) not in shapes:
             columns = triton.cdiv(spec.hidden, residual_norm.block_d(tokens))
-            blocks = triton.cdiv(spec.mlp.inner, act_mul.BLOCK_I)
-            made_by = columns, _heads_of_output(spec), columns, blocks
             ranks = [0 if each.lora is None else len(each.lora.a_RK) for each in layer.projections]
-            ranks += [0] * (len(made_by) - len(ranks))  # experts have no adapter
+            ranks += [0] * (4 - len(ranks))  # experts have no adapter
+            runs = act_mul.programs(spec.mlp.inner, tokens, ranks[-1], device)
+            made_by = columns, _heads_of_output(spec), columns, runs
             shapes[spec] = [(parts, tokens, count) for parts, count in zip(made_by, ranks, strict=True)]
     most = max(math.prod(shape) for each in shapes.values() for shape in each)
-    parts = torch.empty(most, dtype=torch.float32, device=decoder.embedding_VD.device)
+    parts = torch.empty(most, dtype=torch.float32, device=device)
 
     def of(shape: tuple[int, int, int]) -> LoraSum:
         if not shape[2]:
