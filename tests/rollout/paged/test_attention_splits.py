@@ -29,9 +29,9 @@ def test_no_other_number_of_splits_was_faster_by_more_than_one_percent(row):
 @pytest.mark.parametrize(
     ("tokens", "heads", "size", "pages", "prompts", "own"),
     [
-        (APART // 2, 28, 128, 6, Cut(16, 1), Cut(16, 1)),
-        (64, 28, 128, 6, Cut(64, 1), Cut(16, 1)),
-        (64, 28, 128, 128, Cut(64, 4), Cut(16, 1)),
+        (64, 28, 128, 6, Cut(16, 1), Cut(16, 1)),
+        (APART, 28, 128, 6, Cut(64, 1), Cut(16, 1)),
+        (APART, 28, 128, 128, Cut(64, 2), Cut(16, 1)),
         (256, 28, 128, 128, Cut(64, 1), Cut(16, 1)),
         (256, 28, 256, 6, Cut(16, 1), Cut(16, 1)),
         (256, 256, 128, 6, Cut(64, 1), Cut(64, 1)),

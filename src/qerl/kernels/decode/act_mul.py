@@ -165,7 +165,7 @@ def _act_mul_of_many(
         tl.store(parts_PTR + (program * T + t[:, None]) * A_RANKS + r[None, :], total, mask=in_t[:, None])
 
 
-FEW = 128
+FEW = 64
 """Tokens up to which a program has some of them and one block of columns."""
 
 _FEW_COLUMNS = 128
@@ -258,12 +258,9 @@ def act_mul(
         )  # fmt: skip
         return
     block_t, rounds = 16, min(2, triton.cdiv(tokens, 32))  # 32 tokens at once spill registers
-    # Half the registers that the compiler wants let four programs share a multiprocessor instead of two. At
-    # 128 ranks shared memory has room for two anyway, and fewer registers would only spill.
-    capped = {"maxnreg": 128} if tokens > 64 and b.ranks <= 64 else {}
     _act_mul[(count, triton.cdiv(tokens, block_t * rounds))](
         *arguments, tokens, columns, intermediate, width, eps,
         **common, **a.constants(rank_part(a.ranks, shared)),
         COLUMNS=_FEW_COLUMNS, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
-        **capped, **dependent(gemm_STN),
+        **dependent(gemm_STN),
     )  # fmt: skip

@@ -51,8 +51,11 @@ from qerl.kernels.limits import WHOLE_PARTS, rank_part
 ALONE, AHEAD, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What a launch is: the only one, that of prompts, or that of own tokens beside it."""
 
-APART = 64
+APART = 96
 """Tokens from which on prompts are read in a launch of their own, on cards with wgmma."""
+
+HALF_PARTS = 64
+"""Tokens of a pass from which on the outputs of splits are kept in 16 bits, see `parts_dtype`."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -84,6 +87,25 @@ def prompt_rows(grouped_heads: int, size: int, tokens: int, device: torch.device
     """
     apart = tokens >= APART and size <= 128 and card_of(device).math == "wgmma"
     return max(64, triton.next_power_of_2(grouped_heads)) if apart else decode_rows(grouped_heads)
+
+
+def parts_dtype(tokens: int, dtype: torch.dtype) -> torch.dtype:
+    """What the outputs of splits are kept in until they are combined.
+
+    With many tokens writing and reading them takes time: whole steps of 64 to 256 rows are 0.6 to 1.0 %
+    faster with half of the bytes (ways-7b-attend-halves-h200.json). Fewer were not timed and keep fp32, nor
+    were passes of prefill, which follow the same rule.
+
+    bf16 rounds each number by at most 2^-9 of itself, which is what the combined output is rounded by too.
+    Splits are summed in fp32 with weights that sum to at most one, so where they do not cancel the output's
+    error grows by about the square root of two. A token with one split, as most have in prefill, loses
+    nothing: its output is rounded once, or a second time behind a sink or a gate.
+
+    Args:
+        tokens: Of the pass.
+        dtype: Of the model.
+    """
+    return dtype if tokens >= HALF_PARTS else torch.float32
 
 
 @triton.jit
@@ -221,6 +243,7 @@ def _combine_splits(
         lse = tl.load(lse_ZTH + at, mask=in_t, other=-float("inf"))
         inside = both(in_t[:, None], in_e)
         part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=inside, other=0.0)
+        part = part.to(tl.float32)
         new_best = tl.maximum(best, lse)
         shift = tl.where(new_best == -float("inf"), 0.0, new_best)
         fade, weight = tl.exp(best - shift), tl.exp(lse - shift)
@@ -330,8 +353,8 @@ def attend(
             kinds are cut differently, the first half are those at shared prompts.
         order: int32, the tokens of the work items.
         limit_2T: int32 [2, T]: how many cached tokens of the work item's table a token sees.
-        out_ZTHE: fp32 [splits of both kinds, T, heads, head size], written where a work item covers the
-            token.
+        out_ZTHE: fp32 or bf16 (`parts_dtype`) [splits of both kinds, T, heads, head size], written where a
+            work item covers the token.
         lse_ZTH: fp32 [splits of both kinds, T, heads], likewise; the caller fills uncovered ones with -inf.
         prompts, own: How items of the two kinds are cut.
         scale: Factor of the scores; None for head size ** -0.5.

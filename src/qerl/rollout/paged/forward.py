@@ -171,7 +171,7 @@ class Forward:
         q = new(tokens * max(k.heads * k.head_size for k in kinds), dtype=decoder.dtype)
         parts = [prompts.splits + own.splits for prompts, own in cuts]
         most = max(z * tokens * k.heads * k.head_size for k, z in zip(kinds, parts, strict=True))
-        out = new(most)
+        out = new(most, dtype=attention.parts_dtype(tokens, decoder.dtype))
         gates = [k.heads * k.head_size for k in kinds if k.gated]
         gate = new(tokens * max(gates)) if gates else None
 
