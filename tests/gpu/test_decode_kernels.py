@@ -333,6 +333,53 @@ def test_own_tokens_beside_prompts_are_attended_as_behind_them():
         assert error(*found) < (5e-3 if GPU else 1e-6)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("cuts", [((16, 2), (16, 2)), ((64, 4), (16, 1))])
+def test_parts_in_16_bits_cost_as_much_as_the_outputs_own_rounding(cuts, gated):
+    """Attention to 200 keys of a prompt and up to 60 own ones, with splits in fp32 and as the output is kept,
+    against float64; beside a sink and a gate, too."""
+    kept = torch.bfloat16 if GPU else torch.float16  # to bf16 the interpreter cuts off and does not round
+    tokens, heads, kv_heads, size = attention.HALF_PARTS, 4, 2, 64
+    as_int, keys = {"device": DEVICE, "dtype": torch.int32}, (200, 60)
+    own_T = torch.randint(1, keys[1] + 1, (tokens,), **as_int)
+    limit_2T = torch.stack([torch.full_like(own_T, keys[0]), own_T])
+    tables_GB = torch.arange(4, **as_int).repeat(tokens + 1, 1)
+    tables_GB[1:, 0] = 4 + torch.arange(tokens, **as_int)
+    prompts, own = (attention.Cut(*cut) for cut in cuts)
+    together = prompts.rows * kv_heads // heads
+    items = [[first, together, 0, 0] for first in range(0, tokens, together)]
+    items += [[0, 0, 0, 0]] * (tokens - len(items)) + [[t, 1, 1 + t, 1] for t in range(tokens)]
+    q, k, v = half(tokens, heads, size), *(half(4 + tokens, kv_heads, 64, size) for _ in range(2))
+    sink_H = torch.randn(heads, device=DEVICE) if gated else None
+    gate_THE = torch.randn(tokens, heads, size, device=DEVICE) if gated else None
+
+    def keys_of(cache):
+        prompt = cache[:4].transpose(0, 1).flatten(1, 2)[:, : keys[0]].expand(tokens, -1, -1, -1)
+        return torch.cat([prompt, cache[4:]], 2).double().repeat_interleave(heads // kv_heads, 1)
+
+    scores = torch.einsum("the,thke->thk", q.double(), keys_of(k)) / math.sqrt(size)
+    scores[:, :, keys[0] :].masked_fill_(torch.arange(64, device=DEVICE) >= own_T[:, None, None], -math.inf)
+    if sink_H is not None:
+        scores = torch.cat([scores, sink_H.double().expand(tokens, heads)[:, :, None]], 2)
+    truth = torch.einsum("thk,thke->the", scores.softmax(2)[:, :, : keys[0] + 64], keys_of(v))
+    truth = truth if gate_THE is None else truth * gate_THE.double().sigmoid()
+
+    found = {}
+    for dtype in (torch.float32, kept):
+        parts = prompts.splits + own.splits
+        out, lse = poison(parts, tokens, heads, size, dtype=dtype), poison(parts, tokens, heads)
+        attention.attend(
+            q, k, v, tables_GB, torch.tensor(items, **as_int), torch.arange(tokens, **as_int), limit_2T,
+            out, lse, prompts=prompts, own=own,
+        )  # fmt: skip
+        y = poison(tokens, heads * size, dtype=kept)
+        attention.combine_splits(out, lse, y, sink_H=sink_H, gate_THE=gate_THE)
+        found[dtype] = error(y.view(tokens, heads, size), truth)
+    print(found)
+    assert found[torch.float32] < 0.4 * torch.finfo(kept).eps, found
+    assert 1.05 < found[kept] / found[torch.float32] < 1.5, found
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_draw_token(temperature):
     tokens, vocabulary, most, width = 6, 9000, 4, 64

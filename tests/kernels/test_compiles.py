@@ -338,6 +338,8 @@ def walk(recorder: Recorder, target: int) -> None:
     decode(128, 32, 128, fp8=True, whole=True)
     if target == 89:
         return
+    recorder.walk = "products of 128 tokens"
+    read_products(128, 32, True)
     recorder.walk = "products of 256 tokens"
     read_products(256, 32, card.math == "wgmma")
     recorder.walk = "many"
@@ -457,15 +459,17 @@ def read_products(tokens: int, rank: int, cut: bool) -> None:
     from qerl.kernels.decode.act_mul import act_mul, programs
     from qerl.kernels.decode.launch import LoraA, LoraB
     from qerl.kernels.decode.residual_norm import block_d, residual_norm
+    from qerl.kernels.weights.packed_gemm import sums_dtype
     from qerl.kernels.weights.product import LoraSum
 
     single, half, integer = (
         partial(torch.empty, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)
     )
     inner, hidden, padded = 2048, 1024, tokens if cut else 0
+    product = partial(torch.empty, dtype=sums_dtype(tokens) if cut else torch.bfloat16)
     count, blocks = programs(inner, tokens, rank, torch.device("cpu")), hidden // block_d(tokens)
     act_mul(
-        half(2 if cut else 1, tokens, 2 * inner), single(2), single(28, tokens), half(tokens * inner),
+        product(2 if cut else 1, tokens, 2 * inner), single(2), single(28, tokens), half(tokens * inner),
         intermediate=inner, width=hidden, eps=1e-6, padded_tokens=padded,
         partials_G=integer(2 * inner // 64),
         b=LoraB(LoraSum(sum_TR=single(tokens, 2 * rank)), half(2 * inner, rank)),
@@ -473,7 +477,7 @@ def read_products(tokens: int, rank: int, cut: bool) -> None:
     )  # fmt: skip
     residual_norm(
         single(tokens, hidden), single(hidden), half(tokens * hidden), single(blocks, tokens),
-        padded_tokens=padded, gemm_STN=half(6 if cut else 1, tokens, hidden),
+        padded_tokens=padded, gemm_STN=product(6 if cut else 1, tokens, hidden),
         partials_G=integer(hidden // 64), scale_1=single(1),
         b=LoraB(LoraSum(sum_TR=single(tokens, rank)), half(hidden, rank)),
         a=LoraA(half(3 * rank, hidden), LoraSum(single(blocks, tokens, 3 * rank))),
