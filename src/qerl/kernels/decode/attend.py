@@ -52,7 +52,8 @@ ALONE, AHEAD, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What a launch is: the only one, that of prompts, or that of own tokens beside it."""
 
 APART = 96
-"""Tokens from which on prompts are read in a launch of their own, on cards with wgmma."""
+"""Tokens from which on prompts are read in a launch of their own, on cards with wgmma. Steps of 64 are faster
+with one launch (ways-7b-attend-halves-h200.json)."""
 
 HALF_PARTS = 64
 """Tokens of a pass from which on the outputs of splits are kept in 16 bits, see `parts_dtype`."""
@@ -71,7 +72,7 @@ def decode_rows(grouped_heads: int) -> int:
 
     Compiled for sm_90 by Triton 3.6, heads of 128: a program with 16 rows takes 96 registers per thread and
     38 KB of shared memory with half a page at a time, so five fit on a multiprocessor, and 158 and 72 KB with
-    a whole one, so three; with 32 rows it takes 197 and 78 KB, with 64 rows 246 and 66 KB, and two fit.
+    a whole one, so three; with 64 rows it takes 214 and 66 KB, and two fit.
     """
     return max(16, triton.next_power_of_2(grouped_heads))
 
