@@ -49,11 +49,7 @@ _ATTEND = {name: f"ways-7b-attend-{name}-h200" for name in ("few", "apart", "hal
 _BETWEEN = {name: f"ways-7b-between{name}-h200" for name in ("", "-few")}
 _LAST = "ways-7b-last-h200"
 _TRIED = (
-    (
-        "attention asks for a page of keys ahead: taken",
-        (_ATTEND["few"], "ahead"),
-        (_ATTEND["apart"], "ahead"),
-    ),
+    ("attention asks for a page ahead: taken", (_ATTEND["few"], "ahead"), (_ATTEND["apart"], "ahead")),
     ("for half a page", (_ATTEND["few"], "ahead-half")),
     ("for a page, and prompts have a launch of their own", (_ATTEND["apart"], "apart")),
     ("and splits are in 16 bits: taken from 96 on", (_ATTEND["apart"], "apart-half")),
@@ -259,9 +255,9 @@ def ways_tried() -> str:
     return table(
         ("Qwen2.5-7B, % of tokens per second, by sequences", *map(str, batches)),
         lines,
-        'Each against what there was before, unless it says otherwise; "and" adds to the line above. All ways '
-        "of a file in turn in one process, every second time in reverse order; means of two to four rounds, "
-        f"which differ by at most {100 * apart:.1f} percentage points. {source(*names)} {files(*names)}",
+        "Each against what there was before, or what it names; _and_ adds to the line above. All ways of a "
+        "file in turn in one process, every second time in reverse order; means of two to four rounds, which "
+        f"differ by at most {100 * apart:.1f} percentage points. {source(*names)} {files(*names)}",
     )
 
 

@@ -1,4 +1,4 @@
-"""How attention is cut: how many splits it takes, against what was measured, and tiles of prompts."""
+"""How attention is cut: how many splits it takes, against what was measured, tiles of prompts, and parts."""
 
 import pytest
 
@@ -7,10 +7,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from bench.result import read_rows
-from qerl.families.sizes import SIZES
+from qerl.families.sizes import SIZES, Sizes
 from qerl.kernels.decode.attend import APART, Cut
+from qerl.measure.random_model import random_decoder
 from qerl.rollout.paged import decode
 from qerl.rollout.paged.decode import attention_cuts, attention_splits
+from qerl.rollout.paged.forward import Forward
 from qerl.rollout.paged.limits import BlockDemand
 from qerl.rollout.paged.weights import Kind
 
@@ -43,3 +45,13 @@ def test_prompts_of_many_rows_are_cut_into_larger_tiles(
     monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)
     found = attention_cuts(Kind(None, heads, 4, size), tokens, pages, torch.device("cpu"))
     assert found == (prompts, own)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(48, torch.float32), (64, torch.bfloat16), (2048, torch.bfloat16)]
+)
+def test_parts_are_in_16_bits_from_64_tokens_on(tokens, dtype):
+    decoder = random_decoder(Sizes.uniform(64, 128, 1, 4, 2, 16, 100), "bf16", 0, 64, device="cpu")
+    forward = Forward(decoder, tokens, [(Cut(16, 2), Cut(16, 2))])
+    assert [each.out_ZTHE.dtype for each in forward._attending] == [dtype]
+    assert forward._attending[0].lse_ZTH.dtype == torch.float32
