@@ -99,7 +99,7 @@ def parts_dtype(tokens: int, dtype: torch.dtype) -> torch.dtype:
 
     bf16 rounds each number by at most 2^-9 of itself, which is what the combined output is rounded by too.
     Splits are summed in fp32 with weights that sum to at most one, so where they do not cancel the output's
-    error grows by about the square root of two. A token with one split, as most have in prefill, loses
+    error grows by the square root of two at most. A token with one split, as most have in prefill, loses
     nothing: its output is rounded once, or a second time behind a sink or a gate.
 
     Args:
