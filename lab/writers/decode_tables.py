@@ -257,7 +257,8 @@ def ways_tried() -> str:
         lines,
         "Each against what there was before, or what it names; _and_ adds to the line above. All ways of a "
         "file in turn in one process, every second time in reverse order; means of two to four rounds, which "
-        f"differ by at most {100 * apart:.1f} percentage points. {source(*names)} {files(*names)}",
+        f"differ by at most {100 * apart:.1f} percentage points. {source(*names)} These are "
+        f"patches that commit fce65ec holds. {files(*names)}",
     )
 
 
