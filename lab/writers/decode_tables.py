@@ -1,5 +1,6 @@
 """Tables of decoded tokens per second: by shape and number of sequences, and by ways to multiply."""
 
+from collections.abc import Iterable
 from operator import itemgetter
 from statistics import fmean
 
@@ -44,6 +45,25 @@ _MANY = {
     ),
 }
 """Ways of many rows by file, each with what it is against the first way of the file."""
+_ATTEND = {name: f"ways-7b-attend-{name}-h200" for name in ("few", "apart", "halves")}
+_BETWEEN = {name: f"ways-7b-between{name}-h200" for name in ("", "-few")}
+_LAST = "ways-7b-last-h200"
+_TRIED = (
+    ("attention asks for a page ahead: taken", (_ATTEND["few"], "ahead"), (_ATTEND["apart"], "ahead")),
+    ("for half a page", (_ATTEND["few"], "ahead-half")),
+    ("for a page, and prompts have a launch of their own", (_ATTEND["apart"], "apart")),
+    ("and splits are in 16 bits: taken from 96 on", (_ATTEND["apart"], "apart-half")),
+    ("splits in 16 bits, against a page ahead: taken for 64", (_ATTEND["halves"], "half")),
+    ("and prompts apart, against a page ahead", (_ATTEND["halves"], "apart-half")),
+    ("act_mul walks along columns above 128 tokens", (_BETWEEN[""], "act")),
+    ("and residual_norm fits one wave: taken", (_BETWEEN[""], "both"), (_BETWEEN["-few"], "now")),
+    ("and warps that load add LoRA's sums: taken", (_BETWEEN[""], "adders")),
+    ("act_mul walks above 64 tokens, the norms as above: taken", (_BETWEEN["-few"], "walk65")),
+    ("above 32", (_BETWEEN["-few"], "walk33")),
+    ("x A^T is computed in the product", (_LAST, "own")),
+    ("and splits are combined by the one that ends last", (_LAST, "both")),
+)
+"""Lines of files and ways, each way against the first of its file."""
 
 
 _USUAL = "rollout-7b-fce65ec-h200"
@@ -199,26 +219,13 @@ def ways_of_few() -> str:
 
 def ways_of_many() -> str:
     """What each choice for 256 and 512 rows is worth."""
-    lines = []
-    apart = 0.0
-    for name, ways in _MANY.items():
-        first = rows(name)[0]["way"]
-        for way, what in ways:
-            changes = []
-            for batch in (256, 512):
-                each = [
-                    own["decode_tok_s"] / other["decode_tok_s"]
-                    for own, other in zip(
-                        *(
-                            sorted(rows(name, way=w, batch=batch), key=itemgetter("round"))
-                            for w in (way, first)
-                        ),
-                        strict=True,
-                    )
-                ]
-                apart = max(apart, max(each) - min(each))
-                changes.append(_percent(fmean(each)))
-            lines.append((what, *changes))
+    found = {
+        what: [_over_first(name, way, batch) for batch in (256, 512)]
+        for name, ways in _MANY.items()
+        for way, what in ways
+    }
+    lines = [(what, *(_percent(fmean(each)) for each in changes)) for what, changes in found.items()]
+    apart = _apart(each for changes in found.values() for each in changes)
     return table(
         ("Qwen2.5-7B, change of tokens per second", "256 sequences", "512 sequences"),
         lines,
@@ -226,6 +233,32 @@ def ways_of_many() -> str:
         "against what is there. All ways of a file in turn in one process, twice, the second time in reverse "
         f"order; the two times differ by at most {100 * apart:.1f} percentage points. act_mul, residual_norm "
         f"and attention were compared beside the product of six stages. {source(*_MANY)} {files(*_MANY)}",
+    )
+
+
+def ways_tried() -> str:
+    """What attention, the kernels between products, and fewer launches are worth, by sequences."""
+    names = [*_ATTEND.values(), *_BETWEEN.values(), _LAST]
+    batches = sorted({row["batch"] for name in names for row in rows(name)})
+    found = {
+        what: [
+            next((_over_first(name, way, batch) for name, way in ways if rows(name, batch=batch)), None)
+            for batch in batches
+        ]
+        for what, *ways in _TRIED
+    }
+    lines = [
+        (what, *(each and _percent(fmean(each)).removesuffix(" %") for each in changes))
+        for what, changes in found.items()
+    ]
+    apart = _apart(each for changes in found.values() for each in changes if each)
+    return table(
+        ("Qwen2.5-7B, % of tokens per second, by sequences", *map(str, batches)),
+        lines,
+        "Each against what there was before, or what it names; _and_ adds to the line above. All ways of a "
+        "file in turn in one process, every second time in reverse order; means of two to four rounds, which "
+        f"differ by at most {100 * apart:.1f} percentage points. {source(*names)} These are "
+        f"patches that commit fce65ec holds. {files(*names)}",
     )
 
 
@@ -245,6 +278,20 @@ def kernels_together() -> str:
         "Tokens per second, 128 decoded behind prompts of 256; means of two processes of each commit, by "
         f"turns on one card. {source(*names)} {files(*names)}",
     )
+
+
+def _over_first(name: str, way: str, batch: int) -> list[float]:
+    """Speed of a way over that of the first way of its file, in each round."""
+    speeds = [
+        [row["decode_tok_s"] for row in sorted(rows(name, way=each, batch=batch), key=itemgetter("round"))]
+        for each in (way, rows(name)[0]["way"])
+    ]
+    return [own / first for own, first in zip(*speeds, strict=True)]
+
+
+def _apart(found: Iterable[list[float]]) -> float:
+    """Largest difference between rounds."""
+    return max(max(each) - min(each) for each in found)
 
 
 def _percent(ratio: float) -> str:

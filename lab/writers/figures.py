@@ -308,6 +308,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode-ways": decode_tables.ways_of_128,
     "ways-few": decode_tables.ways_of_few,
     "ways-many": decode_tables.ways_of_many,
+    "ways-tried": decode_tables.ways_tried,
     "kernels-together": decode_tables.kernels_together,
     "steps": steps,
     "backward": backward_tables.products,

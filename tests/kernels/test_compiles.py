@@ -44,6 +44,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_combine_of_token", "_act_mul",
+    "_act_mul_of_many",
     "_partial_softmax", "_choose", "_filter", "_add_parts", "_norm", "_norm_backward", "_swiglu",
     "_swiglu_backward", "_rotate", "_token_logps",
     "_sum_product", "_cap_logits", "_find_slots", "_delta_inputs", "_gated_norm",
@@ -74,7 +75,8 @@ WITHOUT_PRODUCTS = {
     "_swiglu_backward", "_rotate", "_token_logps", "_find_slots", "_quantize_rows",
 }  # fmt: skip
 OF_OPERANDS = {
-    "_residual_norm", "_act_mul", "_combine_splits", "_gated_norm", "_spread", "_act_items", "_items_times_a",
+    "_residual_norm", "_act_mul", "_act_mul_of_many", "_combine_splits", "_gated_norm", "_spread",
+    "_act_items", "_items_times_a",
 }  # fmt: skip
 TARGETS = (80, 86, 89, 90, 100, 120)
 LEAST_MEMORY, HOPPER = 86, 90
@@ -336,6 +338,11 @@ def walk(recorder: Recorder, target: int) -> None:
     decode(128, 32, 128, fp8=True, whole=True)
     if target == 89:
         return
+    recorder.walk = "products of 128 tokens"
+    read_products(128, 32, True)
+    recorder.walk = "products of 256 tokens"
+    read_products(256, 32, card.math == "wgmma")
+    recorder.walk = "many"
     if card.fp8:
         quantize_rows(torch.randn(4, 37888, dtype=torch.bfloat16))
     x = torch.randn(4, 3584, dtype=torch.bfloat16, requires_grad=True)
@@ -386,6 +393,7 @@ def walk(recorder: Recorder, target: int) -> None:
         pairs(32, 4, 2880, 2880, Clamp(1.7, 7.0))
         recorder.walk = "rank 256"
         decode(128, 256, 128, fp8=True)
+        decode(256, 256, 128, fp8=True)
         recorder.walk = "rank 256, few"
         decode(8, 256, 128, fp8=False)
         recorder.walk = "gated delta nets"
@@ -400,11 +408,15 @@ def walk(recorder: Recorder, target: int) -> None:
         recorder.walk = "heads of 80"
         decode(128, 32, 80, fp8=False)
     if target == HOPPER:
+        recorder.walk = "products of 256 tokens, rank 64"
+        read_products(256, 64, card.math == "wgmma")
         recorder.walk = "Gemma with noise"  # a norm's weight in fp32
         rms_norm(x, torch.ones(3584), 1e-6, 1.0, False).sum().backward()
         swiglu(x, x, gelu=True).sum().backward()
         recorder.walk = "few"
         decode(8, 32, 128, fp8=False)
+        recorder.walk = "16 bits"  # the launch of own tokens has fewer registers
+        decode(128, 32, 128, fp8=False)
 
 
 def adapt_experts(mlp: Any, rank: int) -> None:
@@ -438,6 +450,38 @@ def pairs(experts: int, chosen: int, hidden: int, inner: int, clamp: Any) -> Non
     of_sum = place_TC, weight_TC, place_TC, single(experts), half(experts, hidden) if clamp else None
     add_pairs_backward(add_pairs(z_SD, *of_sum), z_SD, *of_sum)
     add_pairs(z_SD, place_TC)
+
+
+def read_products(tokens: int, rank: int, cut: bool) -> None:
+    """Launches what reads the products of an MLP, in partial sums or not; those of 16 bits have none."""
+    import torch
+
+    from qerl.kernels.decode.act_mul import act_mul, programs
+    from qerl.kernels.decode.launch import LoraA, LoraB
+    from qerl.kernels.decode.residual_norm import block_d, residual_norm
+    from qerl.kernels.weights.packed_gemm import sums_dtype
+    from qerl.kernels.weights.product import LoraSum
+
+    single, half, integer = (
+        partial(torch.empty, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)
+    )
+    inner, hidden, padded = 2048, 1024, tokens if cut else 0
+    product = partial(torch.empty, dtype=sums_dtype(tokens) if cut else torch.bfloat16)
+    count, blocks = programs(inner, tokens, rank, torch.device("cpu")), hidden // block_d(tokens)
+    act_mul(
+        product(2 if cut else 1, tokens, 2 * inner), single(2), single(28, tokens), half(tokens * inner),
+        intermediate=inner, width=hidden, eps=1e-6, padded_tokens=padded,
+        partials_G=integer(2 * inner // 64),
+        b=LoraB(LoraSum(sum_TR=single(tokens, 2 * rank)), half(2 * inner, rank)),
+        a=LoraA(half(rank, inner), LoraSum(single(count, tokens, rank))),
+    )  # fmt: skip
+    residual_norm(
+        single(tokens, hidden), single(hidden), half(tokens * hidden), single(blocks, tokens),
+        padded_tokens=padded, gemm_STN=product(6 if cut else 1, tokens, hidden),
+        partials_G=integer(hidden // 64), scale_1=single(1),
+        b=LoraB(LoraSum(sum_TR=single(tokens, rank)), half(hidden, rank)),
+        a=LoraA(half(3 * rank, hidden), LoraSum(single(blocks, tokens, 3 * rank))),
+    )  # fmt: skip
 
 
 def delta_net_step(tokens: int, rank: int) -> None:
@@ -515,7 +559,7 @@ def gated_attention(tokens: int, rank: int) -> None:
 
 def wanted(recorder: Recorder, target: int) -> list[Any]:
     """The launches that this class compiles: the largest of each kernel in each walk, which for attention is
-    that of prefill and that of decoding."""
+    that of prefill and those of decoding."""
     largest: dict[Any, tuple[int, Any]] = {}
     for launch in recorder.met.values():
         name, source, _, constants = launch
@@ -528,7 +572,8 @@ def wanted(recorder: Recorder, target: int) -> list[Any]:
         ):
             continue
         size = sum(value for value in constants.values() if value)
-        key = name, kernel, constants.get("ROWS") if name == "many" else None
+        many = name in ("many", "16 bits")
+        key = name, kernel, many and (constants.get("ROWS"), constants.get("LAUNCH"))
         largest[key] = max(largest.get(key, (-1, None)), (size, launch), key=lambda pair: pair[0])
     return [launch for _, launch in largest.values()]
 

@@ -69,6 +69,16 @@ def test_both_engines_sample_the_same(adapted, family):
     close(paged(model).generate(PROMPTS, 2, params, noise), wanted)
 
 
+def test_prompts_in_a_launch_of_their_own_change_no_sample(adapted, monkeypatch):
+    monkeypatch.setattr(attention, "APART", 2)
+    model, params = adapted("llama"), SamplingParams(max_tokens=4, seed=1)
+    wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params)
+    engine = paged(model)
+    close(engine.generate(PROMPTS, 2, params), wanted)
+    kinds = [kind for step in engine.graphs.steps.values() for kind in step.forward._attending]
+    assert {kind.prompts.rows for kind in kinds} == {64}
+
+
 def test_fp8_keys_are_refused_where_keys_have_a_bias(tiny_model):
     for family, changes in (("qwen2", {}), ("llama", {"attention_bias": True})):
         with pytest.raises(QeRLError, match="too large for E4M3; set kv_cache_dtype: auto"):

@@ -1,7 +1,10 @@
 """silu(gate) * up, or GELU(gate) * up, with LoRA on both, and down's x A^T, in one launch.
 
-A program owns 128 columns of the intermediate size. With many tokens it takes several blocks of 16 tokens in
-turn, so that A and B of its columns are read once for all of them.
+With few tokens a program owns 16 of them and 128 columns of the intermediate size, and asks for its weights
+before the product has ended. With many, time goes into bytes and instructions instead: a program owns 64
+tokens and walks along a run of columns, as many programs as the multiprocessors hold at once. What belongs to
+tokens (1/rms, x A^T) is then read once for all columns, the A and B of columns once for 64 tokens, the next
+columns are asked for while other programs compute, and the sum over a run is one part of down's x A^T.
 """
 
 import torch
@@ -21,8 +24,19 @@ from qerl.kernels.decode.common import (
     times_b,
 )
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
+from qerl.kernels.device import multiprocessors
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
+
+
+@triton.jit
+def activated(gate, up, GELU: tl.constexpr):
+    """activation(gate) * up, with a sigmoid that takes no care of denormal numbers."""
+    bent = gate
+    if GELU:
+        bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * bent))  # log2(e)
+    return gate * (root * root) * up
 
 
 @triton.jit
@@ -64,24 +78,126 @@ def _act_mul(
             up += times_b(
                 up_xa, xa_TR, (LINEARS - 1) * R, up_b, b_NR, INNER + n, in_n, t, in_t, R_TOTAL, R, PART
             )
-        gate *= rms[:, None]
-        up *= rms[:, None]
-        bent = gate
-        if GELU:
-            bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-        h = (gate * tl.sigmoid(bent) * up).to(h_TI.dtype.element_ty)
+        h = activated(gate * rms[:, None], up * rms[:, None], GELU).to(h_TI.dtype.element_ty)
         store_operand(h_TI, h, t, n, in_t[:, None] & in_n[None, :], INNER, PADDED)
         if A_RANKS > 0:
             apply_a(parts_PTR, block, h, a, a_RK, n, in_n, INNER, t, in_t, T, A_RANKS, A_PART)
 
 
-BLOCK_I = 128
-"""Columns of a program."""
+@triton.jit
+def sum_of_block(gemm_STN, count, t, n, T, N, S: tl.constexpr):
+    """Tile of a GEMM's output whose columns have one number of partial sums, fp32."""
+    total = tl.load(gemm_STN + t[:, None].to(tl.int64) * N + n[None, :]).to(tl.float32)
+    for s in tl.static_range(1, S):
+        at = gemm_STN + (s * T + t[:, None]).to(tl.int64) * N + n[None, :]
+        there = (tl.full(n.shape, s, tl.int32) < count)[None, :]
+        part = tl.load(at, mask=there, other=0.0)
+        if s < count:
+            total += part.to(tl.float32)
+    return total
 
 
-def blocks_in_turn(tokens: int) -> int:
-    """Blocks of 16 tokens that one program takes in turn: two, and four in the long passes of prefill."""
-    return 4 if tokens > 512 else min(2, triton.cdiv(tokens, 32))
+@triton.jit
+def add_lora(
+    y, xa, xa_TR, first, factor, b_NR, n, t, R_TOTAL: tl.constexpr, R: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
+    """y + factor (x A^T) B^T; ``xa`` is the first part of factor (x A^T)."""
+    all_n, all_t = tl.full(n.shape, 1, tl.int1), tl.full(t.shape, 1, tl.int1)
+    for more in tl.static_range(0, R, PART):
+        if more > 0:
+            xa = load_xa(xa_TR, first + more, t, all_t, R_TOTAL, PART) * factor
+        b = load_b(b_NR, n, all_n, more, R, PART)
+        y = tl.dot(xa.to(b.dtype), tl.trans(b), y, out_dtype=tl.float32)
+    return y
+
+
+@triton.jit
+def _act_mul_of_many(
+    gemm_STN, partials_G, scale_2, squares_PT, xa_TR, b_NR, a_RK, h_TI, parts_PTR,
+    T, N, INNER, D, eps,
+    S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    R: tl.constexpr, R_TOTAL: tl.constexpr, PART: tl.constexpr, A_RANKS: tl.constexpr,
+    FUSED: tl.constexpr, GELU: tl.constexpr,
+    PADDED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    blocks = INNER // COLUMNS
+    first, last = program * blocks // programs, (program + 1) * blocks // programs
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_t, all_t = t < T, tl.full([BLOCK_T], 1, tl.int1)
+    here = tl.minimum(t, T - 1)  # of tokens beyond the last, which is then read again, nothing is written
+    LINEARS: tl.constexpr = 1 if FUSED else 2
+    UP: tl.constexpr = (LINEARS - 1) * R
+    PER_GROUP: tl.constexpr = 64 // COLUMNS
+    gate_scale, up_scale = tl.load(scale_2), tl.load(scale_2 + LINEARS - 1)
+    gate_count, up_count = 1, 1
+    if S > 1:
+        gate_counts, up_counts = partials_G, partials_G + INNER // 64
+        at_first = first // PER_GROUP
+        gate_count, up_count = tl.load(gate_counts + at_first), tl.load(up_counts + at_first)
+    begin(PDL)
+    if R > 0:  # ahead of the sum over warps, as above
+        gate_xa = load_xa(xa_TR, 0, here, all_t, R_TOTAL, PART)
+        up_xa = load_xa(xa_TR, UP, here, all_t, R_TOTAL, PART)
+    rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)[:, None]
+    if R > 0:
+        gate_xa, up_xa = (gate_xa * rms).to(b_NR.dtype.element_ty), (up_xa * rms).to(b_NR.dtype.element_ty)
+    if A_RANKS > 0:
+        r = tl.arange(0, A_RANKS)
+        total = tl.zeros([BLOCK_T, A_RANKS], tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        n = block * COLUMNS + tl.arange(0, COLUMNS)
+        gate = sum_of_block(gemm_STN, gate_count, here, n, T, N, S) * (rms * gate_scale)
+        up = sum_of_block(gemm_STN, up_count, here, INNER + n, T, N, S) * (rms * up_scale)
+        if S > 1:  # of the next block, for whose loads they have to be there
+            following = tl.minimum(block + 1, blocks - 1) // PER_GROUP
+            gate_count, up_count = tl.load(gate_counts + following), tl.load(up_counts + following)
+        if R > 0:
+            gate = add_lora(gate, gate_xa, xa_TR, 0, rms, b_NR, n, here, R_TOTAL, R, PART)
+            up = add_lora(up, up_xa, xa_TR, UP, rms, b_NR, INNER + n, here, R_TOTAL, R, PART)
+        h = activated(gate, up, GELU).to(h_TI.dtype.element_ty)
+        store_operand(h_TI, h, t, n, in_t[:, None], INNER, PADDED)
+        if A_RANKS > 0:
+            a = tl.load(a_RK + r[:, None] * INNER + n[None, :])
+            total = tl.dot(h, tl.trans(a), total, out_dtype=tl.float32)
+    if A_RANKS > 0:
+        tl.store(parts_PTR + (program * T + t[:, None]) * A_RANKS + r[None, :], total, mask=in_t[:, None])
+
+
+FEW = 64
+"""Tokens up to which a program has some of them and one block of columns; steps of 64 become slower where it
+walks, and those of 128 faster (ways-7b-between-few-h200.json)."""
+
+_FEW_COLUMNS = 128
+
+_TOKENS, _ROW_BYTES = 64, 128
+"""With many: tokens of a program, and bytes of a partial sum's row that it takes at once."""
+
+_RESIDENT = {32: 3, 64: 2}
+"""Programs that a Hopper multiprocessor holds at once, by ranks of down's A up to which it does; with more,
+one."""
+
+
+def _walks(tokens: int, intermediate: int) -> bool:
+    return tokens > FEW and intermediate % 64 == 0
+
+
+def programs(intermediate: int, tokens: int, ranks: int, device: torch.device) -> int:
+    """Programs side by side, each with columns of its own; each leaves one part of down's x A^T.
+
+    Args:
+        intermediate: I.
+        tokens: T.
+        ranks: Of down's A; 0 without.
+        device: Where the kernel runs.
+    """
+    if not _walks(tokens, intermediate):
+        return triton.cdiv(intermediate, _FEW_COLUMNS)
+    resident = next((count for most, count in _RESIDENT.items() if ranks <= most), 1)
+    at_once = resident * multiprocessors(device) // triton.cdiv(tokens, _TOKENS)
+    # A long pass has programs for several turns of the multiprocessors, so that the last one is short.
+    return min(intermediate // 64, max(at_once, triton.cdiv(intermediate, 1024)))
 
 
 def act_mul(
@@ -123,21 +239,29 @@ def act_mul(
     """
     splits, tokens, columns = gemm_STN.shape
     squares = squares_PT.shape[0]
-    block_t = 16  # 32 tokens at once spill registers
-    rounds, shared = blocks_in_turn(tokens), shared_bytes(h_TI)
-    # One stage: loads ahead of the next 16 tokens take shared memory, at 256 ranks more than any card has.
-    # Half the registers that the compiler wants let four programs share a multiprocessor instead of two. At
-    # 128 ranks shared memory has room for two anyway, and fewer registers would only spill.
-    capped = {"maxnreg": 128} if tokens > 64 and b.ranks <= 64 else {}
     arguments = pointers(
         "act_mul", h_TI, gemm_STN=gemm_STN, partials_G=partials_G, scale_2=scale_2, squares_PT=squares_PT,
         xa_TR=b.xa.sum_TR, b_NR=b.b_NR, a_RK=a.a_RK, h_TI=h_TI, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
-    _act_mul[(triton.cdiv(intermediate, BLOCK_I), triton.cdiv(tokens, block_t * rounds))](
+    shared, count = shared_bytes(h_TI), programs(intermediate, tokens, a.ranks, h_TI.device)
+    common = {
+        "S": splits, "SQ_P": squares, "SQ_PADDED": triton.next_power_of_2(squares),
+        **b.constants(rank_part(b.ranks, shared)), "R_TOTAL": b.columns, "FUSED": fused, "GELU": gelu,
+        "PADDED": padded_tokens,
+    }  # fmt: skip
+    if _walks(tokens, intermediate):
+        large = max(a.ranks, b.ranks) > 64
+        _act_mul_of_many[(count, triton.cdiv(tokens, _TOKENS))](
+            *arguments, tokens, columns, intermediate, width, eps, **common, A_RANKS=a.ranks,
+            COLUMNS=_ROW_BYTES // gemm_STN.itemsize, BLOCK_T=_TOKENS,
+            # The next block of large ranks would take more shared memory than any card has.
+            STAGES=1 if large else 2, num_warps=8 if large else 4, **dependent(gemm_STN),
+        )  # fmt: skip
+        return
+    block_t, rounds = 16, min(2, triton.cdiv(tokens, 32))  # 32 tokens at once spill registers
+    _act_mul[(count, triton.cdiv(tokens, block_t * rounds))](
         *arguments, tokens, columns, intermediate, width, eps,
-        S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
-        **b.constants(rank_part(b.ranks, shared)), **a.constants(rank_part(a.ranks, shared)),
-        R_TOTAL=b.columns, FUSED=fused, GELU=gelu,
-        PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
-        **capped, **dependent(gemm_STN),
+        **common, **a.constants(rank_part(a.ranks, shared)),
+        COLUMNS=_FEW_COLUMNS, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
+        **dependent(gemm_STN),
     )  # fmt: skip

@@ -3,9 +3,15 @@
 A work item is a run of query tokens that look at one block table: the samples of a group at their prompt's
 blocks, one sample at its own blocks, or a slice of a prompt at itself during prefill.
 All query heads that share a kv head are rows of the same tile, so a block of keys is read from memory once
-for all of them. A group that needs several tiles (8 samples with 7 query heads per kv head: four of 16 rows)
-reads it from the L2 cache after that. How far a row may look is a number for each token, which makes decode,
-shared prompts and causal prefill the same loop.
+for all of them. How far a row may look is a number for each token, which makes decode, shared prompts and
+causal prefill the same loop.
+
+While few tokens decode, tiles have 16 rows at prompts as at own tokens. A group that needs several (8 samples
+with 7 query heads per kv head: four) reads its prompt from the L2 cache after the first. With many tokens
+such reads take more time than those of memory, so from `APART` tokens on a prompt's tile has 64 rows, with
+warpgroup products. Own tokens in the same launch would get its registers, with which two programs fit on a
+multiprocessor and not five, so prompts have a launch ahead of theirs. The second does not wait for the first:
+it starts where prompts leave room, and ends when they have ended.
 
 Each work item's keys are divided into splits that run in parallel; every split leaves a normalised output and
 its log-sum-exp, and a second kernel combines them, multiplies by the output's gate where a layer has one, and
@@ -15,27 +21,44 @@ A head whose size is no power of two is computed as one of the next: what it lac
 256 are read half a page at a time, for which shared memory has room. In a layer with a window a tile begins
 at the first key that any of its tokens sees; the pages before that may be anybody's.
 
-Shapes: T tokens, H query heads, E head size, C = H E, G block tables, B blocks of a table, Z twice the splits
-(those at shared prompts, then those at a sequence's own tokens), 2 those two kinds.
+Shapes: T tokens, H query heads, E head size, C = H E, G block tables, B blocks of a table, Z splits (those
+at shared prompts, then those at a sequence's own tokens), 2 those two kinds.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from qerl.kernels.cards import card_of
 from qerl.kernels.decode.common import (
     apply_a,
     begin,
+    begin_beside,
+    begin_late,
     both,
     in_head,
     load_a,
-    load_head,
     load_operand,
     store_operand,
 )
 from qerl.kernels.decode.launch import NO_A, LoraA
+from qerl.kernels.device import multiprocessors
 from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import WHOLE_PARTS, rank_part
+
+ALONE, AHEAD, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What a launch is: the only one, that of prompts, or that of own tokens beside it."""
+
+APART = 96
+"""Tokens from which on prompts are read in a launch of their own, on cards with wgmma. Steps of 64 are faster
+with one launch (ways-7b-attend-halves-h200.json)."""
+
+HALF_PARTS = 64
+"""Tokens of a pass from which on the outputs of splits are kept in 16 bits, see `parts_dtype`."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def prefill_rows(grouped_heads: int, size: int) -> int:
@@ -47,87 +70,153 @@ def prefill_rows(grouped_heads: int, size: int) -> int:
 def decode_rows(grouped_heads: int) -> int:
     """Rows of a tile while decoding, where most items are one token.
 
-    Compiled for sm_90, heads of 128: a program with 16 rows takes 94 registers per thread and 39 KB of
-    shared memory, so five fit on a multiprocessor; with 32 rows it takes 194 and 45 KB, with 64 rows 235 and
-    82 KB, and two fit in either case.
+    Compiled for sm_90 by Triton 3.6, heads of 128: a program with 16 rows takes 96 registers per thread and
+    38 KB of shared memory with half a page at a time, so five fit on a multiprocessor, and 158 and 72 KB with
+    a whole one, so three; with 64 rows it takes 214 and 66 KB, and two fit.
     """
     return max(16, triton.next_power_of_2(grouped_heads))
+
+
+def prompt_rows(grouped_heads: int, size: int, tokens: int, device: torch.device) -> int:
+    """Rows of a tile while decoding, where items are samples of a group at their prompt.
+
+    Args:
+        grouped_heads: Query heads per kv head.
+        size: Of a head. Two programs of wider ones do not fit on a multiprocessor, nor own tokens beside one.
+        tokens: Of the step.
+        device: Where it runs.
+    """
+    apart = tokens >= APART and size <= 128 and card_of(device).math == "wgmma"
+    return max(64, triton.next_power_of_2(grouped_heads)) if apart else decode_rows(grouped_heads)
+
+
+def parts_dtype(tokens: int, dtype: torch.dtype) -> torch.dtype:
+    """What the outputs of splits are kept in until they are combined.
+
+    With many tokens writing and reading them takes time: whole steps of 64 to 256 rows are 0.6 to 1.0 %
+    faster with half of the bytes (ways-7b-attend-halves-h200.json). Fewer were not timed and keep fp32, nor
+    were passes of prefill, which follow the same rule.
+
+    bf16 rounds each number by at most 2^-9 of itself, which is what the combined output is rounded by too.
+    Splits are summed in fp32 with weights that sum to at most one, so where they do not cancel the output's
+    error grows by the square root of two at most. A token with one split, as most have in prefill, loses
+    nothing: its output is rounded once, or a second time behind a sink or a gate.
+
+    Args:
+        tokens: Of the pass.
+        dtype: Of the model.
+    """
+    return dtype if tokens >= HALF_PARTS else torch.float32
+
+
+@triton.jit
+def attend_item(
+    item, q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
+    T, table_width, scale, window,
+    HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    PROMPT_SPLITS: tl.constexpr, WINDOW: tl.constexpr, LAUNCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One split of a work item, of the query heads that share a kv head."""
+    GROUP: tl.constexpr = HQ // HKV
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    start = tl.load(item_4 + item * 4)
+    count = tl.load(item_4 + item * 4 + 1)
+    if count > 0:
+        table = tl.load(item_4 + item * 4 + 2)
+        own = tl.load(item_4 + item * 4 + 3)
+        row = tl.arange(0, ROWS)
+        in_row = row < count * GROUP
+        t = tl.load(order + start + row // GROUP, mask=in_row, other=0)
+        head = kv_head * GROUP + row % GROUP
+        limit = tl.load(limit_2T + own * T + t, mask=in_row, other=0)
+        if WINDOW:
+            # The token lies behind all of its prompt that it sees and is the last of its own. One that has
+            # ended sees nothing: its place is not known, and pages may be gone.
+            hidden = limit - window
+            if own == 0:
+                drawn = tl.load(limit_2T + T + t, mask=in_row, other=0)
+                limit = tl.where(drawn > 0, limit, 0)
+                hidden += drawn
+            hidden = tl.maximum(hidden, 0)
+        last = tl.max(limit, axis=0)
+        blocks = tl.cdiv(last, KEYS)
+        first = 0
+        if WINDOW:
+            first = tl.minimum(tl.min(tl.where(limit > 0, hidden, blocks * KEYS), axis=0) // KEYS, blocks)
+        each = tl.cdiv(blocks - first, SPLITS)
+        e = tl.arange(0, E_PADDED)
+        in_e = in_head(e, E)
+        offset = tl.arange(0, KEYS)
+        if LAUNCH == ALONE:
+            begin(PDL)
+        elif LAUNCH == AHEAD:
+            begin_late(PDL)
+        else:
+            begin_beside(PDL)
+        inside = both(in_row[:, None], in_e)
+        q = tl.load(q_THE + (t[:, None] * HQ + head[:, None]) * E + e[None, :], mask=inside, other=0.0)
+        scale *= _LOG2_E
+        best = tl.full((ROWS,), -float("inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, E_PADDED), tl.float32)
+        for block in range(first + split * each, tl.minimum(first + split * each + each, blocks)):
+            place = block * KEYS + offset
+            page = tl.load(tables_GB + table * table_width + block // (PAGE // KEYS)).to(tl.int64)
+            at = (page * HKV + kv_head) * PAGE + block % (PAGE // KEYS) * KEYS
+            at = (at + offset)[:, None] * E + e[None, :]
+            # What a page holds beyond a sequence's end was there before: it is not read, and zero weight
+            # does not meet NaN.
+            held = both((place < last)[:, None], in_e)
+            visible = place[None, :] < limit[:, None]
+            if WINDOW:
+                visible = visible & (place[None, :] >= hidden[:, None])
+            k = tl.load(k_cache + at, mask=held, other=0.0).to(q.dtype)
+            scores = tl.dot(q, tl.trans(k), out_dtype=tl.float32) * scale
+            scores = tl.where(visible, scores, -float("inf"))
+            new_best = tl.maximum(best, tl.max(scores, axis=1))
+            # A row that sees nothing yet keeps -inf; its exponent must not become inf - inf.
+            shift = tl.where(new_best == -float("inf"), 0.0, new_best)
+            p = tl.exp2(scores - shift[:, None])
+            fade = tl.exp2(best - shift)
+            total = total * fade + tl.sum(p, axis=1)
+            v = tl.load(v_cache + at, mask=held, other=0.0).to(q.dtype)
+            acc = tl.dot(p.to(q.dtype), v, acc * fade[:, None], out_dtype=tl.float32)
+            best = new_best
+        z = own * PROMPT_SPLITS + split
+        filled = total > 0
+        acc = acc / tl.where(filled, total, 1.0)[:, None]
+        lse = (best + tl.log2(tl.where(filled, total, 1.0))) / _LOG2_E
+        lse = tl.where(filled, lse, -float("inf"))
+        at = (z * T + t) * HQ + head
+        tl.store(lse_ZTH + at, lse, mask=in_row)
+        tl.store(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], acc, mask=inside)
 
 
 @triton.jit
 def _attend(
     q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
-    T, table_width, scale, window,
+    T, items, table_width, scale, window,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    PROMPT_SPLITS: tl.constexpr, WINDOW: tl.constexpr, LAUNCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    GROUP: tl.constexpr = HQ // HKV
-    item, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(item_4 + item * 4)
-    count = tl.load(item_4 + item * 4 + 1)
-    if count == 0:
+    if LAUNCH == AHEAD:
+        # Most of the places for items are empty, and a program for each would be in the way.
+        for item in range(tl.program_id(0), items, tl.num_programs(0)):
+            attend_item(
+                item, q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
+                T, table_width, scale, window, HQ, HKV, E, E_PADDED, PAGE, KEYS, ROWS, SPLITS, PROMPT_SPLITS,
+                WINDOW, LAUNCH, PDL,
+            )  # fmt: skip
+        begin_late(PDL)
+    else:
+        attend_item(
+            tl.program_id(0), q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
+            T, table_width, scale, window, HQ, HKV, E, E_PADDED, PAGE, KEYS, ROWS, SPLITS, PROMPT_SPLITS,
+            WINDOW, LAUNCH, PDL,
+        )  # fmt: skip
         begin(PDL)
-        return
-    table = tl.load(item_4 + item * 4 + 2)
-    own = tl.load(item_4 + item * 4 + 3)
-    row = tl.arange(0, ROWS)
-    in_row = row < count * GROUP
-    t = tl.load(order + start + row // GROUP, mask=in_row, other=0)
-    head = kv_head * GROUP + row % GROUP
-    limit = tl.load(limit_2T + own * T + t, mask=in_row, other=0)
-    if WINDOW:
-        # The token lies behind all of its prompt that it sees and is the last of its own. One that has ended
-        # sees nothing: its place is not known, and pages may be gone.
-        hidden = limit - window
-        if own == 0:
-            drawn = tl.load(limit_2T + T + t, mask=in_row, other=0)
-            limit = tl.where(drawn > 0, limit, 0)
-            hidden += drawn
-        hidden = tl.maximum(hidden, 0)
-    blocks = tl.cdiv(tl.max(limit, axis=0), KEYS)
-    first = 0
-    if WINDOW:
-        first = tl.minimum(tl.min(tl.where(limit > 0, hidden, blocks * KEYS), axis=0) // KEYS, blocks)
-    each = tl.cdiv(blocks - first, SPLITS)
-    e = tl.arange(0, E_PADDED)
-    in_e = in_head(e, E)
-    offset = tl.arange(0, KEYS)
-    begin(PDL)
-    inside = both(in_row[:, None], in_e)
-    q = tl.load(q_THE + (t[:, None] * HQ + head[:, None]) * E + e[None, :], mask=inside, other=0.0)
-    best = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, E_PADDED), tl.float32)
-    for block in range(first + split * each, tl.minimum(first + split * each + each, blocks)):
-        place = block * KEYS + offset
-        page = tl.load(tables_GB + table * table_width + block // (PAGE // KEYS)).to(tl.int64)
-        at = (page * HKV + kv_head) * PAGE + block % (PAGE // KEYS) * KEYS
-        at = (at + offset)[:, None] * E + e[None, :]
-        visible = place[None, :] < limit[:, None]
-        if WINDOW:
-            visible = visible & (place[None, :] >= hidden[:, None])
-        k = load_head(k_cache + at, in_e).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), out_dtype=tl.float32) * scale
-        scores = tl.where(visible, scores, -float("inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that sees nothing yet keeps -inf; its exponent must not become inf - inf.
-        shift = tl.where(new_best == -float("inf"), 0.0, new_best)
-        p = tl.exp(scores - shift[:, None])
-        fade = tl.exp(best - shift)
-        total = total * fade + tl.sum(p, axis=1)
-        # A page beyond a sequence's end holds whatever was there before: zero weight must not meet NaN.
-        seen = place < tl.max(limit, axis=0)
-        v = tl.load(v_cache + at, mask=both(seen[:, None], in_e), other=0.0).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), v, acc * fade[:, None], out_dtype=tl.float32)
-        best = new_best
-    z = own * SPLITS + split
-    filled = total > 0
-    acc = acc / tl.where(filled, total, 1.0)[:, None]
-    lse = tl.where(filled, best + tl.log(tl.where(filled, total, 1.0)), -float("inf"))
-    at = (z * T + t) * HQ + head
-    tl.store(lse_ZTH + at, lse, mask=in_row)
-    tl.store(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], acc, mask=inside)
 
 
 @triton.jit
@@ -155,6 +244,7 @@ def _combine_splits(
         lse = tl.load(lse_ZTH + at, mask=in_t, other=-float("inf"))
         inside = both(in_t[:, None], in_e)
         part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=inside, other=0.0)
+        part = part.to(tl.float32)
         new_best = tl.maximum(best, lse)
         shift = tl.where(new_best == -float("inf"), 0.0, new_best)
         fade, weight = tl.exp(best - shift), tl.exp(lse - shift)
@@ -224,6 +314,18 @@ FEW_TOKENS = 8
 after another, because its registers do not hold all of them, and computes what it lacks of 16 as well."""
 
 
+class Cut(NamedTuple):
+    """How work items of one kind are computed.
+
+    Attributes:
+        rows: Of a tile, a power of two from 16 on and at least the query heads per kv head.
+        splits: Parallel splits of an item's keys.
+    """
+
+    rows: int
+    splits: int
+
+
 def attend(
     q_THE: torch.Tensor,
     k_cache: torch.Tensor,
@@ -235,8 +337,8 @@ def attend(
     out_ZTHE: torch.Tensor,
     lse_ZTH: torch.Tensor,
     *,
-    splits: int,
-    rows: int,
+    prompts: Cut,
+    own: Cut,
     scale: float | None = None,
     window: int | None = None,
 ) -> None:
@@ -246,15 +348,16 @@ def attend(
         q_THE: Queries, bf16 [T, query heads, head size].
         k_cache, v_cache: [blocks, kv heads, block tokens, head size].
         tables_GB: int32 block tables.
-        item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most ``rows`` /
-            query heads per kv head), row of ``tables_GB``, and which of the two limits and halves of the
-            output the work item uses (0 for a shared prompt, 1 for a sequence's own tokens).
+        item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most the rows of
+            a tile / query heads per kv head), row of ``tables_GB``, and which of the two limits and kinds of
+            splits the work item uses (0 for a shared prompt, 1 for a sequence's own tokens). Where the two
+            kinds are cut differently, the first half are those at shared prompts.
         order: int32, the tokens of the work items.
         limit_2T: int32 [2, T]: how many cached tokens of the work item's table a token sees.
-        out_ZTHE: fp32 [2 * splits, T, heads, head size], written where a work item covers the token.
-        lse_ZTH: fp32 [2 * splits, T, heads], likewise; the caller fills uncovered halves with -inf.
-        splits: Number of parallel splits of a work item's keys.
-        rows: Rows of a tile, a power of two from 16 on and at least the query heads per kv head.
+        out_ZTHE: fp32 or bf16 (`parts_dtype`) [splits of both kinds, T, heads, head size], written where a
+            work item covers the token.
+        lse_ZTH: fp32 [splits of both kinds, T, heads], likewise; the caller fills uncovered ones with -inf.
+        prompts, own: How items of the two kinds are cut.
         scale: Factor of the scores; None for head size ** -0.5.
         window: Tokens that a token sees, itself included; None for all that the limits let it see. What
             blocks behind it hold is not read.
@@ -264,30 +367,49 @@ def attend(
     """
     tokens, heads, size = q_THE.shape
     kv_heads, page = k_cache.shape[1:3]
-    padded = triton.next_power_of_2(size)
-    arguments = pointers(
-        "attend", q_THE, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache, tables_GB=tables_GB, item_4=item_4,
-        order=order, limit_2T=limit_2T, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH,
-    )  # fmt: skip
-    _attend[(item_4.shape[0], kv_heads, splits)](
-        *arguments, tokens, tables_GB.shape[1], size**-0.5 if scale is None else scale, window or 0,
-        HQ=heads, HKV=kv_heads, E=size, E_PADDED=padded, PAGE=page,
-        KEYS=page if padded <= 256 else page // 2, ROWS=rows, SPLITS=splits,
-        WINDOW=window is not None, **_pipeline(rows, padded, shared_bytes(q_THE)), **dependent(q_THE),
-    )  # fmt: skip
+    padded, items = triton.next_power_of_2(size), item_4.shape[0]
+
+    def launch(which: tl.constexpr, item_4: torch.Tensor, programs: int, cut: Cut) -> None:
+        arguments = pointers(
+            "attend", q_THE, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache, tables_GB=tables_GB,
+            item_4=item_4, order=order, limit_2T=limit_2T, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH,
+        )  # fmt: skip
+        _attend[(programs, kv_heads, cut.splits)](
+            *arguments, tokens, item_4.shape[0], tables_GB.shape[1],
+            size**-0.5 if scale is None else scale, window or 0,
+            HQ=heads, HKV=kv_heads, E=size, E_PADDED=padded, PAGE=page,
+            ROWS=cut.rows, SPLITS=cut.splits, PROMPT_SPLITS=prompts.splits, WINDOW=window is not None,
+            LAUNCH=which.value, **_pipeline(which, cut.rows, padded, page, shared_bytes(q_THE)),
+            **dependent(q_THE),
+        )  # fmt: skip
+
+    if prompts == own:
+        launch(ALONE, item_4, items, own)
+        return
+    filling = 2 * multiprocessors(q_THE.device) // (kv_heads * prompts.splits)
+    launch(AHEAD, item_4[: items // 2], max(1, min(items // 2, filling)), prompts)
+    launch(BESIDE, item_4[items // 2 :], items // 2, own)
 
 
-def _pipeline(rows: int, size: int, shared: int) -> dict[str, int]:
-    """Warps of a program, and stages in which it asks for pages of keys and values ahead of their use.
+def _pipeline(launch: tl.constexpr, rows: int, size: int, page: int, shared: int) -> dict[str, int]:
+    """Keys of a block, warps of a program, and stages in which it asks for blocks ahead of their use.
+
+    Where a block lies is read from a table, which takes as many stages as the block itself: of two, three or
+    four stages Triton makes one block in shared memory, and a program computes nothing while it waits for the
+    next one; of five it makes two. That is taken for heads of up to 128, with half a page where programs are
+    many, so that five of 16 rows fit on a multiprocessor.
 
     Many rows of heads wider than 128 take eight warps, whose registers hold the output. Pages ahead would
     need 104 KB of shared memory; a card with less loads each where it is used.
     """
     if size > 256:
-        return {"num_warps": 8, "num_stages": 2 if shared >= WHOLE_PARTS else 1}
-    if size <= 128 or rows <= 16:
-        return {"num_warps": 4, "num_stages": 3}
-    return {"num_warps": 8, "num_stages": 3 if shared >= WHOLE_PARTS else 1}
+        return {"KEYS": page // 2, "num_warps": 8, "num_stages": 2 if shared >= WHOLE_PARTS else 1}
+    if size > 128 and rows > 16:
+        return {"KEYS": page, "num_warps": 8, "num_stages": 3 if shared >= WHOLE_PARTS else 1}
+    if launch.value != ALONE.value:
+        return {"KEYS": page // 2, "num_warps": 4, "num_stages": 5}
+    ahead = size <= 128 and rows <= 32 and shared >= WHOLE_PARTS
+    return {"KEYS": page, "num_warps": 4, "num_stages": 5 if ahead else 3}
 
 
 def combine_splits(

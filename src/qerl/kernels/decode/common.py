@@ -50,6 +50,15 @@ def begin_late(PDL: tl.constexpr):
 
 
 @triton.jit
+def begin_beside(PDL: tl.constexpr):
+    """Lets the next kernel be scheduled and goes on beside the kernel before, of which this reads nothing and
+    which has itself begun late. Who begins so ends with :func:`begin`: what comes next waits for this kernel
+    alone."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def in_head(e, SIZE: tl.constexpr):
     """Which of these numbers a head has; a constant, which costs nothing, where that is all of them."""
     if e.shape[0] == SIZE:
@@ -82,7 +91,7 @@ def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.co
         p = tl.arange(0, P_PADDED)
         at = squares_PT + p[:, None] * T + t[None, :]
         squares = tl.load(at, mask=(p < P)[:, None] & in_t[None, :], other=0.0)
-        return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / D + eps)
+        return tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
 
 
 @triton.jit

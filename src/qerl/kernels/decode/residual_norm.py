@@ -19,14 +19,15 @@ import triton.language as tl
 
 from qerl.kernels.decode.common import (
     apply_a,
-    apply_b,
     begin,
     inverse_rms,
     load_a,
     load_b,
+    load_xa,
     partial_counts,
     store_operand,
     sum_partials,
+    times_b,
 )
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
 from qerl.kernels.launch import dependent, pointers, shared_bytes
@@ -37,6 +38,15 @@ def block_d(tokens: int) -> int:
     """Columns per program: few when there are few tokens, so that all multiprocessors take part; more when
     there are many, because every program adds its share of x A^T for each token."""
     return 64 if tokens <= 32 else 128
+
+
+def _tile(tokens: int, ranks: int) -> tuple[int, int, dict[str, int]]:
+    """Tokens and warps of a program, and options. With many tokens a program of 32 reads A and B half as
+    often as one of 16, and 128 registers a thread let two of 8 warps share a multiprocessor: at 256 tokens
+    of 7B all programs at once."""
+    if tokens > 128 and ranks <= 128:
+        return 32, 8, {"maxnreg": 128}
+    return 16, 4 if ranks <= 128 else 8, {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +129,8 @@ def _residual_norm(
         scale = tl.load(scale_1)
         counts = partial_counts(partials_G, d, in_d, S)
     begin(PDL)
+    if R > 0:  # with the product's, of which there may be more than registers hold at once
+        xa = load_xa(xa_TR, 0, t, in_t, R, PART)
     if EMBED:
         token = tl.load(tokens_T + t, mask=in_t, other=0).to(tl.int64)
         y = tl.load(table_VD + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -131,13 +143,13 @@ def _residual_norm(
         if SHARED:
             out = sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
             if R > 0:
-                out += apply_b(xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
+                out += times_b(xa, xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
             added += out * tl.load(shared_T + t, mask=in_t, other=0.0)[:, None]
         y += gain * added
     elif BEHIND_P > 0 or GAIN:
         out = sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R > 0:
-            out += apply_b(xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
+            out += times_b(xa, xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
         if BEHIND_P > 0:
             rms = inverse_rms(behind_PT, t, in_t, T, D, eps, BEHIND_P, BEHIND_PADDED)
             out *= rms[:, None] * tl.load(behind_D + d, mask=in_d, other=0.0)[None, :]
@@ -145,7 +157,7 @@ def _residual_norm(
     else:  # straight onto the stream: 0.8 us less at 64 tokens
         y += sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R > 0:
-            y += apply_b(xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
+            y += times_b(xa, xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
     if SCALAR:
         y *= tl.load(scalar_1)
     tl.store(residual_TD + at, y, mask=inside)
@@ -200,7 +212,8 @@ def residual_norm(
         QeRLError: A tensor is not contiguous.
     """
     tokens, width = residual_TD.shape
-    block_t, columns, shared = 16, block_d(tokens), shared_bytes(residual_TD)
+    columns, shared = block_d(tokens), shared_bytes(residual_TD)
+    block_t, warps, capped = _tile(tokens, a.ranks)
     table, ids = embedding or (None, None)
     chosen_SD = place_TC = factor_TC = expert_TC = bias_ED = shared_T = None
     if chosen is not None:
@@ -224,6 +237,6 @@ def residual_norm(
         **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
         EMBED=embedding is not None, CHOSEN=0 if place_TC is None else place_TC.shape[1],
         CHOSEN_BIAS=bias_ED is not None, SHARED=shared_T is not None,
-        PADDED=padded_tokens, BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,
+        PADDED=padded_tokens, BLOCK_T=block_t, BLOCK_D=columns, num_warps=warps, **capped,
         **dependent(residual_TD),
     )  # fmt: skip

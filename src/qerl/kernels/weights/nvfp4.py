@@ -48,7 +48,7 @@ _WGMMA_TILINGS = {
     32: Tiling(3, 3, 4, 4),  # 62.0 and 34.0; four warpgroups on 256 rows 61.8 and 34.6
     64: Tiling(3, 3, 4, 4, 200_000),  # 77.1 and 40.9; two warpgroups on 128 rows 83.2 and 43.8
     128: Tiling(2, 2, 4, 4, 215_000, cluster=2),  # 124.9 and 66.9; without clusters 126.4 and 66.4
-    256: Tiling(2, 2, 2, 2, 226_000, cluster=2, registers=240),
+    256: Tiling(2, 2, 2, 2, 226_000, cluster=2, registers=240, adder=True),
 }
 # At 128 tokens, for weights of so many numbers: 117.0 and 65.3, without clusters 116.9 and 63.8. A block has
 # all registers of its multiprocessor, so kernels before and after do not overlap with it, and whole steps

@@ -62,8 +62,8 @@
 // 64 rows: a warpgroup, or with two FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups that a block has of a row tile
 // (TEAMS / ROW_GROUPS teams share K), TILES 64-wide k tiles a stage, TOGETHER tiles a team multiplies before it waits,
 // STAGES, CLUSTER (1, or 2 with BULK), REGISTERS (of a thread that multiplies, where four warps that load give up theirs;
-// 0: all have as many), SETS of accumulators, ADDERS (1: a warp of its own adds LoRA's parts; 0: those that multiply do),
-// BULK and WGMMA.
+// 0: all have as many), SETS of accumulators, ADDERS (1: warps that do not multiply add LoRA's parts, one of their own or,
+// with REGISTERS, those beside the one that loads; 0: those that multiply do), BULK and WGMMA.
 //
 // staging.cuh copies and waits, bulk_loads.cuh and thread_loads.cuh load pieces, fragment.cuh decodes, warp_math.cuh and
 // warpgroup_math.cuh multiply a tile.
@@ -83,8 +83,8 @@
 #if SETS > 1 && TOKENS > 16
 #error "Several sets of accumulators are for up to 16 tokens."
 #endif
-#if ADDERS && (EXPERTS || REGISTERS)
-#error "Experts have no sums x A^T, and where registers change hands there are none for a warp that adds."
+#if ADDERS && EXPERTS
+#error "Experts have no sums x A^T."
 #endif
 #if REGISTERS && !(BULK && WGMMA)
 #error "Registers change hands between warpgroups of 9.0."
@@ -93,7 +93,7 @@
 #define K_GROUPS (TEAMS / ROW_GROUPS)
 #define CONSUMERS (TEAMS * TEAM)
 #define LOADERS (BULK && !REGISTERS ? 1 : 4)  // warps that load; with REGISTERS one of them does
-#define THREADS (CONSUMERS + 32 * (LOADERS + ADDERS))
+#define THREADS (CONSUMERS + 32 * (LOADERS + (REGISTERS ? 0 : ADDERS)))
 #define KEPT_REGISTERS 24  // of a thread that gives up the others
 #if REGISTERS && CONSUMERS * REGISTERS + 32 * LOADERS * KEPT_REGISTERS > 65536 / THREADS / 8 * 8 * THREADS
 #error "So many registers are not there, and whoever asks for them waits for ever."
@@ -110,6 +110,8 @@
 // With few tokens the division of 64 bits that says where sums go is done before a block waits, rather than at each row
 // tile's end. That was timed with up to 8 tokens and wgmma.
 #define PART_AHEAD (TOKENS == 8 && WGMMA)
+// Parts that a lane loads at once, of LoRA's sums; more do not fit the registers of a warp that gave up the others.
+#define PARTS_AT_ONCE (ADDERS && REGISTERS ? 2 : 4)
 #define STARTS_EARLY (__CUDA_ARCH__ >= 900)
 #if CLUSTER > 1
 #define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
@@ -242,7 +244,7 @@ __device__ __forceinline__ void add_parts(const float* parts, float* sum, int co
   for (int first = (blockIdx.x + gridDim.x * warp) * 8; first < numbers; first += gridDim.x * warps * 8) {
     const int at = first + lane % 2 * 4;
     float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
+#pragma unroll PARTS_AT_ONCE
     for (int p = lane / 2; p < count; p += 16) {
       float4 part = __ldcg((const float4*)(parts + (long long)p * numbers + at));
       total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
@@ -298,7 +300,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   }
   cluster_sync();  // nobody counts bytes on barriers that are not there, or arrives on them
 
-#if ADDERS
+#if ADDERS && !REGISTERS
   if (warp == CONSUMERS / 32 + LOADERS) {
     wait_for_kernel_before();
     add_parts(xa_parts, xa, parts, numbers, 0, ADDERS, lane);
@@ -308,6 +310,13 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   if (warp >= CONSUMERS / 32) {
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(KEPT_REGISTERS));
+#endif
+#if ADDERS && REGISTERS
+    if (warp > CONSUMERS / 32) {
+      wait_for_kernel_before();
+      add_parts(xa_parts, xa, parts, numbers, warp - CONSUMERS / 32 - 1, LOADERS - 1, lane);
+      return;
+    }
 #endif
     if ((lane == 0 && warp == CONSUMERS / 32) || !BULK)
       load_all(Piece(begin, end, k_tiles, items), groups, base, full, empty, x, codes, scales, next);

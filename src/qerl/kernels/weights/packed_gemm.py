@@ -88,7 +88,8 @@ class Tiling:
         registers: Of a thread that multiplies, a multiple of 8, where four warps that load give up theirs;
             with wgmma. The block then has all of a multiprocessor's. 0: all threads have as many.
         sets: Sets of accumulators that the products of a warp take in turn, 1, 2 or 4; up to 16 tokens.
-        adder: True if a warp of its own adds the parts of x A^T, while the others multiply.
+        adder: True if warps add the parts of x A^T while others multiply: one of their own, or with
+            ``registers`` the three beside the one that loads.
     """
 
     teams: int
@@ -105,7 +106,8 @@ class Tiling:
     def threads(self, card: Card) -> int:
         """Threads of a block: those of the teams, and those that load."""
         one_warp = card.loader == "bulk" and not self.registers
-        return self.teams * 128 // self.fragments + (32 if one_warp else 128) + 32 * self.adder
+        own = self.adder and not self.registers
+        return self.teams * 128 // self.fragments + (32 if one_warp else 128) + 32 * own
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""

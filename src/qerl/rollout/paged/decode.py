@@ -34,6 +34,11 @@ LONG, FEW = 64, 8
 """Pages of a table from which on few rows, at most these many, take twice the splits that fill the GPU."""
 
 
+PROMPT_PAGES = 8
+"""Pages of a shared prompt that a split has at least, where the own tokens of many rows fill the GPU beside
+it."""
+
+
 def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int) -> int:
     """Into how many splits the keys of an attention item are divided, so that few rows still fill the GPU.
 
@@ -52,6 +57,27 @@ def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int)
     filling = multiprocessors // (rows * kv_heads)
     wanted = max(1, min(2 * filling if pages >= LONG and rows <= FEW else filling, pages))
     return min(8, 1 << (wanted.bit_length() - 1))
+
+
+def attention_cuts(
+    kind: Kind, tokens: int, table_width: int, device: torch.device
+) -> tuple[attention.Cut, attention.Cut]:
+    """How attention cuts items at shared prompts, and those at own tokens.
+
+    Args:
+        kind: Of attention.
+        tokens: Of the step.
+        table_width: Cache blocks of the longest table.
+        device: Where the step runs.
+    """
+    pages = table_width if kind.window is None else min(table_width, kind.window // PAGE + 1)
+    filled = kind.kv_heads, multiprocessors(device)
+    own = attention.Cut(attention.decode_rows(kind.group), attention_splits(tokens, *filled, pages))
+    rows = attention.prompt_rows(kind.group, kind.head_size, tokens, device)
+    if rows == own.rows:
+        return own, own
+    items = triton.cdiv(tokens, rows // kind.group)
+    return attention.Cut(rows, attention_splits(items, *filled, pages // PROMPT_PAGES)), own
 
 
 class DecodeStep:
@@ -81,14 +107,10 @@ class DecodeStep:
     ) -> None:
         device, kinds = decoder.embedding_VD.device, kinds_of(decoder.sizes)
 
-        def splits(kind: Kind) -> int:
-            seen = table_width if kind.window is None else min(table_width, kind.window // PAGE + 1)
-            return attention_splits(rows, kind.kv_heads, multiprocessors(device), seen)
-
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
-        tiles = [attention.decode_rows(kind.group) for kind in kinds]
-        self.forward = Forward(decoder, rows, [splits(kind) for kind in kinds], tiles)
-        together = [tile // kind.group for tile, kind in zip(tiles, kinds, strict=True)]
+        cuts = [attention_cuts(kind, rows, table_width, device) for kind in kinds]
+        self.forward = Forward(decoder, rows, cuts)
+        together = [prompts.rows // kind.group for (prompts, _), kind in zip(cuts, kinds, strict=True)]
         pools = len(cache.geometry.pools)
         self.rows = Rows(rows, max_new, table_width, pools, together, device)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)

@@ -30,10 +30,11 @@ or, where that is a mixture (`qerl.rollout.paged.experts`), with the router's lo
     y = down(act(gate(h)) * up(h)) of each expert      # Layer.mlp.gate_up, act_items, Layer.mlp.down
     x = x + sum(weight * y)                            # the sum is in the next residual_norm
 
-Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, act_mul, GEMM,
-residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. A norm
-behind attention or MLP, one of all heads together, and a bias elsewhere than at q, k and v cost a sum_product
-each. A mixture has route, arrange, spread, GEMM, act_items and GEMM in the place of GEMM, act_mul and GEMM.
+Launches per layer: GEMM, rope_kv, attend (two with many tokens), combine_splits, GEMM, residual_norm, GEMM,
+act_mul, GEMM, residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each
+GEMM. A norm behind attention or MLP, one of all heads together, and a bias elsewhere than at q, k and v cost
+a sum_product each. A mixture has route, arrange, spread, GEMM, act_items and GEMM in the place of GEMM,
+act_mul and GEMM.
 See qerl.kernels.decode.common for how LoRA and normalisation ride along.
 """
 
@@ -48,6 +49,7 @@ import triton
 from qerl.families.layer import Attention, DeltaNet, LayerSpec
 from qerl.kernels.decode import act_mul, residual_norm, rope_kv
 from qerl.kernels.decode import attend as attention
+from qerl.kernels.decode.attend import Cut
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
 from qerl.kernels.decode.route import Kept
 from qerl.kernels.decode.sum_product import block_of, sum_product
@@ -111,8 +113,7 @@ class Attending:
     Attributes:
         number: Of the kind, in the order of :func:`qerl.rollout.paged.weights.kinds_of`.
         pool: Of its keys and values.
-        splits: Number of parallel splits of each item's keys.
-        tile: Rows of a tile, see :func:`qerl.kernels.decode.attend.attend`.
+        prompts, own: How its items are cut, see :func:`qerl.kernels.decode.attend.attend`.
         q_THE: Queries.
         gate_THE: What gives each head's output its gate, where it has one.
         out_ZTHE: Outputs of splits.
@@ -121,8 +122,8 @@ class Attending:
 
     number: int
     pool: int
-    splits: int
-    tile: int
+    prompts: Cut
+    own: Cut
     q_THE: torch.Tensor
     gate_THE: torch.Tensor | None
     out_ZTHE: torch.Tensor
@@ -135,14 +136,13 @@ class Forward:
     Args:
         decoder: The weights.
         tokens: T.
-        splits: Of each kind of attention, number of parallel splits of an item's keys.
-        tiles: Of each kind of attention, rows of a tile.
+        cuts: Of each kind of attention, how items at shared prompts and at own tokens are cut.
 
     Attributes:
         squares_PT: Sums of squares of the residual stream, of which 1/rms is made.
     """
 
-    def __init__(self, decoder: Decoder, tokens: int, splits: list[int], tiles: list[int]) -> None:
+    def __init__(self, decoder: Decoder, tokens: int, cuts: list[tuple[Cut, Cut]]) -> None:
         device, specs = decoder.embedding_VD.device, list({run.spec for run in decoder.sizes.runs})
         hidden = decoder.sizes.hidden
         self.decoder, self.tokens = decoder, tokens
@@ -169,22 +169,23 @@ class Forward:
         self.squares_PT, self._no_squares_PT = new(columns, tokens), new(0, tokens)
         kinds, pools = kinds_of(decoder.sizes), KVGeometry.of(decoder.sizes, 2).pools
         q = new(tokens * max(k.heads * k.head_size for k in kinds), dtype=decoder.dtype)
-        most = max(2 * count * tokens * k.heads * k.head_size for k, count in zip(kinds, splits, strict=True))
-        out = new(most)
+        parts = [prompts.splits + own.splits for prompts, own in cuts]
+        most = max(z * tokens * k.heads * k.head_size for k, z in zip(kinds, parts, strict=True))
+        out = new(most, dtype=attention.parts_dtype(tokens, decoder.dtype))
         gates = [k.heads * k.head_size for k in kinds if k.gated]
         gate = new(tokens * max(gates)) if gates else None
 
-        def of_kind(number: int, kind: Kind, count: int, tile: int) -> Attending:
-            shape = (2 * count, tokens, kind.heads)
+        def of_kind(number: int, kind: Kind, cut: tuple[Cut, Cut]) -> Attending:
+            shape = (parts[number], tokens, kind.heads)
             heads = (tokens, kind.heads, kind.head_size)
             whole = (*shape, kind.head_size)
             return Attending(
-                number, pools.index(kind.window), count, tile, q[: math.prod(heads)].view(heads),
+                number, pools.index(kind.window), *cut, q[: math.prod(heads)].view(heads),
                 None if gate is None or not kind.gated else gate[: math.prod(heads)].view(heads),
                 out[: math.prod(whole)].view(whole), new(*shape).fill_(-torch.inf),
             )  # fmt: skip
 
-        self._attending = [of_kind(i, *each) for i, each in enumerate(zip(kinds, splits, tiles, strict=True))]
+        self._attending = [of_kind(i, *each) for i, each in enumerate(zip(kinds, cuts, strict=True))]
         self._slots = [new(tokens, dtype=torch.int32) for _ in pools]
         self._pages = [None if pool == "state" else PAGE for pool in pools]
         self._delta_nets = _delta_nets(decoder, tokens)
@@ -304,7 +305,7 @@ class Forward:
         )  # fmt: skip
         attention.attend(
             kind.q_THE, k, v, tables_GB, item_4, order, inputs.limit_2T, kind.out_ZTHE, kind.lse_ZTH,
-            splits=kind.splits, rows=kind.tile, scale=spec.mixer.scale, window=spec.mixer.window,
+            prompts=kind.prompts, own=kind.own, scale=spec.mixer.scale, window=spec.mixer.window,
         )  # fmt: skip
         attention.combine_splits(
             kind.out_ZTHE, kind.lse_ZTH, self.mixed, padded_tokens=self._padded(mixer.o),
@@ -412,16 +413,17 @@ def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, Sums]:
     adapters of the first of them.
     """
     shapes: dict[LayerSpec, list[tuple[int, int, int]]] = {}
+    device = decoder.embedding_VD.device
     for layer in decoder.layers:
         if (spec := layer.spec) not in shapes:
             columns = triton.cdiv(spec.hidden, residual_norm.block_d(tokens))
-            blocks = triton.cdiv(spec.mlp.inner, act_mul.BLOCK_I)
-            made_by = columns, _heads_of_output(spec), columns, blocks
             ranks = [0 if each.lora is None else len(each.lora.a_RK) for each in layer.projections]
-            ranks += [0] * (len(made_by) - len(ranks))  # experts have no adapter
+            ranks += [0] * (4 - len(ranks))  # experts have no adapter
+            runs = act_mul.programs(spec.mlp.inner, tokens, ranks[-1], device)
+            made_by = columns, _heads_of_output(spec), columns, runs
             shapes[spec] = [(parts, tokens, count) for parts, count in zip(made_by, ranks, strict=True)]
     most = max(math.prod(shape) for each in shapes.values() for shape in each)
-    parts = torch.empty(most, dtype=torch.float32, device=decoder.embedding_VD.device)
+    parts = torch.empty(most, dtype=torch.float32, device=device)
 
     def of(shape: tuple[int, int, int]) -> LoraSum:
         if not shape[2]:

@@ -57,8 +57,8 @@ CONTEXT_BYTES = 1_200_000_000
 """CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured.
 
 The parts of x A^T (`qerl.rollout.paged.forward`) are counted neither here nor by the plan: with R ranks
-mostly 4 T ceil(I / 128) R bytes, for T = 2048 and a 7B 0.04 GB at rank 32 and 0.31 at 256, for a 32B 0.06 and
-0.45. Each number of tokens that passes are made for has its own. They lie in what `CACHE_SHARE` leaves.
+mostly 12 T ceil(D / 128) R bytes, for T = 2048 and a 7B 0.02 GB at rank 32 and 0.18 at 256, for a 32B 0.03
+and 0.25. Each number of tokens that passes are made for has its own. They lie in what `CACHE_SHARE` leaves.
 """
 
 

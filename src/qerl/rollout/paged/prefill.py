@@ -45,8 +45,9 @@ class Prefill:
     def __init__(self, decoder: Decoder, pass_tokens: tuple[int, ...]) -> None:
         self._decoder, self._pass_tokens = decoder, pass_tokens
         kinds = kinds_of(decoder.sizes)
-        self._tiles = [attention.prefill_rows(kind.group, kind.head_size) for kind in kinds]
-        self._together = [tile // kind.group for tile, kind in zip(self._tiles, kinds, strict=True)]
+        cuts = [attention.Cut(attention.prefill_rows(kind.group, kind.head_size), 1) for kind in kinds]
+        self._cuts = [(cut, cut) for cut in cuts]
+        self._together = [cut.rows // kind.group for cut, kind in zip(cuts, kinds, strict=True)]
         self.passes: dict[int, Forward] = {}
 
     def forget(self) -> None:
@@ -62,7 +63,7 @@ class Prefill:
         tokens = sum(piece.stop - piece.start for piece in pieces)
         size = next(size for size in self._pass_tokens if size >= tokens)
         if size not in self.passes:
-            self.passes[size] = Forward(self._decoder, size, [1] * len(self._tiles), self._tiles)
+            self.passes[size] = Forward(self._decoder, size, self._cuts)
         forward = self.passes[size]
         # A padded token's key goes nowhere, because it sees none of its own.
         columns_6S = np.zeros((6, size), np.int32)
