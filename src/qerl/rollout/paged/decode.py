@@ -30,8 +30,9 @@ from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.weights import Decoder, Kind, kinds_of
 from qerl.rollout.session import Sequence
 
-LONG, FEW = 64, 8
-"""Pages of a table from which on few rows, at most these many, take twice the splits that fill the GPU."""
+LONG, FEW, MOST_SPLITS = 64, 8, 8
+"""Pages of a table from which on few rows, at most these many, take twice the splits that fill the GPU; and
+the most splits of an item."""
 
 
 PROMPT_PAGES = 8
@@ -42,7 +43,7 @@ it."""
 def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int) -> int:
     """Into how many splits the keys of an attention item are divided, so that few rows still fill the GPU.
 
-    It is a power of two up to 8, and no more than a table has pages: a split without a page has nothing to
+    It is a power of two up to `MOST_SPLITS`, and no more than a table has pages: a split without a page has nothing to
     read, and its part of the result is combined like the others. Twice as many as fill the GPU cost more to
     combine than they gain, but behind long contexts. 7B on an H200 (attention-splits-7b-h200.json): one row
     behind 256 tokens is 2.9 % faster with 4 splits than with 8, eight rows behind 4096 tokens are 11 % faster
@@ -56,7 +57,7 @@ def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int)
     """
     filling = multiprocessors // (rows * kv_heads)
     wanted = max(1, min(2 * filling if pages >= LONG and rows <= FEW else filling, pages))
-    return min(8, 1 << (wanted.bit_length() - 1))
+    return min(MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
 def attention_cuts(
