@@ -34,7 +34,6 @@ LONG, FEW, MOST_SPLITS = 64, 8, 8
 """Pages of a table from which on few rows, at most these many, take twice the splits that fill the GPU; and
 the most splits of an item."""
 
-
 PROMPT_PAGES = 8
 """Pages of a shared prompt that a split has at least, where the own tokens of many rows fill the GPU beside
 it."""
@@ -43,11 +42,11 @@ it."""
 def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int) -> int:
     """Into how many splits the keys of an attention item are divided, so that few rows still fill the GPU.
 
-    It is a power of two up to `MOST_SPLITS`, and no more than a table has pages: a split without a page has nothing to
-    read, and its part of the result is combined like the others. Twice as many as fill the GPU cost more to
-    combine than they gain, but behind long contexts. 7B on an H200 (attention-splits-7b-h200.json): one row
-    behind 256 tokens is 2.9 % faster with 4 splits than with 8, eight rows behind 4096 tokens are 11 % faster
-    with 8 than with 4, behind 1024 tokens 1 % slower.
+    It is a power of two up to `MOST_SPLITS`, and no more than a table has pages: a split without a page has
+    nothing to read, and its part of the result is combined like the others. Twice as many as fill the GPU
+    cost more to combine than they gain, but behind long contexts. 7B on an H200
+    (attention-splits-7b-h200.json): one row behind 256 tokens is 2.9 % faster with 4 splits than with 8,
+    eight rows behind 4096 tokens are 11 % faster with 8 than with 4, behind 1024 tokens 1 % slower.
 
     Args:
         rows: Of the step.
