@@ -59,6 +59,7 @@ class BatchedModel:
 
     Attributes:
         trained: What the runs train.
+        sharing: Query heads that share a key head.
         norm_names: Norms that noise acts on, by their names in `base`: the two of each layer, in order.
         norm_weights_ND: Their clean weights, fp32.
 
@@ -78,6 +79,7 @@ class BatchedModel:
         _check(base)
         config = base.config
         self.sizes = Sizes.from_config(config.to_dict())
+        self.sharing = config.num_attention_heads // self.sizes.attention.kv_heads
         self.runs, self.dtype, self.device = runs, base.dtype, base.device
         self._eps = config.rms_norm_eps
         decoder = base.get_decoder()

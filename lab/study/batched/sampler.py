@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lab.study.batched.attention import attend_samples, by_head
+from lab.study.batched.attention import attend_samples, bias_of, by_head
 from lab.study.batched.model import BatchedModel
 from lab.study.batched.norms import Norms
 from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
@@ -170,9 +170,10 @@ class _Decoder:
         device, dtype = model.device, model.dtype
         s, u, n, width, tokens = shape[:5]
         rows = s * u * n
-        cache = (sizes.layers, 2, s * u, mixer.kv_heads)
-        self._prompt = torch.zeros(*cache, width, mixer.head_size, dtype=dtype, device=device)
-        self._own = torch.zeros(*cache, n, max(tokens - 1, 1), mixer.head_size, dtype=dtype, device=device)
+        own = max(tokens - 1, 1)
+        cache = (sizes.layers, 2, s * u, mixer.kv_heads, width + n * own, mixer.head_size)
+        self._cache = torch.zeros(cache, dtype=dtype, device=device)
+        """Keys and values: of a prompt, and behind them those of its samples one after the other."""
         self._cosine, self._sine = model.angles(width + tokens)
         norms = len(model.norm_names)
         self._norms_NSRD = torch.zeros(norms, s, shape.norm_rows, sizes.hidden, device=device)
@@ -183,7 +184,8 @@ class _Decoder:
         self._noise_SV = torch.zeros(s, sizes.vocabulary, device=device)
         self._uniforms_BC = torch.zeros(rows, tokens, dtype=torch.float64, device=device)
         self._stops_K = torch.tensor(stops or (-1,), device=device)
-        self._columns = torch.arange(self._own.shape[-2], device=device)
+        self._columns = torch.arange(own, device=device)
+        self._begins_n = width + own * torch.arange(n, device=device)
         self._at = torch.zeros(1, dtype=torch.long, device=device)
         """Tokens drawn so far."""
         self._token_B = torch.zeros(rows, dtype=torch.long, device=device)
@@ -241,11 +243,12 @@ class _Decoder:
     def _prefill(self, prompts: Prompts, norms: Norms) -> torch.Tensor:
         """Keys and values of the prompts into the cache; what the last layer makes of each one's end."""
         model = self._model
+        bias = prompts.bias(model.sharing, model.dtype)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out, keys, values = prompts.attend(q, k, v)
-            self._prompt[layer, 0].copy_(keys)
-            self._prompt[layer, 1].copy_(values)
+            out, *both = prompts.attend(q, k, v, bias)
+            for cache, parts in zip(self._cache[layer], both, strict=True):
+                cache[:, :, : self._shape.width].copy_(torch.cat(parts, dim=2))
             return out
 
         at_L = prompts.positions_L
@@ -284,16 +287,15 @@ class _Decoder:
         slot = self._at - 1
         at_SR = self._length_SR + slot
         angles = self._cosine[at_SR][:, :, None], self._sine[at_SR][:, :, None]
-        hidden_1O = (self._columns > slot)[None]
+        places_n = self._begins_n + slot
+        bias = bias_of(self._hidden_UP, (self._columns > slot)[None], n, model.sharing, model.dtype)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = (x.reshape(s * u, n, 1, *x.shape[2:]) for x in (q, k, v))
-            own = self._own[layer]
-            own[0].index_copy_(3, slot, by_head(k))
-            own[1].index_copy_(3, slot, by_head(v))
-            prompt = self._prompt[layer]
-            out = attend_samples(q, (prompt[0], prompt[1]), (own[0], own[1]), self._hidden_UP, hidden_1O)
-            return out.view(s, u * n, -1)
+            keys, values = self._cache[layer]
+            keys.index_copy_(2, places_n, by_head(k))
+            values.index_copy_(2, places_n, by_head(v))
+            return attend_samples(q, keys, values, bias).view(s, u * n, -1)
 
         x_SRD = model.embed(self._token_B.view(s, -1), self._weights)
         x_SRD = model.layers(x_SRD, angles, attend, self._weights, lambda norm: self._norms_NSRD[norm])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lab.study.batched.attention import attend_samples, by_head
+from lab.study.batched.attention import attend_samples, bias_of, by_head
 from lab.study.batched.model import BatchedModel, Head
 from lab.study.batched.norms import Norms
 from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
@@ -169,14 +169,16 @@ def _layers(
     cosine, sine = model.angles(width + own)
     at_T = torch.arange(width, device=model.device)
     hidden_UT = (at_T >= prompts.lengths_SU[..., None]).flatten(0, 1)
-    hidden_OO = at_O > at_O[:, None]
+    kind = model.sharing, model.dtype
+    bias, bias_of_prompts = bias_of(hidden_UT, at_O > at_O[:, None], n, *kind), prompts.bias(*kind)
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         first, rest = zip(*(x.split([front, samples * own], dim=1) for x in (q, k, v)), strict=True)
-        on_prompts, *prompt = prompts.attend(*first)
+        of_prompts, keys, values = prompts.attend(*first, bias_of_prompts)
         q, k, v = (x.reshape(s * u, n, own, *x.shape[2:]) for x in rest)
-        on_samples = attend_samples(q, (prompt[0], prompt[1]), (by_head(k), by_head(v)), hidden_UT, hidden_OO)
-        return torch.cat([on_prompts, on_samples.view(s, samples * own, -1)], dim=1)
+        k, v = (torch.cat([*parts, by_head(x)], dim=2) for parts, x in ((keys, k), (values, v)))
+        of_samples = attend_samples(q, k, v, bias)
+        return torch.cat([of_prompts, of_samples.view(s, samples * own, -1)], dim=1)
 
     variants, tokens = prompts.segments(norms.of_prompt_R[::n])
     weight = norms.weight([*variants, *norms.of_own_R], [*tokens, *[own] * samples])
