@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lab.study.arms import Run
+from lab.study.batched import model as model_of_batches
 from lab.study.batched.adapters import Adapters
 from lab.study.batched.evaluation import pass_at
 from lab.study.batched.model import BatchedModel, dense_weight
@@ -27,6 +28,7 @@ from tests.support.batched import (
     Sums,
     a_batch,
     an_arm,
+    full_arm,
     matrices_of,
     the_trainer,
     tiny_base,
@@ -96,6 +98,31 @@ def test_one_run_is_a_run_of_the_trainer(family, tmp_path):
         errors = [relative(found[n], expected[n]) for n in found if expected[n].norm() > 0]
         print(f"{family}: largest relative error of a gradient {max(errors):.1e}")
         assert max(errors) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("family", "arm"),
+    [
+        ("llama", an_arm()),
+        ("llama", an_arm(noise_share=0.5, noise_in_loss=True)),
+        ("llama", full_arm()),
+        ("qwen3", an_arm()),
+    ],
+)
+def test_with_the_kernels_of_a_gpu_it_is_the_same(family, arm, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("a GPU does not interpret kernels")
+    runs, seen = (Run(arm, 7, RATE), Run(arm, 8, RATE)), []
+    for kernels in (False, True):
+        monkeypatch.setattr(model_of_batches, "is_16bit_cuda", lambda x, kernels=kernels: kernels)
+        batch = a_batch(*runs, family=family)
+        batch._trained.values_SE.add_(0.02)
+        completions, gradients = watch(batch)
+        batch.done = 2  # the first step with noise
+        batch.step()
+        seen.append((completions, gradients[0]))
+    assert seen[0][0] == seen[1][0]
+    assert 0 < relative(seen[1][1], seen[0][1]) < BOUND
 
 
 LOSSES = {

@@ -1,7 +1,7 @@
 """Attention within a group: prompts by themselves, samples to their prompt and themselves.
 
-A prompt is computed and held once for the samples that continue it. Its keys lie in front of those of all of its
-samples, and the queries of all of them meet all of these keys at once, with a bias of -inf where a query
+A prompt is computed and held once for the samples that continue it. Its keys lie in front of those of all of
+its samples, and the queries of all of them meet all of these keys at once, with a bias of -inf where a query
 belongs to another sample than a key. So the keys of a prompt are read once per decode step and not once per
 sample. The same function serves sampler and trainer, which differ by the order of sums at most.
 

@@ -59,8 +59,8 @@ class Norms:
             repeats: Tokens of each segment.
         """
         if len(set(variants)) == 1:
-            only = variants[0]
-            return lambda norm: self.weights_NSVD[norm, :, only, None]
+            only_NSD = self.weights_NSVD[:, :, variants[0]].contiguous()
+            return lambda norm: only_NSD[norm, :, None]
         device = self.weights_NSVD.device
         index_T = torch.tensor(variants).repeat_interleave(torch.tensor(repeats)).to(device)
         return lambda norm: self.weights_NSVD[norm].index_select(1, index_T)

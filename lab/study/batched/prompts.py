@@ -2,8 +2,8 @@
 
 Most of a prompt is the same in all problems of a task: its instruction and worked examples. Where that is the
 larger part, and all prompts of a run are computed with the same norm weights, it stands once per run, and the
-rest of each prompt attends to it as samples attend to their prompt. Keys and values come out as those of whole
-prompts, so whoever continues one need not know.
+rest of each prompt attends to it as samples attend to their prompt. Keys and values come out as those of
+whole prompts, so whoever continues one need not know.
 
 Legend: S runs, U prompts of a run, T tokens of the longest prompt, F tokens that all share, E = T - F
 others, L = F + U E tokens of a run's stream, H query heads, G key heads, W width of a head, D hidden width.

@@ -252,7 +252,7 @@ class _Decoder:
             return out
 
         at_L = prompts.positions_L
-        angles = self._cosine[at_L][None, :, None], self._sine[at_L][None, :, None]
+        angles = self._cosine[at_L][None], self._sine[at_L][None]
         weight = norms.weight(*prompts.segments(norms.of_prompt_R[:: self._shape.samples]))
         x_SLD = model.embed(prompts.ids_SL, self._weights)
         return prompts.ends(model.layers(x_SLD, angles, attend, self._weights, weight))
@@ -286,7 +286,7 @@ class _Decoder:
         s, u, n = shape[:3]
         slot = self._at - 1
         at_SR = self._length_SR + slot
-        angles = self._cosine[at_SR][:, :, None], self._sine[at_SR][:, :, None]
+        angles = self._cosine[at_SR], self._sine[at_SR]
         places_n = self._begins_n + slot
         bias = bias_of(self._hidden_UP, (self._columns > slot)[None], n, model.sharing, model.dtype)
 

@@ -183,7 +183,7 @@ def _layers(
     variants, tokens = prompts.segments(norms.of_prompt_R[::n])
     weight = norms.weight([*variants, *norms.of_own_R], [*tokens, *[own] * samples])
     x_sLD = model.embed(torch.cat([ids_sL, inputs_sRO.flatten(1)], dim=1), weights)
-    return model.layers(x_sLD, (cosine[at_sL][:, :, None], sine[at_sL][:, :, None]), attend, weights, weight)
+    return model.layers(x_sLD, (cosine[at_sL], sine[at_sL]), attend, weights, weight)
 
 
 def _head(
