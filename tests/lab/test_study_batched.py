@@ -281,7 +281,7 @@ def scored(model, prompt, completion, norms=None):
     samples = fixed(model.runs, [prompt], [completion])
     texts = Texts.of(samples, model.device)
     norms = norms or clean_norms(model, 1)
-    return score(model, texts, norms, torch.ones(model.runs), 10**6)[0][:, 0]
+    return score(model, texts, norms, [1.0] * model.runs, 10**6)[0][:, 0]
 
 
 def fixed(runs, prompts, completions):

@@ -237,7 +237,7 @@ class _Decoder:
         self._tokens_BC.fill_(self._pad)
         self._finite_B.fill_(True)
         last_SUD = self._prefill(prompts, norms)
-        logits_SUV = model.logits(last_SUD, model.head(self._weights))
+        logits_SUV = model.logits(last_SUD, self._weights)
         self._draw(logits_SUV.repeat_interleave(shape.samples, dim=1))
 
     def _prefill(self, prompts: Prompts, norms: Norms) -> torch.Tensor:
@@ -299,7 +299,7 @@ class _Decoder:
 
         x_SRD = model.embed(self._token_B.view(s, -1), self._weights)
         x_SRD = model.layers(x_SRD, angles, attend, self._weights, lambda norm: self._norms_NSRD[norm])
-        self._draw(model.logits(x_SRD, model.head(self._weights)))
+        self._draw(model.logits(x_SRD, self._weights))
 
     def _draw(self, logits_SRV: torch.Tensor) -> None:
         """Draw the next token of each row, and write down those of rows that had not ended."""
