@@ -11,6 +11,7 @@ import torch
 from lab.study.arms import Run
 from lab.study.batched import model as model_of_batches
 from lab.study.batched.adapters import Adapters
+from lab.study.batched.draw import by_kernel, drawing
 from lab.study.batched.evaluation import pass_at
 from lab.study.batched.model import BatchedModel, dense_weight
 from lab.study.batched.rewards import Judges, Problems
@@ -123,6 +124,24 @@ def test_with_the_kernels_of_a_gpu_it_is_the_same(family, arm, monkeypatch):
         seen.append((completions, gradients[0]))
     assert seen[0][0] == seen[1][0]
     assert 0 < relative(seen[1][1], seen[0][1]) < BOUND
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_the_kernel_draws_what_torch_draws(greedy):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = (40, 5000, greedy)
+    logits_BV = 4 * torch.randn(sizes[:2], generator=torch.Generator().manual_seed(0))
+    logits_BV[7, 11] = torch.nan
+    uniforms_B = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    temperature_B = torch.ones(40) if greedy else torch.linspace(0.3, 2.0, 40)
+    arguments = logits_BV, uniforms_B, temperature_B
+    expected = drawing(*sizes, torch.device("cpu"))(*arguments)
+    draw = by_kernel(*sizes, device)
+    for _ in range(2):  # a draw leaves nothing behind
+        found = draw(*(x.to(device) for x in arguments))
+        assert found.finite_B.tolist() == expected.finite_B.tolist() == [row != 7 for row in range(40)]
+        for one, other in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(one.cpu()[expected.finite_B], other[expected.finite_B])
 
 
 LOSSES = {

@@ -6,7 +6,7 @@ step (model, draw, bookkeeping) is one CUDA graph, which is replayed until all h
 ended cost their share of a step. That is little where completions are short, and what a study of small
 models has.
 
-Tokens are drawn as the rollout engines draw them (`qerl.rollout.engine`): with the same seed, a run of a
+Tokens are drawn as the rollout engines draw them (`lab.study.batched.draw`): with the same seed, a run of a
 batch and a run by itself draw the same tokens.
 
 Legend: S runs, P prompts of a run, U prompts computed for a run, n samples of each, R = U n samples of a run,
@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.study.batched.attention import attend_samples, bias_of, by_head
+from lab.study.batched.draw import drawing
 from lab.study.batched.model import BatchedModel
 from lab.study.batched.norms import Norms
 from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
-from qerl.rollout.engine import SamplingParams, check_request, draw_tokens, uniform_streams
+from qerl.rollout.engine import SamplingParams, check_request, uniform_streams
 
 _LOOK_EVERY = 8
 """Decode steps between two looks at whether all rows have ended, for each of which the host waits."""
@@ -69,6 +70,7 @@ class Shape(NamedTuple):
     tokens: int
     norm_rows: int
     greedy: bool
+    noisy_logits: bool
 
 
 class Sampler:
@@ -127,7 +129,7 @@ class Sampler:
         steady = len(set(norms.of_own_R)) == 1
         shape = Shape(
             len(prompts), padded.lengths_SU.shape[1], sharing, width, params.max_tokens,
-            1 if steady else rows, params.temperature == 0,
+            1 if steady else rows, params.temperature == 0, logits_noise_SV is not None,
         )  # fmt: skip
         key = shape, params.stop_token_ids
         if key not in self._decoders:
@@ -180,8 +182,8 @@ class _Decoder:
         self._weights = model.trained.views(model.trained.cast_SE)
         self._hidden_UP = torch.zeros(s * u, width, dtype=torch.bool, device=device)
         self._length_SR = torch.zeros(s, u * n, dtype=torch.long, device=device)
-        self._temperature_S = torch.ones(s, device=device)
-        self._noise_SV = torch.zeros(s, sizes.vocabulary, device=device)
+        self._temperature_B = torch.ones(rows, device=device)
+        self._noise_SV = torch.zeros(s, sizes.vocabulary if shape.noisy_logits else 0, device=device)
         self._uniforms_BC = torch.zeros(rows, tokens, dtype=torch.float64, device=device)
         self._stops_K = torch.tensor(stops or (-1,), device=device)
         self._columns = torch.arange(own, device=device)
@@ -195,7 +197,7 @@ class _Decoder:
         self._logprobs_BC = torch.zeros(rows, tokens, device=device)
         self._entropies_BC = torch.zeros(rows, tokens, device=device)
         self._finite_B = torch.ones(rows, dtype=torch.bool, device=device)
-        self._params = SamplingParams(max_tokens=tokens, temperature=0.0 if shape.greedy else 1.0)
+        self._draw_tokens = drawing(rows, sizes.vocabulary, shape.greedy, device)
         self._graph = self._captured(pool) if device.type == "cuda" and tokens > 1 else None
 
     def _captured(self, pool: Any) -> torch.cuda.CUDAGraph:
@@ -227,8 +229,9 @@ class _Decoder:
         index = torch.tensor(own, device=model.device)
         self._norms_NSRD.copy_(norms.weights_NSVD.index_select(2, index))
         self._uniforms_BC.copy_(uniforms_BC)
-        self._temperature_S.copy_(temperature_S)
-        self._noise_SV.zero_() if logits_noise_SV is None else self._noise_SV.copy_(logits_noise_SV)
+        self._temperature_B.copy_(temperature_S.repeat_interleave(shape.prompts * shape.samples))
+        if logits_noise_SV is not None:
+            self._noise_SV.copy_(logits_noise_SV)
         columns = torch.arange(shape.width, device=model.device)
         self._hidden_UP.copy_(columns >= prompts.lengths_SU.flatten()[:, None])
         self._length_SR.copy_(prompts.lengths_SU.repeat_interleave(shape.samples, dim=1))
@@ -303,10 +306,10 @@ class _Decoder:
 
     def _draw(self, logits_SRV: torch.Tensor) -> None:
         """Draw the next token of each row, and write down those of rows that had not ended."""
-        logits_SRV = (logits_SRV + self._noise_SV[:, None]) / self._temperature_S[:, None, None]
-        drawn = draw_tokens(
-            logits_SRV.flatten(0, 1), self._uniforms_BC.index_select(1, self._at)[:, 0], self._params
-        )
+        if self._shape.noisy_logits:
+            logits_SRV += self._noise_SV[:, None]
+        uniforms_B = self._uniforms_BC.index_select(1, self._at)[:, 0]
+        drawn = self._draw_tokens(logits_SRV.flatten(0, 1), uniforms_B, self._temperature_B)
         runs_B = ~self._ended_B & drawn.finite_B
         self._finite_B &= drawn.finite_B | self._ended_B
         # Not `torch.where` with a number, which on a GPU is copied there and cannot be captured.
