@@ -29,9 +29,9 @@ def attend_prompts(q_UPHW: torch.Tensor, k_UPGW: torch.Tensor, v_UPGW: torch.Ten
     return out_UHPW.transpose(1, 2).flatten(2)
 
 
-def by_head(x_UnOGW: torch.Tensor) -> torch.Tensor:
-    """Keys or values of samples as they lie behind those of their prompt, [U, G, n O, W]."""
-    return x_UnOGW.flatten(1, 2).transpose(1, 2)
+def by_head(x_nOGW: torch.Tensor) -> torch.Tensor:
+    """Keys or values [..., n, O, G, W] of samples as they lie behind their prompt's, [..., G, n O, W]."""
+    return x_nOGW.flatten(-4, -3).transpose(-3, -2)
 
 
 def bias_of(
@@ -58,19 +58,21 @@ def bias_of(
 
 
 def attend_samples(
-    q_UnCHW: torch.Tensor, k_UGKW: torch.Tensor, v_UGKW: torch.Tensor, bias: torch.Tensor
+    q_nCHW: torch.Tensor, k_UGKW: torch.Tensor, v_UGKW: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Attention [U, n, C, H W] of samples.
+    """Attention [..., n, C, H W] of samples.
 
     Args:
-        q_UnCHW: Queries.
+        q_nCHW: Queries [..., n, C, H, W]; the axes in front are U.
         k_UGKW, v_UGKW: Keys and values of the prompts, and behind them those of the samples (`by_head`).
         bias: See `bias_of`.
     """
-    groups = k_UGKW.shape[1]
-    q_UGQnCW = q_UnCHW.unflatten(3, (groups, -1)).permute(0, 3, 4, 1, 2, 5)
+    prompts, groups, _, width = k_UGKW.shape
+    q_GQnCW = q_nCHW.unflatten(-2, (groups, -1)).movedim((-3, -2), (-5, -4))
     # Query heads that share a key head are queries of it. Of the fused kernels one takes a bias on every GPU
     # and builds no plan for each length.
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        out = F.scaled_dot_product_attention(q_UGQnCW.flatten(2, 4), k_UGKW, v_UGKW, attn_mask=bias)
-    return out.view(q_UGQnCW.shape).permute(0, 3, 4, 1, 2, 5).flatten(3)
+        out = F.scaled_dot_product_attention(
+            q_GQnCW.reshape(prompts, groups, -1, width), k_UGKW, v_UGKW, attn_mask=bias
+        )
+    return out.view(q_GQnCW.shape).movedim((-5, -4), (-3, -2)).flatten(-3)

@@ -68,28 +68,36 @@ class Prompts:
         nothing_1F = torch.zeros(1, self.shared, dtype=torch.bool, device=device)
         return bias_of(nothing_1F, at_E > at_E[:, None], prompts, sharing, dtype)
 
+    @property
+    def parts(self) -> list[int]:
+        """Tokens of the parts of the stream: those that all prompts share, if there are any, and others."""
+        prompts, width = self.ids_SUT.shape[1:]
+        return [*([self.shared] if self.shared else []), prompts * (width - self.shared)]
+
     def attend(
-        self, q_SLHW: torch.Tensor, k_SLGW: torch.Tensor, v_SLGW: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Causal attention [S, L, H W], and keys and values of whole prompts in parts, [S U, G, T, W] when
-        they are put together."""
+        self,
+        q: Sequence[torch.Tensor],
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Causal attention [S, part of L, H W], and keys and values [S, U, G, part of T, W], of each part.
+
+        Args:
+            q, k, v: Those of each of `parts`, [S, part of L, H, W] and [S, part of L, G, W].
+            bias: See `bias`.
+        """
         (s, u, width), shared = self.ids_SUT.shape, self.shared
+        q_SUEHW, *kv = (x[-1].unflatten(1, (u, width - shared)) for x in (q, k, v))
+        keys, values = ([x.transpose(2, 3)] for x in kv)
         if bias is None:
-            q, k, v = (x.reshape(s * u, width, *x.shape[2:]) for x in (q_SLHW, k_SLGW, v_SLGW))
-            return attend_prompts(q, k, v).view(s, u * width, -1), [k.transpose(1, 2)], [v.transpose(1, 2)]
-        others = width - shared
-        front, rest = zip(
-            *(x.split([shared, u * others], dim=1) for x in (q_SLHW, k_SLGW, v_SLGW)), strict=True
-        )
-        first = [x.transpose(1, 2) for x in front[1:]]
-        own = [x.unflatten(1, (u, others)) for x in rest]
-        both = [torch.cat([one, by_head(x)], dim=2) for one, x in zip(first, own[1:], strict=True)]
-        on_rest = attend_samples(own[0], *both, bias)
-        keys, values = (
-            [one.repeat_interleave(u, dim=0), x.transpose(2, 3).flatten(0, 1)]
-            for one, x in zip(first, own[1:], strict=True)
-        )
-        return torch.cat([attend_prompts(*front), on_rest.flatten(1, 2)], dim=1), keys, values
+            out = attend_prompts(*(x.flatten(0, 1) for x in (q_SUEHW, *kv)))
+            return [out.unflatten(0, (s, u)).flatten(1, 2)], keys, values
+        front = [x[0].transpose(1, 2) for x in (k, v)]
+        both = (torch.cat([one, by_head(x)], dim=2) for one, x in zip(front, kv, strict=True))
+        outs = [attend_prompts(q[0], k[0], v[0]), attend_samples(q_SUEHW, *both, bias).flatten(1, 2)]
+        of_all = [x[:, None].expand(-1, u, -1, -1, -1) for x in front]
+        return outs, [of_all[0], *keys], [of_all[1], *values]
 
     def ends(self, x_SLD: torch.Tensor) -> torch.Tensor:
         """What stands in a stream [S, L, D] where each prompt ends, [S, U, D]."""

@@ -249,10 +249,10 @@ class _Decoder:
         bias = prompts.bias(model.sharing, model.dtype)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out, *both = prompts.attend(q, k, v, bias)
+            outs, *both = prompts.attend(*(x.split(prompts.parts, dim=1) for x in (q, k, v)), bias)
             for cache, parts in zip(self._cache[layer], both, strict=True):
-                cache[:, :, : self._shape.width].copy_(torch.cat(parts, dim=2))
-            return out
+                cache[:, :, : self._shape.width].copy_(torch.cat(parts, dim=3).flatten(0, 1))
+            return torch.cat(outs, dim=1)
 
         at_L = prompts.positions_L
         angles = self._cosine[at_L][None], self._sine[at_L][None]
@@ -294,11 +294,10 @@ class _Decoder:
         bias = bias_of(self._hidden_UP, (self._columns > slot)[None], n, model.sharing, model.dtype)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = (x.reshape(s * u, n, 1, *x.shape[2:]) for x in (q, k, v))
-            keys, values = self._cache[layer]
-            keys.index_copy_(2, places_n, by_head(k))
-            values.index_copy_(2, places_n, by_head(v))
-            return attend_samples(q, keys, values, bias).view(s, u * n, -1)
+            q, k, v = (x.unflatten(1, (u, n, 1)) for x in (q, k, v))
+            for cache, new in zip(self._cache[layer], (k, v), strict=True):
+                cache.index_copy_(2, places_n, by_head(new).flatten(0, 1))
+            return attend_samples(q, *self._cache[layer], bias).flatten(1, 3)
 
         x_SRD = model.embed(self._token_B.view(s, -1), self._weights)
         x_SRD = model.layers(x_SRD, angles, attend, self._weights, lambda norm: self._norms_NSRD[norm])

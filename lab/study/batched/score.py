@@ -166,7 +166,6 @@ def _layers(
     """What the last layer makes of prompts and completions, [s, L, D]."""
     (s, u, width), (_, samples, own) = prompts.ids_SUT.shape, inputs_sRO.shape
     ids_sL, at_O = prompts.ids_SL, torch.arange(own, device=model.device)
-    front = ids_sL.shape[1]
     at_sRO = prompts.lengths_SU.repeat_interleave(n, dim=1)[..., None] + at_O
     at_sL = torch.cat([prompts.positions_L.expand(s, -1), at_sRO.flatten(1)], dim=1)
     cosine, sine = model.angles(width + own)
@@ -176,12 +175,12 @@ def _layers(
     bias, bias_of_prompts = bias_of(hidden_UT, at_O > at_O[:, None], n, *kind), prompts.bias(*kind)
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        first, rest = zip(*(x.split([front, samples * own], dim=1) for x in (q, k, v)), strict=True)
-        of_prompts, keys, values = prompts.attend(*first, bias_of_prompts)
-        q, k, v = (x.reshape(s * u, n, own, *x.shape[2:]) for x in rest)
-        k, v = (torch.cat([*parts, by_head(x)], dim=2) for parts, x in ((keys, k), (values, v)))
-        of_samples = attend_samples(q, k, v, bias)
-        return torch.cat([of_prompts, of_samples.view(s, samples * own, -1)], dim=1)
+        parts = [x.split([*prompts.parts, samples * own], dim=1) for x in (q, k, v)]
+        outs, keys, values = prompts.attend(*(x[:-1] for x in parts), bias_of_prompts)
+        q, k, v = (x[-1].unflatten(1, (u, n, own)) for x in parts)
+        k, v = (torch.cat([*front, by_head(x)], dim=3) for front, x in ((keys, k), (values, v)))
+        of_samples = attend_samples(q, k.flatten(0, 1), v.flatten(0, 1), bias)
+        return torch.cat([*outs, of_samples.flatten(1, 3)], dim=1)
 
     variants, tokens = prompts.segments(norms.of_prompt_R[::n])
     weight = norms.weight([*variants, *norms.of_own_R], [*tokens, *[own] * samples])
