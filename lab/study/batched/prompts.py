@@ -94,8 +94,11 @@ class Prompts:
             out = attend_prompts(*(x.flatten(0, 1) for x in (q_SUEHW, *kv)))
             return [out.unflatten(0, (s, u)).flatten(1, 2)], keys, values
         front = [x[0].transpose(1, 2) for x in (k, v)]
-        both = (torch.cat([one, by_head(x)], dim=2) for one, x in zip(front, kv, strict=True))
-        outs = [attend_prompts(q[0], k[0], v[0]), attend_samples(q_SUEHW, *both, bias).flatten(1, 2)]
+        both = [torch.cat([one, by_head(x)], dim=2) for one, x in zip(front, kv, strict=True)]
+        outs = [
+            attend_prompts(q[0], k[0], v[0]),
+            attend_samples(q_SUEHW, both[0], both[1], bias).flatten(1, 2),
+        ]
         of_all = [x[:, None].expand(-1, u, -1, -1, -1) for x in front]
         return outs, [of_all[0], *keys], [of_all[1], *values]
 

@@ -249,7 +249,8 @@ class _Decoder:
         bias = prompts.bias(model.sharing, model.dtype)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            outs, *both = prompts.attend(*(x.split(prompts.parts, dim=1) for x in (q, k, v)), bias)
+            q_parts, k_parts, v_parts = (x.split(prompts.parts, dim=1) for x in (q, k, v))
+            outs, *both = prompts.attend(q_parts, k_parts, v_parts, bias)
             for cache, parts in zip(self._cache[layer], both, strict=True):
                 cache[:, :, : self._shape.width].copy_(torch.cat(parts, dim=3).flatten(0, 1))
             return torch.cat(outs, dim=1)
@@ -295,9 +296,10 @@ class _Decoder:
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = (x.unflatten(1, (u, n, 1)) for x in (q, k, v))
-            for cache, new in zip(self._cache[layer], (k, v), strict=True):
-                cache.index_copy_(2, places_n, by_head(new).flatten(0, 1))
-            return attend_samples(q, *self._cache[layer], bias).flatten(1, 3)
+            keys, values = self._cache[layer]
+            keys.index_copy_(2, places_n, by_head(k).flatten(0, 1))
+            values.index_copy_(2, places_n, by_head(v).flatten(0, 1))
+            return attend_samples(q, keys, values, bias).flatten(1, 3)
 
         x_SRD = model.embed(self._token_B.view(s, -1), self._weights)
         x_SRD = model.layers(x_SRD, angles, attend, self._weights, lambda norm: self._norms_NSRD[norm])

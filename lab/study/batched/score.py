@@ -175,9 +175,11 @@ def _layers(
     bias, bias_of_prompts = bias_of(hidden_UT, at_O > at_O[:, None], n, *kind), prompts.bias(*kind)
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        parts = [x.split([*prompts.parts, samples * own], dim=1) for x in (q, k, v)]
-        outs, keys, values = prompts.attend(*(x[:-1] for x in parts), bias_of_prompts)
-        q, k, v = (x[-1].unflatten(1, (u, n, own)) for x in parts)
+        (*q_parts, q), (*k_parts, k), (*v_parts, v) = (
+            x.split([*prompts.parts, samples * own], dim=1) for x in (q, k, v)
+        )
+        outs, keys, values = prompts.attend(q_parts, k_parts, v_parts, bias_of_prompts)
+        q, k, v = (x.unflatten(1, (u, n, own)) for x in (q, k, v))
         k, v = (torch.cat([*front, by_head(x)], dim=3) for front, x in ((keys, k), (values, v)))
         of_samples = attend_samples(q, k.flatten(0, 1), v.flatten(0, 1), bias)
         return torch.cat([*outs, of_samples.flatten(1, 3)], dim=1)
