@@ -2,7 +2,7 @@
 
 Most of a prompt is the same in all problems of a task: its instruction and worked examples. Where that is the
 larger part, and all prompts of a run are computed with the same norm weights, it stands once per run, and the
-rest of each prompt attends to it as samples attend to their prompt. Keys and values come out as those of
+rest of each prompt attends to it as a sample attends to its prompt. Keys and values come out as those of
 whole prompts, so whoever continues one need not know.
 
 Legend: S runs, U prompts of a run, T tokens of the longest prompt, F tokens that all share, E = T - F
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lab.study.batched.attention import attend_prompts, attend_samples, bias_of, by_head
+from lab.study.batched.attention import attend_prompts, attend_samples, bias_of
 from lab.study.batched.norms import Norms
 
 
@@ -63,10 +63,10 @@ class Prompts:
         """What `attend` needs of all layers; see `bias_of`."""
         if not self.shared:
             return None
-        (_, prompts, width), device = self.ids_SUT.shape, self.ids_SUT.device
-        at_E = torch.arange(width - self.shared, device=device)
+        device = self.ids_SUT.device
+        at_E = torch.arange(self.ids_SUT.shape[2] - self.shared, device=device)
         nothing_1F = torch.zeros(1, self.shared, dtype=torch.bool, device=device)
-        return bias_of(nothing_1F, at_E > at_E[:, None], prompts, sharing, dtype)
+        return bias_of(nothing_1F, at_E > at_E[:, None], 1, sharing, dtype)
 
     @property
     def parts(self) -> list[int]:
@@ -80,8 +80,9 @@ class Prompts:
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Causal attention [S, part of L, H W], and keys and values [S, U, G, part of T, W], of each part.
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Causal attention [S, part of L, H W] of each part, and keys and values of whole prompts
+        [S, U, G, T, W].
 
         Args:
             q, k, v: Those of each of `parts`, [S, part of L, H, W] and [S, part of L, G, W].
@@ -89,18 +90,16 @@ class Prompts:
         """
         (s, u, width), shared = self.ids_SUT.shape, self.shared
         q_SUEHW, *kv = (x[-1].unflatten(1, (u, width - shared)) for x in (q, k, v))
-        keys, values = ([x.transpose(2, 3)] for x in kv)
+        keys, values = (x.transpose(2, 3) for x in kv)
         if bias is None:
             out = attend_prompts(*(x.flatten(0, 1) for x in (q_SUEHW, *kv)))
             return [out.unflatten(0, (s, u)).flatten(1, 2)], keys, values
-        front = [x[0].transpose(1, 2) for x in (k, v)]
-        both = [torch.cat([one, by_head(x)], dim=2) for one, x in zip(front, kv, strict=True)]
-        outs = [
-            attend_prompts(q[0], k[0], v[0]),
-            attend_samples(q_SUEHW, both[0], both[1], bias).flatten(1, 2),
-        ]
-        of_all = [x[:, None].expand(-1, u, -1, -1, -1) for x in front]
-        return outs, [of_all[0], *keys], [of_all[1], *values]
+        keys, values = (
+            torch.cat([x[0].transpose(1, 2)[:, None].expand(-1, u, -1, -1, -1), own], dim=3)
+            for x, own in ((k, keys), (v, values))
+        )
+        out = attend_samples(q_SUEHW[:, :, None], keys.flatten(0, 1), values.flatten(0, 1), bias)
+        return [attend_prompts(q[0], k[0], v[0]), out.flatten(1, 3)], keys, values
 
     def ends(self, x_SLD: torch.Tensor) -> torch.Tensor:
         """What stands in a stream [S, L, D] where each prompt ends, [S, U, D]."""

@@ -251,8 +251,8 @@ class _Decoder:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q_parts, k_parts, v_parts = (x.split(prompts.parts, dim=1) for x in (q, k, v))
             outs, *both = prompts.attend(q_parts, k_parts, v_parts, bias)
-            for cache, parts in zip(self._cache[layer], both, strict=True):
-                cache[:, :, : self._shape.width].copy_(torch.cat(parts, dim=3).flatten(0, 1))
+            for cache, whole in zip(self._cache[layer], both, strict=True):
+                cache[:, :, : self._shape.width].copy_(whole.flatten(0, 1))
             return torch.cat(outs, dim=1)
 
         at_L = prompts.positions_L

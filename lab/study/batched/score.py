@@ -180,7 +180,7 @@ def _layers(
         )
         outs, keys, values = prompts.attend(q_parts, k_parts, v_parts, bias_of_prompts)
         q, k, v = (x.unflatten(1, (u, n, own)) for x in (q, k, v))
-        k, v = (torch.cat([*front, by_head(x)], dim=3) for front, x in ((keys, k), (values, v)))
+        k, v = (torch.cat([front, by_head(x)], dim=3) for front, x in ((keys, k), (values, v)))
         of_samples = attend_samples(q, k.flatten(0, 1), v.flatten(0, 1), bias)
         return torch.cat([*outs, of_samples.flatten(1, 3)], dim=1)
 
