@@ -1,5 +1,7 @@
 """Batched runs on a GPU: a captured decode step draws what a CPU draws, and the update is the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,3 +46,33 @@ def test_all_steps_run_and_resume_on_the_gpu():
     assert torch.equal(resumed._trained.values_SE, through._trained.values_SE)
     scores = through.evaluate(through._evaluation._task.test(), samples=2)
     assert all(0 <= score["accuracy"] <= 1 and score["entropy"] > 0 for score in scores)
+
+
+@pytest.mark.parametrize("arm", [an_arm(), full_arm()])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_in_16_bits_the_kernels_have_the_gradients_of_float32(family, arm):
+    runs = Run(arm, 7, RATE), Run(arm, 8, RATE)
+    wide = a_batch(*runs, family=family)
+    narrow = a_batch(*runs, family=family, device="cuda", dtype=torch.bfloat16)
+    drawn, gradients = [], []
+    fields = ("tokens_SRC", "mask_SRC", "logprobs_SRC", "entropies_SRC", "finite_S")
+    for batch in (wide, narrow):
+        batch._trained.values_SE.add_(0.02 if arm.tuning == "lora" else 0.0)
+        step, generate = batch._optimizer.step, batch._sampler.generate
+
+        def generated(*args, generate=generate):
+            own = generate(*args)
+            drawn.append(own)
+            return replace(own, **{name: getattr(drawn[0], name).to(own.mask_SRC.device) for name in fields})
+
+        def stepped(*args, step=step, batch=batch):
+            gradients.append(batch._trained.gradients_SE.to("cpu", copy=True))
+            return step(*args)
+
+        batch._sampler.generate, batch._optimizer.step = generated, stepped
+        batch.step()
+    apart = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+    print(f"{family}, {arm.tuning}: gradients differ by {apart:.3f}")
+    assert apart < 0.15  # bfloat16 weights of a model that rounds badly
+    same = (drawn[0].tokens_SRC == drawn[1].tokens_SRC.cpu()).float().mean()
+    assert same > 0.5  # of random weights, whose distributions are flat

@@ -69,6 +69,20 @@ def test_rms_norm_keeps_noise_below_the_spacing_of_its_dtype():
     assert error(x.grad, x64.grad) < 8e-3
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 1, 100), (3, 4, 1, 100), (3, 4, 2, 100)])
+def test_each_part_of_the_tokens_is_normed_with_its_own_weight(shape):
+    x, w, dy = with_gradient(3, 4, 2, 100), torch.rand(shape, device=DEVICE) + 0.5, half(3, 4, 2, 100)
+    found = rms_norm(x, w, EPS)
+    found.backward(dy)
+    for at in range(3):
+        own = x.detach()[at].requires_grad_()
+        each = [w[at].expand(4, 2, 100)[i, j] for i in range(4) for j in range(2)]
+        alone = torch.stack([rms_norm(t, one, EPS) for t, one in zip(own.flatten(0, 1), each, strict=True)])
+        alone.backward(dy[at].flatten(0, 1))
+        assert torch.equal(found[at].flatten(0, 1), alone)
+        assert torch.equal(x.grad[at], own.grad)
+
+
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("gelu", [False, True])
 def test_swiglu_and_its_gradients(joint, gelu):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from lab.study.arms import Run
+from lab.study.batched import model as model_of_batches
 from lab.study.batched.adapters import Adapters
+from lab.study.batched.draw import by_kernel, drawing
 from lab.study.batched.evaluation import pass_at
 from lab.study.batched.model import BatchedModel, dense_weight
 from lab.study.batched.rewards import Judges, Problems
@@ -27,6 +29,7 @@ from tests.support.batched import (
     Sums,
     a_batch,
     an_arm,
+    full_arm,
     matrices_of,
     the_trainer,
     tiny_base,
@@ -96,6 +99,49 @@ def test_one_run_is_a_run_of_the_trainer(family, tmp_path):
         errors = [relative(found[n], expected[n]) for n in found if expected[n].norm() > 0]
         print(f"{family}: largest relative error of a gradient {max(errors):.1e}")
         assert max(errors) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("family", "arm"),
+    [
+        ("llama", an_arm()),
+        ("llama", an_arm(noise_share=0.5, noise_in_loss=True)),
+        ("llama", full_arm()),
+        ("qwen3", an_arm()),
+    ],
+)
+def test_with_the_kernels_of_a_gpu_it_is_the_same(family, arm, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("a GPU does not interpret kernels")
+    runs, seen = (Run(arm, 7, RATE), Run(arm, 8, RATE)), []
+    for kernels in (False, True):
+        monkeypatch.setattr(model_of_batches, "is_16bit_cuda", lambda x, kernels=kernels: kernels)
+        batch = a_batch(*runs, family=family)
+        batch._trained.values_SE.add_(0.02)
+        completions, gradients = watch(batch)
+        batch.done = 2  # the first step with noise
+        batch.step()
+        seen.append((completions, gradients[0]))
+    assert seen[0][0] == seen[1][0]
+    assert 0 < relative(seen[1][1], seen[0][1]) < BOUND
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_the_kernel_draws_what_torch_draws(greedy):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = (40, 5000, greedy)
+    logits_BV = 4 * torch.randn(sizes[:2], generator=torch.Generator().manual_seed(0))
+    logits_BV[7, 11] = torch.nan
+    uniforms_B = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    temperature_B = torch.ones(40) if greedy else torch.linspace(0.3, 2.0, 40)
+    arguments = logits_BV, uniforms_B, temperature_B
+    expected = drawing(*sizes, torch.device("cpu"))(*arguments)
+    draw = by_kernel(*sizes, device)
+    for _ in range(2):  # a draw leaves nothing behind
+        found = draw(*(x.to(device) for x in arguments))
+        assert found.finite_B.tolist() == expected.finite_B.tolist() == [row != 7 for row in range(40)]
+        for one, other in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(one.cpu()[expected.finite_B], other[expected.finite_B])
 
 
 LOSSES = {
@@ -254,7 +300,7 @@ def scored(model, prompt, completion, norms=None):
     samples = fixed(model.runs, [prompt], [completion])
     texts = Texts.of(samples, model.device)
     norms = norms or clean_norms(model, 1)
-    return score(model, texts, norms, torch.ones(model.runs), 10**6)[0][:, 0]
+    return score(model, texts, norms, [1.0] * model.runs, 10**6)[0][:, 0]
 
 
 def fixed(runs, prompts, completions):

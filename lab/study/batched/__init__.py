@@ -10,8 +10,8 @@ one backward pass of the sum of their losses gives each its own gradient.
 `score` and `trainer` the update, `norms` the noise, `adapters` the trained matrices and their optimizer.
 
 What a run computes is what `QeRLTrainer` computes with one loss per step; a test compares the two. Given up
-for that: samples of many thousand tokens (scores of attention are written out), minibatches within a step,
-models that do not fit beside S copies of their activations, and four-bit products: a packed weight is
-dequantised once, because a model that is small enough for a study is cheaper to read in 16 bits than to
-unpack in each step. Its values are those of the packed one.
+for that: samples of many thousand tokens (see `attention`), minibatches within a step, models that do not fit
+beside S copies of their activations, and four-bit products: a packed weight is dequantised once, because a
+model that is small enough for a study is cheaper to read in 16 bits than to unpack in each step. Its values
+are those of the packed one.
 """

@@ -6,10 +6,11 @@ product that share an input, whose A lie below one another.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lab.study.batched.trained import Frozen, Trained, Weights
@@ -22,15 +23,44 @@ class Adapted(NamedTuple):
     a: torch.Tensor
     b: list[torch.Tensor]
 
-    def __call__(self, frozen: Frozen, x_STK: torch.Tensor) -> list[torch.Tensor]:
-        """See :class:`Product`: the frozen weight meets the tokens of all runs in one product, the adapters
-        in two batched ones."""
-        y_STN = F.linear(x_STK.flatten(0, 1), frozen.weight_NK, frozen.bias_N).unflatten(0, x_STK.shape[:2])
-        parts = list(y_STN.split(frozen.outputs, dim=-1))
-        xa_STR = torch.bmm(x_STK, self.a.mT)
-        each = xa_STR.chunk(len(parts), dim=-1)
-        add = torch.baddbmm if torch.is_grad_enabled() else torch.Tensor.baddbmm_  # in place saves a copy
-        return [add(part, xa, b.mT) for part, xa, b in zip(parts, each, self.b, strict=True)]
+    def __call__(self, frozen: Frozen, x_STK: torch.Tensor) -> torch.Tensor:
+        """See :class:`Product`."""
+        return cast(torch.Tensor, _AdaptedProduct.apply(x_STK, frozen, self.a, *self.b))
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """The frozen weight meets the tokens of all runs in one product, the adapters in batched ones, which are
+    added where the first has written, in backward too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_STK: torch.Tensor, frozen: Frozen, a_SRK: torch.Tensor, *b: torch.Tensor
+    ) -> torch.Tensor:
+        y_STN = F.linear(x_STK, frozen.weight_NK, frozen.bias_N)
+        xa_STR = torch.bmm(x_STK, a_SRK.mT)
+        parts = zip(y_STN.split(frozen.outputs, dim=-1), xa_STR.chunk(len(b), dim=-1), b, strict=True)
+        for y, xa, b_SNR in parts:
+            y.baddbmm_(xa, b_SNR.mT)
+        ctx.save_for_backward(x_STK, xa_STR, a_SRK, *b)
+        ctx.frozen = frozen
+        return y_STN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_STN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_STK, xa_STR, a_SRK, *b = ctx.saved_tensors
+        dxa_STR, db = torch.empty_like(xa_STR), []
+        each = (
+            dy_STN.split(ctx.frozen.outputs, dim=-1),
+            *(x.chunk(len(b), dim=-1) for x in (xa_STR, dxa_STR)),
+        )
+        for dy, xa, dxa, b_SNR in zip(*each, b, strict=True):
+            torch.bmm(dy, b_SNR, out=dxa)
+            db.append(torch.bmm(dy.mT, xa))
+        dx_STK = None
+        if ctx.needs_input_grad[0]:
+            dx_STK = (dy_STN @ ctx.frozen.weight_NK).baddbmm_(dxa_STR, a_SRK)
+        return dx_STK, None, torch.bmm(dxa_STR.mT, x_STK), *db
 
 
 class Place(NamedTuple):

@@ -1,19 +1,25 @@
 """Attention within a group: prompts by themselves, samples to their prompt and themselves.
 
-A prompt is computed and held once for the samples that continue it. The queries of all of them meet its
-keys in one product, and their own keys in another; the softmax goes over both. So the keys of a prompt are
-read once per decode step and not once per sample, and an update needs no mask over whole groups. The same
-function serves both, so a sampler and its trainer differ by the order of sums at most.
+A prompt is computed and held once for the samples that continue it. Its keys lie in front of those of all of
+its samples, and the queries of all of them meet all of these keys at once, with a bias of -inf where a query
+belongs to another sample than a key. So the keys of a prompt are read once per decode step and not once per
+sample. The same function serves sampler and trainer, which differ by the order of sums at most.
 
-Scores are written out, in fp32: for completions of some hundred tokens that is little, for thousands it would
-be the largest tensor of all.
+One fused kernel does it, which keeps no scores. Queries meet the keys of the other samples in vain: that is
+little for completions of some hundred tokens, for thousands it would be most of the work, and the bias the
+largest tensor of all.
 
 Legend: U prompts (of all runs), n samples of each, C queries of a sample, O keys of its own, P tokens of the
-longest prompt, H query heads, G key heads, Q query heads that share a key head, W width of a head.
+longest prompt, K = P + n O keys of a group, H query heads, G key heads, Q query heads that share a key head,
+W width of a head.
 """
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_ROW = 8
+"""Rows of a bias begin at multiples of so many elements, or the kernel's launcher copies it each time."""
 
 
 def attend_prompts(q_UPHW: torch.Tensor, k_UPGW: torch.Tensor, v_UPGW: torch.Tensor) -> torch.Tensor:
@@ -23,38 +29,50 @@ def attend_prompts(q_UPHW: torch.Tensor, k_UPGW: torch.Tensor, v_UPGW: torch.Ten
     return out_UHPW.transpose(1, 2).flatten(2)
 
 
-def by_head(x_UnOGW: torch.Tensor) -> torch.Tensor:
-    """Keys or values of samples as `attend_samples` reads them, [U, G, n, O, W]."""
-    return x_UnOGW.permute(0, 3, 1, 2, 4)
+def by_head(x_nOGW: torch.Tensor) -> torch.Tensor:
+    """Keys or values [..., n, O, G, W] of samples as they lie behind their prompt's, [..., G, n O, W]."""
+    return x_nOGW.flatten(-4, -3).transpose(-3, -2)
+
+
+def bias_of(
+    hidden_UP: torch.Tensor, hidden_CO: torch.Tensor, samples: int, sharing: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What `attend_samples` adds to the scores, [U, 1, Q n C, K]: -inf where a query does not see a key.
+
+    Args:
+        hidden_UP: True behind the end of a prompt; U is 1 if that is the same for all.
+        hidden_CO: True where a query does not see the sample's own key.
+        samples: n.
+        sharing: Q.
+        dtype: Of queries.
+    """
+    (prompts, front), (queries, own) = hidden_UP.shape, hidden_CO.shape
+    keys = front + samples * own
+    row = -(-keys // _ROW) * _ROW
+    bias = torch.zeros(prompts, sharing, samples, queries, row, dtype=dtype, device=hidden_UP.device)
+    bias[..., :front].masked_fill_(hidden_UP[:, None, None, None], -torch.inf)
+    others_nn = ~torch.eye(samples, dtype=torch.bool, device=hidden_UP.device)
+    hidden_nCnO = others_nn[:, None, :, None] | hidden_CO[:, None]
+    bias[..., front:keys].unflatten(-1, (samples, own)).masked_fill_(hidden_nCnO, -torch.inf)
+    return bias.flatten(1, 3)[:, None, :, :keys]
 
 
 def attend_samples(
-    q_UnCHW: torch.Tensor,
-    prompt: tuple[torch.Tensor, torch.Tensor],
-    own: tuple[torch.Tensor, torch.Tensor],
-    hidden_UP: torch.Tensor,
-    hidden_CO: torch.Tensor,
+    q_nCHW: torch.Tensor, k_UGKW: torch.Tensor, v_UGKW: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Attention [U, n, C, H W] of samples.
+    """Attention [..., n, C, H W] of samples.
 
     Args:
-        q_UnCHW: Queries.
-        prompt: Keys and values of the prompts, [U, G, P, W].
-        own: Keys and values of the samples, [U, G, n, O, W].
-        hidden_UP: True behind the end of a prompt.
-        hidden_CO: True where a query does not see the sample's own key.
+        q_nCHW: Queries [..., n, C, H, W]; the axes in front are U.
+        k_UGKW, v_UGKW: Keys and values of the prompts, and behind them those of the samples (`by_head`).
+        bias: See `bias_of`.
     """
-    (k_UGPW, v_UGPW), (k_UGnOW, v_UGnOW) = prompt, own
-    u, n, c, heads, width = q_UnCHW.shape
-    groups, tokens = k_UGPW.shape[1], k_UGPW.shape[2]
-    shared = heads // groups
-    q = q_UnCHW.unflatten(3, (groups, shared)).permute(0, 3, 1, 4, 2, 5)  # U G n Q C W
-    q_own = q.reshape(u, groups, n, shared * c, width) * width**-0.5
-    q_prompt = q_own.reshape(u, groups, n * shared * c, width)
-    on_prompt = (q_prompt @ k_UGPW.mT).float().masked_fill(hidden_UP[:, None, None], -torch.inf)
-    on_own = (q_own @ k_UGnOW.mT).float().unflatten(3, (shared, c)).masked_fill(hidden_CO, -torch.inf)
-    scores = torch.cat([on_prompt.view(u, groups, n, shared * c, tokens), on_own.flatten(3, 4)], dim=-1)
-    weights = scores.softmax(dim=-1).to(q.dtype)
-    on_prompt, on_own = weights.split([tokens, k_UGnOW.shape[3]], dim=-1)
-    out = (on_prompt.reshape(u, groups, n * shared * c, tokens) @ v_UGPW).view_as(q_own) + on_own @ v_UGnOW
-    return out.view(u, groups, n, shared, c, width).permute(0, 2, 4, 1, 3, 5).reshape(u, n, c, heads * width)
+    prompts, groups, _, width = k_UGKW.shape
+    q_GQnCW = q_nCHW.unflatten(-2, (groups, -1)).movedim((-3, -2), (-5, -4))
+    # Query heads that share a key head are queries of it. Of the fused kernels one takes a bias on every GPU
+    # and builds no plan for each length.
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        out = F.scaled_dot_product_attention(
+            q_GQnCW.reshape(prompts, groups, -1, width), k_UGKW, v_UGKW, attn_mask=bias
+        )
+    return out.view(q_GQnCW.shape).movedim((-5, -4), (-3, -2)).flatten(-3)

@@ -182,9 +182,8 @@ class Evaluation:
             self._prefixes = self._written(problems, count)
         prefixes = self._prefixes if alike else _on_all(self._prefixes, count)
         texts = Texts.of(prefixes, model.device)
-        one_S = torch.ones(model.runs, device=model.device)
         norms = clean_norms(model, texts.mask_SRC.shape[1])
-        _, entropies_SRC = score(model, texts, norms, one_S, self._tokens_at_once)
+        _, entropies_SRC = score(model, texts, norms, [1.0] * model.runs, self._tokens_at_once)
         sums_SR, tokens_SR = entropies_SRC.double().sum(dim=2), texts.mask_SRC.sum(dim=2)
         if alike:
             sums_SR, tokens_SR = (

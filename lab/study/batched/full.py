@@ -26,14 +26,12 @@ class Own:
     weight_SNK: torch.Tensor
     bias_SN: torch.Tensor | None
 
-    def __call__(self, frozen: Frozen, x_STK: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, frozen: Frozen, x_STK: torch.Tensor) -> torch.Tensor:
         """See :class:`Product`; the frozen weight is where the runs began."""
         weight_SKN = self.weight_SNK.mT
         if self.bias_SN is None:
-            y_STN = torch.bmm(x_STK, weight_SKN)
-        else:
-            y_STN = torch.baddbmm(self.bias_SN[:, None], x_STK, weight_SKN)
-        return list(y_STN.split(frozen.outputs, dim=-1))
+            return torch.bmm(x_STK, weight_SKN)
+        return torch.baddbmm(self.bias_SN[:, None], x_STK, weight_SKN)
 
 
 @dataclass(frozen=True)

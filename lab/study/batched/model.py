@@ -2,9 +2,10 @@
 
 A token stream is [S, T, D], the tokens of a run one after the other, whatever they belong to. What a linear
 makes of it depends on what is trained (`lab.study.batched.trained`). Norms compute in FP32 and round once,
-clean or noisy (`qerl.noise` says why), so that both are the same code with other weights. Which token sees
-which is the caller's affair: `layers` hands queries, keys and values to a function and goes on with what it
-returns.
+clean or noisy (`qerl.noise` says why), so that both are the same code with other weights. In 16 bits on a GPU
+norms, rotary embedding and SwiGLU are the kernels of the trainer's update; elsewhere torch computes them.
+Which token sees which is the caller's affair: `layers` hands queries, keys and values to a function and goes
+on with what it returns.
 
 Legend: S runs, T tokens of a run, D hidden width, K inputs, N outputs, H query heads, G key heads, W width
 of a head, V vocabulary, L positions.
@@ -25,6 +26,8 @@ from qerl.errors import QeRLError
 from qerl.families.sizes import Sizes
 from qerl.families.table import FAMILIES
 from qerl.fp4.linear import PackedLinear
+from qerl.kernels.tensors import product as unrounded
+from qerl.lora.product import is_16bit_cuda
 from qerl.seeding import derive_seed
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -37,7 +40,7 @@ _ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # kinds whose angles
 
 
 class Head(NamedTuple):
-    """The last norm and the output head: [D] and [V, D], or of each run [S, 1, D] and [S, V, D]."""
+    """The last norm [D] and the output head [V, D]."""
 
     final: torch.Tensor
     weight: torch.Tensor
@@ -59,6 +62,7 @@ class BatchedModel:
 
     Attributes:
         trained: What the runs train.
+        sharing: Query heads that share a key head.
         norm_names: Norms that noise acts on, by their names in `base`: the two of each layer, in order.
         norm_weights_ND: Their clean weights, fp32.
 
@@ -78,6 +82,7 @@ class BatchedModel:
         _check(base)
         config = base.config
         self.sizes = Sizes.from_config(config.to_dict())
+        self.sharing = config.num_attention_heads // self.sizes.attention.kv_heads
         self.runs, self.dtype, self.device = runs, base.dtype, base.device
         self._eps = config.rms_norm_eps
         decoder = base.get_decoder()
@@ -172,7 +177,7 @@ class BatchedModel:
 
         Args:
             x_STD: Embedded tokens; S may be some of the runs.
-            angles: Cosines and sines of the tokens' positions, [S, T, 1, W] each.
+            angles: Cosines and sines of the tokens' positions, [S, T, W] each.
             attend: Attention.
             weights: What these runs train.
             norm_weight: Weights of the norms before linears, of runs that have none of their own.
@@ -184,37 +189,66 @@ class BatchedModel:
             norm_weight = lambda norm: norms_NS1D[norm]  # noqa: E731
         for index, products in enumerate(self._products):
             (qkv, output, gate_up, down), own = products, weights.products[4 * index : 4 * index + 4]
-            h_STD = rms_norm(x_STD, norm_weight(2 * index), self._eps)
-            q, k, v = (y.unflatten(-1, (-1, self.sizes.attention.head_size)) for y in own[0](qkv, h_STD))
-            if (norms := head_norms[index]) is not None:
-                q, k = rms_norm(q, norms[0], self._eps), rms_norm(k, norms[1], self._eps)
-            attended = attend(index, _turned(q, *angles), _turned(k, *angles), v)
-            x_STD = x_STD + own[1](output, attended)[0]
-            h_STD = rms_norm(x_STD, norm_weight(2 * index + 1), self._eps)
-            gate, up = own[2](gate_up, h_STD)
-            x_STD = x_STD + own[3](down, F.silu(gate) * up)[0]
+            h_STD = self.norm(x_STD, norm_weight(2 * index))
+            attended = attend(index, *self._heads(own[0](qkv, h_STD), angles, head_norms[index]))
+            x_STD = x_STD + own[1](output, attended)
+            h_STD = self.norm(x_STD, norm_weight(2 * index + 1))
+            x_STD = x_STD + own[3](down, swiglu(own[2](gate_up, h_STD)))
         return x_STD
 
-    def head(self, weights: Weights) -> Head:
-        """The head for tokens [S, T, D] of some runs."""
-        if weights.whole is None:
-            return Head(self._final_D, self._head_VD)
-        return Head(weights.whole.final_SD[:, None], weights.whole.head_SVD)
+    def _heads(
+        self,
+        qkv_STN: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries and keys, normed where the model does that and turned, and values."""
+        groups, size = self.sizes.attention.kv_heads, self.sizes.attention.head_size
+        heads = groups * self.sharing
+        if norms is None and is_16bit_cuda(qkv_STN):
+            from qerl.kernels.update.rotary import rotated_heads
+
+            return rotated_heads(qkv_STN, *angles, heads, groups)
+        q, k, v = qkv_STN.unflatten(-1, (-1, size)).split([heads, groups, groups], dim=2)
+        if norms is not None:
+            q, k = self.norm(q, norms[0]), self.norm(k, norms[1])
+        return _turned(q, *angles), _turned(k, *angles), v
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x / rms(x) * weight over the last axis, in fp32 and rounded once to the dtype of x.
+
+        Axes of the weight are those of x, up to some axis; from there on they are 1.
+        """
+        if is_16bit_cuda(x) and not weight.requires_grad:
+            from qerl.kernels.update.rms_norm import rms_norm
+
+            return rms_norm(x, weight, self._eps, rounds_unit=False)
+        return (F.rms_norm(x.float(), x.shape[-1:], None, self._eps) * weight).to(x.dtype)
 
     def heads(self, weights: Weights) -> list[Head]:
-        """The head of each run; one for all where they share it."""
+        """The head of each of some runs; one for all where they share it."""
         if weights.whole is None:
-            return [self.head(weights)]
+            return [Head(self._final_D, self._head_VD)]
         return list(map(Head, weights.whole.final_SD.unbind(), weights.whole.head_SVD.unbind()))
 
-    def logits(self, x: torch.Tensor, head: Head) -> torch.Tensor:
-        """Logits [..., V] in fp32 of what the last layer returned, [..., D]."""
-        return (rms_norm(x, head.final, self._eps) @ head.weight.mT).float()
+    def logits(self, x_STD: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Logits [S, T, V], fp32 and unrounded, of what the last layer returned; without a graph."""
+        logits_STV = torch.empty(*x_STD.shape[:2], self.sizes.vocabulary, device=x_STD.device)
+        heads = self.heads(weights)
+        parts = (each.chunk(len(heads)) for each in (x_STD, logits_STV))
+        for head, x, out in zip(heads, *parts, strict=True):
+            unrounded(self.norm(x, head.final).flatten(0, 1), head.weight.T, out=out.flatten(0, 1))
+        return logits_STV
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last axis, in fp32 and rounded once to the dtype of x."""
-    return (F.rms_norm(x.float(), x.shape[-1:], None, eps) * weight).to(x.dtype)
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, which lie side by side."""
+    if is_16bit_cuda(gate_up):
+        from qerl.kernels.update.swiglu import swiglu as fused
+
+        return fused(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def _by_run(norms: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -225,7 +259,7 @@ def _by_run(norms: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tens
 def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Heads [S, T, H, W] turned by the angles of their positions."""
     left, right = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat([-right, left], dim=-1) * sine
+    return x * cosine[:, :, None] + torch.cat([-right, left], dim=-1) * sine[:, :, None]
 
 
 def dense_weight(linear: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:

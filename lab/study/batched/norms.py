@@ -14,6 +14,8 @@ from itertools import groupby
 
 import torch
 
+from qerl.kernels.tensors import upload
+
 
 @dataclass(frozen=True)
 class Norms:
@@ -59,8 +61,8 @@ class Norms:
             repeats: Tokens of each segment.
         """
         if len(set(variants)) == 1:
-            only = variants[0]
-            return lambda norm: self.weights_NSVD[norm, :, only, None]
-        device = self.weights_NSVD.device
-        index_T = torch.tensor(variants).repeat_interleave(torch.tensor(repeats)).to(device)
+            only_NSD = self.weights_NSVD[:, :, variants[0]].contiguous()
+            return lambda norm: only_NSD[norm, :, None]
+        of_each_T = torch.tensor(variants).repeat_interleave(torch.tensor(repeats))
+        index_T = upload(of_each_T, self.weights_NSVD.device)
         return lambda norm: self.weights_NSVD[norm].index_select(1, index_T)

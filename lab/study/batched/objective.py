@@ -3,8 +3,11 @@
 Legend: S runs (s of a piece), R samples of a run, C tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import cast
 
 import torch
 
@@ -12,6 +15,7 @@ from lab.study.arms import Arm, Run
 from lab.study.batched.corrections import balance_ratio, one_sided
 from lab.study.batched.sampler import Samples
 from lab.study.batched.score import Piece, Texts
+from qerl.kernels.tensors import upload
 from qerl.update.policy_loss import (
     PolicyLoss,
     Share,
@@ -127,13 +131,20 @@ def loss_of(
     at = piece.runs, piece.samples
     mask = outcome.mask_SRC[at]
     _weigh(outcome, piece, logps_sRC.detach())
-    runs = range(*piece.runs.indices(len(outcome.runs)))
-    loss_s = torch.stack(
-        [
-            _policy_loss(outcome, run, piece.samples, logps_RC, entropies_RC)
-            for run, logps_RC, entropies_RC in zip(runs, logps_sRC, entropies_sRC, strict=True)
-        ]
-    )
+    part = mask.shape[1] / outcome.mask_SRC.shape[1]
+    # As if the samples were the run's only ones, and then by their share.
+    tokens_s = upload(torch.tensor([max(1, n) * part for n in outcome.tokens_S[piece.runs]]), mask.device)
+    seen = (
+        mask, outcome.advantages_SR[at], outcome.sampler_SRC[at], outcome.weights_SRC[at], tokens_s,
+        logps_sRC, entropies_sRC,
+    )  # fmt: skip
+    losses, held = [], []
+    for arm, own in _by_arm(outcome.runs[piece.runs]):
+        loss, beyond = torch.vmap(partial(_policy_loss, arm))(*(x[own] for x in seen))
+        losses.append(loss * part)
+        held.append(beyond)
+    loss_s = torch.cat(losses)
+    outcome.held_S2[piece.runs] += torch.cat(held)
     bonuses = [run.arm.entropy_bonus for run in outcome.runs[piece.runs]]
     if any(bonuses):
         tokens_s = outcome.mask_SRC[piece.runs].sum(dim=(1, 2)).clamp(min=1)
@@ -145,10 +156,16 @@ def loss_of(
 
 
 def _policy_loss(
-    outcome: Outcome, run: int, samples: slice, logps_RC: torch.Tensor, entropies_RC: torch.Tensor
-) -> torch.Tensor:
-    """The part of a run's loss, a scalar without the bonus, that some of its samples have."""
-    arm, mask_RC, sampler_RC = outcome.runs[run].arm, outcome.mask_SRC[run], outcome.sampler_SRC[run]
+    arm: Arm,
+    mask_RC: torch.Tensor,
+    advantages_R: torch.Tensor,
+    sampler_RC: torch.Tensor,
+    weights_RC: torch.Tensor,
+    tokens: torch.Tensor,
+    logps_RC: torch.Tensor,
+    entropies_RC: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a run, a scalar without the bonus, and what is held of it [2]."""
     loss = PolicyLoss(
         arm.loss_type,
         of_sequence=arm.importance_sampling_level == "sequence",
@@ -156,21 +173,17 @@ def _policy_loss(
         epsilon_high=arm.epsilon if arm.epsilon_high is None else arm.epsilon_high,
         delta=arm.delta,
     )
-    tokens = Tokens(
-        mask_RC[samples],
-        outcome.advantages_SR[run, samples],
+    seen = Tokens(
+        mask_RC,
+        advantages_R,
         logps_RC,
         entropies_RC,
-        old_BC=sampler_RC[samples] if arm.use_rollout_logprobs else None,
-        correction=outcome.weights_SRC[run, samples],
+        old_BC=sampler_RC if arm.use_rollout_logprobs else None,
+        correction=weights_RC,
     )
-    part = len(logps_RC) / len(mask_RC)
-    # As if the samples were the run's only ones, and then by their share.
-    value, metrics = loss(tokens, Share(1, max(1, outcome.tokens_S[run]) * part))
-    for name in HELD:
-        if name in metrics:
-            outcome.held_S2[run] += metrics[name].parts
-    return value * part
+    value, metrics = loss(seen, Share(1, cast(float, tokens)))
+    held = [metrics[name].parts for name in HELD if name in metrics]
+    return value, held[0] if held else torch.zeros_like(tokens).double().expand(2)
 
 
 def _weigh(outcome: Outcome, piece: Piece, logps_sRC: torch.Tensor) -> None:
@@ -179,47 +192,52 @@ def _weigh(outcome: Outcome, piece: Piece, logps_sRC: torch.Tensor) -> None:
     mask, sampler = outcome.mask_SRC[at], outcome.sampler_SRC[at]
     flat = logps_sRC.flatten(0, 1), sampler.flatten(0, 1), mask.flatten(0, 1)
     ratio_sRC = importance_ratio(*flat, "token_truncate").view_as(logps_sRC)
-    arms = [run.arm for run in outcome.runs[piece.runs]]
     noisy = None if outcome.noisy_SRC is None else outcome.noisy_SRC[at]
+    advantages_sR1 = outcome.advantages_SR[at][..., None]
     each = [
         _weights(
             arm,
-            ratio,
-            logps,
-            own,
-            advantages[:, None],
+            ratio_sRC[own],
+            logps_sRC[own],
+            mask[own],
+            advantages_sR1[own],
             outcome.share,
-            None if noisy is None else noisy[index],
+            None if noisy is None else noisy[own],
         )
-        for index, (arm, ratio, logps, own, advantages) in enumerate(
-            zip(arms, ratio_sRC, logps_sRC, mask, outcome.advantages_SR[at], strict=True)
-        )
+        for arm, own in _by_arm(outcome.runs[piece.runs])
     ]
-    outcome.ratio_SRC[at], outcome.weights_SRC[at] = ratio_sRC, torch.stack(each)
+    outcome.ratio_SRC[at], outcome.weights_SRC[at] = ratio_sRC, torch.cat(each)
+
+
+def _by_arm(runs: Sequence[Run]) -> Iterator[tuple[Arm, slice]]:
+    """Neighbours that are of one arm."""
+    for arm, same in groupby(range(len(runs)), key=lambda index: runs[index].arm):
+        indices = list(same)
+        yield arm, slice(indices[0], indices[-1] + 1)
 
 
 def _weights(
     arm: Arm,
-    ratio_RC: torch.Tensor,
-    logps_RC: torch.Tensor,
-    mask_RC: torch.Tensor,
-    advantages_R1: torch.Tensor,
+    ratio_sRC: torch.Tensor,
+    logps_sRC: torch.Tensor,
+    mask_sRC: torch.Tensor,
+    advantages_sR1: torch.Tensor,
     share: float,
-    noisy_RC: torch.Tensor | None,
+    noisy_sRC: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Factors of the loss of one run's samples."""
+    """Factors of the loss of the samples of some runs of an arm."""
     if arm.correction == "none":
-        return torch.ones_like(ratio_RC)
+        return torch.ones_like(ratio_sRC)
     if arm.correction == "token_balance":
         # Without noise in this step, the mixture is the policy.
         return (
-            torch.ones_like(ratio_RC)
-            if noisy_RC is None
-            else balance_ratio(logps_RC, noisy_RC, share, mask_RC)
+            torch.ones_like(ratio_sRC)
+            if noisy_sRC is None
+            else balance_ratio(logps_sRC, noisy_sRC, share, mask_sRC)
         )
     if arm.correction == "token_one_sided":
-        return one_sided(ratio_RC, advantages_R1, arm.correction_max)
-    return weights(ratio_RC, arm.correction, None, arm.correction_max)
+        return one_sided(ratio_sRC, advantages_sR1, arm.correction_max)
+    return weights(ratio_sRC, arm.correction, None, arm.correction_max)
 
 
 def _sum(values_SRC: torch.Tensor, mask_SRC: torch.Tensor) -> torch.Tensor:

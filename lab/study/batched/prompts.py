@@ -2,8 +2,8 @@
 
 Most of a prompt is the same in all problems of a task: its instruction and worked examples. Where that is the
 larger part, and all prompts of a run are computed with the same norm weights, it stands once per run, and the
-rest of each prompt attends to it as samples attend to their prompt. Keys and values are put together again,
-so whoever continues a prompt need not know.
+rest of each prompt attends to it as a sample attends to its prompt. Keys and values come out as those of
+whole prompts, so whoever continues one need not know.
 
 Legend: S runs, U prompts of a run, T tokens of the longest prompt, F tokens that all share, E = T - F
 others, L = F + U E tokens of a run's stream, H query heads, G key heads, W width of a head, D hidden width.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lab.study.batched.attention import attend_prompts, attend_samples, by_head
+from lab.study.batched.attention import attend_prompts, attend_samples, bias_of
 from lab.study.batched.norms import Norms
 
 
@@ -59,32 +59,47 @@ class Prompts:
         assert len(both) == len(front) + prompts
         return [variant for variant, _ in both], [tokens for _, tokens in both]
 
+    def bias(self, sharing: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """What `attend` needs of all layers; see `bias_of`."""
+        if not self.shared:
+            return None
+        device = self.ids_SUT.device
+        at_E = torch.arange(self.ids_SUT.shape[2] - self.shared, device=device)
+        nothing_1F = torch.zeros(1, self.shared, dtype=torch.bool, device=device)
+        return bias_of(nothing_1F, at_E > at_E[:, None], 1, sharing, dtype)
+
+    @property
+    def parts(self) -> list[int]:
+        """Tokens of the parts of the stream: those that all prompts share, if there are any, and others."""
+        prompts, width = self.ids_SUT.shape[1:]
+        return [*([self.shared] if self.shared else []), prompts * (width - self.shared)]
+
     def attend(
-        self, q_SLHW: torch.Tensor, k_SLGW: torch.Tensor, v_SLGW: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Causal attention [S, L, H W], and keys and values of whole prompts [S U, G, T, W]."""
+        self,
+        q: Sequence[torch.Tensor],
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Causal attention [S, part of L, H W] of each part, and keys and values of whole prompts
+        [S, U, G, T, W].
+
+        Args:
+            q, k, v: Those of each of `parts`, [S, part of L, H, W] and [S, part of L, G, W].
+            bias: See `bias`.
+        """
         (s, u, width), shared = self.ids_SUT.shape, self.shared
-        if not shared:
-            q, k, v = (x.reshape(s * u, width, *x.shape[2:]) for x in (q_SLHW, k_SLGW, v_SLGW))
-            return attend_prompts(q, k, v).view(s, u * width, -1), k.transpose(1, 2), v.transpose(1, 2)
-        others = width - shared
-        parts = [x.split([shared, u * others], dim=1) for x in (q_SLHW, k_SLGW, v_SLGW)]
-        front, rest = [part[0] for part in parts], [part[1].unflatten(1, (u, others)) for part in parts]
-        k_SGFW, v_SGFW = front[1].transpose(1, 2), front[2].transpose(1, 2)
-        at_E = torch.arange(others, device=q_SLHW.device)
-        on_rest = attend_samples(
-            rest[0],
-            (k_SGFW, v_SGFW),
-            (by_head(rest[1]), by_head(rest[2])),
-            torch.zeros(s, shared, dtype=torch.bool, device=q_SLHW.device),
-            at_E > at_E[:, None],
-        )
-        out = torch.cat([attend_prompts(*front), on_rest.flatten(1, 2)], dim=1)
+        q_SUEHW, *kv = (x[-1].unflatten(1, (u, width - shared)) for x in (q, k, v))
+        keys, values = (x.transpose(2, 3) for x in kv)
+        if bias is None:
+            out = attend_prompts(*(x.flatten(0, 1) for x in (q_SUEHW, *kv)))
+            return [out.unflatten(0, (s, u)).flatten(1, 2)], keys, values
         keys, values = (
-            torch.cat([of_all[:, None].expand(-1, u, -1, -1, -1), own.transpose(2, 3)], dim=3).flatten(0, 1)
-            for of_all, own in ((k_SGFW, rest[1]), (v_SGFW, rest[2]))
+            torch.cat([x[0].transpose(1, 2)[:, None].expand(-1, u, -1, -1, -1), own], dim=3)
+            for x, own in ((k, keys), (v, values))
         )
-        return out, keys, values
+        out = attend_samples(q_SUEHW[:, :, None], keys.flatten(0, 1), values.flatten(0, 1), bias)
+        return [attend_prompts(q[0], k[0], v[0]), out.flatten(1, 3)], keys, values
 
     def ends(self, x_SLD: torch.Tensor) -> torch.Tensor:
         """What stands in a stream [S, L, D] where each prompt ends, [S, U, D]."""

@@ -6,7 +6,7 @@ step (model, draw, bookkeeping) is one CUDA graph, which is replayed until all h
 ended cost their share of a step. That is little where completions are short, and what a study of small
 models has.
 
-Tokens are drawn as the rollout engines draw them (`qerl.rollout.engine`): with the same seed, a run of a
+Tokens are drawn as the rollout engines draw them (`lab.study.batched.draw`): with the same seed, a run of a
 batch and a run by itself draw the same tokens.
 
 Legend: S runs, P prompts of a run, U prompts computed for a run, n samples of each, R = U n samples of a run,
@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lab.study.batched.attention import attend_samples, by_head
+from lab.study.batched.attention import attend_samples, bias_of, by_head
+from lab.study.batched.draw import drawing
 from lab.study.batched.model import BatchedModel
 from lab.study.batched.norms import Norms
 from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
-from qerl.rollout.engine import SamplingParams, check_request, draw_tokens, uniform_streams
+from qerl.rollout.engine import SamplingParams, check_request, uniform_streams
 
 _LOOK_EVERY = 8
 """Decode steps between two looks at whether all rows have ended, for each of which the host waits."""
@@ -69,6 +70,7 @@ class Shape(NamedTuple):
     tokens: int
     norm_rows: int
     greedy: bool
+    noisy_logits: bool
 
 
 class Sampler:
@@ -127,7 +129,7 @@ class Sampler:
         steady = len(set(norms.of_own_R)) == 1
         shape = Shape(
             len(prompts), padded.lengths_SU.shape[1], sharing, width, params.max_tokens,
-            1 if steady else rows, params.temperature == 0,
+            1 if steady else rows, params.temperature == 0, logits_noise_SV is not None,
         )  # fmt: skip
         key = shape, params.stop_token_ids
         if key not in self._decoders:
@@ -170,20 +172,22 @@ class _Decoder:
         device, dtype = model.device, model.dtype
         s, u, n, width, tokens = shape[:5]
         rows = s * u * n
-        cache = (sizes.layers, 2, s * u, mixer.kv_heads)
-        self._prompt = torch.zeros(*cache, width, mixer.head_size, dtype=dtype, device=device)
-        self._own = torch.zeros(*cache, n, max(tokens - 1, 1), mixer.head_size, dtype=dtype, device=device)
+        own = max(tokens - 1, 1)
+        cache = (sizes.layers, 2, s * u, mixer.kv_heads, width + n * own, mixer.head_size)
+        self._cache = torch.zeros(cache, dtype=dtype, device=device)
+        """Keys and values: of a prompt, and behind them those of its samples one after the other."""
         self._cosine, self._sine = model.angles(width + tokens)
         norms = len(model.norm_names)
         self._norms_NSRD = torch.zeros(norms, s, shape.norm_rows, sizes.hidden, device=device)
         self._weights = model.trained.views(model.trained.cast_SE)
         self._hidden_UP = torch.zeros(s * u, width, dtype=torch.bool, device=device)
         self._length_SR = torch.zeros(s, u * n, dtype=torch.long, device=device)
-        self._temperature_S = torch.ones(s, device=device)
-        self._noise_SV = torch.zeros(s, sizes.vocabulary, device=device)
+        self._temperature_B = torch.ones(rows, device=device)
+        self._noise_SV = torch.zeros(s, sizes.vocabulary if shape.noisy_logits else 0, device=device)
         self._uniforms_BC = torch.zeros(rows, tokens, dtype=torch.float64, device=device)
         self._stops_K = torch.tensor(stops or (-1,), device=device)
-        self._columns = torch.arange(self._own.shape[-2], device=device)
+        self._columns = torch.arange(own, device=device)
+        self._begins_n = width + own * torch.arange(n, device=device)
         self._at = torch.zeros(1, dtype=torch.long, device=device)
         """Tokens drawn so far."""
         self._token_B = torch.zeros(rows, dtype=torch.long, device=device)
@@ -193,7 +197,7 @@ class _Decoder:
         self._logprobs_BC = torch.zeros(rows, tokens, device=device)
         self._entropies_BC = torch.zeros(rows, tokens, device=device)
         self._finite_B = torch.ones(rows, dtype=torch.bool, device=device)
-        self._params = SamplingParams(max_tokens=tokens, temperature=0.0 if shape.greedy else 1.0)
+        self._draw_tokens = drawing(rows, sizes.vocabulary, shape.greedy, device)
         self._graph = self._captured(pool) if device.type == "cuda" and tokens > 1 else None
 
     def _captured(self, pool: Any) -> torch.cuda.CUDAGraph:
@@ -225,8 +229,9 @@ class _Decoder:
         index = torch.tensor(own, device=model.device)
         self._norms_NSRD.copy_(norms.weights_NSVD.index_select(2, index))
         self._uniforms_BC.copy_(uniforms_BC)
-        self._temperature_S.copy_(temperature_S)
-        self._noise_SV.zero_() if logits_noise_SV is None else self._noise_SV.copy_(logits_noise_SV)
+        self._temperature_B.copy_(temperature_S.repeat_interleave(shape.prompts * shape.samples))
+        if logits_noise_SV is not None:
+            self._noise_SV.copy_(logits_noise_SV)
         columns = torch.arange(shape.width, device=model.device)
         self._hidden_UP.copy_(columns >= prompts.lengths_SU.flatten()[:, None])
         self._length_SR.copy_(prompts.lengths_SU.repeat_interleave(shape.samples, dim=1))
@@ -235,21 +240,23 @@ class _Decoder:
         self._tokens_BC.fill_(self._pad)
         self._finite_B.fill_(True)
         last_SUD = self._prefill(prompts, norms)
-        logits_SUV = model.logits(last_SUD, model.head(self._weights))
+        logits_SUV = model.logits(last_SUD, self._weights)
         self._draw(logits_SUV.repeat_interleave(shape.samples, dim=1))
 
     def _prefill(self, prompts: Prompts, norms: Norms) -> torch.Tensor:
         """Keys and values of the prompts into the cache; what the last layer makes of each one's end."""
         model = self._model
+        bias = prompts.bias(model.sharing, model.dtype)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out, keys, values = prompts.attend(q, k, v)
-            self._prompt[layer, 0].copy_(keys)
-            self._prompt[layer, 1].copy_(values)
-            return out
+            q_parts, k_parts, v_parts = (x.split(prompts.parts, dim=1) for x in (q, k, v))
+            outs, *both = prompts.attend(q_parts, k_parts, v_parts, bias)
+            for cache, whole in zip(self._cache[layer], both, strict=True):
+                cache[:, :, : self._shape.width].copy_(whole.flatten(0, 1))
+            return torch.cat(outs, dim=1)
 
         at_L = prompts.positions_L
-        angles = self._cosine[at_L][None, :, None], self._sine[at_L][None, :, None]
+        angles = self._cosine[at_L][None], self._sine[at_L][None]
         weight = norms.weight(*prompts.segments(norms.of_prompt_R[:: self._shape.samples]))
         x_SLD = model.embed(prompts.ids_SL, self._weights)
         return prompts.ends(model.layers(x_SLD, angles, attend, self._weights, weight))
@@ -283,28 +290,27 @@ class _Decoder:
         s, u, n = shape[:3]
         slot = self._at - 1
         at_SR = self._length_SR + slot
-        angles = self._cosine[at_SR][:, :, None], self._sine[at_SR][:, :, None]
-        hidden_1O = (self._columns > slot)[None]
+        angles = self._cosine[at_SR], self._sine[at_SR]
+        places_n = self._begins_n + slot
+        bias = bias_of(self._hidden_UP, (self._columns > slot)[None], n, model.sharing, model.dtype)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = (x.reshape(s * u, n, 1, *x.shape[2:]) for x in (q, k, v))
-            own = self._own[layer]
-            own[0].index_copy_(3, slot, by_head(k))
-            own[1].index_copy_(3, slot, by_head(v))
-            prompt = self._prompt[layer]
-            out = attend_samples(q, (prompt[0], prompt[1]), (own[0], own[1]), self._hidden_UP, hidden_1O)
-            return out.view(s, u * n, -1)
+            q, k, v = (x.unflatten(1, (u, n, 1)) for x in (q, k, v))
+            keys, values = self._cache[layer]
+            keys.index_copy_(2, places_n, by_head(k).flatten(0, 1))
+            values.index_copy_(2, places_n, by_head(v).flatten(0, 1))
+            return attend_samples(q, keys, values, bias).flatten(1, 3)
 
         x_SRD = model.embed(self._token_B.view(s, -1), self._weights)
         x_SRD = model.layers(x_SRD, angles, attend, self._weights, lambda norm: self._norms_NSRD[norm])
-        self._draw(model.logits(x_SRD, model.head(self._weights)))
+        self._draw(model.logits(x_SRD, self._weights))
 
     def _draw(self, logits_SRV: torch.Tensor) -> None:
         """Draw the next token of each row, and write down those of rows that had not ended."""
-        logits_SRV = (logits_SRV + self._noise_SV[:, None]) / self._temperature_S[:, None, None]
-        drawn = draw_tokens(
-            logits_SRV.flatten(0, 1), self._uniforms_BC.index_select(1, self._at)[:, 0], self._params
-        )
+        if self._shape.noisy_logits:
+            logits_SRV += self._noise_SV[:, None]
+        uniforms_B = self._uniforms_BC.index_select(1, self._at)[:, 0]
+        drawn = self._draw_tokens(logits_SRV.flatten(0, 1), uniforms_B, self._temperature_B)
         runs_B = ~self._ended_B & drawn.finite_B
         self._finite_B &= drawn.finite_B | self._ended_B
         # Not `torch.where` with a number, which on a GPU is copied there and cannot be captured.

@@ -2,29 +2,26 @@
 
 Prompts stand once for the samples that share them, as in the sampler, and the attention is the sampler's. The
 stream of a run has its prompts first and then its completions without their last tokens, which predict
-nothing. Only tokens that count go through the output head, a chunk of the vocabulary's logits at a time: a
-chunk is computed again in backward, so the logits of a whole update never exist.
+nothing. Only tokens that count go through the output head, which is the trainer's (`qerl.update.head`).
 
 Legend: S runs (s of a piece), P prompts of a run, U = P times the ways in which each is computed, n samples
 of each of those, R samples of a run, C tokens of a completion, T tokens of a prompt, L tokens of a stream,
-D hidden width, M tokens that count.
+M tokens that count.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from lab.study.batched.attention import attend_samples, by_head
-from lab.study.batched.model import BatchedModel, Head
+from lab.study.batched.attention import attend_samples, bias_of, by_head
+from lab.study.batched.model import BatchedModel
 from lab.study.batched.norms import Norms
 from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
 from lab.study.batched.sampler import Samples
 from lab.study.batched.trained import Weights
-
-_LOGITS_AT_ONCE = 2**27
-"""Logits of the head that exist at a time, in fp32, and as many of each that are computed from them."""
+from qerl.kernels.tensors import upload
+from qerl.update.head import Head, Transform, logps_and_entropies
 
 
 @dataclass(frozen=True)
@@ -97,14 +94,16 @@ def score_piece(
     piece: Piece,
     weights: Weights,
     norms: Norms,
-    temperature_S: torch.Tensor,
+    temperatures: Sequence[float],
+    entropy_has_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies [s, R, C] of a piece, zero where the mask is.
 
     Args:
         weights: What the piece's runs train.
         norms: Weights of the norms, of all runs and samples.
-        temperature_S: Divides the logits of each run.
+        temperatures: Divide the logits of each run.
+        entropy_has_gradient: Whether entropies are differentiated, too.
     """
     norms = norms.of_runs(piece.runs).of_samples(piece.samples)
     n = norms.sharing(texts.per_prompt)
@@ -120,14 +119,18 @@ def score_piece(
     others_sROD = x_sLD[:, front:].unflatten(1, (samples, columns - 1))
     hidden = torch.cat([first_sR1D, others_sROD], dim=2).flatten(0, 2)
     counts = texts.counts_SRC[piece.runs, piece.samples]
-    index_M = counts.flatten().nonzero()[:, 0].to(model.device)
-    temperature_M = temperature_S[piece.runs].repeat_interleave(samples * columns)[index_M]
-    heads = model.heads(weights)
-    tokens_of_head = counts.flatten(1).sum(dim=1).tolist() if len(heads) > 1 else [len(index_M)]
-    logps_M, entropies_M = _head(
-        model, heads, tokens_of_head, hidden.index_select(0, index_M), tokens_sRC.flatten()[index_M],
-        temperature_M,
-    )  # fmt: skip
+    index_M = upload(counts.flatten().nonzero()[:, 0], model.device)
+    heads, own, tokens = model.heads(weights), list(temperatures[piece.runs]), [len(index_M)]
+    if len(heads) > 1 or len(set(own)) > 1:
+        heads, tokens = heads * (s // len(heads)), counts.flatten(1).sum(dim=1).tolist()
+    hidden_MD, labels_M = hidden.index_select(0, index_M), tokens_sRC.flatten()[index_M]
+    each = zip(heads, own[: len(heads)], hidden_MD.split(tokens), labels_M.split(tokens), strict=True)
+    parts = []
+    for (final_D, weight_VD), temperature, x_mD, labels_m in each:
+        head = Head(weight_VD, transform=Transform(temperature=temperature))
+        normed_mD = model.norm(x_mD, final_D)
+        parts.append(logps_and_entropies(normed_mD, head, labels_m, entropy_has_gradient))
+    logps_M, entropies_M = (torch.cat(found) for found in zip(*parts, strict=True))
     zeros = logps_M.new_zeros(s * samples * columns)
     logps, entropies = (zeros.index_put((index_M,), values) for values in (logps_M, entropies_M))
     return logps.view(s, -1, columns), entropies.view(s, -1, columns)
@@ -138,7 +141,7 @@ def score(
     model: BatchedModel,
     texts: Texts,
     norms: Norms,
-    temperature_S: torch.Tensor,
+    temperatures: Sequence[float],
     tokens_at_once: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies [S, R, C] of completions, without gradient."""
@@ -148,7 +151,7 @@ def score(
     for piece in texts.pieces(tokens_at_once):
         weights = trained.views(trained.cast_SE[piece.runs])
         at = piece.runs, piece.samples
-        logps[at], entropies[at] = score_piece(model, texts, piece, weights, norms, temperature_S)
+        logps[at], entropies[at] = score_piece(model, texts, piece, weights, norms, temperatures)
     return logps, entropies
 
 
@@ -163,53 +166,25 @@ def _layers(
     """What the last layer makes of prompts and completions, [s, L, D]."""
     (s, u, width), (_, samples, own) = prompts.ids_SUT.shape, inputs_sRO.shape
     ids_sL, at_O = prompts.ids_SL, torch.arange(own, device=model.device)
-    front = ids_sL.shape[1]
     at_sRO = prompts.lengths_SU.repeat_interleave(n, dim=1)[..., None] + at_O
     at_sL = torch.cat([prompts.positions_L.expand(s, -1), at_sRO.flatten(1)], dim=1)
     cosine, sine = model.angles(width + own)
     at_T = torch.arange(width, device=model.device)
     hidden_UT = (at_T >= prompts.lengths_SU[..., None]).flatten(0, 1)
-    hidden_OO = at_O > at_O[:, None]
+    kind = model.sharing, model.dtype
+    bias, bias_of_prompts = bias_of(hidden_UT, at_O > at_O[:, None], n, *kind), prompts.bias(*kind)
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        first, rest = zip(*(x.split([front, samples * own], dim=1) for x in (q, k, v)), strict=True)
-        on_prompts, *prompt = prompts.attend(*first)
-        q, k, v = (x.reshape(s * u, n, own, *x.shape[2:]) for x in rest)
-        on_samples = attend_samples(q, (prompt[0], prompt[1]), (by_head(k), by_head(v)), hidden_UT, hidden_OO)
-        return torch.cat([on_prompts, on_samples.view(s, samples * own, -1)], dim=1)
+        (*q_parts, q), (*k_parts, k), (*v_parts, v) = (
+            x.split([*prompts.parts, samples * own], dim=1) for x in (q, k, v)
+        )
+        outs, keys, values = prompts.attend(q_parts, k_parts, v_parts, bias_of_prompts)
+        q, k, v = (x.unflatten(1, (u, n, own)) for x in (q, k, v))
+        k, v = (torch.cat([front, by_head(x)], dim=3) for front, x in ((keys, k), (values, v)))
+        of_samples = attend_samples(q, k.flatten(0, 1), v.flatten(0, 1), bias)
+        return torch.cat([*outs, of_samples.flatten(1, 3)], dim=1)
 
     variants, tokens = prompts.segments(norms.of_prompt_R[::n])
     weight = norms.weight([*variants, *norms.of_own_R], [*tokens, *[own] * samples])
     x_sLD = model.embed(torch.cat([ids_sL, inputs_sRO.flatten(1)], dim=1), weights)
-    return model.layers(x_sLD, (cosine[at_sL][:, :, None], sine[at_sL][:, :, None]), attend, weights, weight)
-
-
-def _head(
-    model: BatchedModel,
-    heads: Sequence[Head],
-    tokens_of_head: Sequence[int],
-    hidden_MD: torch.Tensor,
-    labels_M: torch.Tensor,
-    temperature_M: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the labels and entropies, [M] each; tokens are in the order of their heads."""
-
-    def chunk(
-        head: Head, hidden: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        logps = torch.log_softmax(model.logits(hidden, head) / temperature[:, None], dim=-1)
-        return logps.gather(-1, labels[:, None])[:, 0], -(logps.exp() * logps).sum(dim=-1)
-
-    size = max(1, _LOGITS_AT_ONCE // model.sizes.vocabulary)
-    of_heads = (x.split(list(tokens_of_head)) for x in (hidden_MD, labels_M, temperature_M))
-    chunks = [
-        (head, *tensors)
-        for head, *own in zip(heads, *of_heads, strict=True)
-        for tensors in zip(*(x.split(size) for x in own), strict=True)
-    ]
-    if torch.is_grad_enabled():
-        parts = [checkpoint(chunk, *each, use_reentrant=False, preserve_rng_state=False) for each in chunks]
-    else:
-        parts = [chunk(*each) for each in chunks]
-    logps, entropies = zip(*parts, strict=True)
-    return torch.cat(logps), torch.cat(entropies)
+    return model.layers(x_sLD, (cosine[at_sL], sine[at_sL]), attend, weights, weight)

@@ -32,8 +32,8 @@ class Frozen:
 class Product(Protocol):
     """What some runs have of linears that share an input."""
 
-    def __call__(self, frozen: Frozen, x_STK: torch.Tensor) -> list[torch.Tensor]:
-        """What each linear of the product makes of x, [S, T, N] each."""
+    def __call__(self, frozen: Frozen, x_STK: torch.Tensor) -> torch.Tensor:
+        """What the linears of the product make of x, side by side, [S, T, N]."""
 
 
 class Whole(NamedTuple):

@@ -141,7 +141,8 @@ class BatchedTrainer:
         device = self.model.device
         self._alive_S = torch.ones(len(runs), dtype=torch.bool, device=device)
         self._rates_S = torch.tensor([run.learning_rate for run in runs], device=device)
-        self._policy_temperature_S = torch.tensor([run.arm.temperature for run in runs], device=device)
+        self._policy_temperatures = [run.arm.temperature for run in runs]
+        self._entropy_has_gradient = any(run.arm.entropy_bonus for run in runs)
         weights = torch.ones(len(self._problems.reward_names))
         self._signals = {
             # Divided by the standard deviation of their group, advantages of pass@k would be those of GRPO.
@@ -273,12 +274,12 @@ class BatchedTrainer:
         texts = Texts.of(samples, model.device)
         clean = clean_norms(model, advantages_SR.shape[1])
         norms = exploration.norms if arm.noise_in_loss and exploration.norms is not None else clean
-        temperature_S = self._policy_temperature_S
+        temperatures = self._policy_temperatures
         noisy_SRC = clean_SRC = None
         if arm.correction == "token_balance" and exploration.all_noisy is not None:
-            noisy_SRC = score(model, texts, exploration.all_noisy, temperature_S, at_once)[0]
+            noisy_SRC = score(model, texts, exploration.all_noisy, temperatures, at_once)[0]
         if norms is not clean:
-            clean_SRC = score(model, texts, clean, temperature_S, at_once)
+            clean_SRC = score(model, texts, clean, temperatures, at_once)
         outcome = Outcome.of(
             self.runs, samples, texts, advantages_SR, exploration.noisy_R, self._explorers.share
         )
@@ -289,7 +290,9 @@ class BatchedTrainer:
             warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
             for piece in texts.pieces(at_once):
                 leaves = self._trained.leaves(piece.runs)
-                logps, entropies = score_piece(model, texts, piece, leaves, norms, temperature_S)
+                logps, entropies = score_piece(
+                    model, texts, piece, leaves, norms, temperatures, self._entropy_has_gradient
+                )
                 loss_S = loss_of(outcome, piece, logps, entropies)
                 loss_S.sum().backward()
                 self._trained.collect(piece.runs)
