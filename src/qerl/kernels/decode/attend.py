@@ -156,6 +156,9 @@ def attend_item(
             begin_beside(PDL)
         inside = both(in_row[:, None], in_e)
         q = tl.load(q_THE + (t[:, None] * HQ + head[:, None]) * E + e[None, :], mask=inside, other=0.0)
+        if k_cache.dtype.element_ty == tl.float8e4nv:
+            # Two numbers of E4M3 become FP16 in one instruction, and from there BF16 in two slow ones.
+            q = q.to(tl.float16)
         scale *= _LOG2_E
         best = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
