@@ -144,6 +144,15 @@ def test_the_kernel_draws_what_torch_draws(greedy):
             torch.testing.assert_close(one.cpu()[expected.finite_B], other[expected.finite_B])
 
 
+def test_a_uniform_just_below_one_draws_no_token_that_weighs_next_to_nothing():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    logits_BV = torch.full((1, 9000), -34.0, device=device)
+    logits_BV[0, 1] = 0.0  # all tokens behind it weigh 2e-11 together
+    uniforms_B = torch.full((1,), 1 - 2.0**-26, dtype=torch.float64, device=device)  # in FP32 it is 1
+    drawn = by_kernel(1, 9000, False, device)(logits_BV, uniforms_B, torch.ones(1, device=device))
+    assert drawn.tokens_B.tolist() == [1]
+
+
 LOSSES = {
     "token_truncate": {"loss_type": "dapo"},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "use_rollout_logprobs": True},
