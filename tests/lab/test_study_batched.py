@@ -268,8 +268,10 @@ def test_a_resumed_batch_goes_on_bit_by_bit(tmp_path):
         a_batch(runs[0], followed=curves[:1]).load_state(stopped.state())
 
 
-def test_a_run_that_diverges_stays_as_it_is_and_the_others_go_on():
-    runs = Run(an_arm(), 7, RATE), Run(an_arm(), 8, RATE)
+@pytest.mark.parametrize("arms", [[an_arm()] * 2, [an_arm(temperature=1.3), an_arm()], [full_arm()] * 2])
+def test_a_run_that_diverges_stays_as_it_is_and_the_others_go_on(arms):
+    """With a temperature or a head of its own it scores its tokens by itself, and has none."""
+    runs = Run(arms[0], 7, RATE), Run(arms[1], 8, RATE)
     batch, alone = a_batch(*runs), a_batch(runs[1])
     batch.step(), alone.step()
     batch._trained.values_SE[0, 0] = torch.inf
