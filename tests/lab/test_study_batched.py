@@ -144,6 +144,15 @@ def test_the_kernel_draws_what_torch_draws(greedy):
             torch.testing.assert_close(one.cpu()[expected.finite_B], other[expected.finite_B])
 
 
+def test_a_uniform_just_below_one_draws_no_token_that_weighs_next_to_nothing():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    logits_BV = torch.full((1, 9000), -34.0, device=device)
+    logits_BV[0, 1] = 0.0  # all tokens behind it weigh 2e-11 together
+    uniforms_B = torch.full((1,), 1 - 2.0**-26, dtype=torch.float64, device=device)  # in FP32 it is 1
+    drawn = by_kernel(1, 9000, False, device)(logits_BV, uniforms_B, torch.ones(1, device=device))
+    assert drawn.tokens_B.tolist() == [1]
+
+
 LOSSES = {
     "token_truncate": {"loss_type": "dapo"},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "use_rollout_logprobs": True},
@@ -259,8 +268,10 @@ def test_a_resumed_batch_goes_on_bit_by_bit(tmp_path):
         a_batch(runs[0], followed=curves[:1]).load_state(stopped.state())
 
 
-def test_a_run_that_diverges_stays_as_it_is_and_the_others_go_on():
-    runs = Run(an_arm(), 7, RATE), Run(an_arm(), 8, RATE)
+@pytest.mark.parametrize("arms", [[an_arm()] * 2, [an_arm(temperature=1.3), an_arm()], [full_arm()] * 2])
+def test_a_run_that_diverges_stays_as_it_is_and_the_others_go_on(arms):
+    """With a temperature or a head of its own it scores its tokens by itself, and has none."""
+    runs = Run(arms[0], 7, RATE), Run(arms[1], 8, RATE)
     batch, alone = a_batch(*runs), a_batch(runs[1])
     batch.step(), alone.step()
     batch._trained.values_SE[0, 0] = torch.inf

@@ -6,8 +6,10 @@ of a study share every launch. Each has its own LoRA matrices, data, random numb
 rate; base weights, and with them the large products, are one for all. No parameter belongs to two runs, so
 one backward pass of the sum of their losses gives each its own gradient.
 
-`model` is the forward pass with S adapters, `attention` what a sample and its group see, `sampler` rollouts,
-`score` and `trainer` the update, `norms` the noise, `adapters` the trained matrices and their optimizer.
+`model` is the forward pass of S runs, `prompts` what the samples of a prompt share of it, `attention` what a
+sample sees; `sampler` has rollouts, whose tokens `draw` draws, `score`, `objective` and `trainer` the update,
+`norms` and `noise` what a run explores with. `trained` is what a run trains, and its optimizer: `adapters`,
+or in `full` all weights.
 
 What a run computes is what `QeRLTrainer` computes with one loss per step; a test compares the two. Given up
 for that: samples of many thousand tokens (see `attention`), minibatches within a step, models that do not fit

@@ -5,9 +5,10 @@ its samples, and the queries of all of them meet all of these keys at once, with
 belongs to another sample than a key. So the keys of a prompt are read once per decode step and not once per
 sample. The same function serves sampler and trainer, which differ by the order of sums at most.
 
-One fused kernel does it, which keeps no scores. Queries meet the keys of the other samples in vain: that is
-little for completions of some hundred tokens, for thousands it would be most of the work, and the bias the
-largest tensor of all.
+On a GPU one fused kernel does it, which keeps no scores. Queries meet the keys of the other samples in vain:
+that is little for completions of some hundred tokens, for thousands it would be most of the work, and the
+bias the largest tensor of all. Its backward pass adds a query's gradient over blocks of keys in no fixed
+order, as torch's FlashAttention does for prompts, so a step on a GPU is repeated up to rounding.
 
 Legend: U prompts (of all runs), n samples of each, C queries of a sample, O keys of its own, P tokens of the
 longest prompt, K = P + n O keys of a group, H query heads, G key heads, Q query heads that share a key head,
@@ -70,8 +71,8 @@ def attend_samples(
     prompts, groups, _, width = k_UGKW.shape
     q_GQnCW = q_nCHW.unflatten(-2, (groups, -1)).movedim((-3, -2), (-5, -4))
     # Query heads that share a key head are queries of it. Of the fused kernels one takes a bias on every GPU
-    # and builds no plan for each length.
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+    # and builds no plan for each length; no other one is allowed there, lest scores are kept unnoticed.
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if q_nCHW.is_cuda else SDPBackend.MATH):
         out = F.scaled_dot_product_attention(
             q_GQnCW.reshape(prompts, groups, -1, width), k_UGKW, v_UGKW, attn_mask=bias
         )

@@ -38,7 +38,7 @@ def drawing(rows: int, vocabulary: int, greedy: bool, device: torch.device) -> D
 
 def by_kernel(rows: int, vocabulary: int, greedy: bool, device: torch.device) -> Draw:
     """The same with the kernel, whose books are those of a row with one token."""
-    from qerl.kernels.decode.draw import BLOCK_V, RowState, draw_token
+    from qerl.kernels.decode.draw import BLOCK_V, RowState, draw_token, uniforms_of_rows
     from qerl.kernels.decode.filters import GREEDY, RowSettings
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -59,8 +59,8 @@ def by_kernel(rows: int, vocabulary: int, greedy: bool, device: torch.device) ->
     def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature_B: torch.Tensor) -> Drawn:
         state.generated_T.zero_()
         state.done_T.zero_()
-        state.uniform_TM.copy_(uniforms_B[:, None])
-        settings.inverse_temperature_T.copy_(1 / temperature_B)
+        state.uniform_TM.copy_(uniforms_of_rows(uniforms_B)[:, None])
+        torch.reciprocal(temperature_B, out=settings.inverse_temperature_T)
         draw_token(logits_BV, unit_1B, stats_3TB, state, settings, width=1, eps=0.0)
         logprobs_B, entropies_B = state.out_stats_2TM[..., 0].clone()
         return Drawn(state.out_token_TM[:, 0].long(), logprobs_B, entropies_B, state.done_T != 3)

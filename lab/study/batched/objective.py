@@ -132,7 +132,8 @@ def loss_of(
     mask = outcome.mask_SRC[at]
     _weigh(outcome, piece, logps_sRC.detach())
     part = mask.shape[1] / outcome.mask_SRC.shape[1]
-    # As if the samples were the run's only ones, and then by their share.
+    # A piece has a share of a run's samples. Its loss is that of a step of these samples alone, times the
+    # share; so losses that divide by a step's tokens divide by those of the whole step.
     tokens_s = upload(torch.tensor([max(1, n) * part for n in outcome.tokens_S[piece.runs]]), mask.device)
     seen = (
         mask, outcome.advantages_SR[at], outcome.sampler_SRC[at], outcome.weights_SRC[at], tokens_s,

@@ -80,8 +80,7 @@ class Sampler:
         model: The model; what its runs train is read at each call.
         pad: Token that fills what is masked.
         prompt_width: Tokens to which prompts are padded at least. Calls with prompts of one width share
-        buffers
-            and graphs.
+            buffers and graphs.
     """
 
     def __init__(self, model: BatchedModel, pad: int, prompt_width: int = 0) -> None:

@@ -208,7 +208,7 @@ class _Tiles:
             raise QeRLError("The output head has 64-bit weights; load the model in float32 or in 16 bits.")
         self._transform, self._weight_VD = transform, weight_VD
         positions, vocabulary = len(hidden_SD), len(weight_VD)
-        size = max(1, head_positions(positions, vocabulary))
+        size = max(1, head_positions(positions, vocabulary))  # of no positions there are no parts
         self.parts = [slice(start, start + size) for start in range(0, positions, size)]
         self._logits = torch.empty(size, vocabulary, device=hidden_SD.device)
         self._with_gradient = with_gradient

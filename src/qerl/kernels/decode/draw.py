@@ -60,6 +60,15 @@ class RowState:
     out_stats_2TM: torch.Tensor
 
 
+_BELOW_ONE = 1 - 2**-24  # the largest FP32 number below 1; FP64 between the two would be rounded to 1
+
+
+def uniforms_of_rows(uniforms: torch.Tensor) -> torch.Tensor:
+    """Uniform numbers in [0, 1), FP64, as `RowState.uniform_TM` has them: FP32, and still below 1. At 1 the
+    last token that weighs anything would be drawn, however little that is."""
+    return uniforms.float().clamp_(max=_BELOW_ONE)
+
+
 @triton.jit
 def row_inverse_rms(squares_PT, t, T, D, eps, P: tl.constexpr, P_PADDED: tl.constexpr):
     """1 / rms of one token from its partial sums of squares."""

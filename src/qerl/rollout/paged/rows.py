@@ -14,7 +14,7 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from qerl.kernels.decode.draw import RowState
+from qerl.kernels.decode.draw import RowState, uniforms_of_rows
 from qerl.kernels.decode.filters import FILTERED, FREE, GREEDY, RowSettings
 from qerl.kernels.limits import STOP_TOKENS
 from qerl.rollout.engine import SamplingParams, uniform_streams
@@ -25,7 +25,6 @@ from qerl.rollout.stops import Cut, FinishReason
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
 _BY_KIND = ("limit_2T", "out_stats_2TM")  # tensors whose rows are the second dimension
 _MOST = 2**31 - 1  # of int32
-_BELOW_ONE = 1 - 2**-24  # the largest FP32 number below 1; FP64 between the two would be rounded to 1
 
 
 class Rows:
@@ -106,7 +105,7 @@ class Rows:
         write_settings(self.settings, at, [sequence.params for sequence in sequences])
         longest = max(sequence.max_tokens for sequence in sequences)
         streams = uniform_streams([each.key for each in sequences], longest)
-        uniforms = streams.float().clamp_(max=_BELOW_ONE).to(self._device)
+        uniforms = uniforms_of_rows(streams).to(self._device)
         state.uniform_TM[:, : uniforms.shape[1]].index_copy_(0, at, uniforms)
         self._write_outputs([sequence for sequence in sequences if sequence.token_ids])
 
