@@ -82,6 +82,17 @@ def test_conversations_draw_what_they_would_and_compute_what_is_new(tmp_path, co
     assert counts[0] < counts[1] / 2
 
 
+def test_what_is_found_is_not_counted_as_computed(tmp_path):
+    for kept in (True, False):
+        backend = tiny_backend(tmp_path / str(kept), enable_prefix_caching=kept)
+        key, first = backend.sampler("tiny"), tuple(range(1, 101))
+        (answer,) = sampled(backend, [request(key, first)]).values()
+        assert backend.gauges()["prefilled_tokens"] == len(first)
+        then = (*first, *answer.sequences[0].tokens[:-1], 9, 8, 7)
+        sampled(backend, [request(key, then)] * 2)  # which share it
+        assert backend.gauges()["prefilled_tokens"] == len(first) + (3 if kept else len(then))
+
+
 def test_what_changes_a_model_frees_what_was_kept(tmp_path):
     backend = tiny_backend(tmp_path)
     key = backend.sampler("tiny")

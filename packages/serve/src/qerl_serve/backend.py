@@ -232,6 +232,7 @@ class ModelBackend:
             "adapters_on_device": self._adapters.resident,
             "adapter_bytes": self._adapters.bytes,
             "samplers": len(self._given),
+            "prefilled_tokens": self._sampling.prefilled_tokens,
             "update_every_n_layers": self._seats.every_n_layers,
         }
         if self._base.driver.tokens_per_forward is not None:

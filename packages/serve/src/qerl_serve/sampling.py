@@ -214,10 +214,15 @@ class Sampling:
 
     Args:
         find: Model and policy of a key; raises `QeRLError` for an unknown one.
+
+    Attributes:
+        prefilled_tokens: Tokens that were computed otherwise than as they were drawn: prompts, those that
+            requests share once and without what was kept, and what pauses have taken.
     """
 
     def __init__(self, find: Find) -> None:
         self._find, self._memory = find, _Memory()
+        self.prefilled_tokens = 0
 
     def release(self) -> None:
         """Give back all memory of keys and values."""
@@ -236,6 +241,7 @@ class Sampling:
                     self.release()
                     work()
         finally:
+            self.prefilled_tokens += queue.prefilled_tokens
             self._memory.rest()
 
 
@@ -287,11 +293,12 @@ class _Queue:
 
     Attributes:
         waiting: Requests that have not begun.
+        prefilled_tokens: Tokens that were computed otherwise than as they were drawn.
     """
 
     def __init__(self, find: Find, memory: _Memory, arrived: Arrivals, overdue: Overdue) -> None:
         self._find, self._memory, self._arrived, self._overdue = find, memory, arrived, overdue
-        self._numbered = 0
+        self._numbered = self.prefilled_tokens = 0
         self.waiting: list[_Asked] = []
         self._open: dict[int, _Asked] = {}  # of the session, without an answer
         self._begun: dict[int, tuple[_Asked, int]] = {}  # which sample of which request a sequence is
@@ -468,7 +475,9 @@ class _Queue:
 
     def _next(self, session: Session) -> Iterator[Answer]:
         """Decode a round; yields the answers of requests all of whose samples have ended."""
+        before = session.prefilled_tokens
         turns = session.next(one_round=True)
+        self.prefilled_tokens += session.prefilled_tokens - before
         oldest = next((each for each in self.waiting if each.refused), None)
         if turns and oldest:
             oldest.refused = False
