@@ -144,17 +144,16 @@ def configurations() -> str:
     batches = sorted({row["batch"] for name in _CONFIGURATIONS.values() for row in rows(name)})
     lines: list[tuple[str | None, ...]] = []
     for what, name in _CONFIGURATIONS.items():
-        lines.append((what, *(_tokens_s(_of(name, batch=batch)) for batch in batches)))
+        found = (_tokens_s(_of(name, batch=batch)) for batch in batches)
+        lines.append((what, str(_decoded(name)), *found))
         if name == _USUAL:
             joules = (_joules(_of(name, batch=batch)) if batch >= 64 else None for batch in batches)
-            lines.append(("joules for 1000 tokens", *joules))
+            lines.append(("joules for 1000 tokens", None, *joules))
     names = [*_CONFIGURATIONS.values()]
-    short = " and ".join(what for what, name in _CONFIGURATIONS.items() if _decoded(name) == 64)
     return table(
-        ("tokens per second: sequences", *map(str, batches)),
+        ("tokens per second: sequences", "tokens decoded", *map(str, batches)),
         lines,
         "NVFP4 with LoRA of rank 32 behind prompts of 256 in groups of 8, unless a line says otherwise. "
-        f"{_decoded(_USUAL)} tokens were decoded in the first line, 64 for {short}, and 128 elsewhere. "
         "Joules are from the median of the card's power, where steps are long enough to read it. Empty cells "
         f"were not measured. {source(*names)} {files(*names)}",
     )

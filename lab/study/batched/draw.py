@@ -63,6 +63,7 @@ def by_kernel(rows: int, vocabulary: int, greedy: bool, device: torch.device) ->
         torch.reciprocal(temperature_B, out=settings.inverse_temperature_T)
         draw_token(logits_BV, unit_1B, stats_3TB, state, settings, width=1, eps=0.0)
         logprobs_B, entropies_B = state.out_stats_2TM[..., 0].clone()
-        return Drawn(state.out_token_TM[:, 0].long(), logprobs_B, entropies_B, state.done_T != 3)
+        finite_B = state.done_T != 3  # see `RowState.done_T`
+        return Drawn(state.out_token_TM[:, 0].long(), logprobs_B, entropies_B, finite_B)
 
     return draw

@@ -102,7 +102,7 @@ class Endpoints:
                 self._process, fixed,
             )  # fmt: skip
             try:
-                loop.run(self._listening.url, engine_vocabulary(engine, self._tokenizer))
+                loop.run(self._listening.url, _vocabulary_of(engine, self._tokenizer))
             finally:
                 loop.abandon()
                 self._desk.open([])
@@ -138,7 +138,7 @@ def _collecting_seldom() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
-def engine_vocabulary(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> int:
+def _vocabulary_of(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> int:
     """Token ids are below this."""
     if engine.model is None:
         return len(tokenizer)
