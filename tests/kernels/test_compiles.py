@@ -317,6 +317,7 @@ def walk(recorder: Recorder, target: int) -> None:
         whole: bool = False,
         shape: Any = None,
         expert_rank: int = 0,
+        apart: bool = True,
     ) -> None:
         norm = tokens > 8
         dtype = torch.float8_e4m3fn if fp8 and card.fp8 else torch.bfloat16
@@ -329,9 +330,9 @@ def walk(recorder: Recorder, target: int) -> None:
             adapt_experts(layer.mlp, expert_rank)
         pools = len(KVGeometry.of(decoder.sizes, 2).pools)
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
-        DecodeStep(decoder, cache, tokens, 8, 2, NoGraphs()).run()
+        DecodeStep(decoder, cache, tokens, 8, 2, apart, NoGraphs()).run()
         if whole:
-            DecodeStep(decoder, cache, 8, 8, 2, NoGraphs()).run()
+            DecodeStep(decoder, cache, 8, 8, 2, False, NoGraphs()).run()
             Prefill(decoder, Pace().prefill_tokens).run(
                 [Span([1, 2, 3], 0, {pool: [0] for pool in range(pools)})], cache
             )
@@ -419,6 +420,8 @@ def walk(recorder: Recorder, target: int) -> None:
         decode(8, 32, 128, fp8=False)
         recorder.walk = "16 bits"  # the launch of own tokens has fewer registers
         decode(128, 32, 128, fp8=False)
+        recorder.walk = "prompts of their own"
+        decode(128, 32, 128, fp8=False, apart=False)
 
 
 def adapt_experts(mlp: Any, rank: int) -> None:

@@ -8,13 +8,25 @@ import torch
 
 from bench.result import read_rows
 from qerl.families.sizes import SIZES, Sizes
-from qerl.kernels.decode.attend import APART, Cut
+from qerl.kernels.cards import CARDS
+from qerl.kernels.decode.attend import Cut
+from qerl.kernels.limits import PAGE
 from qerl.measure.random_model import random_decoder
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
-from qerl.rollout.paged.decode import attention_cuts, attention_splits
+from qerl.rollout.paged.decode import (
+    APART,
+    FEW,
+    LONG,
+    attention_cuts,
+    attention_splits,
+    kinds_apart,
+    prompts_apart,
+)
 from qerl.rollout.paged.forward import Forward
 from qerl.rollout.paged.limits import BlockDemand
 from qerl.rollout.paged.weights import Kind
+from qerl.rollout.session import new_sequences
 
 MEASURED = read_rows("attention-splits-7b-h200")
 
@@ -28,23 +40,65 @@ def test_no_other_number_of_splits_was_faster_by_more_than_one_percent(row):
     assert step_ms[taken] <= 1.01 * min(step_ms.values())
 
 
+SEVEN = Kind(None, heads=28, kv_heads=4, head_size=128)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "heads", "size", "pages", "prompts", "own"),
+    ("tokens", "kind", "pages", "apart", "prompts", "own"),
     [
-        (64, 28, 128, 6, Cut(16, 1), Cut(16, 1)),
-        (APART, 28, 128, 6, Cut(64, 1), Cut(16, 1)),
-        (APART, 28, 128, 128, Cut(64, 2), Cut(16, 1)),
-        (256, 28, 128, 128, Cut(64, 1), Cut(16, 1)),
-        (256, 28, 256, 6, Cut(16, 1), Cut(16, 1)),
-        (256, 256, 128, 6, Cut(64, 1), Cut(64, 1)),
+        (64, SEVEN, 6, False, Cut(16, 1), Cut(16, 1)),
+        (APART, SEVEN, 6, False, Cut(16, 1), Cut(16, 1)),
+        (APART, SEVEN, 6, True, Cut(64, 1), Cut(16, 1)),
+        (APART, SEVEN, 128, True, Cut(64, 2), Cut(16, 1)),
+        (256, SEVEN, 128, True, Cut(64, 1), Cut(16, 1)),
+        (8, SEVEN, 129, True, Cut(64, 16), Cut(16, 8)),
+        (8, SEVEN, 513, True, Cut(64, 32), Cut(16, 8)),
+        (64, SEVEN, 513, True, Cut(64, 8), Cut(16, 1)),
+        (64, SEVEN._replace(window=1024), 513, True, Cut(16, 1), Cut(16, 1)),
+        (APART, SEVEN._replace(window=1024), 513, True, Cut(64, 2), Cut(16, 1)),
+        (256, SEVEN._replace(head_size=256), 6, True, Cut(16, 1), Cut(16, 1)),
+        (256, SEVEN._replace(heads=256), 6, True, Cut(64, 1), Cut(64, 1)),
     ],
 )
-def test_prompts_of_many_rows_are_cut_into_larger_tiles(
-    monkeypatch, tokens, heads, size, pages, prompts, own
+def test_prompts_that_are_read_apart_are_cut_into_larger_tiles(
+    monkeypatch, tokens, kind, pages, apart, prompts, own
 ):
     monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)
-    found = attention_cuts(Kind(None, heads, 4, size), tokens, pages, torch.device("cpu"))
-    assert found == (prompts, own)
+    assert attention_cuts(kind, tokens, pages, apart, torch.device("cpu")) == (prompts, own)
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompts", "samples", "tokens", "apart"),
+    [
+        (64, 8, 8, 256, False),
+        (APART, 12, 8, 256, True),
+        (256, 256, 1, 256, False),
+        (256, 128, 2, 256, False),
+        (256, 86, 3, 256, True),
+        (64, 8, 8, LONG * PAGE, False),  # its last token is decoded
+        (64, 8, 8, LONG * PAGE + 1, True),
+        (64, 64, 1, LONG * PAGE + 1, False),
+        (FEW, 1, FEW, LONG * PAGE + 1, True),
+        (4, 1, 4, LONG * PAGE + 1, False),
+    ],
+)
+def test_prompts_are_read_apart_where_groups_share_many_tokens(rows, prompts, samples, tokens, apart):
+    running = new_sequences([[0] * tokens] * prompts, [SamplingParams(1)] * (prompts * samples))[:rows]
+    assert prompts_apart([SEVEN, SEVEN._replace(window=64)], rows, running) is apart
+
+
+def test_tiles_that_hold_a_group_are_not_enlarged():
+    running = new_sequences([[0] * 9] * 12, [SamplingParams(1)] * 96)
+    assert not prompts_apart([SEVEN._replace(heads=4)], 96, running)
+    assert prompts_apart([SEVEN._replace(heads=4), SEVEN], 96, running)
+
+
+def test_no_step_has_a_second_launch_without_large_tiles(monkeypatch):
+    sizes, cpu = Sizes.uniform(64, 128, 1, 4, 2, 16, 100), torch.device("cpu")
+    assert kinds_apart(sizes, cpu) == [Kind(None, 4, 2, 16)]
+    monkeypatch.setattr(decode.attention, "card_of", lambda device: CARDS[8, 0])
+    assert kinds_apart(sizes, cpu) == []
+    assert not prompts_apart([], 512, new_sequences([[0] * 9], [SamplingParams(1)] * 512))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from qerl.kernels.decode import attend as attention
 from qerl.kernels.weights.nf4 import NF4Stack
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged import decode
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import ROW_TOKEN_BYTES, KVGeometry, Pages, state_bytes
 from qerl.rollout.paged.scheduler import Pace
@@ -70,13 +71,25 @@ def test_both_engines_sample_the_same(adapted, family):
 
 
 def test_prompts_in_a_launch_of_their_own_change_no_sample(adapted, monkeypatch):
-    monkeypatch.setattr(attention, "APART", 2)
+    monkeypatch.setattr(decode, "APART", 2)
     model, params = adapted("llama"), SamplingParams(max_tokens=4, seed=1)
-    wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params)
-    engine = paged(model)
-    close(engine.generate(PROMPTS, 2, params), wanted)
+    samples = 9  # of a prompt, one more than a small tile holds
+    wanted = PortableEngine(model, 0).generate(PROMPTS, samples, params)
+    engine = paged(model, 40)
+    close(engine.generate(PROMPTS, samples, params), wanted)
     kinds = [kind for step in engine.graphs.steps.values() for kind in step.forward._attending]
     assert {kind.prompts.rows for kind in kinds} == {64}
+
+
+def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkeypatch):
+    """Of 18 samples of two prompts, most end early; those that are left go on in a step of as many rows."""
+    monkeypatch.setattr(decode, "APART", 2)
+    model, pace = adapted("llama"), dataclasses.replace(PACE, small_rows=32)
+    params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=tuple(range(0, 61, 4)))
+    wanted = PortableEngine(model, 0).generate(PROMPTS, 9, params)
+    engine = paged(model, 40, pace)
+    close(engine.generate(PROMPTS, 9, params), wanted)
+    assert set(engine.graphs.steps) == {(24, True), (24, False)}
 
 
 def test_fp8_keys_are_refused_where_keys_have_a_bias(tiny_model):
@@ -169,7 +182,7 @@ def test_all_settings_share_steps_whose_state_is_what_the_plan_counts(adapted):
     assert len(steps) > 1, steps
     states = [step.rows.state for step in steps.values()]
     held = sum(x.nbytes for each in states for x in (each.uniform_TM, each.out_token_TM, each.out_stats_2TM))
-    assert held == ROW_TOKEN_BYTES * 4 * sum(steps)
+    assert held == ROW_TOKEN_BYTES * 4 * sum(rows for rows, _ in steps)
     assert state_bytes(3, 4) == ROW_TOKEN_BYTES * 4 * (1 + 2 + 4)
 
 

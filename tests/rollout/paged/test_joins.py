@@ -66,7 +66,8 @@ class Switched(PlainMemory):
 class Step:
     """Takes the place of a captured step, with its rows."""
 
-    def __init__(self, decoder, cache, rows, max_new, table_width, graphs):
+    def __init__(self, decoder, cache, rows, max_new, table_width, apart, graphs):
+        self.apart = apart
         self.rows, self.cache = Rows(rows, max_new, table_width, 1, [3], torch.device("cpu")), cache
         self.state, self.settings = (
             SimpleNamespace(**{each.name: getattr(of, each.name).numpy() for each in fields(of)})

@@ -6,12 +6,13 @@ All query heads that share a kv head are rows of the same tile, so a block of ke
 for all of them. How far a row may look is a number for each token, which makes decode, shared prompts and
 causal prefill the same loop.
 
-While few tokens decode, tiles have 16 rows at prompts as at own tokens. A group that needs several (8 samples
-with 7 query heads per kv head: four) reads its prompt from the L2 cache after the first. With many tokens
-such reads take more time than those of memory, so from `APART` tokens on a prompt's tile has 64 rows, with
-warpgroup products. Own tokens in the same launch would get its registers, with which two programs fit on a
-multiprocessor and not five, so prompts have a launch ahead of theirs. The second does not wait for the first:
-it starts where prompts leave room, and ends when they have ended.
+While few tokens decode behind short prompts, tiles have 16 rows at prompts as at own tokens. A group that
+needs several (8 samples with 7 query heads per kv head: four) reads its prompt from the L2 cache after the
+first. With many tokens or long prompts such reads take more time than those of memory, so a prompt's tile may
+have 64 rows, with warpgroup products. Own tokens in the same launch would get its registers, with which two
+programs fit on a multiprocessor and not five, so prompts have a launch ahead of theirs. The second does not
+wait for the first: it starts where prompts leave room, and ends when they have ended. Where that pays,
+`qerl.rollout.paged.decode` says.
 
 Each work item's keys are divided into splits that run in parallel; every split leaves a normalised output and
 its log-sum-exp, and a second kernel combines them, multiplies by the output's gate where a layer has one, and
@@ -51,10 +52,6 @@ from qerl.kernels.limits import WHOLE_PARTS, rank_part
 ALONE, AHEAD, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What a launch is: the only one, that of prompts, or that of own tokens beside it."""
 
-APART = 96
-"""Tokens from which on prompts are read in a launch of their own, on cards with wgmma. Steps of 64 are faster
-with one launch (ways-7b-attend-halves-h200.json)."""
-
 HALF_PARTS = 64
 """Tokens of a pass from which on the outputs of splits are kept in 16 bits, see `parts_dtype`."""
 
@@ -77,17 +74,18 @@ def decode_rows(grouped_heads: int) -> int:
     return max(16, triton.next_power_of_2(grouped_heads))
 
 
-def prompt_rows(grouped_heads: int, size: int, tokens: int, device: torch.device) -> int:
-    """Rows of a tile while decoding, where items are samples of a group at their prompt.
+def prompt_rows(grouped_heads: int, size: int, device: torch.device) -> int:
+    """Rows of a tile while decoding, where items are samples of a group at their prompt and have a launch of
+    their own; those of `decode_rows` where the card has no products of warpgroups, or heads are too wide.
 
     Args:
         grouped_heads: Query heads per kv head.
         size: Of a head. Two programs of wider ones do not fit on a multiprocessor, nor own tokens beside one.
-        tokens: Of the step.
         device: Where it runs.
     """
-    apart = tokens >= APART and size <= 128 and card_of(device).math == "wgmma"
-    return max(64, triton.next_power_of_2(grouped_heads)) if apart else decode_rows(grouped_heads)
+    if size > 128 or card_of(device).math != "wgmma":
+        return decode_rows(grouped_heads)
+    return max(64, triton.next_power_of_2(grouped_heads))
 
 
 def parts_dtype(tokens: int, dtype: torch.dtype) -> torch.dtype:
@@ -371,6 +369,7 @@ def attend(
     tokens, heads, size = q_THE.shape
     kv_heads, page = k_cache.shape[1:3]
     padded, items = triton.next_power_of_2(size), item_4.shape[0]
+    many = tokens * kv_heads * own.splits > WHOLE_PAGES * multiprocessors(q_THE.device)
 
     def launch(which: tl.constexpr, item_4: torch.Tensor, programs: int, cut: Cut) -> None:
         arguments = pointers(
@@ -382,7 +381,7 @@ def attend(
             size**-0.5 if scale is None else scale, window or 0,
             HQ=heads, HKV=kv_heads, E=size, E_PADDED=padded, PAGE=page,
             ROWS=cut.rows, SPLITS=cut.splits, PROMPT_SPLITS=prompts.splits, WINDOW=window is not None,
-            LAUNCH=which.value, **_pipeline(which, cut.rows, padded, page, shared_bytes(q_THE)),
+            LAUNCH=which.value, **_pipeline(which, many, cut.rows, padded, page, shared_bytes(q_THE)),
             **dependent(q_THE),
         )  # fmt: skip
 
@@ -394,7 +393,14 @@ def attend(
     launch(BESIDE, item_4[items // 2 :], items // 2, own)
 
 
-def _pipeline(launch: tl.constexpr, rows: int, size: int, page: int, shared: int) -> dict[str, int]:
+WHOLE_PAGES = 3
+"""Programs of 16 rows that fit on a multiprocessor where each asks for a whole page at a time, see
+`decode_rows`. Of 64 rows with prompts of their own and eight kv heads a quarter would wait for the others."""
+
+
+def _pipeline(
+    launch: tl.constexpr, many: bool, rows: int, size: int, page: int, shared: int
+) -> dict[str, int]:
     """Keys of a block, warps of a program, and stages in which it asks for blocks ahead of their use.
 
     Where a block lies is read from a table, which takes as many stages as the block itself: of two, three or
@@ -404,15 +410,23 @@ def _pipeline(launch: tl.constexpr, rows: int, size: int, page: int, shared: int
 
     Many rows of heads wider than 128 take eight warps, whose registers hold the output. Pages ahead would
     need 104 KB of shared memory; a card with less loads each where it is used.
+
+    Args:
+        launch: What it is.
+        many: Whether more programs have keys of their own tokens than fit with whole pages.
+        rows: Of a tile.
+        size: Of a head, padded.
+        page: Tokens of a page.
+        shared: Bytes of shared memory that a program may have.
     """
     if size > 256:
         return {"KEYS": page // 2, "num_warps": 8, "num_stages": 2 if shared >= WHOLE_PARTS else 1}
     if size > 128 and rows > 16:
         return {"KEYS": page, "num_warps": 8, "num_stages": 3 if shared >= WHOLE_PARTS else 1}
-    if launch.value != ALONE.value:
-        return {"KEYS": page // 2, "num_warps": 4, "num_stages": 5}
-    ahead = size <= 128 and rows <= 32 and shared >= WHOLE_PARTS
-    return {"KEYS": page, "num_warps": 4, "num_stages": 5 if ahead else 3}
+    one_of_two = launch.value != ALONE.value
+    if not one_of_two and (size > 128 or rows > 32 or shared < WHOLE_PARTS):
+        return {"KEYS": page, "num_warps": 4, "num_stages": 3}
+    return {"KEYS": page // 2 if one_of_two or many else page, "num_warps": 4, "num_stages": 5}
 
 
 def combine_splits(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 import triton
 
+from qerl.families.sizes import Sizes
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.draw import BLOCK_V, cap_logits, draw_token
 from qerl.kernels.device import multiprocessors
@@ -30,54 +31,97 @@ from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.weights import Decoder, Kind, kinds_of
 from qerl.rollout.session import Sequence
 
-LONG, FEW, MOST_SPLITS = 64, 8, 8
-"""Pages of a table from which on few rows, at most these many, take twice the splits that fill the GPU; and
-the most splits of an item."""
+LONG, FEW = 64, 8
+"""Pages of a table from which on it is a long one, and rows up to which they are few."""
+
+MOST_SPLITS, MOST_PROMPT_SPLITS = 8, 32
+"""The most splits of an item, and of one at a prompt that has a launch of its own."""
+
+APART = 96
+"""Rows from which on prompts are read in a launch of their own; behind long ones it is `FEW`. With 64 rows
+behind 256 tokens one launch is 0.7 % faster, and with 8 it is 2.2 % (ways-7b-apart-few-h200.json)."""
 
 PROMPT_PAGES = 8
-"""Pages of a shared prompt that a split has at least, where the own tokens of many rows fill the GPU beside
-it."""
+"""Pages of a prompt that has a launch of its own which a split has at least."""
 
 
-def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int) -> int:
+def kinds_apart(sizes: Sizes, device: torch.device) -> list[Kind]:
+    """The kinds of a model's attention that have larger tiles for prompts in a launch of their own."""
+    return [
+        kind
+        for kind in kinds_of(sizes)
+        if attention.prompt_rows(kind.group, kind.head_size, device) > attention.decode_rows(kind.group)
+    ]
+
+
+def prompts_apart(kinds: abc.Iterable[Kind], rows: int, running: abc.Collection[Sequence]) -> bool:
+    """Whether a step reads prompts in a launch of their own, see `qerl.kernels.decode.attend`.
+
+    That is worth it where a prompt's samples are, in the mean, more than a small tile holds. 7B on an H200,
+    groups of 8 (ways-7b-long-prompts-h200.json, ways-7b-longest-prompts-h200.json): behind 8192 tokens 8, 32
+    and 64 rows are 15, 110 and 79 % faster, behind 32,768 tokens 8 and 64 rows 74 and 239 %. Where each row
+    has a prompt of its own, of 1024 tokens, 96 to 256 rows are 2 % slower (ways-7b-own-prompts-h200.json).
+    Prompts between 256 and 8192 tokens were not timed with fewer than `APART` rows.
+
+    Args:
+        kinds: Of attention, those of `kinds_apart`.
+        rows: Of the step.
+        running: What runs there.
+    """
+    prompts = {sequence.prompt for sequence in running}
+    small_tiles = [attention.decode_rows(kind.group) // kind.group for kind in kinds]
+    if not small_tiles or len(running) <= min(small_tiles) * len(prompts):
+        return False
+    longest = max(prompt.shared_tokens for prompt in prompts)
+    return rows >= (FEW if longest >= LONG * PAGE else APART)
+
+
+def attention_splits(
+    rows: int, kv_heads: int, multiprocessors: int, pages: int, most: int = MOST_SPLITS
+) -> int:
     """Into how many splits the keys of an attention item are divided, so that few rows still fill the GPU.
 
-    It is a power of two up to `MOST_SPLITS`, and no more than a table has pages: a split without a page has
-    nothing to read, and its part of the result is combined like the others. Twice as many as fill the GPU
-    cost more to combine than they gain, but behind long contexts. 7B on an H200
-    (attention-splits-7b-h200.json): one row behind 256 tokens is 2.9 % faster with 4 splits than with 8,
-    eight rows behind 4096 tokens are 11 % faster with 8 than with 4, behind 1024 tokens 1 % slower.
+    It is a power of two, and no more than a table has pages: a split without a page has nothing to read, and
+    its part of the result is combined like the others. Twice as many as fill the GPU cost more to combine
+    than they gain, but behind long contexts. 7B on an H200 (attention-splits-7b-h200.json): one row behind
+    256 tokens is 2.9 % faster with 4 splits than with 8, eight rows behind 4096 tokens are 11 % faster with 8
+    than with 4, behind 1024 tokens 1 % slower.
 
     Args:
         rows: Of the step.
         kv_heads: Heads of keys.
         multiprocessors: Of the GPU.
         pages: Cache blocks of the longest table.
+        most: Splits.
     """
     filling = multiprocessors // (rows * kv_heads)
     wanted = max(1, min(2 * filling if pages >= LONG and rows <= FEW else filling, pages))
-    return min(MOST_SPLITS, 1 << (wanted.bit_length() - 1))
+    return min(most, 1 << (wanted.bit_length() - 1))
 
 
 def attention_cuts(
-    kind: Kind, tokens: int, table_width: int, device: torch.device
+    kind: Kind, tokens: int, table_width: int, apart: bool, device: torch.device
 ) -> tuple[attention.Cut, attention.Cut]:
     """How attention cuts items at shared prompts, and those at own tokens.
 
     Args:
-        kind: Of attention.
+        kind: Of attention. One whose window hides most of a long prompt is cut as behind a short one.
         tokens: Of the step.
         table_width: Cache blocks of the longest table.
+        apart: Whether prompts have a launch of their own.
         device: Where the step runs.
     """
     pages = table_width if kind.window is None else min(table_width, kind.window // PAGE + 1)
     filled = kind.kv_heads, multiprocessors(device)
     own = attention.Cut(attention.decode_rows(kind.group), attention_splits(tokens, *filled, pages))
-    rows = attention.prompt_rows(kind.group, kind.head_size, tokens, device)
+    if not apart or (tokens < APART and pages < LONG):
+        return own, own
+    rows = attention.prompt_rows(kind.group, kind.head_size, device)
     if rows == own.rows:
         return own, own
     items = triton.cdiv(tokens, rows // kind.group)
-    return attention.Cut(rows, attention_splits(items, *filled, pages // PROMPT_PAGES)), own
+    splits = attention_splits(items, *filled, pages // PROMPT_PAGES, MOST_PROMPT_SPLITS)
+    return attention.Cut(rows, splits), own
 
 
 class DecodeStep:
@@ -89,10 +133,12 @@ class DecodeStep:
         rows: Sequences that run side by side.
         max_new: Tokens that a sequence may generate.
         table_width: Cache blocks that a sequence may own, and a prompt too.
+        apart: Whether prompts have a launch of their own, see `prompts_apart`.
         graphs: Where the step is captured.
 
     Attributes:
         rows: The batch.
+        apart: As given.
         forward: The pass over the decoder.
     """
 
@@ -103,12 +149,13 @@ class DecodeStep:
         rows: int,
         max_new: int,
         table_width: int,
+        apart: bool,
         graphs: Graphs,
     ) -> None:
         device, kinds = decoder.embedding_VD.device, kinds_of(decoder.sizes)
 
-        self._decoder, self._cache, self._graphs = decoder, cache, graphs
-        cuts = [attention_cuts(kind, rows, table_width, device) for kind in kinds]
+        self._decoder, self._cache, self._graphs, self.apart = decoder, cache, graphs, apart
+        cuts = [attention_cuts(kind, rows, table_width, apart, device) for kind in kinds]
         self.forward = Forward(decoder, rows, cuts)
         together = [prompts.rows // kind.group for (prompts, _), kind in zip(cuts, kinds, strict=True)]
         pools = len(cache.geometry.pools)
@@ -168,12 +215,13 @@ class DecodeGraphs:
         small_rows: Rows up to which no smaller step is taken, see `Pace`.
 
     Attributes:
-        steps: Steps by rows.
+        steps: Steps by rows, and by whether prompts have a launch of their own.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int) -> None:
         self._decoder, self._cache, self._machine = decoder, cache, machine
         self._small_rows = small_rows
+        self._kinds = kinds_apart(decoder.sizes, decoder.embedding_VD.device)
         self.close()
 
     def close(self) -> None:
@@ -183,7 +231,7 @@ class DecodeGraphs:
 
     def forget(self) -> None:
         """Drop all steps, with their buffers and graph memory."""
-        self.steps: dict[int, DecodeStep] = {}
+        self.steps: dict[tuple[int, bool], DecodeStep] = {}
         self._graphs = self._machine.graphs()
 
     def serves(self, max_new: int, table_width: int) -> bool:
@@ -196,7 +244,7 @@ class DecodeGraphs:
         self._table_width = max(self._table_width, table_width)
 
     def fit(self, step: DecodeStep | None, scheduler: Scheduler, entering: list[Sequence]) -> DecodeStep:
-        """Switch to the smallest step that holds what runs.
+        """Switch to the smallest step that holds what runs, with prompts read as pays for it.
 
         Args:
             step: The step in use; None at the start of a call.
@@ -206,9 +254,10 @@ class DecodeGraphs:
         running = scheduler.running
         present = None if step is None else step.rows.count
         rows = rows_of_step(len(running), present, self._small_rows)
-        if step is not None and rows == present:
+        apart = prompts_apart(self._kinds, rows, running.values())
+        if step is not None and (rows, apart) == (present, step.apart):
             return step
-        chosen = self.step(rows)
+        chosen = self.step(rows, apart)
         new = set(entering)
         staying = [row for row, sequence in running.items() if sequence not in new]
         moved = scheduler.compact(chosen.rows.count)
@@ -217,10 +266,10 @@ class DecodeGraphs:
             chosen.rows.move(step.rows, {row: moved[row] for row in staying})
         return chosen
 
-    def step(self, rows: int) -> DecodeStep:
+    def step(self, rows: int, apart: bool) -> DecodeStep:
         """The step of so many rows, one of `qerl.rollout.paged.limits.ROW_COUNTS`."""
-        if rows not in self.steps:
-            self.steps[rows] = DecodeStep(
-                self._decoder, self._cache, rows, self._max_new, self._table_width, self._graphs
+        if (rows, apart) not in self.steps:
+            self.steps[rows, apart] = DecodeStep(
+                self._decoder, self._cache, rows, self._max_new, self._table_width, apart, self._graphs
             )
-        return self.steps[rows]
+        return self.steps[rows, apart]
