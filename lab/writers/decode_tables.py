@@ -24,6 +24,11 @@ _TOGETHER = {
     "after": ("rollout-7b-merged-1-h200", "rollout-7b-merged-2-h200"),
 }
 """Processes by turns on one card, before and after the kernels of few and of many rows."""
+_DECIDED = {
+    "before": ("rollout-7b-before-decided-1-h200", "rollout-7b-before-decided-2-h200"),
+    "after": ("rollout-7b-decided-1-h200", "rollout-7b-decided-2-h200"),
+}
+"""The same before and after what `ways_tried` calls taken."""
 _MANY = {
     "ways-7b-products-h200": (
         ("quack-early", "with quack's products, LoRA's sums and 1/rms loaded early in act_mul"),
@@ -64,6 +69,17 @@ _TRIED = (
     ("and splits are combined by the one that ends last", (_LAST, "both")),
 )
 """Lines of files and ways, each way against the first of its file."""
+
+_PROMPTS = (
+    ("ways-7b-apart-few-h200", "apart", "prompts apart"),
+    ("ways-7b-own-prompts-h200", "together", "prompts not apart"),
+    ("ways-7b-long-prompts-h200", "splits-16", "up to 16 splits"),
+    ("ways-7b-long-prompts-h200", "apart", "prompts apart"),
+    ("ways-7b-long-prompts-h200", "apart-16", "prompts apart, up to 16 splits"),
+    ("ways-7b-longest-prompts-h200", "apart", "prompts apart"),
+    ("ways-7b-longest-prompts-h200", "apart-32", "prompts apart, up to 32 splits"),
+)
+"""Files, ways and what each is."""
 
 
 _USUAL = "rollout-7b-fce65ec-h200"
@@ -261,16 +277,53 @@ def ways_tried() -> str:
     )
 
 
+def long_prompts() -> str:
+    """What reading prompts in a launch of their own is worth, by prompt, group and sequences."""
+    names = list(dict.fromkeys(name for name, *_ in _PROMPTS))
+    batches = sorted({row["batch"] for name in names for row in rows(name)})
+    found = [
+        (
+            rows(name)[0]["prompt_tokens"],
+            rows(name)[0]["group"],
+            what,
+            [_over_first(name, way, batch) if rows(name, batch=batch) else None for batch in batches],
+        )
+        for name, way, what in _PROMPTS
+    ]
+    lines = [
+        (prompt, group, what, *(each and _percent(fmean(each)).removesuffix(" %") for each in changes))
+        for prompt, group, what, changes in found
+    ]
+    apart = _apart(each for *_, changes in found for each in changes if each)
+    return table(
+        ("prompt", "group", "Qwen2.5-7B, % of tokens per second, by sequences", *map(str, batches)),
+        lines,
+        "Each against the rule of that commit, which read prompts apart from 96 sequences on and had at most "
+        "8 splits. All ways of a file in turn in one process, twice, the second time in reverse order; means "
+        f"of two that differ by at most {100 * apart:.1f} percentage points. {source(*names)} "
+        f"{files(*names)}",
+    )
+
+
 def kernels_together() -> str:
     """Decoded tokens per second before and after the kernels for few and for many rows, all of them."""
+    return _before_after(_TOGETHER)
+
+
+def kernels_decided() -> str:
+    """The same before and after what `ways_tried` calls taken, all of it."""
+    return _before_after(_DECIDED)
+
+
+def _before_after(processes: dict[str, tuple[str, ...]]) -> str:
     lines = []
-    for batch in (row["batch"] for row in rows(_TOGETHER["after"][0])):
+    for batch in (row["batch"] for row in rows(processes["after"][0])):
         before, after = (
             fmean(row["decode_tok_s"] for name in names for row in rows(name, batch=batch))
-            for names in _TOGETHER.values()
+            for names in processes.values()
         )
         lines.append((batch, f"{before:.0f}", f"{after:.0f}", _percent(after / before)))
-    names = [name for pair in zip(*_TOGETHER.values(), strict=True) for name in pair]
+    names = [name for pair in zip(*processes.values(), strict=True) for name in pair]
     return table(
         ("Qwen2.5-7B, sequences", "before", "after", "change"),
         lines,
@@ -300,6 +353,20 @@ def _percent(ratio: float) -> str:
 def faster_128(shape: str) -> str:
     """By how much clusters and three warpgroups make steps of 128 sequences faster."""
     return _change("decode_tok_s", shape, "three", "single", 1).removeprefix("+")
+
+
+def long_prompts_faster(name: str, way: str, batch: int) -> str:
+    """By how much a way is faster than the first of its file."""
+    return _percent(fmean(_over_first(name, way, batch))).removeprefix("+")
+
+
+def fp8_keys_faster(batch: int) -> str:
+    """By how much steps with keys in FP8 became faster when queries met them in FP16."""
+    before, after = (
+        rows(f"rollout-llama3-8b-keys-fp8-{when}-h200", batch=batch)[0]["decode_tok_s"]
+        for when in ("old", "new")
+    )
+    return _percent(after / before).removeprefix("+")
 
 
 def _changes(shape: str, first: str, second: str, machine: int) -> str | None:

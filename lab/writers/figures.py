@@ -310,6 +310,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ways-many": decode_tables.ways_of_many,
     "ways-tried": decode_tables.ways_tried,
     "kernels-together": decode_tables.kernels_together,
+    "kernels-decided": decode_tables.kernels_decided,
+    "long-prompts": decode_tables.long_prompts,
     "steps": steps,
     "backward": backward_tables.products,
     "steps-lengths": length_tables.steps,
@@ -373,6 +375,12 @@ NUMBERS: dict[str, Callable[[], str]] = {
     **serve_tables.rival_numbers("serve-rival-4b-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
     "decode-128-faster-7b": lambda: decode_tables.faster_128("7b"),
+    "fp8-keys-faster-32": lambda: decode_tables.fp8_keys_faster(32),
+    "fp8-keys-faster-64": lambda: decode_tables.fp8_keys_faster(64),
+    "long-prompts-8k": lambda: decode_tables.long_prompts_faster("ways-7b-long-prompts-h200", "apart", 64),
+    "long-prompts-32k": lambda: decode_tables.long_prompts_faster(
+        "ways-7b-longest-prompts-h200", "apart-32", 64
+    ),
     "logits-kl-rounded": lambda: _logits_kl(0),
     "logits-kl": lambda: _logits_kl(1),
     **distilled_tables.NUMBERS,

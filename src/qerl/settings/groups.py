@@ -232,7 +232,8 @@ class Sampling(Group):
     max_staleness: Annotated[int, Field(ge=0, le=4)] = 0
     """Largest number of optimizer steps that a group may start ahead of the one that it trains in, in rows
     that are free while the last samples of a rollout are drawn; unfinished samples and their keys and values
-    stay over the update, so samples come from older policies too. 0 samples each step by itself."""
+    stay over the update, so samples come from older policies too; docs/training.md says what that costs. 0
+    samples each step by itself."""
     max_sequences: PositiveInt | None = None
     """Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged
     engine)."""
