@@ -76,9 +76,7 @@ def prompts_apart(kinds: abc.Iterable[Kind], rows: int, running: abc.Collection[
     return rows >= (FEW if longest >= LONG * PAGE else APART)
 
 
-def attention_splits(
-    rows: int, kv_heads: int, multiprocessors: int, pages: int, most: int = MOST_SPLITS
-) -> int:
+def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int, most: int) -> int:
     """Into how many splits the keys of an attention item are divided, so that few rows still fill the GPU.
 
     It is a power of two, and no more than a table has pages: a split without a page has nothing to read, and
@@ -113,7 +111,8 @@ def attention_cuts(
     """
     pages = table_width if kind.window is None else min(table_width, kind.window // PAGE + 1)
     filled = kind.kv_heads, multiprocessors(device)
-    own = attention.Cut(attention.decode_rows(kind.group), attention_splits(tokens, *filled, pages))
+    splits = attention_splits(tokens, *filled, pages, MOST_SPLITS)
+    own = attention.Cut(attention.decode_rows(kind.group), splits)
     if not apart or (tokens < APART and pages < LONG):
         return own, own
     rows = attention.prompt_rows(kind.group, kind.head_size, device)
