@@ -1,6 +1,6 @@
 """Tables of decoded tokens per second: by shape and number of sequences, and by ways to multiply."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from statistics import fmean
 
@@ -315,7 +315,7 @@ def kernels_decided() -> str:
     return _before_after(_DECIDED)
 
 
-def _before_after(processes: dict[str, tuple[str, ...]]) -> str:
+def _before_after(processes: Mapping[str, tuple[str, ...]]) -> str:
     lines = []
     for batch in (row["batch"] for row in rows(processes["after"][0])):
         before, after = (
