@@ -356,6 +356,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "step-refilled-0": lambda: _step_refilled(0),
     "step-refilled-2": lambda: _step_refilled(2),
+    "rollout-8192": lambda: f"{rows('step-7b-8192-h200')[0]['rollout_s']:.1f} s",
     "requests-anew": lambda: _requests("anew"),
     "requests-prefixes": lambda: _requests("prefixes"),
     "requests-7b-anew": lambda: _requests_7b(4, "anew"),
