@@ -33,11 +33,12 @@ from qerl.families.layer import DeltaNet, RoutedMLP
 from qerl.families.sizes import Sizes
 from qerl.fp4.published import declared_format
 from qerl.kernels.limits import PAGE
-from qerl.measure.decode import decode_speed, fill_rows, random_cache, running_rows, step_of
+from qerl.measure.decode import decode_speed, fill_rows, random_cache
 from qerl.measure.gauge import gauge
 from qerl.measure.model_config import declared, model_config, shape_of, sizes_of
 from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
+from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry, States
 from qerl.rollout.paged.machine import CudaGraphs
@@ -153,9 +154,8 @@ def profile(
     pools = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).pools
     demand = BlockDemand(prompt_tokens, 64, group, pools, ahead_tokens=64)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
-    running = running_rows(cache, rows, prompt_tokens, group, 64)
-    step = step_of(decoder, cache, running, 64, demand.table_width, CudaGraphs())
-    fill_rows(step, running)
+    step = DecodeStep(decoder, cache, rows, 64, demand.table_width, CudaGraphs())
+    fill_rows(step, cache, prompt_tokens, group, 64)
     step.run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:

@@ -16,8 +16,9 @@ if not torch.cuda.is_available():
 from bench.products import dequantised
 from qerl.families.sizes import Sizes
 from qerl.kernels.weights.dense import DenseStack
-from qerl.measure.decode import fill_rows, running_rows, step_of
+from qerl.measure.decode import fill_rows
 from qerl.measure.random_model import random_decoder
+from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import Units
 from tests.support.machine import NoGraphs
@@ -44,9 +45,8 @@ def output(decoder, rows, passes=1):
     cache = KVCache.of_blocks(decoder, Units([4 * rows]))
     for layer in (each for pair in cache.layers for each in pair):
         layer.normal_()
-    running = running_rows(cache, rows, 70, 8, 4)
-    step = step_of(decoder, cache, running, 4, 2, NoGraphs())
-    fill_rows(step, running)
+    step = DecodeStep(decoder, cache, rows, 4, 2, NoGraphs())
+    fill_rows(step, cache, 70, 8, 4)
     for _ in range(passes):
         found = step.forward(cache, step.rows.inputs).clone()
     return found.double()

@@ -330,9 +330,11 @@ def walk(recorder: Recorder, target: int) -> None:
             adapt_experts(layer.mlp, expert_rank)
         pools = len(KVGeometry.of(decoder.sizes, 2).pools)
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
-        DecodeStep(decoder, cache, tokens, 8, 2, apart, NoGraphs()).run()
+        step = DecodeStep(decoder, cache, tokens, 8, 2, NoGraphs())
+        step.forward.cut_as(apart)
+        step.run()
         if whole:
-            DecodeStep(decoder, cache, 8, 8, 2, False, NoGraphs()).run()
+            DecodeStep(decoder, cache, 8, 8, 2, NoGraphs()).run()
             Prefill(decoder, Pace().prefill_tokens).run(
                 [Span([1, 2, 3], 0, {pool: [0] for pool in range(pools)})], cache
             )

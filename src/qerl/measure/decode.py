@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +9,13 @@ import torch
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.blocks import memory_of
-from qerl.rollout.paged.decode import DecodeStep, kinds_apart, prompts_apart
+from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import PREFILL_TOKENS, BlockDemand, KVGeometry, Units
-from qerl.rollout.paged.machine import CudaGraphs, Graphs
+from qerl.rollout.paged.machine import CudaGraphs
 from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.paged.weights import Decoder
-from qerl.rollout.session import Sequence, new_sequences
+from qerl.rollout.session import new_sequences
 
 
 def random_cache(decoder: Decoder, blocks: Units, dtype: torch.dtype) -> KVCache:
@@ -28,11 +27,10 @@ def random_cache(decoder: Decoder, blocks: Units, dtype: torch.dtype) -> KVCache
     return cache
 
 
-def running_rows(
-    cache: KVCache, rows: int, prompt_tokens: int, group: int, decode_tokens: int
-) -> dict[int, Sequence]:
-    """Sequences by row, each at the end of a prompt of ``prompt_tokens`` that is cached already, ``group`` of
-    them per prompt, with blocks for ``decode_tokens`` tokens."""
+def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, decode_tokens: int) -> None:
+    """Put every row at the end of a prompt of ``prompt_tokens`` that is cached already, ``group`` rows per
+    prompt, with blocks for ``decode_tokens`` tokens."""
+    rows = step.rows.count
     pace = Pace(round_steps=decode_tokens, spare_rounds=0)
     memory = memory_of(cache.blocks, cache.geometry.pools, PAGE, PREFILL_TOKENS[-1])
     scheduler = Scheduler(memory, rows, pace)
@@ -40,31 +38,11 @@ def running_rows(
     scheduler.add(new_sequences(prompts, [SamplingParams(decode_tokens)] * (len(prompts) * group)))
     admitted = scheduler.next_round().admitted
     assert len(admitted) == rows, "the cache is too small"
+    step.rows.clear()
     for row, sequence in enumerate(admitted):
         sequence.key = 0, row, 0
-    return scheduler.running
-
-
-def step_of(
-    decoder: Decoder,
-    cache: KVCache,
-    running: Mapping[int, Sequence],
-    decode_tokens: int,
-    table_width: int,
-    graphs: Graphs,
-) -> DecodeStep:
-    """A step of as many rows as run, which reads prompts as the engine would."""
-    rows = len(running)
-    kinds = kinds_apart(decoder.sizes, decoder.embedding_VD.device)
-    apart = prompts_apart(kinds, rows, running.values())
-    return DecodeStep(decoder, cache, rows, decode_tokens, table_width, apart, graphs)
-
-
-def fill_rows(step: DecodeStep, running: Mapping[int, Sequence]) -> None:
-    """Put what runs into the rows of a step, each at the end of its prompt."""
-    step.rows.clear()
-    step.rows.place(list(running.values()))
-    step.attend(running)
+    step.rows.place(admitted)
+    step.attend(scheduler.running)
 
 
 def decode_speed(
@@ -84,12 +62,12 @@ def decode_speed(
     pools = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).pools
     demand = BlockDemand(prompt_tokens, decode_tokens, group, pools, ahead_tokens=decode_tokens)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
-    running = running_rows(cache, rows, prompt_tokens, group, decode_tokens)
-    step = step_of(decoder, cache, running, decode_tokens, demand.table_width, CudaGraphs())
+    step = DecodeStep(decoder, cache, rows, decode_tokens, demand.table_width, CudaGraphs())
+    fill_rows(step, cache, prompt_tokens, group, decode_tokens)
     step.capture()
     times = []
     for _ in range(repeats):
-        fill_rows(step, running)
+        fill_rows(step, cache, prompt_tokens, group, decode_tokens)
         torch.cuda.synchronize()
         start = time.perf_counter()
         step.decode(decode_tokens)

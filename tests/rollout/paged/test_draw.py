@@ -121,7 +121,7 @@ def test_rounding_draws_no_token_that_weighs_next_to_nothing(monkeypatch):
 def test_a_uniform_just_below_one_stays_below_it_in_fp32(monkeypatch):
     near = torch.full((1, 2), 1 - 2.0**-26, dtype=torch.float64)
     monkeypatch.setattr(placing, "uniform_streams", lambda *_: near)
-    rows = placing.Rows(count=1, max_new=3, table_width=1, pools=1, together=[1], device=torch.device("cpu"))
+    rows = placing.Rows(count=1, max_new=3, table_width=1, pools=1, kinds=1, device=torch.device("cpu"))
     rows.place(
         [Sequence(0, Prompt(0, [5], blocks=[]), 0, SamplingParams(2), max_tokens=2, blocks=[0], row=0)]
     )

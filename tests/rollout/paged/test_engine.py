@@ -6,6 +6,7 @@ is FP32.
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,19 +78,32 @@ def test_prompts_in_a_launch_of_their_own_change_no_sample(adapted, monkeypatch)
     wanted = PortableEngine(model, 0).generate(PROMPTS, samples, params)
     engine = paged(model, 40)
     close(engine.generate(PROMPTS, samples, params), wanted)
-    kinds = [kind for step in engine.graphs.steps.values() for kind in step.forward._attending]
-    assert {kind.prompts.rows for kind in kinds} == {64}
+    steps = engine.graphs.steps.values()
+    assert {kind.prompts.rows for step in steps for kind in step.forward._attending} == {64}
 
 
 def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkeypatch):
-    """Of 18 samples of two prompts, most end early; those that are left go on in a step of as many rows."""
+    """Of two groups of nine one ends in two parts, so that both are small in the mean between them."""
     monkeypatch.setattr(decode, "APART", 2)
     model, pace = adapted("llama"), dataclasses.replace(PACE, small_rows=32)
-    params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=tuple(range(0, 61, 4)))
-    wanted = PortableEngine(model, 0).generate(PROMPTS, 9, params)
-    engine = paged(model, 40, pace)
-    close(engine.generate(PROMPTS, 9, params), wanted)
-    assert set(engine.graphs.steps) == {(24, True), (24, False)}
+    params, rounds, plain = SamplingParams(max_tokens=10, seed=5), [], decode.DecodeStep.decode
+    each = [dataclasses.replace(params, max_tokens=most) for most in [10] * 9 + [3] * 4 + [6] * 5]
+
+    def noted(step, steps):
+        rounds.append((step.rows.count, step.apart))
+        plain(step, steps)
+
+    def drawn(engine):
+        with engine.session(params) as session:
+            session.start(PROMPTS, 9, each)
+            completions = {}
+            while session.busy:
+                completions |= {turn.index: turn.completion for turn in session.next()}
+        return SimpleNamespace(completions=[completions[i] for i in range(len(each))])
+
+    monkeypatch.setattr(decode.DecodeStep, "decode", noted)
+    close(drawn(paged(model, 40, pace)), drawn(PortableEngine(model, 0)))
+    assert rounds == [(24, apart) for apart in (True, True, False, True, True)]
 
 
 def test_fp8_keys_are_refused_where_keys_have_a_bias(tiny_model):
@@ -182,7 +196,7 @@ def test_all_settings_share_steps_whose_state_is_what_the_plan_counts(adapted):
     assert len(steps) > 1, steps
     states = [step.rows.state for step in steps.values()]
     held = sum(x.nbytes for each in states for x in (each.uniform_TM, each.out_token_TM, each.out_stats_2TM))
-    assert held == ROW_TOKEN_BYTES * 4 * sum(rows for rows, _ in steps)
+    assert held == ROW_TOKEN_BYTES * 4 * sum(steps)
     assert state_bytes(3, 4) == ROW_TOKEN_BYTES * 4 * (1 + 2 + 4)
 
 

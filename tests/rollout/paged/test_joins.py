@@ -66,9 +66,8 @@ class Switched(PlainMemory):
 class Step:
     """Takes the place of a captured step, with its rows."""
 
-    def __init__(self, decoder, cache, rows, max_new, table_width, apart, graphs):
-        self.apart = apart
-        self.rows, self.cache = Rows(rows, max_new, table_width, 1, [3], torch.device("cpu")), cache
+    def __init__(self, decoder, cache, rows, max_new, table_width, graphs):
+        self.rows, self.cache = Rows(rows, max_new, table_width, 1, 1, torch.device("cpu")), cache
         self.state, self.settings = (
             SimpleNamespace(**{each.name: getattr(of, each.name).numpy() for each in fields(of)})
             for of in (self.rows.state, self.rows.settings)
@@ -78,7 +77,7 @@ class Step:
         self.table_T = self.rows.inputs.table_T.numpy()
 
     def attend(self, running):
-        self.rows.attend(running)
+        self.rows.attend(running, [1 + len(running) % 3])
 
     def decode(self, steps):
         assert (self.state.done_T == 0).any(), "a round in which nothing runs would never end"

@@ -26,7 +26,7 @@ def sequence(row: int, prompt: Prompt, blocks: list[int]) -> Sequence:
 
 
 def test_a_groups_samples_read_their_prompt_together_and_their_own_tokens_alone():
-    rows = Rows(count=4, max_new=8, table_width=3, pools=1, together=[2], device=torch.device("cpu"))
+    rows = Rows(count=4, max_new=8, table_width=3, pools=1, kinds=1, device=torch.device("cpu"))
     long, short = (
         Prompt(0, [5, 6, 7], blocks={0: [11]}),
         Prompt(1, [5], blocks={0: []}),
@@ -37,7 +37,7 @@ def test_a_groups_samples_read_their_prompt_together_and_their_own_tokens_alone(
         1: sequence(1, long, [4]),
         2: sequence(2, long, [5, 6, 7]),
     }
-    rows.attend(running)
+    rows.attend(running, [2])
     assert rows.inputs.tables[0].tolist() == [
         [11, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0],
         [3, 0, 0], [4, 0, 0], [5, 6, 7], [1, 2, 0],
@@ -48,14 +48,14 @@ def test_a_groups_samples_read_their_prompt_together_and_their_own_tokens_alone(
         [4, 1, 4, 1], [5, 1, 5, 1], [6, 1, 6, 1], [7, 1, 7, 1],
     ]  # fmt: skip
     del running[2], running[0]
-    rows.attend(running)
+    rows.attend(running, [2])
     assert rows.inputs.tables[0][0].tolist() == [11, 0, 0] and not rows.inputs.tables[0][4].any()
     assert rows.inputs.items[0][1].tolist()[:2] == [3, 1]
     assert [count for _, count, *_ in rows.inputs.items[0][0].tolist()] == [2, 0, 0, 0, 0, 1, 0, 1]
 
 
 def test_what_sequences_have_passes_through_their_rows_unchanged():
-    rows = Rows(count=4, max_new=8, table_width=3, pools=1, together=[2], device=torch.device("cpu"))
+    rows = Rows(count=4, max_new=8, table_width=3, pools=1, kinds=1, device=torch.device("cpu"))
     prompt = Prompt(0, [5, 6, 7], blocks={0: [11]})
     three, one, none = (sequence(row, prompt, [row]) for row in (2, 0, 3))
     for each, tokens in ((three, [9, 8, 7]), (one, [4])):
@@ -72,7 +72,7 @@ def test_what_sequences_have_passes_through_their_rows_unchanged():
 
 
 def test_tokens_are_read_in_every_round_only_for_stops_that_look_at_them():
-    rows = Rows(count=3, max_new=8, table_width=3, pools=1, together=[2], device=torch.device("cpu"))
+    rows = Rows(count=3, max_new=8, table_width=3, pools=1, kinds=1, device=torch.device("cpu"))
     prompt, gone = Prompt(0, [5, 6, 7], blocks={0: [11]}), Gone()
     running = {row: sequence(row, prompt, [row]) for row in range(3)}
     running[0].stops, running[1].stops, running[2].stops = (gone,), (StopTokens([99]), gone), (gone,)

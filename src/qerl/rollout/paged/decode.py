@@ -132,12 +132,12 @@ class DecodeStep:
         rows: Sequences that run side by side.
         max_new: Tokens that a sequence may generate.
         table_width: Cache blocks that a sequence may own, and a prompt too.
-        apart: Whether prompts have a launch of their own, see `prompts_apart`.
         graphs: Where the step is captured.
 
     Attributes:
         rows: The batch.
-        apart: As given.
+        apart: Whether prompts have a launch of their own, which `attend` decides from what runs. Each way is
+            captured when it is first needed; both share rows and buffers.
         forward: The pass over the decoder.
     """
 
@@ -148,32 +148,39 @@ class DecodeStep:
         rows: int,
         max_new: int,
         table_width: int,
-        apart: bool,
         graphs: Graphs,
     ) -> None:
         device, kinds = decoder.embedding_VD.device, kinds_of(decoder.sizes)
 
-        self._decoder, self._cache, self._graphs, self.apart = decoder, cache, graphs, apart
-        cuts = [attention_cuts(kind, rows, table_width, apart, device) for kind in kinds]
-        self.forward = Forward(decoder, rows, cuts)
-        together = [prompts.rows // kind.group for (prompts, _), kind in zip(cuts, kinds, strict=True)]
-        pools = len(cache.geometry.pools)
-        self.rows = Rows(rows, max_new, table_width, pools, together, device)
+        self._decoder, self._cache, self._graphs, self.apart = decoder, cache, graphs, False
+        self._kinds = kinds_apart(decoder.sizes, device)
+        cuts = [
+            [attention_cuts(kind, rows, table_width, apart, device) for kind in kinds]
+            for apart in (False, True)
+        ]
+        self.forward = Forward(decoder, rows, *cuts)
+        self._together = [
+            [prompts.rows // kind.group for (prompts, _), kind in zip(way, kinds, strict=True)]
+            for way in cuts
+        ]
+        self.rows = Rows(rows, max_new, table_width, len(cache.geometry.pools), len(kinds), device)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
         self._stats_3TB = torch.empty(3, rows, blocks, device=device)
         # Sums of squares of logits that a cap has already divided by their rms.
         width, eps = decoder.sizes.hidden, decoder.eps
         self._unit_1T = torch.full((1, rows), width * (1.0 - eps), device=device)
-        self._replay: Callable[[], None] | None = None
+        self._replays: dict[bool, Callable[[], None]] = {}
 
     def attend(self, running: abc.Mapping[int, Sequence]) -> None:
-        """Write what the attention of everything that runs reads (`Rows.attend`)."""
-        self.rows.attend(running)
+        """Decide how prompts are read, and write what the attention of everything that runs reads."""
+        self.apart = prompts_apart(self._kinds, self.rows.count, running.values())
+        self.forward.cut_as(self.apart)
+        self.rows.attend(running, self._together[self.apart])
         self.forward.forget_attention()
 
     def decode(self, steps: int) -> None:
         """Decode so many tokens of every row that has not ended."""
-        replay = self._replay or self.capture()
+        replay = self._replays.get(self.apart) or self.capture()
         for _ in range(steps):
             replay()
 
@@ -191,17 +198,17 @@ class DecodeStep:
         )  # fmt: skip
 
     def capture(self) -> Callable[[], None]:
-        """Record the step, which `decode` otherwise does when it is first called."""
+        """Record the step as it attends now, which `decode` otherwise does when it first attends so."""
         # Warming up must compile every kernel but change nothing: with all rows ended it does not.
         state = self.rows.state
         done_T, limit_2T = state.done_T.clone(), state.limit_2T.clone()
         self.rows.clear()
         try:
-            self._replay = self._graphs.capture(self.run, done_T.device)
+            replay = self._replays[self.apart] = self._graphs.capture(self.run, done_T.device)
         finally:
             state.done_T.copy_(done_T)
             state.limit_2T.copy_(limit_2T)
-        return self._replay
+        return replay
 
 
 class DecodeGraphs:
@@ -214,13 +221,12 @@ class DecodeGraphs:
         small_rows: Rows up to which no smaller step is taken, see `Pace`.
 
     Attributes:
-        steps: Steps by rows, and by whether prompts have a launch of their own.
+        steps: Steps by rows.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int) -> None:
         self._decoder, self._cache, self._machine = decoder, cache, machine
         self._small_rows = small_rows
-        self._kinds = kinds_apart(decoder.sizes, decoder.embedding_VD.device)
         self.close()
 
     def close(self) -> None:
@@ -230,7 +236,7 @@ class DecodeGraphs:
 
     def forget(self) -> None:
         """Drop all steps, with their buffers and graph memory."""
-        self.steps: dict[tuple[int, bool], DecodeStep] = {}
+        self.steps: dict[int, DecodeStep] = {}
         self._graphs = self._machine.graphs()
 
     def serves(self, max_new: int, table_width: int) -> bool:
@@ -243,7 +249,7 @@ class DecodeGraphs:
         self._table_width = max(self._table_width, table_width)
 
     def fit(self, step: DecodeStep | None, scheduler: Scheduler, entering: list[Sequence]) -> DecodeStep:
-        """Switch to the smallest step that holds what runs, with prompts read as pays for it.
+        """Switch to the smallest step that holds what runs.
 
         Args:
             step: The step in use; None at the start of a call.
@@ -253,10 +259,9 @@ class DecodeGraphs:
         running = scheduler.running
         present = None if step is None else step.rows.count
         rows = rows_of_step(len(running), present, self._small_rows)
-        apart = prompts_apart(self._kinds, rows, running.values())
-        if step is not None and (rows, apart) == (present, step.apart):
+        if step is not None and rows == present:
             return step
-        chosen = self.step(rows, apart)
+        chosen = self.step(rows)
         new = set(entering)
         staying = [row for row, sequence in running.items() if sequence not in new]
         moved = scheduler.compact(chosen.rows.count)
@@ -265,10 +270,10 @@ class DecodeGraphs:
             chosen.rows.move(step.rows, {row: moved[row] for row in staying})
         return chosen
 
-    def step(self, rows: int, apart: bool) -> DecodeStep:
+    def step(self, rows: int) -> DecodeStep:
         """The step of so many rows, one of `qerl.rollout.paged.limits.ROW_COUNTS`."""
-        if (rows, apart) not in self.steps:
-            self.steps[rows, apart] = DecodeStep(
-                self._decoder, self._cache, rows, self._max_new, self._table_width, apart, self._graphs
+        if rows not in self.steps:
+            self.steps[rows] = DecodeStep(
+                self._decoder, self._cache, rows, self._max_new, self._table_width, self._graphs
             )
-        return self.steps[rows, apart]
+        return self.steps[rows]

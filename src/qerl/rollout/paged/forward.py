@@ -136,13 +136,14 @@ class Forward:
     Args:
         decoder: The weights.
         tokens: T.
-        cuts: Of each kind of attention, how items at shared prompts and at own tokens are cut.
+        cuts: Ways to attend, of which `cut_as` takes one, the first at the start. Of each kind of attention:
+            how items at shared prompts and at own tokens are cut.
 
     Attributes:
         squares_PT: Sums of squares of the residual stream, of which 1/rms is made.
     """
 
-    def __init__(self, decoder: Decoder, tokens: int, cuts: list[tuple[Cut, Cut]]) -> None:
+    def __init__(self, decoder: Decoder, tokens: int, *cuts: list[tuple[Cut, Cut]]) -> None:
         device, specs = decoder.embedding_VD.device, list({run.spec for run in decoder.sizes.runs})
         hidden = decoder.sizes.hidden
         self.decoder, self.tokens = decoder, tokens
@@ -169,14 +170,14 @@ class Forward:
         self.squares_PT, self._no_squares_PT = new(columns, tokens), new(0, tokens)
         kinds, pools = kinds_of(decoder.sizes), KVGeometry.of(decoder.sizes, 2).pools
         q = new(tokens * max(k.heads * k.head_size for k in kinds), dtype=decoder.dtype)
-        parts = [prompts.splits + own.splits for prompts, own in cuts]
-        most = max(z * tokens * k.heads * k.head_size for k, z in zip(kinds, parts, strict=True))
+        cut_kinds = [(kind, cut) for way in cuts for kind, cut in zip(kinds, way, strict=True)]
+        most = max(sum(c.splits for c in cut) * tokens * k.heads * k.head_size for k, cut in cut_kinds)
         out = new(most, dtype=attention.parts_dtype(tokens, decoder.dtype))
         gates = [k.heads * k.head_size for k in kinds if k.gated]
         gate = new(tokens * max(gates)) if gates else None
 
         def of_kind(number: int, kind: Kind, cut: tuple[Cut, Cut]) -> Attending:
-            shape = (parts[number], tokens, kind.heads)
+            shape = (sum(each.splits for each in cut), tokens, kind.heads)
             heads = (tokens, kind.heads, kind.head_size)
             whole = (*shape, kind.head_size)
             return Attending(
@@ -185,7 +186,10 @@ class Forward:
                 out[: math.prod(whole)].view(whole), new(*shape).fill_(-torch.inf),
             )  # fmt: skip
 
-        self._attending = [of_kind(i, *each) for i, each in enumerate(zip(kinds, cuts, strict=True))]
+        self._ways = [
+            [of_kind(i, *each) for i, each in enumerate(zip(kinds, way, strict=True))] for way in cuts
+        ]
+        self.cut_as(0)
         self._slots = [new(tokens, dtype=torch.int32) for _ in pools]
         self._pages = [None if pool == "state" else PAGE for pool in pools]
         self._delta_nets = _delta_nets(decoder, tokens)
@@ -194,14 +198,15 @@ class Forward:
         # By layer and not by description, whose hash takes longer than a launch.
         sums = _lora_sums(decoder, tokens)
         mixers = [layer.spec.mixer for layer in decoder.layers]
-        self._kinds = [
-            self._attending[kinds.index(Kind.of(each))] if isinstance(each, Attention) else None
-            for each in mixers
-        ]
+        self._kinds = [kinds.index(Kind.of(each)) if isinstance(each, Attention) else -1 for each in mixers]
         self._states = pools.index("state") if "state" in pools else -1
         self._sums = [sums[layer.spec] for layer in decoder.layers]
         self._summed = new(tokens * max(sum(of) for s in specs for of in ((), *s.summed.values())))
         self._one_L = torch.ones(3, device=device)
+
+    def cut_as(self, way: int) -> None:
+        """Attend from now on in the way of this number."""
+        self._attending = self._ways[way]
 
     def forget_attention(self) -> None:
         """Forget what attended before, for tokens whose halves no item covers."""
@@ -249,11 +254,11 @@ class Forward:
             a=_a(first.projections[0], self._sums[0].into_mixer),
         )  # fmt: skip
         for i, layer in enumerate(decoder.layers):
-            kind, sums, held = self._kinds[i], self._sums[i], cache.layers[i]
+            sums, held = self._sums[i], cache.layers[i]
             if isinstance(layer.mixer, DeltaNetWeights):
                 self._delta_net(layer.spec, layer.mixer, sums, held, inputs)
             else:
-                assert kind is not None
+                kind = self._attending[self._kinds[i]]
                 self._attention(layer.spec, layer.mixer, sums, kind, held, inputs)
             self._add_mixed(layer, self._sums[i])
             self._mlp(i, cache)

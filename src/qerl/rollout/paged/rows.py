@@ -35,7 +35,7 @@ class Rows:
         max_new: M.
         table_width: Blocks that a sequence may own, and a prompt too.
         pools: Of the cache.
-        together: Of each kind of attention, tokens that one work item may hold.
+        kinds: Of attention.
         device: Where they are.
 
     Attributes:
@@ -51,13 +51,13 @@ class Rows:
         max_new: int,
         table_width: int,
         pools: int,
-        together: abc.Sequence[int],
+        kinds: int,
         device: torch.device,
     ) -> None:
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.count, self._together, self._device = count, together, device
+        self.count, self._device = count, device
         self.state = RowState(
             token_T=integers(count),
             position_T=integers(count),
@@ -74,7 +74,7 @@ class Rows:
             self.state.token_T, self.state.position_T, self.state.limit_2T,
             torch.arange(count, 2 * count, dtype=torch.int32, device=device),
             [integers(2 * count, table_width) for _ in range(pools)],
-            [(integers(2 * count, 4), integers(2 * count)) for _ in together],
+            [(integers(2 * count, 4), integers(2 * count)) for _ in range(kinds)],
         )  # fmt: skip
         self.clear()
 
@@ -161,11 +161,15 @@ class Rows:
                 moved = getattr(theirs, tensor.name).index_select(dim, there)
                 getattr(mine, tensor.name).index_copy_(dim, here, moved)
 
-    def attend(self, running: abc.Mapping[int, Sequence]) -> None:
+    def attend(self, running: abc.Mapping[int, Sequence], together: abc.Sequence[int]) -> None:
         """Write block tables and attention work items of everything that runs.
 
         A group's samples read their prompt together, in items of as many tokens as a tile takes; each sample
         reads its own tokens alone.
+
+        Args:
+            running: Sequences by row.
+            together: Of each kind of attention, tokens that one work item may hold.
         """
         numbers = {prompt: i for i, prompt in enumerate({each.prompt: None for each in running.values()})}
         for pool, to in enumerate(self.inputs.tables):
@@ -175,8 +179,8 @@ class Rows:
             for row, sequence in running.items():
                 tables_GB[self.count + row, : len(sequence.blocks[pool])] = sequence.blocks[pool]
             to.copy_(torch.from_numpy(tables_GB))
-        for together, (to_item_4, to_order) in zip(self._together, self.inputs.items, strict=True):
-            item_4, order = self._items(running, numbers, together)
+        for most, (to_item_4, to_order) in zip(together, self.inputs.items, strict=True):
+            item_4, order = self._items(running, numbers, most)
             to_item_4.copy_(torch.from_numpy(item_4))
             to_order.copy_(torch.from_numpy(order))
 
