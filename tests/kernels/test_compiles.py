@@ -278,6 +278,7 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.families.layer import Clamp
     from qerl.families.sizes import Sizes
     from qerl.kernels.cards import ARCH, CARDS, card_of
+    from qerl.kernels.decode import attend
     from qerl.kernels.update.fp8 import quantize_rows
     from qerl.kernels.update.gated_norm import gated_norm
     from qerl.kernels.update.rms_norm import rms_norm
@@ -288,6 +289,7 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.kernels.weights.experts import DenseExperts, NVFP4Experts
     from qerl.kernels.weights.packed_gemm import MAX_TOKENS, padded_tokens
     from qerl.measure.random_model import random_decoder
+    from qerl.rollout.paged import decode as paged_decode
     from qerl.rollout.paged.decode import DecodeStep
     from qerl.rollout.paged.kv_cache import KVCache
     from qerl.rollout.paged.limits import KVGeometry, Units
@@ -302,6 +304,9 @@ def walk(recorder: Recorder, target: int) -> None:
         if hasattr(module, "dependent"):
             launch = {"PDL": True, "launch_pdl": True} if card.dependent_launch else {"PDL": False}
             module.dependent = lambda tensor, launch=launch: launch
+
+    for module in (attend, paged_decode):  # how keys are split and asked for; a CPU would seem to be full
+        module.multiprocessors = lambda device: 132
 
     def operand_tokens(weight: DenseStack, tokens: int) -> int:
         """As of a weight in NVFP4 on a GPU."""
@@ -318,6 +323,7 @@ def walk(recorder: Recorder, target: int) -> None:
         shape: Any = None,
         expert_rank: int = 0,
         apart: bool = True,
+        pages: int = 2,
     ) -> None:
         norm = tokens > 8
         dtype = torch.float8_e4m3fn if fp8 and card.fp8 else torch.bfloat16
@@ -330,7 +336,7 @@ def walk(recorder: Recorder, target: int) -> None:
             adapt_experts(layer.mlp, expert_rank)
         pools = len(KVGeometry.of(decoder.sizes, 2).pools)
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
-        step = DecodeStep(decoder, cache, tokens, 8, 2, NoGraphs())
+        step = DecodeStep(decoder, cache, tokens, 8, pages, NoGraphs())
         step.forward.cut_as(apart)
         step.run()
         if whole:
@@ -424,6 +430,9 @@ def walk(recorder: Recorder, target: int) -> None:
         decode(128, 32, 128, fp8=False)
         recorder.walk = "prompts of their own"
         decode(128, 32, 128, fp8=False, apart=False)
+        recorder.walk = "long prompts"  # of many splits
+        for tokens in (8, 12):
+            decode(tokens, 32, 128, fp8=False, pages=513)
 
 
 def adapt_experts(mlp: Any, rank: int) -> None:
@@ -580,7 +589,7 @@ def wanted(recorder: Recorder, target: int) -> list[Any]:
             continue
         size = sum(value for value in constants.values() if value)
         many = name in ("many", "16 bits")
-        key = name, kernel, many and (constants.get("ROWS"), constants.get("LAUNCH"))
+        key = name, kernel, many and tuple(map(constants.get, ("ROWS", "LAUNCH", "KEYS")))
         largest[key] = max(largest.get(key, (-1, None)), (size, launch), key=lambda pair: pair[0])
     return [launch for _, launch in largest.values()]
 
