@@ -101,6 +101,50 @@ def test_no_step_has_a_second_launch_without_large_tiles(monkeypatch):
     assert not prompts_apart([], 512, new_sequences([[0] * 9], [SamplingParams(1)] * 512))
 
 
+class Noted:
+    """Takes the place of a kernel, and notes what each launch is made of."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.launches.append(
+            {name: constants[name] for name in ("LAUNCH", "ROWS", "KEYS", "num_stages")}
+        )
+
+
+ALONE, AHEAD, BESIDE = ({"LAUNCH": which, "num_stages": 5} for which in range(3))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "prompts", "own", "launches"),
+    [
+        (99, 4, Cut(16, 1), Cut(16, 1), [ALONE | {"ROWS": 16, "KEYS": PAGE}]),
+        (100, 4, Cut(16, 1), Cut(16, 1), [ALONE | {"ROWS": 16, "KEYS": PAGE // 2}]),
+        (64, 8, Cut(16, 1), Cut(16, 1), [ALONE | {"ROWS": 16, "KEYS": PAGE // 2}]),
+        (64, 4, Cut(16, 2), Cut(16, 2), [ALONE | {"ROWS": 16, "KEYS": PAGE // 2}]),
+        (100, 4, Cut(64, 1), Cut(64, 1), [{"LAUNCH": 0, "ROWS": 64, "KEYS": PAGE, "num_stages": 3}]),
+        (
+            8, 4, Cut(64, 16), Cut(16, 8),
+            [AHEAD | {"ROWS": 64, "KEYS": PAGE // 2}, BESIDE | {"ROWS": 16, "KEYS": PAGE // 2}],
+        ),
+    ],
+)  # fmt: skip
+def test_programs_that_are_many_ask_for_half_a_page(monkeypatch, tokens, kv_heads, prompts, own, launches):
+    """A multiprocessor holds three that ask for whole ones, so a card of 132 holds 396."""
+    kernel = Noted()
+    monkeypatch.setattr(decode.attention, "_attend", kernel)
+    monkeypatch.setattr(decode.attention, "multiprocessors", lambda device: 132)
+    integers, splits = torch.zeros(2 * tokens, 4, dtype=torch.int32), prompts.splits + own.splits
+    keys, heads = torch.zeros(1, kv_heads, PAGE, 16), (tokens, 2 * kv_heads)
+    decode.attention.attend(
+        torch.zeros(*heads, 16), keys, keys, integers, integers, integers[:, 0].contiguous(),
+        integers[:2, :1].expand(2, tokens).contiguous(), torch.zeros(splits, *heads, 16),
+        torch.zeros(splits, *heads), prompts=prompts, own=own,
+    )  # fmt: skip
+    assert kernel.launches == launches
+
+
 @pytest.mark.parametrize(
     ("tokens", "dtype"), [(48, torch.float32), (64, torch.bfloat16), (2048, torch.bfloat16)]
 )

@@ -25,7 +25,7 @@ from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import ROW_TOKEN_BYTES, KVGeometry, Pages, state_bytes
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
-from tests.support.machine import Eager
+from tests.support.machine import Eager, NoGraphs
 from tests.support.models import move_adapter
 
 PROMPTS = [list(range(3, 8)), [9]]
@@ -93,6 +93,15 @@ def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkey
         rounds.append((step.rows.count, step.apart))
         plain(step, steps)
 
+    def captured(graphs, run, device):
+        way = run.__self__.apart
+
+        def replay():
+            assert run.__self__.apart is way, "a graph is replayed as it was captured"
+            run()
+
+        return replay
+
     def drawn(engine):
         with engine.session(params) as session:
             session.start(PROMPTS, 9, each)
@@ -102,6 +111,7 @@ def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkey
         return SimpleNamespace(completions=[completions[i] for i in range(len(each))])
 
     monkeypatch.setattr(decode.DecodeStep, "decode", noted)
+    monkeypatch.setattr(NoGraphs, "capture", captured)
     close(drawn(paged(model, 40, pace)), drawn(PortableEngine(model, 0)))
     assert rounds == [(24, apart) for apart in (True, True, False, True, True)]
 
