@@ -9,8 +9,9 @@ import torch
 from bench.result import read_rows
 from qerl.families.sizes import SIZES, Sizes
 from qerl.kernels.cards import CARDS
+from qerl.kernels.decode import attend
 from qerl.kernels.decode.attend import Cut
-from qerl.kernels.limits import PAGE
+from qerl.kernels.limits import PAGE, WHOLE_PARTS
 from qerl.measure.random_model import random_decoder
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
@@ -54,6 +55,7 @@ SEVEN = Kind(None, heads=28, kv_heads=4, head_size=128)
         (8, SEVEN, 129, True, Cut(64, 16), Cut(16, 8)),
         (8, SEVEN, 513, True, Cut(64, 32), Cut(16, 8)),
         (64, SEVEN, 513, True, Cut(64, 8), Cut(16, 1)),
+        (8, SEVEN._replace(head_size=256), 513, True, Cut(16, 8), Cut(16, 8)),
         (64, SEVEN._replace(window=1024), 513, True, Cut(16, 1), Cut(16, 1)),
         (APART, SEVEN._replace(window=1024), 513, True, Cut(64, 2), Cut(16, 1)),
         (256, SEVEN._replace(head_size=256), 6, True, Cut(16, 1), Cut(16, 1)),
@@ -87,6 +89,14 @@ def test_prompts_are_read_apart_where_groups_share_many_tokens(rows, prompts, sa
     assert prompts_apart([SEVEN, SEVEN._replace(window=64)], rows, running) is apart
 
 
+def test_one_long_prompt_among_others_is_enough_if_it_is_shared():
+    prompts = [[0] * (LONG * PAGE + 1), [0] * 9]
+    running = new_sequences(prompts, [SamplingParams(1)] * 16)
+    assert prompts_apart([SEVEN], 16, running)
+    running[0].prompt.aligned_to = 2 * LONG * PAGE  # all of it lies in each sequence's own blocks
+    assert not prompts_apart([SEVEN], 16, running)
+
+
 def test_tiles_that_hold_a_group_are_not_enlarged():
     running = new_sequences([[0] * 9] * 12, [SamplingParams(1)] * 96)
     assert not prompts_apart([SEVEN._replace(heads=4)], 96, running)
@@ -96,7 +106,7 @@ def test_tiles_that_hold_a_group_are_not_enlarged():
 def test_no_step_has_a_second_launch_without_large_tiles(monkeypatch):
     sizes, cpu = Sizes.uniform(64, 128, 1, 4, 2, 16, 100), torch.device("cpu")
     assert kinds_apart(sizes, cpu) == [Kind(None, 4, 2, 16)]
-    monkeypatch.setattr(decode.attention, "card_of", lambda device: CARDS[8, 0])
+    monkeypatch.setattr(attend, "card_of", lambda device: CARDS[8, 0])
     assert kinds_apart(sizes, cpu) == []
     assert not prompts_apart([], 512, new_sequences([[0] * 9], [SamplingParams(1)] * 512))
 
@@ -133,16 +143,32 @@ ALONE, AHEAD, BESIDE = ({"LAUNCH": which, "num_stages": 5} for which in range(3)
 def test_programs_that_are_many_ask_for_half_a_page(monkeypatch, tokens, kv_heads, prompts, own, launches):
     """A multiprocessor holds three that ask for whole ones, so a card of 132 holds 396."""
     kernel = Noted()
-    monkeypatch.setattr(decode.attention, "_attend", kernel)
-    monkeypatch.setattr(decode.attention, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attend, "_attend", kernel)
+    monkeypatch.setattr(attend, "multiprocessors", lambda device: 132)
     integers, splits = torch.zeros(2 * tokens, 4, dtype=torch.int32), prompts.splits + own.splits
     keys, heads = torch.zeros(1, kv_heads, PAGE, 16), (tokens, 2 * kv_heads)
-    decode.attention.attend(
+    attend.attend(
         torch.zeros(*heads, 16), keys, keys, integers, integers, integers[:, 0].contiguous(),
         integers[:2, :1].expand(2, tokens).contiguous(), torch.zeros(splits, *heads, 16),
         torch.zeros(splits, *heads), prompts=prompts, own=own,
     )  # fmt: skip
     assert kernel.launches == launches
+
+
+def test_programs_with_little_shared_memory_ask_for_no_page_ahead():
+    few = {"KEYS": PAGE, "num_warps": 4, "num_stages": 3}
+    assert attend._pipeline(attend.ALONE, True, 16, 128, PAGE, WHOLE_PARTS - 1) == few
+
+
+def test_ways_to_attend_share_the_memory_of_the_one_with_most_splits():
+    decoder = random_decoder(Sizes.uniform(64, 128, 1, 4, 2, 16, 100), "bf16", 0, 64, device="cpu")
+    forward = Forward(decoder, 8, [(Cut(16, 2), Cut(16, 2))], [(Cut(64, 5), Cut(16, 2))])
+    (together,) = forward._attending
+    forward.cut_as(1)
+    (apart,) = forward._attending
+    assert [each.out_ZTHE.shape for each in (together, apart)] == [(4, 8, 4, 16), (7, 8, 4, 16)]
+    assert apart.out_ZTHE.data_ptr() == together.out_ZTHE.data_ptr()
+    assert apart.lse_ZTH.isneginf().all() and apart.lse_ZTH.data_ptr() != together.lse_ZTH.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -83,14 +83,16 @@ def test_prompts_in_a_launch_of_their_own_change_no_sample(adapted, monkeypatch)
 
 
 def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkeypatch):
-    """Of two groups of nine one ends in two parts, so that both are small in the mean between them."""
-    monkeypatch.setattr(decode, "APART", 2)
+    """Of two groups of nine one ends in two parts, so that groups are small in the mean between them. Its
+    prompt shares nothing; a small tile holds eight samples of the other one."""
+    monkeypatch.setattr(decode, "APART", 24)  # rows of the step, of which not all run
     model, pace = adapted("llama"), dataclasses.replace(PACE, small_rows=32)
     params, rounds, plain = SamplingParams(max_tokens=10, seed=5), [], decode.DecodeStep.decode
     each = [dataclasses.replace(params, max_tokens=most) for most in [10] * 9 + [3] * 4 + [6] * 5]
 
     def noted(step, steps):
-        rounds.append((step.rows.count, step.apart))
+        items = step.rows.inputs.items[0][0][: step.rows.count, 1]
+        rounds.append((step.rows.count, step.apart, items[items > 0].tolist()))
         plain(step, steps)
 
     def captured(graphs, run, device):
@@ -113,7 +115,8 @@ def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkey
     monkeypatch.setattr(decode.DecodeStep, "decode", noted)
     monkeypatch.setattr(NoGraphs, "capture", captured)
     close(drawn(paged(model, 40, pace)), drawn(PortableEngine(model, 0)))
-    assert rounds == [(24, apart) for apart in (True, True, False, True, True)]
+    large, small = (24, True, [9]), (24, False, [8, 1])
+    assert rounds == [large, large, small, large, large]
 
 
 def test_fp8_keys_are_refused_where_keys_have_a_bias(tiny_model):

@@ -26,7 +26,7 @@ def sequence(row: int, prompt: Prompt, blocks: list[int]) -> Sequence:
 
 
 def test_a_groups_samples_read_their_prompt_together_and_their_own_tokens_alone():
-    rows = Rows(count=4, max_new=8, table_width=3, pools=1, kinds=1, device=torch.device("cpu"))
+    rows = Rows(count=4, max_new=8, table_width=3, pools=1, kinds=2, device=torch.device("cpu"))
     long, short = (
         Prompt(0, [5, 6, 7], blocks={0: [11]}),
         Prompt(1, [5], blocks={0: []}),
@@ -37,7 +37,7 @@ def test_a_groups_samples_read_their_prompt_together_and_their_own_tokens_alone(
         1: sequence(1, long, [4]),
         2: sequence(2, long, [5, 6, 7]),
     }
-    rows.attend(running, [2])
+    rows.attend(running, [2, 3])
     assert rows.inputs.tables[0].tolist() == [
         [11, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0],
         [3, 0, 0], [4, 0, 0], [5, 6, 7], [1, 2, 0],
@@ -47,8 +47,10 @@ def test_a_groups_samples_read_their_prompt_together_and_their_own_tokens_alone(
         [0, 2, 0, 0], [2, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0],
         [4, 1, 4, 1], [5, 1, 5, 1], [6, 1, 6, 1], [7, 1, 7, 1],
     ]  # fmt: skip
+    assert rows.inputs.items[1][1].tolist() == [3, 1, 2, 0, 0, 1, 2, 3]
+    assert rows.inputs.items[1][0][:4, :2].tolist() == [[0, 3], [0, 0], [0, 0], [0, 0]]
     del running[2], running[0]
-    rows.attend(running, [2])
+    rows.attend(running, [2, 3])
     assert rows.inputs.tables[0][0].tolist() == [11, 0, 0] and not rows.inputs.tables[0][4].any()
     assert rows.inputs.items[0][1].tolist()[:2] == [3, 1]
     assert [count for _, count, *_ in rows.inputs.items[0][0].tolist()] == [2, 0, 0, 0, 0, 1, 0, 1]

@@ -39,7 +39,8 @@ MOST_SPLITS, MOST_PROMPT_SPLITS = 8, 32
 
 APART = 96
 """Rows from which on prompts are read in a launch of their own; behind long ones it is `FEW`. With 64 rows
-behind 256 tokens one launch is 0.7 % faster, and with 8 it is 2.2 % (ways-7b-apart-few-h200.json)."""
+behind 256 tokens one launch is 0.7 % faster, and with 8 it is 2.2 %; with 32 it is 2.3 % slower
+(ways-7b-apart-few-h200.json)."""
 
 PROMPT_PAGES = 8
 """Pages of a prompt that has a launch of its own which a split has at least."""
