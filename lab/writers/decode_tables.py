@@ -73,11 +73,11 @@ _TRIED = (
 _PROMPTS = (
     ("ways-7b-apart-few-h200", "apart", "prompts apart"),
     ("ways-7b-own-prompts-h200", "together", "prompts not apart"),
-    ("ways-7b-long-prompts-h200", "splits-16", "up to 16 splits"),
+    ("ways-7b-long-prompts-h200", "splits-16", "up to 16 splits, twice those that fill the card"),
     ("ways-7b-long-prompts-h200", "apart", "prompts apart"),
-    ("ways-7b-long-prompts-h200", "apart-16", "prompts apart, up to 16 splits"),
+    ("ways-7b-long-prompts-h200", "apart-16", "prompts apart, and the same"),
     ("ways-7b-longest-prompts-h200", "apart", "prompts apart"),
-    ("ways-7b-longest-prompts-h200", "apart-32", "prompts apart, up to 32 splits"),
+    ("ways-7b-longest-prompts-h200", "apart-32", "prompts apart, and the same up to 32"),
 )
 """Files, ways and what each is."""
 
@@ -299,9 +299,9 @@ def long_prompts() -> str:
         ("prompt", "group", "Qwen2.5-7B, % of tokens per second, by sequences", *map(str, batches)),
         lines,
         "Each against the rule of that commit, which read prompts apart from 96 sequences on and had at most "
-        "8 splits. All ways of a file in turn in one process, twice, the second time in reverse order; means "
-        f"of two that differ by at most {100 * apart:.1f} percentage points. {source(*names)} "
-        f"{files(*names)}",
+        "8 splits, twice those that fill the card only up to 8 items of a launch. All ways of a file in turn "
+        "in one process, twice, the second time in reverse order; means of two that differ by at most "
+        f"{100 * apart:.1f} percentage points. {source(*names)} {files(*names)}",
     )
 
 
