@@ -128,8 +128,8 @@ def learned() -> str:
         "differences are paired by seed, Hodges and Lehmann's centres with 95 % intervals, p of one-sided "
         f"signed-rank tests, 1 where an arm lacks seeds; a claim needs one below {LEVEL / 2:g}. Ages are in "
         "optimizer steps, the effective sample size is a share of the tokens; both are means over all steps. "
-        f"No ratio: the loss has none to the sampler. Seconds are not measured: each of a run's tokens stands for {TOKENS} of a "
-        f"7B on an H200, on a line through {DECODE}.json and with the update of {STEP}.json. "
+        "No ratio: the loss has none to the sampler. Seconds are not measured: each of a run's tokens stands "
+        f"for {TOKENS} of a 7B on an H200, on a line through {DECODE}.json and with the update of {STEP}.json. "
         f"SmolLM2-135M-Instruct, NVFP4, LoRA rank 16, steps of 8 x 8 samples. {source(NAME)} {files(NAME)}"
     )
     return table(head, lines, caption)
