@@ -129,7 +129,8 @@ def learned() -> str:
         f"signed-rank tests, 1 where an arm lacks seeds; a claim needs one below {LEVEL / 2:g}. Ages are in "
         "optimizer steps, the effective sample size is a share of the tokens; both are means over all steps. "
         "No ratio: the loss has none to the sampler. Seconds are not measured: each of a run's tokens stands "
-        f"for {TOKENS} of a 7B on an H200, on a line through {DECODE}.json and with the update of {STEP}.json. "
+        f"for {TOKENS} of a 7B on an H200, on a line through {DECODE}.json and with the update of "
+        f"{STEP}.json. "
         f"SmolLM2-135M-Instruct, NVFP4, LoRA rank 16, steps of 8 x 8 samples. {source(NAME)} {files(NAME)}"
     )
     return table(head, lines, caption)
