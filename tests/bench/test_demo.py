@@ -122,7 +122,7 @@ def test_a_client_and_the_loop_play_turns_of_the_same_lengths(llama_folder, tmp_
         "turns": 3,
         "drawn": 6,
         "prompt": 8,
-        "repeats": 1,
+        "repeats": 3,  # medians: a thread may have work left from another way
         "rank": 2,
     }
     words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
@@ -130,7 +130,7 @@ def test_a_client_and_the_loop_play_turns_of_the_same_lengths(llama_folder, tmp_
     loop, led, elsewhere = found = json.loads(out.read_text())["rows"]
     assert [row["environment"] for row in found] == ["calls", "openai", "openai in a process"]
     assert [row["failed"] for row in found] == [0, 0, 0]
-    assert led["cpu_seconds_of"]["endpoint"] > 0  # its thread may close connections beside the loop, too
+    assert 0 <= loop["cpu_seconds_of"]["endpoint"] < led["cpu_seconds_of"]["endpoint"]
     assert elsewhere["cpu_seconds_of"]["calls"] < led["cpu_seconds_of"]["calls"]
     assert all(sum(row["cpu_seconds_of"].values()) < 1.1 * row["cpu_seconds"] + 0.1 for row in found)
     assert elsewhere["drawn_tokens"] == led["drawn_tokens"] == loop["drawn_tokens"]
