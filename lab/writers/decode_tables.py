@@ -361,7 +361,7 @@ def long_prompts_faster(name: str, way: str, batch: int) -> str:
 
 
 def fp8_keys_faster(batch: int) -> str:
-    """By how much steps with keys in FP8 became faster between two commits; in the later one queries meet them
+    """By how much steps with keys in FP8 became faster from one commit to another, in which queries meet them
     in FP16."""
     before, after = (
         rows(f"rollout-llama3-8b-keys-fp8-{when}-h200", batch=batch)[0]["decode_tok_s"]
