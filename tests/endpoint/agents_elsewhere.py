@@ -22,6 +22,8 @@ def post(endpoint: Any, route: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def talk(endpoint: Any, row: dict[str, Any]) -> float | None:
     """Two turns; what else the row asks for, and the number of this process as the reward."""
+    if row.get("hangs"):
+        re.match(r"(a+)+$", "a" * 64 + "b")  # for years, and nothing else of this process runs
     print("what an agent prints is no reply")
     subprocess.run([sys.executable, "-c", "print('nor is what its programs print')"], check=True)
     if row.get("raises"):
@@ -30,8 +32,6 @@ def talk(endpoint: Any, row: dict[str, Any]) -> float | None:
         raise SystemExit(3)
     if row.get("dies"):
         os._exit(7)
-    if row.get("hangs"):
-        re.match(r"(a+)+$", "a" * 64 + "b")  # for years, and nothing else of this process runs
     if row.get("sleeps"):
         while True:
             time.sleep(0.01)

@@ -71,15 +71,25 @@ def test_a_process_that_hangs_is_ended_and_others_run_in_another(monkeypatch):
 
 def test_one_that_hangs_costs_no_further_rollout(monkeypatch):
     """Others' rows are more than its pipe holds, and it reads none of them."""
-    monkeypatch.setattr("qerl.agents.process._START_S", 2.0)
     environments = [Endpoint(talk, timeout=2.0, process=True) for _ in range(4)]
-    rewards = []
     with rollouts(environments) as play_rows:
-        for hangs in (True, False):
-            play_rows(*(row(more="x" * 100_000, hangs=hangs and at == 0) for at in range(4)))
-            rewards.append([each.reward is not None for each in environments])
-            assert all("hung" in (each.error or "") for each in environments) is hangs
-    assert rewards == [[False] * 4, [True] * 4]
+        with monkeypatch.context() as soon:
+            soon.setattr("qerl.agents.process._START_S", 2.0)
+            play_rows(*(row(more="x" * 100_000, hangs=at == 0) for at in range(4)))
+        assert all("hung" in (each.error or "") for each in environments)
+        assert not any(each.reward is not None for each in environments)
+        for each in environments:
+            each.timeout = 60.0
+        play_rows(*(row(more="x" * 100_000) for _ in range(4)))
+    assert [each.error for each in environments] == [None] * 4
+    assert all(each.get_reward() > 0 for each in environments)
+
+
+def test_what_is_lost_with_a_process_that_hangs_is_told_so():
+    process = _Process()
+    found = process.begin(named(talk), EndpointOf("", "", ""), row(hangs=True), 60.0)
+    process.kill(hung=True)
+    assert found.result(10).failure == "the process of the agents hung and was ended"
 
 
 def test_programs_of_agents_have_the_search_path_of_the_run():

@@ -140,7 +140,7 @@ class _Process:
             [sys.executable, "-P", "-c", _BEGIN, *paths], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._running: dict[int, Future[Ran]] = {}
-        self._lock, self._count, self._over = threading.Lock(), 0, False
+        self._lock, self._count, self._over, self._hung = threading.Lock(), 0, False, False
         self._questions: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         for work in (self._ask, self._listen):
             threading.Thread(target=work, name="qerl-agents", daemon=True).start()
@@ -186,12 +186,12 @@ class _Process:
         self._lose()
 
     def _lose(self) -> None:
-        status = self._process.returncode
+        why = "hung and was ended" if self._hung else f"ended with status {self._process.returncode}"
         with self._lock:
             lost, self._running, self._over = self._running, {}, True
         for found in lost.values():
             if found.set_running_or_notify_cancel():
-                found.set_result(Ran(failure=f"the process of the agents ended with status {status}"))
+                found.set_result(Ran(failure=f"the process of the agents {why}"))
 
     def close(self) -> None:
         """End it, and what runs in it."""
@@ -201,8 +201,13 @@ class _Process:
         except subprocess.TimeoutExpired:
             self.kill()
 
-    def kill(self) -> None:
-        """End it at once; behind this call it has."""
+    def kill(self, hung: bool = False) -> None:
+        """End it at once; behind this call it has.
+
+        Args:
+            hung: Whether that is why, which those that are lost with it are told.
+        """
+        self._hung = hung
         self._process.kill()
         self._process.wait()
 
@@ -233,7 +238,7 @@ class AgentProcess:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(found), seconds + _START_S)
         except TimeoutError:
-            process.kill()
+            process.kill(hung=True)
             return Ran(
                 failure=f"TimeoutError: no result within {seconds:g} s, and its process hung", late=True
             )
