@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from lab.study.batched.attention import attend_samples, bias_of
+from lab.study.batched.attention import attend_prompts, attend_samples, bias_of
 
 GROUPS, SHARING, WIDTH, FRONT = 3, 3, 64, 203
 """Key heads, query heads of each, their width, and tokens of the longest prompt."""
@@ -48,6 +48,27 @@ def test_samples_attend_as_in_fp64_with_their_gradients(sizes, dtype, bound):
         error = float((other.cpu().double() - exact).norm() / exact.norm())
         print(f"{error:.1e}")
         assert error < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of", ["samples", "prompts"])
+def test_gradients_have_the_same_bits_each_time(of, dtype):
+    q, k, v, *hidden = arguments(16, 8, 23, 23)
+    if of == "prompts":  # of as many tokens as there are keys
+        q, k, v = (
+            x.transpose(1, 2).repeat(1, 1, sharing, 1) for x, sharing in ((k, SHARING), (k, 1), (v, 1))
+        )
+    q, k, v = (x.to("cuda", dtype).requires_grad_() for x in (q, k, v))
+    bias = bias_of(*(x.cuda() for x in hidden), 8, SHARING, dtype)
+
+    def gradients(out: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+
+    first, *others = (
+        gradients(attend_samples(q, k, v, bias) if of == "samples" else attend_prompts(q, k, v))
+        for _ in range(8)
+    )
+    assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
 
 
 def test_a_captured_step_sees_what_its_bias_says_when_it_is_replayed():

@@ -9,7 +9,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.granite_swa.modeling_granite_swa import eager_attention_forward
 
 from qerl.kernels import flash
-from qerl.kernels.flash import _deterministic, segments_in_backward
+from qerl.kernels.flash import deterministic, segments_in_backward
 from qerl.kernels.limits import MAX_HEAD
 from qerl.update import attention
 from qerl.update.packed_row import RowBuilder
@@ -41,13 +41,13 @@ def test_threads_do_not_undo_each_others_switch():
     inside, go_on, seen = threading.Event(), threading.Event(), []
 
     def first():
-        with _deterministic():
+        with deterministic():
             inside.set()
             go_on.wait(10)
             seen.append(torch.are_deterministic_algorithms_enabled())
 
     def second():
-        with _deterministic():
+        with deterministic():
             inside.set()
             seen.append(torch.are_deterministic_algorithms_enabled())
 

@@ -7,27 +7,57 @@ sample. The same function serves sampler and trainer, which differ by the order 
 
 On a GPU one fused kernel does it, which keeps no scores. Queries meet the keys of the other samples in vain:
 that is little for completions of some hundred tokens, for thousands it would be most of the work, and the
-bias the largest tensor of all. Its backward pass adds a query's gradient over blocks of keys in no fixed
-order, as torch's FlashAttention does for prompts, so a step on a GPU is repeated up to rounding.
+bias the largest tensor of all. A resumed study must compute the same bits, so gradients are added in a fixed
+order (`_Repeatable`), for which the blocks of keys of a head take turns.
 
 Legend: U prompts (of all runs), n samples of each, C queries of a sample, O keys of its own, P tokens of the
 longest prompt, K = P + n O keys of a group, H query heads, G key heads, Q query heads that share a key head,
 W width of a head.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qerl.kernels.flash import deterministic
 
 _ROW = 8
 """Rows of a bias begin at multiples of so many elements, or the kernel's launcher copies it each time."""
 
 
+class _Repeatable(torch.autograd.Function):
+    """Attention with the same bits of gradients each time.
+
+    How torch's fused kernels add gradients is a setting of the process, which would also refuse operations
+    elsewhere in a step. So it holds for the backward pass of the attention alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, attend: Callable[..., torch.Tensor], *qkv: torch.Tensor) -> torch.Tensor:
+        needed = zip(qkv, ctx.needs_input_grad[1:], strict=True)
+        ctx.own = [x.detach().requires_grad_(has_gradient) for x, has_gradient in needed]
+        with torch.enable_grad():
+            ctx.out = attend(*ctx.own)
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own, out = ctx.own, ctx.out
+        del ctx.own, ctx.out  # as memory is freed behind each layer
+        with deterministic():
+            found = iter(torch.autograd.grad(out, [x for x in own if x.requires_grad], gradients))
+        return None, *(next(found) if x.requires_grad else None for x in own)
+
+
 def attend_prompts(q_UPHW: torch.Tensor, k_UPGW: torch.Tensor, v_UPGW: torch.Tensor) -> torch.Tensor:
     """Causal attention [U, P, H W] of prompts, which are padded behind their last token."""
     q, k, v = (x.transpose(1, 2) for x in (q_UPHW, k_UPGW, v_UPGW))
-    out_UHPW = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out_UHPW.transpose(1, 2).flatten(2)
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return _Repeatable.apply(attend, q, k, v).transpose(1, 2).flatten(2)
 
 
 def by_head(x_nOGW: torch.Tensor) -> torch.Tensor:
@@ -72,8 +102,7 @@ def attend_samples(
     q_GQnCW = q_nCHW.unflatten(-2, (groups, -1)).movedim((-3, -2), (-5, -4))
     # Query heads that share a key head are queries of it. Of the fused kernels one takes a bias on every GPU
     # and builds no plan for each length; no other one is allowed there, lest scores are kept unnoticed.
+    attend = partial(F.scaled_dot_product_attention, attn_mask=bias)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if q_nCHW.is_cuda else SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(
-            q_GQnCW.reshape(prompts, groups, -1, width), k_UGKW, v_UGKW, attn_mask=bias
-        )
+        out = _Repeatable.apply(attend, q_GQnCW.reshape(prompts, groups, -1, width), k_UGKW, v_UGKW)
     return out.view(q_GQnCW.shape).movedim((-5, -4), (-3, -2)).flatten(-3)

@@ -156,7 +156,7 @@ def backward(
         )  # fmt: skip
         dk, dv = (x[0].unflatten(1, (k_MGE.shape[1], -1)).sum(2) for x in (dk, dv))
         return dq[0], dk, dv
-    with _deterministic():
+    with deterministic():
         dq_LHE, dk_MGE, dv_MGE = torch.ops.aten._flash_attention_backward(
             dout_LHE, *inputs, out_LHE, lse, *_with_empty(extents, q_LHE), 0.0, True, state, unused,
             **_settings(scoring),
@@ -199,8 +199,8 @@ def segments_in_backward(count: int, heads: int, blocks: int, cores: int) -> int
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
-    """Inside the block torch's own FlashAttention adds gradients in a fixed order.
+def deterministic() -> Iterator[None]:
+    """Inside the block torch's fused attention, whichever it takes, adds gradients in a fixed order.
 
     torch offers that as a setting of the whole process, so threads take turns here. Whatever else another
     thread asks of a GPU meanwhile must have a deterministic form, or torch refuses it.
