@@ -10,9 +10,10 @@ from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
+from qerl.seeding import problem_key
 from qerl.settings.config import QeRLConfig
 from qerl.trainer import prompt_choice
-from qerl.trainer.curriculum import Curriculum, key_of, settled_groups
+from qerl.trainer.curriculum import Curriculum, settled_groups
 from qerl.trainer.dynamic_sampling import FreshPrompts, fresh_rows
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.prompt_choice import PromptChoice
@@ -28,7 +29,7 @@ def learned(*settled, floor=0.1, times=1):
     """A curriculum to which these problems were settled so many times."""
     curriculum = Curriculum(DATA, floor, seed=3)
     for _ in range(times):
-        curriculum.observe([key_of(DATA[i]) for i in settled], [True] * len(settled))
+        curriculum.observe([problem_key(DATA[i]) for i in settled], [True] * len(settled))
     return curriculum
 
 
@@ -46,9 +47,9 @@ def test_the_chance_halves_with_each_settled_visit_down_to_the_floor_and_one_oth
     assert chances(learned(1, times=3))[1] == 0.125
     curriculum = learned(1, times=40)
     assert chances(curriculum)[1] == 0.1 and curriculum.settled == 1
-    curriculum.observe([key_of(DATA[1])], [None])
+    curriculum.observe([problem_key(DATA[1])], [None])
     assert chances(curriculum)[1] == 0.1, "nobody judged it"
-    curriculum.observe([key_of(DATA[1])], [False])
+    curriculum.observe([problem_key(DATA[1])], [False])
     assert chances(curriculum) == [1.0] * 8 and curriculum.settled == 0
 
 
@@ -107,7 +108,7 @@ def test_processes_choose_for_all_and_take_their_own_part(monkeypatch, tmp_path)
         gathered = proposed
         choice = PromptChoice(args, DATA, SimpleNamespace(process_index=rank, num_processes=processes))
         own = proposed[rank * 2 : rank * 2 + 4 // processes]
-        gathered = list(zip(map(key_of, proposed), [True, True, True, False], strict=True))
+        gathered = list(zip(map(problem_key, proposed), [True, True, True, False], strict=True))
         choice.observe([row for row in own for _ in range(2)], [True] * len(own))
         gathered = proposed
         rows, logged = choice.chosen([row for row in own for _ in range(2)], step=5)

@@ -30,8 +30,9 @@ def test_the_card_names_the_base(tiny_model, tiny_tokenizer, tmp_path, name, sho
     args = run_settings(run)
     policy = add_lora(model, 4, 8, 0.0) if adapted else model
     trainer = QeRLTrainer(policy, first_letter, args, ROWS, processing_class=tiny_tokenizer)
-    trainer.create_model_card(model_name="run")
+    trainer.create_model_card(model_name="run", tags="sft")  # the user's tag, which is not how it was trained
     card = (run / "README.md").read_text()
+    assert "- sft\n" in card and "trained by reinforcement learning" in card
     assert f"This model is a fine-tuned version of {shown}.\n" in card
     assert "None" not in card and f'model="{run}"' in card
     code, rest = card.partition("```python\n")[2].split("```")

@@ -1,38 +1,37 @@
-"""Advantages from rewards, and which groups teach.
+"""Advantages from rewards, and the groups that have a signal.
 
-A group teaches if its samples were rewarded differently. That is a property of rewards, not of advantages:
+A group has a signal if the rewards of its samples differ. This is decided on rewards, not on advantages:
 eight times 0.1 minus their mean is not 0 in FP32, and divided by a standard deviation of the same rounding
-error it is large enough to be taken for a signal. So a group without signal is found by its rewards, which
-are compared as they are, and its advantages are exactly 0, by which the update knows that it need not compute
-it.
+error it is large enough to be taken for a signal. So rewards are compared as they are, and the advantages of
+a group without signal are exactly 0, which tells the update to skip the group.
 
-There are two answers to which difference counts. `reward`: any difference of the total. `accuracy`: only that
-between right and wrong samples, DAPO's condition 0 < right < G (arXiv 2503.14476, equation 11): a group that
-is wrong throughout and differs in form or length alone is no part of DAPO's batch, and scaled by its own
-standard deviation it would be as loud as a right answer.
+The setting `signal` says which difference counts. `reward`: any difference of the total. `accuracy`: only the
+difference between right and wrong samples, DAPO's condition 0 < right < G (arXiv 2503.14476, equation 11). A
+group in which all samples are wrong and differ only in form or length is not part of DAPO's batch; scaled by
+its own standard deviation it would weigh as much as a right answer.
 
-The formulas are TRL's (`scale_rewards`, `multi_objective_aggregation`), in FP64. TRL has them in the middle
-of its rollout, where samples cannot be taken out of a group nor groups out of the batch. Here they can: a
-sample whose rewards are all NaN (no reward function applied to it, or the loss leaves it out because it was
-cut off) is in no mean and no standard deviation, and has no advantage. In each group the advantages that the
-loss sees therefore add up to 0, also where truncated samples are masked; in TRL they do not, and what is left
-over moves the policy towards or away from all samples that ended.
+The formulas are TRL's (`scale_rewards`, `multi_objective_aggregation`), in FP64. TRL computes them inside its
+rollout, where samples cannot be removed from a group nor groups from the batch. Here they can: a sample whose
+rewards are all NaN (no reward function applied to it, or the loss masks it because it was truncated) is left
+out of every mean and standard deviation, and has no advantage. The advantages that the loss sees therefore
+add up to 0 in each group, even if truncated samples are masked; in TRL they do not, and the remainder moves
+the policy towards or away from all samples that ended.
 
-**pass@k.** With `pass_at_k` the objective is the best of k samples in place of each by itself. A sample is
-then rewarded with the mean, over all sets of k samples of its group that hold it, of the best reward in the
-set (`best_of_k`), and the rest is as above: the transformed reward of "Pass@K Policy Optimization" (arXiv
-2505.15201), centred within the group as in "Pass@k Training" (arXiv 2508.10751). A right sample among many
-counts little, as it was not needed, and in a group with fewer wrong samples than k there is nothing left to
-learn.
+**pass@k.** With `pass_at_k` the objective is the best of k samples instead of each sample by itself. The
+reward of a sample is then the mean, over all sets of k samples of its group that contain it, of the best
+reward in the set (`best_of_k`); the rest is as above. This is the transformed reward of "Pass@K Policy
+Optimization" (arXiv 2505.15201), centred within the group as in "Pass@k Training" (arXiv 2508.10751). A right
+sample among many counts little, as it was not needed, and a group with fewer wrong samples than k has nothing
+left to teach.
 
-What it says is how far right and wrong samples are apart, which differs by how many are right. So it needs
-`scale: none` or `batch`. In standard deviations of their group two values are always equally far apart, and
-where samples are right or wrong and nothing else, advantages would be those of each sample by itself.
+The signal of pass@k is the distance between right and wrong samples, which depends on how many are right. So
+it needs `scale: none` or `batch`: divided by the standard deviation of its group, that distance is lost, and
+where samples are only right or wrong, the advantages would be those without pass@k.
 
 **MaxRL.** With `scale: mean` the distance from the group's mean is divided by that mean (arXiv 2602.02710).
-For rewards of 0 and 1 a right answer then counts 1 / p - 1 where the share p is right, and the gradient is on
-average that of log p in place of p, of its series in 1 - p up to the order G - 1. It is made for rewards that
-are not negative; a group whose mean is 0 or less has no signal.
+For rewards of 0 and 1 a right answer then has the advantage 1 / p - 1, where p is the share of right samples,
+and the expected gradient is, instead of that of p, that of the series of log p in 1 - p up to order G - 1.
+MaxRL is made for rewards that are not negative; a group whose mean is 0 or less has no signal.
 
 Legend: B samples of all processes, groups adjacent; N groups, G samples of a group; F reward functions.
 """
@@ -46,13 +45,14 @@ import torch
 from qerl.errors import QeRLError
 
 JUDGE = "accuracy"
-# TRL's name of the penalty on length, which says nothing of right and wrong.
+# TRL's name of its length penalty, which does not tell right from wrong.
 _LENGTH_PENALTY = "soft_overlong_punishment_reward"
 
 
 def find_judge(names: Sequence[str]) -> int | None:
-    """Index of the reward function that says whether a sample is right: `accuracy`, or the only one besides a
-    penalty on length. None where there are several and none has that name.
+    """Return the index of the reward function that tells right samples from wrong ones, or None.
+
+    That is `accuracy`, else the only function besides a length penalty.
     """
     if JUDGE in names:
         return names.index(JUDGE)
@@ -61,10 +61,10 @@ def find_judge(names: Sequence[str]) -> int | None:
 
 
 def judge_of(names: Sequence[str]) -> int:
-    """As `find_judge`, where one is needed.
+    """Return the index that `find_judge` finds.
 
     Raises:
-        QeRLError: There is none.
+        QeRLError: No function tells right from wrong.
     """
     judge = find_judge(names)
     if judge is not None:
@@ -76,23 +76,23 @@ def judge_of(names: Sequence[str]) -> int:
 
 
 def in_parts(verdict_B: torch.Tensor) -> bool:
-    """True if a judge gives credit for parts: samples above 0, which are right, are rewarded differently."""
+    """Return True if the judge gives partial credit: rewards above 0, of right samples, differ."""
     return len(verdict_B[verdict_B > 0].unique()) > 1
 
 
 @dataclass(frozen=True)
 class Signal:
-    """How rewards become advantages.
+    """Settings by which rewards become advantages.
 
     Attributes:
         group_size: G.
         weights_F: Weights of the reward functions in the total.
         scale: TRL's `scale_rewards`: group, batch or none; or mean.
         aggregation: TRL's `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
-        judge: Reward function by which a sample is right (above 0) or wrong (0 and below); None where any
-            difference of rewards is a signal.
-        pass_at_k: k of pass@k, at least 2 and less than G; needs `sum_then_normalize`, and a scale other than
-            group to have an effect. None rewards each sample by itself.
+        judge: Index of the reward function by which a sample is right (above 0) or wrong (0 and below); None
+            if any difference of rewards is a signal.
+        pass_at_k: k of pass@k, at least 2 and less than G; needs `sum_then_normalize` and a scale of none or
+            batch. None rewards each sample by itself.
     """
 
     group_size: int
@@ -103,9 +103,9 @@ class Signal:
     pass_at_k: int | None = None
 
     def zero_advantage(self, rewards_BF: torch.Tensor) -> torch.Tensor:
-        """The mask [N], bool, of groups that teach nothing. NaN is a reward that was not given."""
+        """Return the mask [N], bool, of groups without signal. NaN marks a reward that was not given."""
         if self.aggregation == "sum_then_normalize":
-            # Rounded to the FP32 of the rewards: what FP64 tells apart beyond that is the order of a sum.
+            # Rounded to the FP32 of the rewards: FP64 differences below that come from the order of a sum.
             values_BF = self._credit(rewards_BF).float()[:, None]
         else:
             values_BF = rewards_BF * (self.weights_F != 0)
@@ -122,13 +122,13 @@ class Signal:
         return ~alive_N
 
     def advantages(self, rewards_BF: torch.Tensor) -> torch.Tensor:
-        """The advantages [B], fp32; exactly 0 in groups that teach nothing and where no reward was given.
+        """Return the advantages [B], fp32; exactly 0 in groups without signal and where no reward was given.
 
         Args:
             rewards_BF: Rewards of whole groups; with `scale: batch` or `normalize_then_sum` of all processes.
         """
         zero_B = self.zero_advantage(rewards_BF).repeat_interleave(self.group_size)
-        if self.judge is not None:  # such a group is no part of the batch whose scale is taken
+        if self.judge is not None:  # the scale of the batch leaves such groups out
             rewards_BF = rewards_BF.masked_fill(zero_B[:, None], torch.nan)
         rewards_BF = rewards_BF.double()
         if self.aggregation == "sum_then_normalize":
@@ -140,12 +140,12 @@ class Signal:
         return advantages_B.nan_to_num(nan=0.0).masked_fill(zero_B, 0.0).float()
 
     def statistics(self, rewards_BF: torch.Tensor, size: int, names: Sequence[str]) -> dict[str, float]:
-        """What is logged of rewards, under TRL's names.
+        """Return the logged statistics of rewards, under TRL's names.
 
         Args:
-            rewards_BF: Of whole groups of all processes.
-            size: Samples of a group, which an evaluation may have others of.
-            names: Of the reward functions; without any nothing is logged.
+            rewards_BF: Rewards of whole groups of all processes.
+            size: Samples per group, which may differ from `group_size` in an evaluation.
+            names: Names of the reward functions; an empty list logs nothing.
         """
         found: dict[str, float] = {}
         if not names:
@@ -167,14 +167,14 @@ class Signal:
         return found | {"frac_reward_zero_std": torch.isclose(spread, spread * 0).float().mean().item()}
 
     def overruled(self, rewards_BF: torch.Tensor) -> bool:
-        """True if no group teaches although rewards differ: the judge finds all right or all wrong."""
+        """Return True if rewards differ, but the judge finds every group all right or all wrong."""
         any_difference = replace(self, judge=None)
         return bool(
             self.zero_advantage(rewards_BF).all() and not any_difference.zero_advantage(rewards_BF).all()
         )
 
     def _credit(self, rewards_BF: torch.Tensor) -> torch.Tensor:
-        """What each sample is rewarded with in total, [B], NaN where no reward was given."""
+        """Return the total reward of each sample, [B], after pass@k; NaN where no reward was given."""
         total_B = self.total(rewards_BF)
         if self.pass_at_k is None:
             return total_B
@@ -183,13 +183,13 @@ class Signal:
         return best_of_k(total_NG, self.pass_at_k).flatten()
 
     def total(self, rewards_BF: torch.Tensor) -> torch.Tensor:
-        """The weighted sum [B] of the rewards that are given, NaN where none is."""
+        """Return the weighted sum [B] of the given rewards, NaN where none is given."""
         total_B = (rewards_BF.double() * self.weights_F).nansum(dim=1)
         return total_B.masked_fill(rewards_BF.isnan().all(dim=1), torch.nan)
 
     def _centred(self, rewards_B: torch.Tensor, scale: str) -> torch.Tensor:
-        """Distance from the mean of the group, in standard deviations of group or batch, in units of that
-        mean, or as it is."""
+        """Return distances from the group's mean: divided by the standard deviation of the group or batch, by
+        that mean, or by nothing."""
         rewards_NG = rewards_B.unflatten(0, (-1, self.group_size))
         centred_NG = rewards_NG - rewards_NG.nanmean(dim=1, keepdim=True)
         if scale == "group":
@@ -202,20 +202,20 @@ class Signal:
 
 
 def best_of_k(rewards_NG: torch.Tensor, k: int) -> torch.Tensor:
-    """For each sample the mean, over all sets of k samples of its group that hold it, of the best reward.
+    """Return, for each sample, the mean of the best reward over all sets of k from its group that contain it.
 
-    Its mean over a group is the unbiased estimate of the best reward of k samples; for rewards of 0 and 1
+    The mean over a group is the unbiased estimate of the best reward of k samples; for rewards of 0 and 1
     that is pass@k, 1 - C(wrong, k) / C(G, k). With k = 1 it is the reward.
 
     Args:
-        rewards_NG: Rewards of whole groups, fp64. NaN is no sample of its group.
-        k: Samples in a set.
+        rewards_NG: Rewards of whole groups, fp64. A NaN does not count as a sample of its group.
+        k: Samples per set.
 
     Returns:
         [N, G], fp64; NaN where there is no reward, and in groups of fewer than k samples.
     """
     size = rewards_NG.size(1)
-    # Of the sets with the sample of rank p, counted from the lowest, so many have their best at rank q >= p.
+    # sets[p][q]: number of sets with the sample of rank p, from the lowest, and their best at rank q >= p.
     sets = [[0 if q < p else _below(q, p, k) for q in range(size)] for p in range(size)]
     sets_PQ = torch.tensor(sets, dtype=torch.double, device=rewards_NG.device)
     sorted_NG, order_NG = rewards_NG.double().sort(dim=1)  # NaN last
@@ -231,14 +231,14 @@ def best_of_k(rewards_NG: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _below(best: int, sample: int, k: int) -> int:
-    """Number of sets of k with the given sample and, at the top, the best; both by 0-based rank."""
+    """Return the number of sets of k that contain ``sample`` and have ``best`` at the top; 0-based ranks."""
     if best == sample:
         return math.comb(sample, k - 1)
     return math.comb(best - 1, k - 2) if k >= 2 else 0
 
 
 def _std(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Standard deviation with n - 1 over what is not NaN; NaN of fewer than two."""
+    """Return the standard deviation with n - 1 of the values that are not NaN; NaN for fewer than two."""
     deviation = values - values.nanmean(dim=dim, keepdim=True)
     known = (~values.isnan()).sum(dim=dim, keepdim=True)
     return (deviation.square().nansum(dim=dim, keepdim=True) / (known - 1).clamp(min=0)).sqrt()

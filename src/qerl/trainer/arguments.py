@@ -1,18 +1,18 @@
-"""What a user hands to `QeRLTrainer`, completed to what a trainer is made of.
+"""The arguments of `QeRLTrainer`, checked and completed to the parts of a trainer.
 
 The constructor has TRL's parameters. Each of them acts as TRL documents, or is refused with the reason; none
-is accepted and ignored, and where two of them say the same thing they must agree.
+is silently ignored, and two parameters that say the same thing must agree.
 
 - **model** may be a name (Hub id, folder, .gguf file): then it is loaded as `qerl train` loads it, in the
-  format that the settings name, with the adapter of ``peft_config`` or else of the settings. A model or
-  `PeftModel` in hand is taken as it is. The settings that describe a model (``weights``, ``lora_r``, ...)
-  must then agree with it. Those that are not set are taken from it, because they are saved beside the
-  weights and evaluation reads them.
+  format that the settings name, with the adapter of ``peft_config`` or else of the settings. A loaded model
+  or `PeftModel` is used as it is, and the settings that describe a model (``weights``, ``lora_r``, ...) must
+  agree with it. Unset ones are filled in from the model, because they are saved beside the weights and
+  evaluation reads them.
 - **args** may be a `QeRLConfig`, TRL's `GRPOConfig` (see `qerl.settings.config.as_ours`) or missing. The
   trainer works with a copy.
-- **Fields that only a run has** (``task``, ``reward_files``, ``eval_samples``) name a source of what is
-  handed in here; they are refused where they are set. `trainer.run` acts on them before there is a trainer,
-  and says so (``acted_on``). Defaults say nothing and are not compared.
+- **Settings that only a run has** (``task``, ``reward_files``, ``eval_samples``) name the source of an object
+  that is passed in here; they are refused if set. `trainer.run` applies them before it makes a trainer, and
+  lists them in ``acted_on``. A field at its default counts as not set.
 """
 
 import copy
@@ -102,22 +102,22 @@ RUN_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class Completed:
-    """What a trainer is made of.
+    """The parts of a trainer.
 
     Attributes:
         model: The policy, loaded and with its adapter.
-        args: Settings that agree with it; a copy of the user's.
+        args: Settings that agree with the model; a copy of the user's.
         engine: Samples from the policy.
-        tokenizer: The policy's.
-        processing_class: The same, or the processor that was handed in.
-        train_dataset, eval_dataset: Checked and cut; a stream to evaluate on as it was given.
-        rewards: Functions and reward models, those of environments last.
-        episode_rewards: Those of environments, each of weight 1, as in TRL.
-        reward_processing_classes: Tokenizers of reward models, one entry for each reward.
-        calls: Where reward functions and tools wait.
+        tokenizer: The policy's tokenizer.
+        processing_class: The processor that was passed in, else the tokenizer.
+        train_dataset, eval_dataset: Checked and filtered by length; an evaluation stream as it was given.
+        rewards: Reward functions and reward models, those of environments last.
+        episode_rewards: Rewards of environments, each of weight 1, as in TRL.
+        reward_processing_classes: Tokenizers of reward models, one entry per reward.
+        calls: Runs waiting reward functions and tools concurrently.
         others: Tools and environments.
-        stops: What ends or interrupts turns beside stop tokens.
-        ready: Makes rows ready that are handed over later.
+        stops: Conditions besides stop tokens that end or interrupt turns.
+        ready: Prepares rows that are passed in later.
     """
 
     model: PreTrainedModel | PeftModel
@@ -154,13 +154,13 @@ def complete(
     rollout_func: Any,
     refused: dict[str, Any],
 ) -> Completed:
-    """Load, wrap and check what the user handed in; what can be checked without the model comes first.
+    """Check, load and wrap the constructor's arguments; checks that need no model come first.
 
     Args:
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
             optimizers, peft_config, engine, acted_on, tools, environment_factory, rollout_func: As in
             `QeRLTrainer`.
-        refused: The arguments of `REFUSED`, as they were given.
+        refused: The arguments named in `REFUSED`, as given.
 
     Raises:
         QeRLError: An argument is missing, is refused, contradicts another one, or cannot be loaded.
@@ -198,7 +198,7 @@ def complete(
     stops = stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
     in_turns = bool(others) or rollout_func is not None
     ready = ready_of(model, settings, tokenizer, in_turns=in_turns)
-    if "max_prompt_length" not in acted_on:  # the rows of a run have been made ready
+    if "max_prompt_length" not in acted_on:  # `trainer.run` has prepared the rows of a run
         train_dataset = ready(train_dataset, "training prompts")
         eval_dataset = ready(eval_dataset, "evaluation prompts")
     policy = _policy(model, settings, peft_config, engine, acted_on)
@@ -231,13 +231,13 @@ def complete(
 def ready_of(
     model: Any, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, in_turns: bool
 ) -> ReadyPrompts | ReadyDemonstrations:
-    """What makes rows ready for the algorithm of the settings; arguments and errors as `ReadyPrompts.of`."""
+    """Return the row preparation for the settings' algorithm; arguments and errors as `ReadyPrompts.of`."""
     prompts = ReadyPrompts.of(model, args, tokenizer, in_turns)
     return ReadyDemonstrations(args, tokenizer, prompts.positions) if args.algorithm == "sft" else prompts
 
 
 def _others(tools: Any, environment_factory: Any, rollout_func: Any) -> Others:
-    """Tools and environments, checked; nobody beside a `rollout_func`, which samples by itself."""
+    """Check and return tools and environments; none with a `rollout_func`, which samples by itself."""
     if rollout_func is None:
         return check_others(tools, environment_factory)
     if not callable(rollout_func):
@@ -250,7 +250,7 @@ def _others(tools: Any, environment_factory: Any, rollout_func: Any) -> Others:
 
 
 def _check_template(others: Others, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model that cannot take part in the conversation."""
+    """Raise if the chat template is missing or cannot render these conversations."""
     if (
         others and not others.texts and not others.endpoints
     ):  # also for an environment without a tool, as in TRL
@@ -265,10 +265,10 @@ def _check_template(others: Others, tokenizer: PreTrainedTokenizerBase) -> None:
 def _rewards(
     reward_funcs: Any, settings: QeRLConfig, episode_rewards: list[Any], calls: Together
 ) -> list[Any]:
-    """The user's rewards and those of environments, guarded.
+    """Return the user's rewards and those of environments, guarded.
 
     Raises:
-        QeRLError: There are weights, and not one for each of the user's.
+        QeRLError: `reward_weights` is set, and does not have one number per reward of the user's.
     """
     if settings.reward_weights is not None:
         given = len(with_length_penalty(reward_funcs, settings))
@@ -283,7 +283,7 @@ def _rewards(
 
 
 def _check_rewards(reward_funcs: Any, settings: QeRLConfig, others: Others) -> None:
-    """Refuse a training that nothing rewards and no teacher leads by itself."""
+    """Raise if there is no reward, no teacher with `distillation_weight` 1, and no `algorithm: sft`."""
     taught = settings.teacher is not None and settings.distillation_weight == 1.0
     if not (reward_funcs or others.judges or taught or settings.algorithm == "sft"):
         raise QeRLError(
@@ -300,7 +300,7 @@ def _check_given(
     others: Others,
     refused: dict[str, Any],
 ) -> None:
-    """Refuse arguments that are missing, of another type, or not supported."""
+    """Raise if an argument is missing, of the wrong type, or not supported."""
     for name, value in refused.items():
         if value:
             raise QeRLError(f"{name} is not supported: {REFUSED[name]}; leave it out.")
@@ -333,7 +333,7 @@ def _check_given(
 
 
 def _settings(args: GRPOConfig | None, model: Any, peft_config: Any) -> QeRLConfig:
-    """The user's settings as ours, a copy that can be changed."""
+    """Return a copy of the user's settings as a `QeRLConfig`."""
     if isinstance(args, QeRLConfig):
         return copy.copy(args)
     named = isinstance(model, str | Path)
@@ -349,7 +349,7 @@ def _settings(args: GRPOConfig | None, model: Any, peft_config: Any) -> QeRLConf
 
 
 def _tuning(model: Any, peft_config: Any) -> dict[str, Any]:
-    """What a model in hand says of the tuning, for settings that cannot say it."""
+    """Return the `tuning` and `weights` implied by a loaded model, for settings without these fields."""
     whole = isinstance(model, PreTrainedModel) and peft_config is None
     return {"tuning": "full", "weights": "bf16"} if whole else {}
 
@@ -362,7 +362,7 @@ def _check_fields(
     others: Others,
     rollout_func: Any,
 ) -> None:
-    """Refuse fields that nothing here acts on."""
+    """Raise if a field is set that this trainer does not read."""
     idle = dict(_OF_A_RUN)
     if not others and rollout_func is None:
         idle |= _OF_OTHERS
@@ -384,15 +384,15 @@ _NOT_OF_AGENTS = {
     "tool_errors": "an agent calls its tools itself",
     "tool_output_limit": "an agent calls its tools itself",
 }
-"""Fields that nothing reads where agents of their own lead the conversations."""
+"""Fields without effect when external agents lead the conversations."""
 
 
 def _check_endpoints(args: QeRLConfig) -> None:
-    """Refuse what agents of their own cannot be given.
+    """Raise if a setting does not work with external agents behind the endpoint.
 
     Raises:
-        QeRLError: A field is set that nothing reads, or there are several processes, whose updates would
-            have to have as many samples each.
+        QeRLError: A field without effect is set, or there are several processes, whose updates would need
+            equal numbers of samples.
     """
     for name, why in _NOT_OF_AGENTS.items():
         if getattr(args, name) != default_of(FIELDS[name]):
@@ -409,11 +409,11 @@ def _check_endpoints(args: QeRLConfig) -> None:
 def _check_staleness(
     args: QeRLConfig, others: bool, rollout_func: bool, engine: RolloutEngine | None
 ) -> None:
-    """Refuse samples that cannot be kept over an update.
+    """Raise if samples cannot be kept in the engine across an update.
 
     Raises:
-        QeRLError: Somebody answers the policy, or samples in the engine's place, there are several
-            processes, or the sessions of an engine of the user's own cannot go on.
+        QeRLError: Tools, environments or a `rollout_func` take part, there are several processes, or the
+            sessions of the user's own engine cannot be continued.
     """
     if others or rollout_func:
         who = "rollout_func samples by itself" if rollout_func else "tools or environments answer the policy"
@@ -438,7 +438,7 @@ def _check_staleness(
 
 
 def _set_fields(args: QeRLConfig, acted_on: Collection[str], fields: Set[str] = RUN_FIELDS) -> set[str]:
-    """Those of the fields that were set, to something else than their default."""
+    """Return the given fields that are not at their default, without those in ``acted_on``."""
     return {name for name in fields - {*acted_on} if getattr(args, name) != default_of(FIELDS[name])}
 
 
@@ -460,7 +460,7 @@ def _policy(
 def _named_policy(
     model: LocalModel, args: QeRLConfig, peft_config: LoraConfig | None, engine: RolloutEngine | None
 ) -> PreTrainedModel | PeftModel:
-    """The model of this name as `qerl train` would load it, with the adapter that the user describes."""
+    """Load the model as `qerl train` would, with the adapter that the user describes."""
     if args.model not in (None, model.name):
         raise QeRLError(f"model is {model} and args.model is {args.model}; leave one of them out.")
     if model.folder.resolve() == Path(str(args.output_dir)).resolve():
@@ -482,7 +482,7 @@ def _named_policy(
         take_adapter(args, vars(peft_config), "peft_config")
     console = Console(quiet=args.process_index != 0)
     policy = make_policy(args, model, console, peft_config)
-    if peft_config is not None:  # which layers a pattern, or PEFT's default, has matched
+    if peft_config is not None:  # the layers that a pattern, or PEFT's default, matched
         args.lora_target_modules = held(policy)["lora_target_modules"]
     return policy
 
@@ -493,7 +493,7 @@ def _policy_in_hand(
     peft_config: LoraConfig | None,
     acted_on: Collection[str],
 ) -> PreTrainedModel | PeftModel:
-    """The model that was handed in, wrapped if ``peft_config`` asks for it."""
+    """Return the model that was passed in, with a fresh adapter if ``peft_config`` is given."""
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise QeRLError(
@@ -522,7 +522,7 @@ def _policy_in_hand(
 
 
 def _agree_with_model(args: QeRLConfig, acted_on: Collection[str], model: nn.Module) -> None:
-    """Compare the settings that describe a model with the one that was handed in."""
+    """Raise if a setting that describes the model disagrees with the model that was passed in."""
     own, given = held(model), _set_fields(args, acted_on)
     for name in sorted(given & own.keys()):
         if plain(getattr(args, name)) != own[name]:
@@ -540,7 +540,7 @@ def _agree_with_model(args: QeRLConfig, acted_on: Collection[str], model: nn.Mod
 def _tokenizer(
     given: Any, model: Any, train_dataset: Any, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that was handed in, or else the model's."""
+    """Return the tokenizer that was passed in, else the model's."""
     template = getattr(given, "chat_template", None)
     if isinstance(given, ProcessorMixin):
         given = given.tokenizer
@@ -565,7 +565,7 @@ def _tokenizer(
 def _engine(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, args: QeRLConfig
 ) -> RolloutEngine:
-    """The fastest engine for the model, where it will train."""
+    """Move the model to the training device and return the fastest engine for it."""
     if base_model(model).device != args.device:
         model.to(args.device)
     return make_engine(model, tokenizer.pad_token_id, args.max_sequences, args.kv_cache_dtype)

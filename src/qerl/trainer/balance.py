@@ -1,15 +1,15 @@
-"""Work of an update, balanced over processes by length.
+"""Load balancing of an update: groups exchanged between processes by length.
 
-Each process samples groups of its own, and processes meet when an optimizer step has been computed: the step
-takes as long as the process that drew the longest samples, or the most groups with a signal. So groups change
-places between processes once they are scored. A process gets as many groups of an optimizer step as it had,
-and the step has the samples that it had; so the gradient is the same but for the order of its sums. Who gets
-what follows from the lengths alone, and rollouts are kept with a checkpoint as they were dealt.
+Each process samples its own groups, and all processes synchronise at the end of an optimizer step: the step
+takes as long as the process with the longest samples, or the most groups with a signal. So processes exchange
+groups once these are scored. A process keeps its number of groups per optimizer step, and a step keeps its
+samples; so the gradient is the same up to the order of its sums. The assignment depends on the lengths alone,
+and a checkpoint stores rollouts as assigned.
 
-Groups are dealt the longest first, each to the process with the least so far that has room left (longest
-processing time first, Graham 1969). Given up: a loss that divides by the tokens of a microbatch (`bnpo`, and
-the entropy bonus of `entropy_coef`) or compares them (`top_entropy_quantile`) depends on which samples are in
-one, and they are others.
+The longest group is assigned first, each group to the process with the lowest load that has room left
+(longest processing time first, Graham 1969). Given up: a loss that divides by the tokens of a microbatch
+(`bnpo`, and the entropy bonus of `entropy_coef`) or compares them (`top_entropy_quantile`) depends on which
+samples share a microbatch, and the exchange changes that.
 
 Legend: R processes, G groups of one process in an optimizer step.
 """
@@ -28,7 +28,7 @@ from qerl.update.packed_row import Lengths, Sample
 
 
 class Move(NamedTuple):
-    """A group that changes places; processes and groups are counted from 0."""
+    """A group that moves to another process; processes and groups are counted from 0."""
 
     source: int
     group: int
@@ -37,16 +37,16 @@ class Move(NamedTuple):
 
 
 def owners(tokens_RG: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The process [R, G] to compute each group.
+    """Return the process [R, G] that computes each group.
 
     Args:
-        tokens_RG: What each group of each process costs.
+        tokens_RG: Cost of each group of each process, in tokens.
     """
     groups = [(r, g) for r, tokens in enumerate(tokens_RG) for g in range(len(tokens))]
     room = [len(tokens) for tokens in tokens_RG]
     load = [0] * len(room)
     owner = [[0] * len(tokens) for tokens in tokens_RG]
-    for r, g in sorted(groups, key=lambda at: (-tokens_RG[at[0]][at[1]], at[1])):  # of equals each its own
+    for r, g in sorted(groups, key=lambda at: (-tokens_RG[at[0]][at[1]], at[1])):  # equal groups stay
         free = (to for to in range(len(room)) if room[to])
         to = min(free, key=lambda to: (load[to], to != r))
         room[to] -= 1
@@ -56,7 +56,7 @@ def owners(tokens_RG: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def moves(owner_RG: Sequence[Sequence[int]]) -> list[Move]:
-    """Groups whose owner is another process, each into a place that another one leaves there."""
+    """Return the groups that change process, each with a place that another group leaves there."""
     leaving = [(r, g) for r, owner in enumerate(owner_RG) for g, to in enumerate(owner) if to != r]
     places = {r: iter([g for source, g in leaving if source == r]) for r in range(len(owner_RG))}
     return [Move(r, g, owner_RG[r][g], next(places[owner_RG[r][g]])) for r, g in leaving]
@@ -65,11 +65,11 @@ def moves(owner_RG: Sequence[Sequence[int]]) -> list[Move]:
 def dealt(
     samples: list[Sample], computed: Sequence[int], args: QeRLConfig, accelerator: Accelerator
 ) -> list[Sample]:
-    """The samples of this process once groups have changed places; every process must call this.
+    """Exchange groups between processes and return this process's samples; every process must call this.
 
     Args:
-        samples: Scored, of this process, whole groups side by side.
-        computed: Indices of those that the update will compute.
+        samples: Scored samples of this process, whole groups side by side.
+        computed: Indices of the samples that the update will compute.
         args: Settings of the run.
         accelerator: Of the run.
     """
@@ -79,7 +79,7 @@ def dealt(
         math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
     )
     span, cut = divmod(in_step * args.per_device_train_batch_size, size)
-    if cut:  # a step that cuts groups is left as it is
+    if cut:  # a step that splits groups is not balanced
         return samples
     lengths, rows = Lengths.of(samples), set(computed)
     groups = [range(start, start + size) for start in range(0, len(samples), size)]
@@ -90,13 +90,13 @@ def dealt(
 def balanced(
     samples: list[Sample], tokens: Sequence[int], span: int, size: int, accelerator: Accelerator
 ) -> list[Sample]:
-    """As `dealt`, by the costs of groups.
+    """Exchange groups as `dealt` does, by given costs.
 
     Args:
-        samples: Of this process, whole groups side by side.
-        tokens: What each of its groups costs.
-        span: Groups that are surely of one optimizer step; groups change places within such a span.
-        size: Samples of a group.
+        samples: Samples of this process, whole groups side by side.
+        tokens: Cost of each of its groups.
+        span: Number of groups guaranteed to be in one optimizer step; groups move only within such a span.
+        size: Samples per group.
         accelerator: Of the run.
     """
     own = torch.tensor([list(tokens)], device=accelerator.device)

@@ -1,4 +1,4 @@
-"""What a run shows and keeps while it trains: metrics.jsonl, a progress bar, and an orderly stop on Ctrl-C or
+"""Callbacks of a run: metrics.jsonl, a progress bar, early stopping, and an orderly stop on Ctrl-C or
 SIGTERM."""
 
 import contextlib
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 ONE_SIGNAL = 1.0
-"""Seconds within which a second signal is taken for the first one, forwarded by a launcher."""
+"""Seconds within which a second signal counts as the first one, forwarded by a launcher."""
 
 # (label, metric, format) of the progress line.
 _SHOWN = (
@@ -45,7 +45,7 @@ _SHOWN = (
     ("entropy", "entropy", "{:.2f}"),
     ("sigma", "noise/sigma", "{:.0e}"),
 )
-# Where nothing was sampled.
+# The same for `algorithm: sft`, which samples nothing in training.
 _SHOWN_OF_SFT = (
     ("loss", "loss", "{:.3f}"),
     ("held-out loss", "eval_loss", "{:.3f}"),
@@ -54,10 +54,10 @@ _SHOWN_OF_SFT = (
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Refuse what the trainer could not call.
+    """Raise unless this is None or a list of callbacks.
 
     Raises:
-        QeRLError: It is no list of callbacks, or of their classes.
+        QeRLError: It is not a list of callbacks or callback classes.
     """
     if callbacks is not None and not isinstance(callbacks, list | tuple):
         raise QeRLError(f"callbacks is a {type(callbacks).__name__}; pass a list of TrainerCallback objects.")
@@ -68,13 +68,14 @@ def check_callbacks(callbacks: Any) -> None:
 
 
 class MetricsFile(TrainerCallback):
-    """Writes one JSON object per log call to metrics.jsonl; a resumed run goes on where its checkpoint stood.
+    """Writer of metrics.jsonl: one JSON object per log call; a resumed run drops rows after its checkpoint.
 
     Args:
         folder: The run folder.
 
     Attributes:
-        facts: What holds for the whole run; a line of its own, with its length, whenever training begins.
+        facts: Values that hold for the whole run; written with `max_steps` as a line of their own whenever
+            training begins.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +118,11 @@ class MetricsFile(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """Shows step, reward, accuracy, entropy, sigma and time left; without a terminal a line per log."""
+    """Progress bar with step, key metrics and time left; without a terminal, a line per log.
+
+    The metrics are those of `_SHOWN` (reward, accuracy, entropy, sigma), with `algorithm: sft` those of
+    `_SHOWN_OF_SFT`.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -176,22 +181,25 @@ class ProgressBar(TrainerCallback):
             )
 
     def close(self) -> None:
-        """Leave the terminal as it was, whatever has ended the run."""
+        """Stop the progress bar and restore the terminal."""
         if self.progress:
             self.progress.stop()
 
 
 class EarlyStop(EarlyStoppingCallback):
-    """Ends the run when evaluations no longer get better; a resumed run counts on from its checkpoint.
+    """Early stopping when evaluations no longer improve; a resumed run continues its checkpoint's count.
 
     transformers restores the count only together with the state of all callbacks, which would also replace
-    those that this run has given settings of its own.
+    callbacks whose settings this run has changed.
     """
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Replaces transformers' warning, which would be said of a run that wants its last policy."""
+        """Restore the count of evaluations without improvement from a checkpoint.
+
+        transformers' warning is left out; it would also reach a run that keeps its last policy on purpose.
+        """
         saved = state.stateful_callbacks.get(type(self).__name__)
         attributes = saved.get("attributes", {}) if isinstance(saved, dict) else {}
         self.early_stopping_patience_counter = int(attributes.get("early_stopping_patience_counter", 0))
@@ -214,11 +222,11 @@ class EarlyStop(EarlyStoppingCallback):
 
 
 class InterruptGuard(TrainerCallback):
-    """Ends the run after the present step on Ctrl-C or SIGTERM, with a checkpoint; at once on a second one.
+    """Stop on Ctrl-C or SIGTERM: after the current step, with a checkpoint; at once on a second signal.
 
-    A context: signals are caught inside it. Under torchrun each process gets the terminal's signal and the
-    launcher's a moment later, which count as one; and one that reaches any process stops all of them after
-    the same step. It is looked at after each step, evaluation and checkpoint.
+    A context manager: signals are caught inside it. Under torchrun each process gets the terminal's signal
+    and, a moment later, the launcher's; both count as one. A signal that reaches any process stops all
+    processes after the same step. Processes check for it after each step, evaluation and checkpoint.
 
     Attributes:
         interrupted: Whether any process has received a signal.
@@ -232,7 +240,7 @@ class InterruptGuard(TrainerCallback):
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "InterruptGuard":
-        if threading.current_thread() is threading.main_thread():  # no other may catch signals
+        if threading.current_thread() is threading.main_thread():  # other threads cannot
             self._former = {number: signal.signal(number, self._on_signal) for number in STOPPING}
         return self
 
@@ -247,14 +255,14 @@ class InterruptGuard(TrainerCallback):
             doing = (
                 "Saving the model" if self._trained else "Stopping after this step and saving a checkpoint"
             )
-            with contextlib.suppress(RuntimeError):  # it may have come in the middle of a write
-                # Plain text; for markup rich imports modules, and may be in the middle of that.
+            with contextlib.suppress(RuntimeError):  # the signal may interrupt a write
+                # Plain text: for markup rich imports modules, and the signal may interrupt such an import.
                 self.console.out(f"{doing}; Ctrl-C again stops at once.", highlight=False)
         elif now - self._first > ONE_SIGNAL:
             raise KeyboardInterrupt
 
     def _stops(self, args: TrainingArguments) -> bool:
-        """True on every process if any of them was interrupted."""
+        """Return True, on every process, if any process was interrupted."""
         if args.world_size > 1:
             flag = torch.tensor(float(self.interrupted), device=args.device)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)

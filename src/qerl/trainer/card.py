@@ -17,17 +17,17 @@ _LIBRARIES = ("trl", "transformers", "peft", "torch")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model's name is ``owner/name`` of the Hub, and no folder or file of this machine."""
+    """Return True if a model's name has the form ``owner/name`` and is not a local folder or file."""
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 def linked(name: str) -> str:
-    """A model in a card: with a link to the Hub, or the last part of a local path."""
+    """Return a model's name for a card: with a link to the Hub, or the last part of a local path."""
     return f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else Path(name).name
 
 
 def library_versions() -> str:
-    """The versions of this package and of those below it, as a list in Markdown."""
+    """Return the versions of this package and its main dependencies, as a Markdown list."""
     versions = {"qerl": __version__} | {library: version(library) for library in _LIBRARIES}
     return "\n".join(f"- {library} {number}" for library, number in versions.items())
 
@@ -39,7 +39,7 @@ generator = pipeline("text-generation", model="{saved_as}", device_map="auto")
 messages = [{{"role": "user", "content": "What is 6 times 7?"}}]
 output = generator(messages, max_new_tokens=128, return_full_text=False)
 print(output[0]["generated_text"])"""
-"""What a card shows of a whole model."""
+"""Example code of a card: load the saved model and generate."""
 
 _TEXT = """---
 {data}
@@ -68,15 +68,18 @@ introduced in [DeepSeekMath](https://huggingface.co/papers/2402.03300)."""
 _BY_DEMONSTRATIONS = "It was trained by supervised fine-tuning with QeRL."
 
 
-def model_card(model: nn.Module, name: str, saved_as: str, tags: list[str], dataset: str | None) -> ModelCard:
-    """The card of a policy.
+def model_card(
+    model: nn.Module, name: str, saved_as: str, tags: list[str], dataset: str | None, supervised: bool
+) -> ModelCard:
+    """Return the model card of a policy.
 
     Args:
         model: The policy, PEFT-wrapped or not.
-        name: Of the card.
-        saved_as: What the example loads: the name on the Hub, or the run folder.
-        tags: For the Hub.
-        dataset: Name of the data set, if it has one on the Hub.
+        name: Title of the card.
+        saved_as: The model that the example loads: its name on the Hub, or the run folder.
+        tags: Tags on the Hub.
+        dataset: Name of the data set on the Hub, if any.
+        supervised: Whether it was trained on demonstrations, else by rewards.
     """
     base = base_model(model)
     given = base.name_or_path
@@ -90,7 +93,7 @@ def model_card(model: nn.Module, name: str, saved_as: str, tags: list[str], data
     text = _TEXT.format(
         data=data.to_yaml(),
         name=name,
-        how=_BY_DEMONSTRATIONS if "sft" in tags else _BY_REWARDS,
+        how=_BY_DEMONSTRATIONS if supervised else _BY_REWARDS,
         base=linked(given) or f"a {type(base).__name__} without a name",
         example=PIPELINE.format(saved_as=saved_as),
         versions=library_versions(),

@@ -1,58 +1,57 @@
-"""A curriculum by success rate: problems that are solved always or never are sampled less.
+"""A curriculum by success rate: problems that are always or never solved are sampled less.
 
-A group whose samples are all right, or all wrong, teaches nothing, and a problem that gave one is likely to
-give another the next time (arXiv 2506.02177, section 3, finds so over epochs of three models; there prompts
-are skipped by the number of their latest rollouts in a row without variance). Here a problem that was solved
-always or never the last z times it was sampled is *settled*, and is sampled with the chance::
+A group whose samples are all right, or all wrong, teaches nothing, and the next group of the same problem is
+likely to be such a group too (arXiv 2506.02177, section 3, finds so over epochs of three models; there
+prompts are skipped by the number of their latest rollouts in a row without variance). Here a problem whose
+last z groups were each all right or all wrong is *settled*, and is sampled with probability::
 
     max(curriculum_floor, 2 ** -z)
 
-One sample that differs from the others sets z to 0. The floor keeps every problem in play, because the policy
-moves: what it never solves today it may solve tomorrow, and what it always solves it may forget (arXiv
+One sample that differs from the others sets z to 0. The floor keeps every problem in use, because the policy
+changes: it may later solve a problem that it never solves now, and forget one that it always solves (arXiv
 2601.02648 tests such problems again from time to time for this reason). New problems have z = 0.
 
-The order of the data proposes the prompts of a rollout, as without a curriculum. Each keeps its place with
-its chance; a place that becomes free goes to another problem of the data set, drawn in proportion to the
-chances. Prompts that dynamic sampling adds are drawn so too. So an epoch stays as long as it was, and
-proposes every problem once. All draws are keyed by (seed, step, ...), the counts z are those of all
-processes and lie in the checkpoint: a resumed run samples the same prompts.
+The order of the data proposes the prompts of a rollout, as without a curriculum. Each prompt keeps its place
+with its probability; a free place goes to another problem of the data set, drawn in proportion to these
+probabilities, as are the prompts that dynamic sampling adds. So an epoch keeps its length, and proposes every
+problem once. All draws are keyed by (seed, step, ...), and the counts z cover all processes and are stored in
+the checkpoint: a resumed run samples the same prompts.
 
-A problem is known by its row's content, so that a data set in another order, or with more rows, keeps what
-was learned, and rows that are equal share it.
+A problem is identified by its row's content, so that a data set in another order, or with more rows, keeps
+its counts, and equal rows share one.
 
-What was given up. The success rate is that of the latest group, not an estimate over several policies: with
-few samples a problem of medium difficulty looks settled now and then, which the next sample with another
-outcome mends. How hard a problem is within what is solved sometimes does not matter: sampling by the
-distance from one half (arXiv 2510.01135) or by the rate of failure (arXiv 2501.12599) prefers some of them,
-which needs rates that a group of eight does not give. Where tasks are mixed, places move from tasks that are
-settled to those that are not: weights say what is proposed.
+Given up. The success rate is that of the latest group, not an estimate over several policies: with few
+samples a problem of medium difficulty looks settled now and then, until the next group with mixed outcomes.
+The difficulty of problems that are sometimes solved does not matter: sampling by the distance from one half
+(arXiv 2510.01135) or by the failure rate (arXiv 2501.12599) prefers some of them, which needs rates more
+precise than a group of eight gives. In a mixture of tasks, places move from settled tasks to others: the
+tasks' weights apply to the proposed prompts.
 """
 
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 
-from qerl.seeding import generator
+from qerl.seeding import generator, problem_key
 from qerl.trainer.dynamic_sampling import FreshPrompts
 
 CURRICULUM_FILE = "curriculum.json"
-"""In a checkpoint: how often each settled problem was so in a row."""
+"""File in a checkpoint with z for each settled problem."""
 
 Row = dict[str, Any]
 
 
 class Curriculum:
-    """Which problems are due.
+    """The counts z of all problems, and the choice of prompts by them.
 
     Args:
         dataset: The training rows.
-        floor: Smallest chance of a problem, above 0.
+        floor: Lowest probability of a problem, above 0.
         seed: Seed of the run.
     """
 
@@ -62,37 +61,37 @@ class Curriculum:
 
     @cached_property
     def _keys(self) -> list[str]:
-        return [key_of(row) for row in self._dataset]
+        return [problem_key(row) for row in self._dataset]
 
     def _chance(self, key: str) -> float:
         return max(self._floor, 0.5 ** self._settled.get(key, 0))
 
     def chances(self) -> torch.Tensor:
-        """The chance of each row of the data set [rows], fp64."""
+        """Return the probability of each row of the data set, [rows], fp64."""
         return torch.tensor([self._chance(key) for key in self._keys], dtype=torch.double)
 
     def choose(self, proposed: Sequence[Row], fresh: FreshPrompts, step: int, rollout: int) -> list[Row]:
-        """The rows of a rollout: those that are due at their places, others in the places of the rest.
+        """Return the rows of a rollout: the proposed rows, some of them replaced at their places.
 
         Args:
-            proposed: The rows of all processes, one for each group.
-            fresh: Gives others; it knows of the proposed ones.
+            proposed: The rows of all processes, one per group.
+            fresh: Draws replacements; the proposed prompts are already noted there.
             step, rollout: Optimizer step, and number of the rollout within it; the same numbers choose the
                 same rows.
         """
         draw = generator("curriculum", self._seed, step, rollout)
         uniforms = torch.rand(len(proposed), generator=draw, dtype=torch.double).tolist()
-        due = [u < self._chance(key_of(row)) for u, row in zip(uniforms, proposed, strict=True)]
+        due = [u < self._chance(problem_key(row)) for u, row in zip(uniforms, proposed, strict=True)]
         places = due.count(False)
         others = iter(fresh.draw(places) if places else [])
         return [row if keeps else next(others) for row, keeps in zip(proposed, due, strict=True)]
 
     def observe(self, keys: Sequence[str], settled: Sequence[bool | None]) -> None:
-        """Learn from the groups of a rollout of all processes.
+        """Update the counts from the groups of a rollout of all processes.
 
         Args:
-            keys: Of their rows, by `key_of`.
-            settled: Whether a group's samples were all right or all wrong; None where none was judged.
+            keys: Keys of the groups' rows, by `qerl.seeding.problem_key`.
+            settled: Whether a group's samples were all right or all wrong; None if none was judged.
         """
         for key, is_settled in zip(keys, settled, strict=True):
             if is_settled:
@@ -102,33 +101,27 @@ class Curriculum:
 
     @property
     def settled(self) -> int:
-        """Number of problems that were solved always or never when they were last sampled."""
+        """Number of problems whose last judged group was all right or all wrong."""
         return len(self._settled)
 
     def save(self, folder: Path) -> None:
-        """Write what was learned into a checkpoint."""
+        """Write the counts into a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CURRICULUM_FILE).write_text(json.dumps(self._settled), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Go on with what a checkpoint had learned; one that was made without a curriculum has nothing."""
+        """Read the counts of a checkpoint; one that was made without a curriculum changes nothing."""
         file = folder / CURRICULUM_FILE
         if file.is_file():
             self._settled = json.loads(file.read_text(encoding="utf-8"))
 
 
-def key_of(row: Row) -> str:
-    """By what a problem is known: a digest of its row's content."""
-    content = json.dumps(row, sort_keys=True, default=str).encode()
-    return blake2b(content, digest_size=8).hexdigest()
-
-
 def settled_groups(verdict_B: torch.Tensor, group_size: int) -> list[bool | None]:
-    """Whether each group's samples are all right or all wrong; None for a group that nobody judged.
+    """Return, for each group, True if its judged samples are all right or all wrong; None if none was judged.
 
     Args:
         verdict_B: Rewards of the judge, NaN where it gave none; above 0 is right.
-        group_size: Samples in a group.
+        group_size: Samples per group.
     """
     verdict_NG = verdict_B.view(-1, group_size)
     known_NG = ~verdict_NG.isnan()

@@ -1,5 +1,7 @@
-"""What a data set must have so that a trainer can sample from it, found before the model is loaded where the
-settings and the names of the columns say it."""
+"""Checks of data sets that a trainer samples from.
+
+Checks that need only the settings and column names run before the model is loaded.
+"""
 
 from typing import Any
 
@@ -10,13 +12,13 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.prompts import sound_prompts
 
 _NAMES_OF_REWARDS = ("prompts", "completions")
-"""Arguments of reward functions that TRL fills; a column of this name would be a second one."""
+"""Arguments of reward functions that TRL fills; a column of the same name would clash."""
 
 
 def sound_data(
     args: QeRLConfig, train_dataset: Dataset | IterableDataset, eval_dataset: Any, environments: bool
 ) -> tuple[Any, Any]:
-    """The rows to train and to evaluate on, their prompts as `sound_prompts` gives them.
+    """Check the rows to train and to evaluate on; return them with the prompts of `sound_prompts`.
 
     Args:
         args: The settings.
@@ -25,8 +27,8 @@ def sound_data(
         environments: Whether environments answer; they may give the prompts.
 
     Raises:
-        QeRLError: The settings cannot sample from them: a stream without `max_steps`, dynamic sampling or a
-            curriculum of one; or as `sound_rows`.
+        QeRLError: `train_dataset` is a stream that is empty, or is used without `max_steps` or with
+            `curriculum`, `dynamic_sampling_batches` or `max_staleness`; or as `sound_rows`.
     """
     if isinstance(train_dataset, IterableDataset):
         _check_stream(args, train_dataset)
@@ -62,16 +64,16 @@ def _check_stream(args: QeRLConfig, stream: IterableDataset) -> None:
 
 
 def sound_rows(rows: Any, what: str, environments: bool) -> Any:
-    """The rows, their prompts as `sound_prompts` gives them.
+    """Check rows and return them with the prompts of `sound_prompts`.
 
     Args:
         rows: As in `sound_prompts`.
-        what: What the rows are, such as ``train_dataset``.
+        what: Name of the rows in errors, such as ``train_dataset``.
         environments: Whether environments answer; they may give the prompts.
 
     Raises:
-        QeRLError: It is no data set, has no row, or has rows without a prompt or a column that reward
-            functions could not be handed.
+        QeRLError: It is not a data set, is empty, has rows without a prompt, or has a column that cannot be
+            passed to reward functions.
     """
     if rows is None:
         return None
@@ -84,13 +86,13 @@ def sound_rows(rows: Any, what: str, environments: bool) -> Any:
         raise QeRLError(f"{what} has no row; check how it was filtered.")
     if isinstance(rows, dict):
         return {name: sound_rows(some, f"{what} {name!r}", environments) for name, some in rows.items()}
-    # A stream that was mapped does not know its columns.
+    # A mapped stream has no column names.
     _check_columns(what, getattr(rows, "column_names", None) or (), environments)
     return sound_prompts(rows, what)
 
 
 def streams_as_given(given: Any, sound: Any) -> Any:
-    """The sound rows, but streams as they were given: a trainer makes these sound when it reads them."""
+    """Return the checked rows, but streams as given: a trainer checks streams as it reads them."""
     if isinstance(given, dict):
         return {name: streams_as_given(rows, sound[name]) for name, rows in given.items()}
     return given if isinstance(given, IterableDataset) else sound
@@ -111,12 +113,12 @@ def _check_columns(what: str, columns: Any, environments: bool) -> None:
 
 
 def check_enough(args: QeRLConfig, prompts: int, source: str) -> None:
-    """Refuse fewer prompts than one rollout takes, of which a training would make no step.
+    """Raise if there are fewer prompts than one rollout takes, so that no step could be made.
 
     Args:
         args: The settings.
-        prompts: How many prompts there are.
-        source: What has them, such as ``the task gsm8k``.
+        prompts: Number of prompts.
+        source: Where the prompts are from, such as ``the task gsm8k``.
 
     Raises:
         QeRLError: There are too few.
@@ -130,11 +132,11 @@ def check_enough(args: QeRLConfig, prompts: int, source: str) -> None:
 
 
 def check_metric(metric: str | None, eval_sets: Any) -> None:
-    """Refuse a choice of the best checkpoint that names none of several evaluation sets.
+    """Raise if `metric_for_best_model` names none of several evaluation sets.
 
     Args:
         metric: `metric_for_best_model`.
-        eval_sets: What the trainer is given as `eval_dataset`.
+        eval_sets: The trainer's `eval_dataset`.
 
     Raises:
         QeRLError: The sets have names, and the metric begins with none of them.

@@ -1,13 +1,13 @@
-"""Demonstrations as tokens and labels: which tokens `algorithm: sft` learns from, as in TRL's `SFTTrainer`.
+"""Demonstrations as tokens and labels, which `algorithm: sft` trains on as TRL's `SFTTrainer` does.
 
 A row has `messages`, or a `prompt` and its `completion`, both chat messages or both text. Labels are the
-tokens themselves, and `IGNORE` where the loss does not look. By default it looks at what the assistant wrote
-in `messages` (`qerl.models.chat.Chat.turns`), and at the completion of a prompt. Text is followed by the
+token ids, and `IGNORE` at tokens without a loss. By default the loss covers the assistant's turns in
+`messages` (`qerl.models.chat.Chat.turns`), and the completion of a prompt. Text is followed by the
 end-of-sequence token.
 
-A prompt stands in its demonstration as the model will meet it, token by token. Where it does not, because the
-template writes it otherwise or tokens merge across its end, the row is refused; TRL warns and trains on
-another prompt.
+The prompt's tokens in a demonstration must be exactly those that the model is prompted with. If they are not,
+because the template renders the prompt differently or tokens merge across its end, the row is refused; TRL
+warns and trains on another prompt.
 """
 
 import itertools
@@ -30,26 +30,26 @@ from qerl.update.packed_row import IGNORE
 logger = logging.getLogger(__name__)
 
 READY = ("input_ids", "labels", "loss_tokens")
-"""Columns of rows that have been made ready: token ids [T], labels [T], and how many of these count."""
+"""Columns of prepared rows: token ids [T], labels [T], and the number of labels that the loss counts."""
 
 ADDED = ("completion", "messages", *READY)
-"""Columns that a problem's row has beyond those of RL."""
+"""Columns of a row beyond those of RL."""
 
 _LOOKED_AT = 1000
-"""Rows in which ends of turns are looked for: a template that leaves them out does so in every one."""
+"""Rows that are searched for ends of turns: a template that leaves them out does so in every row."""
 
 _BEHIND_END = 4
-"""Tokens at the end of a turn among which its stop token stands: templates write line breaks behind it."""
+"""Last tokens of a turn that are searched for its stop token: templates write line breaks behind it."""
 
 _LENGTH = "tokens before it was cut"
 
 
 def check_columns(rows: Any, what: str) -> None:
-    """Refuse what is no data set of demonstrations.
+    """Raise if rows are not a data set of demonstrations.
 
     Raises:
-        QeRLError: It is a stream or something else, has no row, has tokens already, lacks the columns, or has
-            one of those that TRL renders with and this does not.
+        QeRLError: It is not a `Dataset` (a stream, for example), is empty, is tokenized already, lacks the
+            columns, or has a column that TRL renders with and this project does not.
     """
     if not isinstance(rows, Dataset):
         raise QeRLError(
@@ -76,13 +76,13 @@ def check_columns(rows: Any, what: str) -> None:
 
 
 def check_prompts(rows: Any) -> None:
-    """Refuse held-out rows without a prompt to sample from.
+    """Raise if a held-out row has no prompt to sample from.
 
     Args:
-        rows: Made ready; several by name, or None.
+        rows: Prepared rows; several sets by name, or None.
 
     Raises:
-        QeRLError: One has none.
+        QeRLError: A row has no prompt.
     """
     for some in rows.values() if isinstance(rows, dict) else [rows]:
         if some is not None and ("prompt" not in some.column_names or None in some["prompt"]):
@@ -93,12 +93,12 @@ def check_prompts(rows: Any) -> None:
 
 
 def warn_of_endless_turns(rows: Dataset, stop_tokens: Set[int], max_length: int | None) -> None:
-    """Say that turns are learned without their end, as where ``{% generation %}`` marks the content alone.
+    """Warn if trained turns lack a stop token, for example if ``{% generation %}`` marks the content alone.
 
     Args:
-        rows: Made ready.
-        stop_tokens: Those that end a completion.
-        max_length: Where rows were cut, whose last turn is not looked at.
+        rows: Prepared rows.
+        stop_tokens: Tokens that end a completion.
+        max_length: Length to which rows were truncated; the last turn of a truncated row is not checked.
     """
     looked = rows.select(range(min(len(rows), _LOOKED_AT)))["labels"]
     endless = 0
@@ -119,7 +119,7 @@ def warn_of_endless_turns(rows: Dataset, stop_tokens: Set[int], max_length: int 
 
 
 def _plain(rows: Dataset, what: str) -> Dataset:
-    """The rows with messages of role and content alone, parts of text joined, of which nothing is lost."""
+    """Return the rows with text parts joined; raise if a message has more than role and content."""
     columns = [name for name in COLUMNS if name in rows.column_names]
 
     def plain(row: dict[str, Any], number: int) -> dict[str, Any]:
@@ -134,12 +134,12 @@ def _plain(rows: Dataset, what: str) -> Dataset:
 
 @dataclass(frozen=True)
 class ReadyDemonstrations:
-    """Gives the rows with the columns `READY`, cut at `max_length`.
+    """Preparation of rows: adds the columns `READY`, truncated to `max_length`.
 
     Attributes:
         args: Settings of the run.
-        tokenizer: Of the model.
-        positions: Of the model; None where it sets no limit.
+        tokenizer: The model's tokenizer.
+        positions: Number of the model's positions; None if it sets no limit.
     """
 
     args: QeRLConfig
@@ -147,11 +147,14 @@ class ReadyDemonstrations:
     positions: int | None
 
     def __call__(self, rows: Any, what: str) -> Any:
-        """Those of these rows; ``what`` they are called, such as ``training demonstrations``. None, and rows
-        that have been made ready, stay as they are; of several by name each is made ready.
+        """Return the prepared rows. None and prepared rows are returned as they are.
+
+        Args:
+            rows: Demonstrations; several sets by name in a dictionary.
+            what: Name of the rows in messages, such as ``training demonstrations``.
 
         Raises:
-            QeRLError: They are no demonstrations, one cannot be rendered or is longer than the model's
+            QeRLError: The rows are not demonstrations, one cannot be rendered or is longer than the model's
                 positions, or nothing is left to learn from.
         """
         columns = getattr(rows, "column_names", None) or ()
@@ -177,7 +180,7 @@ class ReadyDemonstrations:
             except QeRLError as error:
                 raise QeRLError(f"Row {number} of the {what}: {error}") from error
             ids_T, labels_T = ids[: args.max_length], labels[: args.max_length]
-            counted = sum(label != IGNORE for label in labels_T[1:])  # the first token is predicted by none
+            counted = sum(label != IGNORE for label in labels_T[1:])  # no position predicts the first token
             return dict(zip(READY, (ids_T, labels_T, counted), strict=True)) | {_LENGTH: len(ids)}
 
         found = rows.map(ready, with_indices=True)
@@ -235,10 +238,10 @@ class ReadyDemonstrations:
         return whole, labels
 
     def _end(self) -> str:
-        """The token behind a text.
+        """Return the end-of-sequence token, which follows a text.
 
         Raises:
-            QeRLError: The tokenizer has none, or writes it behind prompts, too.
+            QeRLError: The tokenizer has none, or also appends it to prompts.
         """
         end = self.tokenizer.eos_token
         if end is None:

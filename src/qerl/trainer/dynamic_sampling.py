@@ -1,31 +1,30 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): no group without a gradient.
 
-A group without signal (`qerl.trainer.advantages`) teaches nothing, and a group of a fresh prompt takes its
-place. All groups of a step are numbered before any is sampled: first those that the order of the data
-proposes, then the fresh ones, of which there are a bounded number. They are started in this order, in one
-call of the engine that stays open (`qerl.trainer.rollout_step`): a further rollout for what is missing would
-wait for the longest of its samples once more.
+A group without signal (`qerl.trainer.advantages`) teaches nothing and is replaced by a group of a fresh
+prompt. All groups of a step are numbered before any is sampled: first the groups that the order of the data
+proposes, then a bounded number of fresh ones. They are started in this order, in one call of the engine that
+stays open (`qerl.trainer.rollout_step`): a separate rollout for the missing groups would wait once more for
+its longest sample.
 
-**Taken in order of start.** A step trains on the first groups, by number, that have a signal. A group that is
-over is taken only once all before it are over as well: whoever took the first to end would prefer short
-answers. So what a step trains on is the same whichever group ends first, and the same as if each had been
-sampled after the one before; how many groups were started behind the last one that is taken does not matter,
-and these are dropped. Where too few have a signal, groups without one keep their places, with advantages of
-0.
+**Taken in order of start.** A step trains on the first groups, by number, that have a signal. A finished
+group is taken only once all groups before it have finished: taking groups in order of completion would prefer
+short answers. So a step trains on the same groups whichever finishes first, and on the same as if each had
+been sampled after the one before; groups started behind the last one taken are dropped, and their number does
+not matter. If too few groups have a signal, groups without one keep their places, with advantages of 0.
 
-**When one is started.** Groups run at the same time, so a further one is started before it is known to be
-needed. Of j groups that are judged a have a signal, and as many further ones start as are missing if those
-that run have one with probability (a + 4 s) / (j + 4). The share s is that of the step before, and 1 in the
-first step; where every group has a signal none is sampled in vain. It is in the checkpoint, because which
-samples decode together decides the last bits of their logits. In simulation (`python -m bench tail --dead
-0.5`, steps of 7B on an H200, 16 groups of 8 wanted, half of all without signal, lengths lognormal with mean
-400 of at most 1024) decoding takes 6.7 s and starts 40 groups, of which 32 are needed; with s = 1 7.6 s; 12.4
-s where a group starts only once another has failed, 7.9 s where rows are always full, and 13.7 s where what
-is missing is sampled in up to three further rollouts. No more samples run at a time than the step trains on,
-for which memory is planned.
+**When a group is started.** Groups run at the same time, so a further group is started before it is known to
+be needed. If a of j judged groups have a signal, each running group is assumed to have one with probability
+(a + 4 s) / (j + 4), and as many further groups start as are then missing. The share s is measured in the step
+before, and is 1 in the first step; if every group has a signal, none is sampled in vain. The checkpoint holds
+s, because the last bits of logits depend on which samples decode together. In simulation (`python -m bench
+tail --dead 0.5`, steps of 7B on an H200, 16 groups of 8 wanted, half of all groups without signal, lengths
+lognormal with mean 400 and at most 1024) decoding takes 6.7 s and starts 40 groups, of which 32 are needed;
+7.6 s with s = 1; 12.4 s if a group starts only once another has failed, 7.9 s if rows are always full, and
+13.7 s if missing groups are sampled in up to three further rollouts. At most as many samples run at a time as
+the step trains on, for which memory is planned.
 
-Which prompts are fresh depends on (seed, step, draws of the step before) alone, so a resumed run draws the
-same.
+Fresh prompts depend only on (seed, step, earlier draws of the step) and on a curriculum's probabilities, so a
+resumed run draws the same prompts.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,20 +36,20 @@ from datasets import Dataset
 from qerl.seeding import generator
 
 _WEIGHT = 4
-"""Judged groups that the share of the step before weighs as much as."""
+"""Weight of the previous step's share, in judged groups."""
 
 
 class Intake:
-    """Which groups of an open call start, and which are taken. Plain arithmetic: it samples nothing.
+    """The decision which groups of an open call start and which are taken; it samples nothing itself.
 
     Args:
-        wanted: Groups that the step trains on, the first of which are those that its data propose.
-        most: Groups that may be started.
-        share: Of groups that have a signal, as far as is known before.
+        wanted: Number of groups that the step trains on; groups 0 to wanted - 1 are the proposed ones.
+        most: Maximum number of groups to start.
+        share: Expected share of groups with a signal.
 
     Attributes:
         wanted: As given.
-        started: Groups that were started.
+        started: Number of groups started.
     """
 
     def __init__(self, wanted: int, most: int, share: float = 1.0) -> None:
@@ -59,10 +58,10 @@ class Intake:
         self._alive: dict[int, bool] = {}  # of the groups that were judged
 
     def start(self, room: int) -> range:
-        """The numbers of the groups to start now.
+        """Return the numbers of the groups to start now.
 
         Args:
-            room: Groups that may run beside those that do.
+            room: Maximum number of further groups that can run now.
         """
         judged, alive, begin = len(self._alive), sum(self._alive.values()), self.started
         chance = (alive + _WEIGHT * self._share) / (judged + _WEIGHT)
@@ -73,21 +72,21 @@ class Intake:
         return range(begin, self.started)
 
     def judge(self, group: int, alive: bool) -> None:
-        """Note whether a group that is over has a signal."""
+        """Record whether a finished group has a signal."""
         self._alive[group] = alive
 
     def stop(self) -> None:
-        """Take none but the proposed groups, whatever came of others."""
+        """Take only the proposed groups from now on."""
         self._most = self.wanted
 
     @property
     def has_judged_proposed(self) -> bool:
-        """Whether all proposed groups are judged."""
+        """True if all proposed groups are judged."""
         return all(group in self._alive for group in range(self.wanted))
 
     @property
     def last(self) -> int | None:
-        """Number of groups up to the last one that is needed; None as long as that is not known."""
+        """Number of groups up to the last one needed; None until that is known."""
         alive = 0
         for group in range(self._most):
             if group not in self._alive:
@@ -98,19 +97,19 @@ class Intake:
         return self._most
 
     def alive(self, group: int) -> bool:
-        """Whether a group that was judged has a signal."""
+        """Return True if a judged group has a signal."""
         return self._alive[group]
 
     @property
     def share(self) -> float:
-        """The share of groups with a signal among those up to the last that is needed."""
+        """Share of groups with a signal, among the groups up to the last one needed."""
         assert self.last is not None
         return sum(self._alive[group] for group in range(self.last)) / self.last
 
     def places(self) -> list[int]:
-        """The group that each place of the step's batch gets, once `last` is known.
+        """Return the group for each place of the step's batch, once `last` is known.
 
-        Proposed groups with a signal keep theirs, and the places of others are filled in order of start.
+        Proposed groups with a signal keep their places; other places are filled in order of start.
         """
         assert self.last is not None
         others = (group for group in range(self.wanted, self.last) if self._alive[group])
@@ -118,12 +117,12 @@ class Intake:
 
 
 class FreshPrompts:
-    """Rows of a data set that an optimizer step has not used yet, as far as there are any.
+    """Source of rows that the current optimizer step has not used yet; used rows follow when none are left.
 
     Args:
-        dataset: Rows, most with a column `prompt`.
+        dataset: Rows, usually with a column `prompt`.
         seed: Seed of the run.
-        chances: Gives the chance of each row at the time of a draw; None draws all alike.
+        chances: Returns the weight of each row at the time of a draw; None draws uniformly.
     """
 
     def __init__(
@@ -134,13 +133,13 @@ class FreshPrompts:
         self._used: list[Any] = []
 
     def note(self, step: int, prompts: Iterable[Any]) -> None:
-        """Note that these prompts are sampled in optimizer step ``step``, on whichever process."""
+        """Record that these prompts are sampled in optimizer step ``step``, on any process."""
         if step != self._step:
             self._step, self._draws, self._used = step, 0, []
         self._used += prompts
 
     def draw(self, count: int) -> list[dict[str, Any]]:
-        """Rows to sample in the step noted last; the same on every process."""
+        """Return rows to sample in the step that was noted last; the same on every process."""
         key = (self._seed, self._step, self._draws)
         chances = self._chances() if self._chances is not None else None
         rows = fresh_rows(self._dataset, self._used, count, *key, chances=chances)
@@ -150,7 +149,7 @@ class FreshPrompts:
 
 
 def prompt_of(row: dict[str, Any]) -> Any:
-    """What tells a row from others: its prompt, or all of it where an environment gives the prompt."""
+    """Return the identity of a row: its prompt, or the whole row if an environment gives the prompt."""
     return row.get("prompt", row)
 
 
@@ -161,14 +160,14 @@ def fresh_rows(
     *coordinates: int,
     chances: torch.Tensor | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of the data set whose prompts are not in use, as long as there are any.
+    """Draw rows of the data set whose prompts are not in use yet.
 
     Args:
-        dataset: Rows with a column `prompt`.
-        used_prompts: Prompts that are not wanted again.
-        count: How many to draw; where there are no more, rows in use follow, and then all again.
+        dataset: Rows, usually with a column `prompt`.
+        used_prompts: Prompts, as of `prompt_of`, to avoid.
+        count: Number of rows to draw; if there are too few, rows in use follow, and then all rows again.
         coordinates: (seed, step, draw), the key of the draw.
-        chances: Of each row, above 0; rows are drawn one after another in proportion to them.
+        chances: Weight of each row, above 0; rows are drawn without replacement in proportion to it.
     """
     order = _order(len(dataset), chances, generator("fresh", *coordinates))
     rows: list[dict[str, Any]] = []

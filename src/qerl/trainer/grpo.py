@@ -3,25 +3,25 @@ transformers.
 
 A step, in order:
 
-    transformers' loop      asks for as many batches of rows as the step has microbatches, and for each calls
-    training_step           which, when a rollout is due, makes one (`rollout_step.RolloutStep`):
+    transformers' loop      reads one batch of rows per microbatch and calls, for each,
+    training_step           which makes a rollout when one is due (`rollout_step.RolloutStep`):
         rows                  a curriculum may replace some
-        samples               the engine draws them, noisy if that is asked for
-        rewards               functions are called; dynamic sampling replaces groups that teach nothing
+        samples               the engine draws them, with noise if the settings ask for it
+        rewards               functions are called; dynamic sampling replaces groups without signal
         advantages            and log-probabilities under the old and the reference policy, where the loss
                               reads them
-      and with the last microbatch computes the update (`update_step.UpdateStep`):
-        chunks                samples that have a gradient, by tokens; forward, loss and backward of one at
-                              a time
+      and, with the last microbatch, computes the update (`update_step.UpdateStep`):
+        chunks                samples with a gradient, split by tokens; forward, loss and backward run per
+                              chunk
     transformers' loop      clips the gradient and steps the optimizer
-    log                     means of what was logged of the steps since
+    log                     means of the metrics since the last log line
 
-Engine and update run the same modules, so nothing is synchronised between them. A rollout is divided into
-`steps_per_generation` microbatches, groups staying together, and is used `num_iterations` times.
+Engine and update run the same modules, so no weights are synchronised between them. A rollout is divided
+into `steps_per_generation` microbatches, groups staying together, and is used `num_iterations` times.
 
-What TRL says publicly is used (its settings, its functions for chat templates, `SyncRefModelCallback`);
-nothing of its trainer is. Of transformers' `Trainer` seven private methods are overridden: of the epoch
-(`_run_epoch`), the gradient's norm, and of checkpoints.
+TRL's public API is used (its settings, its functions for chat templates, `SyncRefModelCallback`), but not
+its trainer. Seven private methods of transformers' `Trainer` are overridden: `_run_epoch`, `_get_grad_norm`
+and five that save and load checkpoints.
 """
 
 import contextlib
@@ -102,56 +102,56 @@ from qerl.update.routing import routing_of
 
 logger = logging.getLogger(__name__)
 
-# Methods of other trainers that make the loss or the rollout there.
+# Methods that compute the loss or the rollout in other trainers.
 _NOT_CALLED = (
     "compute_loss", "_compute_loss", "_prepare_inputs", "_generate", "_generate_and_score_completions",
     "_calculate_rewards", "_get_per_token_logps_and_entropies",
 )  # fmt: skip
 
 _LEAST_SAMPLE_SIZE = 0.5
-"""Effective sample size, as a share of the ratios (of tokens, or of samples where the correction is of
-sequences), below which samples are said to be too old."""
+"""Effective sample size, as a share of the number of ratios (one per token, or per sample with a
+sequence-level correction), below which a warning calls the samples too old."""
 
 _HUB_ADVICE = "`hf auth login` and hub_model_id, or remove push_to_hub"
 
-# What torch, safetensors and the system raise where a file cannot be written.
+# Errors that torch, safetensors and the operating system raise when a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
 
 
 class QeRLTrainer(Trainer):
     """A trainer with the signature of TRL's `GRPOTrainer`, whose rollouts run on the training modules.
 
-    The parameters before ``engine`` are TRL's, in TRL's order, and act as TRL documents except where it is
-    said here.
+    The parameters before ``engine`` are TRL's, in TRL's order, and act as TRL documents except as noted
+    below.
 
     Args:
         model: Policy: a Hub id, folder or .gguf file, which is loaded as the settings say (`weights`,
-            `tuning`, `lora_r`, ...); or a causal LM, whose weights are tuned, or a `PeftModel`, whose adapter
-            is.
-        reward_funcs: One or several: functions `f(prompts, completions, **columns) -> list[float | None]`,
-            and reward models or their names.
-        args: Settings; a `GRPOConfig` of TRL keeps TRL's defaults. None is a `QeRLConfig`
+            `tuning`, `lora_r`, ...); a causal LM, whose weights are trained; or a `PeftModel`, whose adapter
+            is trained.
+        reward_funcs: One or several functions `f(prompts, completions, **columns) -> list[float | None]`,
+            reward models, or names of reward models.
+        args: Settings; a `GRPOConfig` of TRL keeps TRL's defaults. None means a `QeRLConfig`
             with its defaults, which writes to `NAME-GRPO`.
-        train_dataset: Column `prompt` and what the rewards need.
+        train_dataset: Rows with a column `prompt` and the columns that the reward functions read.
         eval_dataset: The same, for evaluation; several by name in a dictionary.
         processing_class: Tokenizer; None loads the model's.
         reward_processing_classes: As in TRL.
         callbacks: As in TRL.
-        optimizers: As in TRL; an optimizer needs a model in hand, whose parameters it has.
+        optimizers: As in TRL; an optimizer needs a loaded model, whose parameters it holds.
         peft_config: A fresh LoRA adapter for the model, instead of the one that the settings describe.
         quantization_config: Refused; see `arguments.REFUSED`.
         tools: As in TRL.
         environment_factory: As in TRL; an environment may also answer texts, see `qerl.agents.environment`.
-        rollout_func: As in TRL: `f(prompts, trainer)` in the engine's place, which it may use as
-            `trainer.engine`.
-        engine: Samples completions from `model`; None makes the fastest one that can.
-        acted_on: Fields of the settings that the caller has acted on; see `arguments`.
+        rollout_func: As in TRL: `f(prompts, trainer)`, called in place of the engine, which is available to
+            it as `trainer.engine`.
+        engine: Samples completions from `model`; None makes the fastest engine that supports it.
+        acted_on: Names of settings that the caller has already applied; see `arguments`.
 
     Attributes:
         engine: Samples completions.
         rollouts, updates: The two halves of a step.
         update_path: Which parts of the update run on this project's kernels, and why others do not.
-        reward_funcs, reward_func_names, reward_weights: As in TRL, those that the settings add among them.
+        reward_funcs, reward_func_names, reward_weights: As in TRL, including those that the settings add.
         eos_token_ids: Tokens that end a completion.
 
     Raises:
@@ -204,7 +204,7 @@ class QeRLTrainer(Trainer):
             logger.warning(replacements(settings.replaced))
         patience, threshold = settings.early_stopping_patience, settings.early_stopping_threshold
         callbacks = [*(callbacks or ()), *([EarlyStop(patience, threshold)] if patience else ())]
-        # The model's configs are saved beside its weights.
+        # Both configs are saved beside the weights.
         policy.config.get_text_config().pad_token_id = given.tokenizer.pad_token_id
         policy.generation_config.pad_token_id = given.tokenizer.pad_token_id
         self.eos_token_ids = end_token_ids(policy, given.tokenizer)
@@ -246,19 +246,19 @@ class QeRLTrainer(Trainer):
         layers = use_backward_dtype(self._base, args.backward_dtype)
         self.update_path = dataclasses.replace(self.update_path, fp8_gradients=layers)
         self._rollout_every = args.steps_per_generation * args.num_iterations
-        # An optimizer step that a rollout outlives trains on samples of an older policy than its own.
+        # A rollout that outlives an optimizer step trains the next one on samples of an older policy.
         older = args.gradient_accumulation_steps % self._rollout_every != 0
-        # A `rollout_func` may know no log-probabilities that could stand in for the old ones.
+        # A `rollout_func` may return no log-probabilities to use as the old ones.
         self._keeps_old = older and not (args.use_rollout_logprobs and samples_itself)
         self._microbatch = 0  # of the epoch
         self._buffer: list[Microbatch] = []  # of the rollout in use
         self._due: list[Microbatch] = []  # of the optimizer step under way
-        self._order: RepeatedRows | None = None  # none where the data are a stream
+        self._order: RepeatedRows | None = None  # None if the data set is a stream
         self._writes_to: Path | None = None
-        self._warned = False  # of samples that are too old
+        self._warned = False  # that samples are too old
 
     def _make_updates(self, policy: Any, recompute: Callable[[], bool]) -> tuple[Any, UpdatePath]:
-        """The half of a step that makes gradients, and what it runs on."""
+        """Return the half of a step that computes gradients, and its `UpdatePath`."""
         args = self.args
         path = ready_for_rows(policy, args)  # ahead of copies of the policy, which then run as it does
         if args.beta != 0.0:
@@ -338,8 +338,10 @@ class QeRLTrainer(Trainer):
         return PromptChoice(args, self.train_dataset, self.accelerator)
 
     def _noise(self) -> Callable[[], AdaptiveNoise] | None:
-        """Makes the noise when it is first asked for, since it runs the policy once and asks how long the run
-        is."""
+        """Return a function that makes the noise on its first call; None without noise.
+
+        Making the noise runs the policy once and needs the length of the run.
+        """
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         if not args.noise:
             return None
@@ -352,12 +354,15 @@ class QeRLTrainer(Trainer):
     # Training
 
     def train(self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Wraps transformers', which goes on from any folder, with whatever settings, and knows of nobody
-        else who writes there. A training whose rewards taught nothing says so at its end."""
+        """Run transformers' training loop, with checks of the checkpoint and the output folder.
+
+        transformers resumes from any folder with any settings, and does not notice a second training that
+        writes to the same folder. If no rollout had a signal, a warning says so at the end.
+        """
         self.rollouts.begin_training(self._noise(), self._prompt_choice())
         self._buffer, self._due, self._microbatch, self._warned = [], [], 0, False
         self._log.begin("train")
-        on_cpu = self.accelerator.device.type == "cpu"  # where a weight is dequantized once
+        on_cpu = self.accelerator.device.type == "cpu"  # then each weight is dequantized once
         with contextlib.ExitStack() as block:
             block.callback(self.rollouts.end_training)
             if on_cpu:
@@ -388,29 +393,29 @@ class QeRLTrainer(Trainer):
         return output
 
     def _run_epoch(self, **where: Any) -> None:
-        """Wraps transformers': tells the epoch to the order of the data, and where in a rollout it begins.
+        """Run an epoch after setting its data order and its first microbatch.
 
-        transformers and accelerate tell the epoch to samplers that they find by looking two wrappers deep;
-        the loader of a resumed epoch on several processes has three. An epoch holds whole rollouts.
+        transformers and accelerate pass the epoch to samplers at most two wrappers deep; the loader of a
+        resumed epoch on several processes has three. An epoch holds whole rollouts.
         """
-        if self.state.global_step >= self.state.max_steps:  # a run that was ended before its model was saved
+        if self.state.global_step >= self.state.max_steps:  # resumed after the last step, to save the model
             self.control.should_training_stop = True
             return
         if self._order is not None:
             self._order.set_epoch(where["epoch"])
-        where["model"].train()  # all of it: a model in hand may have modules in eval mode
+        where["model"].train()  # all modules: a model loaded by the caller may have some in eval mode
         resumed = where["resume_from_checkpoint"] is not None and where["epoch"] == where["epochs_trained"]
         self._microbatch = where["steps_trained_in_current_epoch"] if resumed else 0
-        self._due = []  # a step that a callback cut off with its epoch
+        self._due = []  # microbatches of a step that a callback ended together with its epoch
         super()._run_epoch(**where)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Replaces transformers': a rollout if one is due, and with a step's last microbatch its update.
+        """Make a rollout if one is due, and compute the update at the last microbatch of a step.
 
         Returns:
-            The loss of the step with its last microbatch, else 0.
+            The loss of the step at its last microbatch, else 0.
         """
-        if not self.model.training:  # to ask is cheaper than to tell every module again
+        if not self.model.training:  # a test is cheaper than setting the mode of every module again
             model.train()
         with self._log.microbatch():
             if self._microbatch % self._rollout_every == 0 or not self._buffer:
@@ -427,7 +432,7 @@ class QeRLTrainer(Trainer):
             return loss
 
     def _rollout(self, model: Any, rows: list[dict[str, Any]]) -> list[Microbatch]:
-        """The microbatches of a rollout, groups staying together."""
+        """Make a rollout and return its microbatches, groups staying together."""
         first_group = self._microbatch // self._rollout_every * len(rows)
         found = self.rollouts.train(rows, first_group)
         samples = found.samples
@@ -450,7 +455,7 @@ class QeRLTrainer(Trainer):
         ]
 
     def rollout(self, prompts: list[list[int]], samples: int) -> RolloutResult:
-        """Sample completions of the present policy as a rollout does, for a `rollout_func`.
+        """Sample completions of the current policy as a rollout does, for a `rollout_func`.
 
         Args:
             prompts: Token ids of each prompt.
@@ -459,10 +464,10 @@ class QeRLTrainer(Trainer):
         return self.rollouts.sampler.sample(prompts, samples, "train" if self.model.training else "eval")
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Wraps transformers', which runs ahead of the optimizer's step.
+        """Return transformers' gradient norm, computed before the optimizer step.
 
         Raises:
-            QeRLError: The norm is not finite; the step would turn weights and the optimizer's state into NaN.
+            QeRLError: The norm is not finite; the step would turn weights and optimizer state into NaN.
         """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not torch.as_tensor(norm).isfinite():
@@ -474,8 +479,7 @@ class QeRLTrainer(Trainer):
         return norm
 
     def end_step(self) -> None:
-        """Log what is known of an optimizer step once it is done; reading the numbers waits for the
-        device."""
+        """Log the metrics of the optimizer step that has ended; reading them synchronises with the device."""
         metrics = self.updates.metrics()
         for name, values in metrics.items():
             self._log.metrics["train"][name] += values
@@ -487,7 +491,7 @@ class QeRLTrainer(Trainer):
         self._log.add("train", of_step)
 
     def _warn_of_staleness(self, effective: float = 1.0) -> None:
-        """Say once that samples of older policies count for little."""
+        """Warn once if samples of older policies bring the effective sample size below the threshold."""
         oldest = [0.0, *self._log.metrics["train"].get("staleness/max", ())][-1]
         if self._warned or not oldest or not effective < _LEAST_SAMPLE_SIZE:
             return
@@ -502,7 +506,7 @@ class QeRLTrainer(Trainer):
     # Data
 
     def get_train_dataloader(self) -> DataLoader:
-        """Replaces transformers': a batch is a process's part of a rollout, see `qerl.trainer.order`."""
+        """Return a loader whose batch is this process's part of a rollout, see `qerl.trainer.order`."""
         args, rows = self.args, self.train_dataset
         prompts = args.generation_batch_size // args.num_generations
         if isinstance(rows, IterableDataset):
@@ -515,15 +519,17 @@ class QeRLTrainer(Trainer):
         return self._loader(rows, args.per_device_train_batch_size * args.steps_per_generation, self._order)
 
     def _rows_of_step(self, step: int) -> list[dict[str, Any]]:
-        """The rows of an optimizer step that is a rollout, as the loader of its epoch gives them."""
+        """Return the rows of an optimizer step, where a step is one rollout, as its epoch's loader does."""
         assert self._order is not None, "streams are refused"
         rows = self._read_columns(self.train_dataset)
         return [rows[index] for index in self._order.of_rollout(step)]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Replaces transformers': rows are as often as they are sampled; those of a stream are checked and
-        cut as they are read; and a process's batch is no larger than its share, or accelerate would fill it
-        up with problems that others have."""
+        """Return a loader that gives each row once per sample.
+
+        Rows of a stream are checked and filtered by length as they are read. A process's batch is no larger
+        than its share of the rows; accelerate would fill a larger one with problems of other processes.
+        """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, str):
             named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
@@ -549,17 +555,17 @@ class QeRLTrainer(Trainer):
         return self._loader(rows, batch, order)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Replaces transformers': rows are sampled from as in an evaluation."""
+        """Return the loader that an evaluation of these rows would use."""
         return self.get_eval_dataloader(test_dataset)
 
     @property
     def environments(self) -> list[Any] | None:
-        """Those of the samples of the last rollout; None where there are none."""
+        """Environments of the last rollout's samples; None if the run has no environments."""
         return None if self._conversations is None else self._conversations.environments
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The copy of the policy that is the reference; None where that needs none, as with LoRA."""
+        """The reference policy if it is a copy of the model; None otherwise, as with LoRA."""
         return None if self._reference is None else self._reference.model
 
     @property
@@ -567,7 +573,7 @@ class QeRLTrainer(Trainer):
         return self.args.num_generations_eval or self.args.num_generations
 
     def _read_columns(self, rows: Any) -> Any:
-        """A data set without the columns that nobody reads, by `remove_unused_columns`."""
+        """Drop the columns that the trainer does not read, if `remove_unused_columns` is set."""
         if self.args.remove_unused_columns and (names := getattr(rows, "column_names", None)):
             return rows.remove_columns([x for x in names if x not in ("prompt", *READY)])
         return rows
@@ -610,10 +616,10 @@ class QeRLTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple:
-        """Replaces transformers': an evaluation samples and scores, and computes no loss.
+        """Sample and score an evaluation batch, without computing a loss.
 
-        GRPO's loss on fresh samples is near zero at the policy that drew them, whatever their rewards, so it
-        would cost a forward pass and choose nothing.
+        GRPO's loss on fresh samples of the same policy is near zero whatever their rewards, so it would cost
+        a forward pass and could not select a checkpoint.
         """
         self.rollouts.evaluate(inputs)
         return None, None, None
@@ -621,11 +627,12 @@ class QeRLTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Wraps transformers': data sets are checked and cut by `max_prompt_length` as those of the
-        constructor, and the completions of an evaluation are a table of their own.
+        """Evaluate, and keep the completions in a table of their own.
+
+        Data sets are checked, and filtered by `max_prompt_length`, as those given to the constructor.
 
         Raises:
-            QeRLError: `metric_for_best_model` is none of this run's metrics.
+            QeRLError: `metric_for_best_model` is not one of this run's metrics.
         """
         given = self._sound(eval_dataset, "eval_dataset", "evaluation prompts")
         with self._log.apart(metric_key_prefix):
@@ -643,8 +650,7 @@ class QeRLTrainer(Trainer):
     def predict(
         self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Wraps transformers', whose metrics become those of an evaluation of these rows; nothing is
-        logged."""
+        """Return the metrics of an evaluation on these rows, without logging them."""
         test_dataset = self._sound(test_dataset, "test_dataset", "test prompts")
         with self._log.apart(metric_key_prefix):
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
@@ -654,15 +660,20 @@ class QeRLTrainer(Trainer):
         return output
 
     def _sound(self, rows: Any, argument: str, what: str) -> Any:
-        """Rows that are handed over, checked and cut. None, and the name of a set that the trainer has, are
-        left to transformers; streams are made sound when they are read."""
+        """Return an evaluation data set, checked and filtered by length.
+
+        None and the name of one of the trainer's data sets are left to transformers; streams are checked as
+        they are read.
+        """
         if rows is None or isinstance(rows, str | IterableDataset):
             return rows
         return self._ready(sound_rows(rows, argument, self._has_environments), what)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Wraps transformers': each evaluation meets its problems anew, and its loss is minus its reward, for
-        scripts that look for one or choose by it."""
+        """Run an evaluation with the sampling seeds reset, and report minus the mean reward as its loss.
+
+        Scripts that read a loss or select a checkpoint by it thus find one.
+        """
         self.rollouts.begin_evaluation()
         self._log.begin(metric_key_prefix)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
@@ -673,7 +684,7 @@ class QeRLTrainer(Trainer):
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Wraps transformers': adds the mean of each metric, and writes the table of completions."""
+        """Log with the mean of each metric added, and write the table of completions."""
         self._log.put_runtimes(logs)
         prefix = self._log.evaluation
         means = self._log.means("eval" if prefix else "train")
@@ -692,16 +703,16 @@ class QeRLTrainer(Trainer):
     # Saving
 
     def save_final(self, folder: Path) -> None:
-        """Write the model or adapter and its tokenizer into the run folder, whole or not at all.
+        """Write the model or adapter and its tokenizer into the run folder, completely or not at all.
 
         Raises:
-            QeRLError: It cannot be written, which leaves checkpoints untouched, or not be pushed.
+            QeRLError: The model cannot be written, which leaves checkpoints untouched, or cannot be pushed.
         """
         part = folder / UNFINISHED
         try:
             if self.args.should_save:
                 clear(part)
-                if (folder / CARD_FILE).is_file():  # of a checkpoint; PEFT would begin an empty one
+                if (folder / CARD_FILE).is_file():  # from a checkpoint; PEFT would write an empty one
                     shutil.copy(folder / CARD_FILE, part)
                 self.save_model(str(part), _internal_call=True)
                 move_into(part, folder)
@@ -716,7 +727,7 @@ class QeRLTrainer(Trainer):
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """Wraps transformers', which makes the repository of `push_to_hub` before the first step."""
+        """Create the repository of `push_to_hub`; transformers calls this before the first step."""
         with hub_errors_said("The repository of push_to_hub cannot be made", _HUB_ADVICE):
             super().init_hf_repo(*args, **kwargs)
 
@@ -727,8 +738,10 @@ class QeRLTrainer(Trainer):
         tags: str | list[str] | None = None,
         **others: Any,
     ) -> None:
-        """Write a card that says how the model was trained, with the arguments of TRL's trainer; what
-        transformers' own would take besides is not read."""
+        """Write a model card that says how the model was trained.
+
+        The named arguments are those of TRL's trainer; further ones of transformers' method are ignored.
+        """
         if not self.is_world_process_zero():
             return
         folder = Path(str(self.args.output_dir))
@@ -737,12 +750,16 @@ class QeRLTrainer(Trainer):
         saved_as = self.args.hub_model_id or folder.as_posix()
         policy = self.accelerator.unwrap_model(self.model)
         name = model_name or Path(saved_as).name
-        model_card(policy, name, saved_as, every, dataset_name).save(folder / CARD_FILE)
+        supervised = "sft" in self.tags  # of the trainer; `tags` are the user's
+        card = model_card(policy, name, saved_as, every, dataset_name, supervised)
+        card.save(folder / CARD_FILE)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Wraps transformers': a checkpoint is written into a folder aside, which is renamed when all
-        processes have written their part, and has what else a resume needs. Older checkpoints are deleted
-        after that."""
+        """Save a checkpoint with everything that a resume needs.
+
+        The checkpoint is written into a temporary folder, which is renamed once all processes have written
+        their part. Older checkpoints are deleted after that.
+        """
         run = Path(str(self.args.output_dir))
         part = run / UNFINISHED / f"checkpoint-{self.state.global_step}"
         checkpoint = run / part.name
@@ -773,7 +790,7 @@ class QeRLTrainer(Trainer):
             self._push_from_checkpoint(str(checkpoint))
 
     def _write_checkpoint(self, model: Any, trial: Any, part: Path) -> None:
-        """Write this process's part of a checkpoint; what transformers does with a whole one is left out."""
+        """Write this process's part of a checkpoint, without transformers' rotation and push."""
         settings = {name: getattr(self.args, name) for name in ("save_total_limit", "push_to_hub")}
         self.args.save_total_limit, self.args.push_to_hub = None, False
         self._writes_to = part.parent
@@ -788,7 +805,7 @@ class QeRLTrainer(Trainer):
         if self.args.should_save:
             self.updates.save(part)
             self.rollouts.save(part)
-        # Sampled again, they would come from another policy.
+        # Drawn again after a resume, the samples would come from another policy.
         if self._microbatch % self._rollout_every != 0 and self._buffer:
             save_rollouts(self._buffer, self._rollout_file(part))
 
@@ -837,20 +854,20 @@ class QeRLTrainer(Trainer):
 
 
 class _Hooks(TrainerCallback):
-    """What a trainer does at places of transformers' loop that only callbacks see."""
+    """Trainer code that must run as a callback of transformers' loop."""
 
     def __init__(self, trainer: QeRLTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        state.compute_steps(args, state.max_steps)  # those of a checkpoint would win over the settings
+        state.compute_steps(args, state.max_steps)  # else a checkpoint's log, eval and save steps win
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer.end_step()
 
 
 def _check_overrides(subclass: type) -> None:
-    """Refuse a subclass whose own loss or rollout, written for another trainer, would never be called."""
+    """Raise if a subclass overrides a loss or rollout method that is never called here."""
     for name in _NOT_CALLED:
         if getattr(subclass, name, None) is not getattr(Trainer, name, None):
             raise QeRLError(
@@ -860,7 +877,7 @@ def _check_overrides(subclass: type) -> None:
 
 
 def _check_algorithm(trainer: QeRLTrainer, args: Any) -> None:
-    """Refuse settings that are for the other trainer."""
+    """Raise if `algorithm` belongs to the other trainer."""
     if (getattr(args, "algorithm", "grpo") == "sft") == trainer.learns_from_demonstrations:
         return
     if trainer.learns_from_demonstrations:
@@ -871,7 +888,7 @@ def _check_algorithm(trainer: QeRLTrainer, args: Any) -> None:
 
 
 def _table_reporters(names: Collection[str]) -> Iterator[Any]:
-    """Modules of the reporters that show tables and are under way."""
+    """Yield the modules of active reporters that can show tables."""
     if "wandb" in names:
         import wandb
 
@@ -885,7 +902,7 @@ def _table_reporters(names: Collection[str]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _saved_without(model: PeftModel, adapter: str) -> Iterator[None]:
-    """Inside the block a model saves its other adapters alone: this one has a folder of its own."""
+    """Inside the block, `model.save_pretrained` leaves out one adapter, which has a folder of its own."""
     others = [name for name in model.peft_config if name != adapter]
     vars(model)["save_pretrained"] = functools.partial(model.save_pretrained, selected_adapters=others)
     try:
@@ -896,7 +913,7 @@ def _saved_without(model: PeftModel, adapter: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fits(checkpoint: str) -> Iterator[None]:
-    """Inside the block a checkpoint of another model, or a damaged one, ends in a sentence."""
+    """Inside the block, turn loading errors (another model, a damaged file) into a `QeRLError`."""
     try:
         yield
     except (RuntimeError, ValueError, KeyError, TypeError, *_CANNOT_WRITE) as error:

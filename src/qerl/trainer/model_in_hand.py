@@ -1,4 +1,4 @@
-"""What a model that was handed in says of the settings that describe one, and of an optimizer beside it."""
+"""Checks of a loaded model that is passed to the trainer, of its optimizer, and the settings it implies."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from qerl.settings.adapter import LORA_FIELDS, plain
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """What a model says of the fields that describe one."""
+    """Return the values that a loaded model implies for the settings that describe a model."""
     found: dict[str, Any] = {
         "tuning": "full",
         "weights": weights_of(model),
@@ -24,7 +24,7 @@ def held(model: nn.Module) -> dict[str, Any]:
         return found
     adapter = model.active_peft_config
     values = {name: plain(getattr(adapter, attribute, None)) for name, attribute in LORA_FIELDS.items()}
-    if isinstance(values["lora_target_modules"], str):  # a pattern: the names that it matched
+    if isinstance(values["lora_target_modules"], str):  # a pattern: list the names that it matched
         values["lora_target_modules"] = sorted(
             {
                 name.rpartition(".")[2]
@@ -44,7 +44,7 @@ def weights_of(model: nn.Module) -> str:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse a model that cannot say how likely a token is: without an output head, or without weights."""
+    """Raise if a model cannot compute log-probabilities: it has no output head, or is on the meta device."""
     base = base_model(model)
     if base.get_output_embeddings() is None:
         raise QeRLError(
@@ -59,7 +59,7 @@ def check_whole(model: nn.Module) -> None:
 
 
 def check_dtype(model: nn.Module) -> None:
-    """Refuse a model in a precision that nothing here trains in, or that evaluation could not be told."""
+    """Raise unless the model's dtype is FP32 or BF16, the only ones supported in training and evaluation."""
     dtype = base_model(model).dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise QeRLError(
@@ -69,7 +69,7 @@ def check_dtype(model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Refuse an optimizer that would step other tensors than those of the policy."""
+    """Raise if the optimizer holds parameters that are not trained parameters of the policy."""
     if optimizer is None:
         return
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}

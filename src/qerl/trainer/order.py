@@ -1,13 +1,12 @@
-"""The order in which a trainer reads rows: each as often as it is sampled, and each rollout as often as it is
-used.
+"""The order in which a trainer reads rows: each repeated per sample, and each rollout repeated per use.
 
-A loader's batch is one process's part of a whole rollout, of which transformers asks for a batch once per
-microbatch. So a rollout's rows come `repeats` times, the first of them sampled and the others passed over.
+A loader's batch is one process's part of a whole rollout, and transformers reads one batch per microbatch. So
+the rows of a rollout come `repeats` times; the first copy is sampled, the others are ignored.
 
     rows 0 0 1 1 | 0 0 1 1 | 2 2 3 3 | 2 2 3 3     samples = 2, prompts = 2, repeats = 2
 
-The order depends on (seed, epoch) alone: a resumed run meets the same data, and what later rollouts read is
-known ahead of them.
+The order depends on (seed, epoch) alone: a resumed run reads the same data, and the rows of later rollouts
+are known in advance.
 """
 
 import copy
@@ -22,17 +21,17 @@ from qerl.seeding import derive_seed
 
 
 class RepeatedRows(Sampler[int]):
-    """Indices of a data set; prompts that do not fill a rollout are left out.
+    """Sampler of row indices, repeated; prompts that do not fill a rollout are dropped.
 
     Args:
         rows: The data set.
-        samples: How often each row stands side by side.
-        prompts: Rows of a rollout.
-        repeats: How often a rollout's rows come.
-        seed: By which rows are shuffled anew for each epoch; None keeps their order.
+        samples: Number of adjacent copies of each row.
+        prompts: Number of distinct rows per rollout.
+        repeats: Number of times that a rollout's rows come.
+        seed: Seed of a new shuffle per epoch; None keeps the order of the data set.
 
     Attributes:
-        epoch: The epoch whose order is given.
+        epoch: The epoch whose order is iterated.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class RepeatedRows(Sampler[int]):
         self._seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of an epoch."""
+        """Use the order of this epoch."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -52,7 +51,7 @@ class RepeatedRows(Sampler[int]):
         return iter([index for rollout in rollouts for index in rollout for _ in range(self._samples)])
 
     def of_rollout(self, number: int) -> list[int]:
-        """The indices of a rollout, counted over all epochs from 0, each as often as it is sampled."""
+        """Return the indices of rollout ``number``, counted from 0 over all epochs, repeated per sample."""
         epoch, place = divmod(number, self._count // self._prompts)
         start = place * self._prompts
         return [
@@ -72,11 +71,11 @@ class RepeatedRows(Sampler[int]):
 def repeated_stream(
     rows: IterableDataset, samples: int, prompts: int = 1, repeats: int = 1
 ) -> IterableDataset:
-    """The rows of a stream in the order of `RepeatedRows` without shuffling; arguments are the same."""
+    """Return a stream with its rows repeated as in `RepeatedRows`, without shuffling; same arguments."""
 
     def repeat(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         whole = len(next(iter(batch.values()))) == prompts
-        # Copies, so that what is done to one sample's row leaves the others'.
+        # Deep copies, so that a change to one sample's row leaves the others unchanged.
         return {
             name: [copy.deepcopy(value) for _ in range(repeats) for value in values for _ in range(samples)]
             if whole

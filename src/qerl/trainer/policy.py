@@ -1,8 +1,8 @@
-"""The policy of a run, made from settings that name its model: planned, loaded, given an adapter.
+"""Making the policy of a run whose settings name a model: memory plan, loading, adapter.
 
-`qerl train` and `QeRLTrainer(model="name", ...)` both come here, so a model that is named in Python is the
-one that a recipe with the same settings trains. On a GPU the memory plan comes first: it says before anything
-is loaded whether the run will fit, and chooses what the settings leave open.
+`qerl train` and `QeRLTrainer(model="name", ...)` share this code, so both train the same model for the same
+settings. On a GPU the memory plan comes first: before anything is loaded, it says whether the run will fit,
+and chooses the values that the settings leave open.
 """
 
 from pathlib import Path
@@ -36,13 +36,13 @@ from qerl.update.recompute import set_checkpointing
 def make_policy(
     config: QeRLConfig, model: LocalModel, console: Console, peft_config: LoraConfig | None = None
 ) -> PreTrainedModel | PeftModel:
-    """Base model in the format of the settings, on their device, with its adapter unless all of it is tuned.
+    """Return the base model in the settings' format, on their device, with an adapter unless fully tuned.
 
     Args:
-        config: Settings; what they leave to the memory plan is written into them.
-        model: Their model, found.
-        console: Where the plan is said.
-        peft_config: A fresh adapter; None takes the saved or the fresh one that the settings describe.
+        config: Settings; the values that they leave to the memory plan are written into them.
+        model: The model of the settings, resolved.
+        console: Where the plan is printed.
+        peft_config: A fresh adapter; None takes the saved or fresh one that the settings describe.
 
     Raises:
         QeRLError: The model cannot be loaded in this format, full tuning cannot fit the GPU, or the saved
@@ -60,8 +60,9 @@ def make_policy(
 
 
 def check_trainable(config: QeRLConfig, model: LocalModel) -> None:
-    """Refuse a model that cannot be the policy of these settings, by its config and the names of its tensors;
-    the format that the settings leave to its folder is written into them.
+    """Raise if the model's config and tensor names rule it out as the policy of these settings.
+
+    `config.weights` is set to the resolved weight format.
 
     Raises:
         QeRLError: As `load_model`, before it reads weights.
@@ -74,16 +75,16 @@ def _targets(config: QeRLConfig) -> list[str] | None:
 
 
 def plan_memory(config: QeRLConfig, capacity: int, console: Console, model: LocalModel | None = None) -> None:
-    """Say whether a run fits a GPU, and write what the plan chose into the settings.
+    """Print whether a run fits a GPU, and write the plan's choices into the settings.
 
     Args:
         config: Settings of the run.
         capacity: Bytes of the GPU.
-        console: Where it is said.
-        model: The model of the settings, where it has been found already.
+        console: Where the plan is printed.
+        model: The model of the settings, if already resolved.
 
     Raises:
-        QeRLError: Full tuning cannot fit, or `QERL_HOST_GB` is no amount of memory.
+        QeRLError: Full tuning cannot fit, or `QERL_HOST_GB` is not an amount of memory.
     """
     if config.tuning == "full":
         refuse_full_tuning_that_cannot_fit(config, capacity, model)
@@ -104,7 +105,7 @@ def plan_memory(config: QeRLConfig, capacity: int, console: Console, model: Loca
 
 
 def take_plan(config: QeRLConfig, planned: Work) -> None:
-    """Write what the plan chose into the settings, in transformers' terms where it has them."""
+    """Write the plan's choices into the settings, in transformers' fields where these exist."""
     config.tokens_per_forward = planned.tokens_per_forward
     if config.gradient_checkpointing:
         set_checkpointing(config, **planned.checkpointing)
@@ -113,7 +114,7 @@ def take_plan(config: QeRLConfig, planned: Work) -> None:
 def load_policy(
     config: QeRLConfig, found: LocalModel, peft_config: LoraConfig | None = None
 ) -> PreTrainedModel | PeftModel:
-    """`make_policy` without the memory plan."""
+    """Load the policy as `make_policy` does, without the memory plan."""
     model = load_model(
         found,
         weights=config.weights,
@@ -145,7 +146,7 @@ def load_policy(
 
 
 def compute_dtype(config: QeRLConfig, device: torch.device) -> torch.dtype:
-    """The dtype that `dtype: auto` stands for on a device."""
+    """Return the dtype of the settings, with `auto` resolved for a device."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" or config.tuning == "full" else torch.bfloat16
     return getattr(torch, config.dtype)

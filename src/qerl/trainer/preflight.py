@@ -1,11 +1,11 @@
-"""What a run refuses for its settings alone, found before anything is downloaded or loaded.
+"""Checks of a run's settings that come before anything is downloaded or loaded.
 
 `qerl train --dry_run` stops after this. Types, ranges and contradictions are checked when settings are made;
-here come the things that have to be tried or looked up: the task and its options, the user's reward files,
+this module checks what has to be tried or looked up: the task and its options, the user's reward files,
 tools and environment, the reporters' packages, the optimizer and the learning-rate schedule with the user's
-own arguments, what the formats of weights and of the cache need of this machine, a model that is a path, and
-the length of the run where the task's problems are on this machine. What needs the Hub or the model is
-checked when the run starts.
+own arguments, the requirements of weight and KV cache formats on this machine, a model given as a path, and
+the length of the run if the task's problems are on this machine. Checks that need the Hub or the model come
+when the run starts.
 """
 
 import math
@@ -41,13 +41,13 @@ from qerl.weight_formats import DEFAULT_FORMAT
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of beside its model.
+    """The parts of a run besides its model.
 
     Attributes:
-        task: Its task.
-        rewards: The task's reward functions, and the user's.
+        task: The task of the run.
+        rewards: Reward functions of the task and of the user, then the judge, if any.
         tools: Functions that the model may call.
-        environment_factory: Of the environment, None without one.
+        environment_factory: Makes the environment; None without one.
     """
 
     task: Task
@@ -57,10 +57,10 @@ class Parts:
 
 
 def preflight(config: QeRLConfig) -> Parts:
-    """What the run is made of; nothing is downloaded.
+    """Check the settings and return the parts of the run; nothing is downloaded.
 
     Raises:
-        QeRLError: The run would be refused for its settings.
+        QeRLError: The settings are refused.
     """
     assert config.task is not None
     task = get_task(config.task, **config.task_options)
@@ -84,7 +84,7 @@ def preflight(config: QeRLConfig) -> Parts:
 
 
 def check_length(config: QeRLConfig, prompts: int) -> None:
-    """Refuse a run that has too few prompts for a rollout, or too few steps for the stages of the noise.
+    """Raise if a run has too few prompts for a rollout, or too few steps for the stages of the noise.
 
     Args:
         config: Settings of the run.
@@ -99,7 +99,7 @@ def check_length(config: QeRLConfig, prompts: int) -> None:
 
 
 def optimizer_steps(config: QeRLConfig, prompts: int) -> int:
-    """Number of optimizer steps of a run with so many training problems, as transformers counts them."""
+    """Return the number of optimizer steps for ``prompts`` training problems, as transformers counts them."""
     if config.max_steps > 0:
         return config.max_steps
     rollout = (config.generation_batch_size or 1) // (config.num_generations or 1)
@@ -109,7 +109,7 @@ def optimizer_steps(config: QeRLConfig, prompts: int) -> int:
 
 
 def _others(config: QeRLConfig) -> Others:
-    """Tools and environment of the settings, made once for trial."""
+    """Make the tools and an environment of the settings once, to check them."""
     tools = [get_tool(spec) for spec in config.tools]
     if config.environment is not None:
         make = get_environment(config.environment, config.environment_options)
@@ -131,7 +131,7 @@ def _check_machine(config: QeRLConfig) -> None:
         check_fp8_gradients(config.device)
     teacher = config.teacher or ""
     if teacher.startswith(TEACHER_ADAPTER):
-        adapter_file(Path(teacher.removeprefix(TEACHER_ADAPTER)).expanduser())  # refuses what is none
+        adapter_file(Path(teacher.removeprefix(TEACHER_ADAPTER)).expanduser())  # raises without one
     if config.teacher_weights is not None:
         check_format(config.teacher_weights, config.device)
     for what, name in {"model": str(config.model), "teacher": teacher}.items():
@@ -159,11 +159,11 @@ def _check_reporters(config: QeRLConfig) -> None:
 
 
 def _check_optimizer(config: QeRLConfig) -> None:
-    """Make the optimizer and its schedule for one number."""
+    """Raise if the optimizer or its schedule cannot be made; tried with a single parameter."""
     try:
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(config)
         optimizer = cls([torch.nn.Parameter(torch.zeros(1))], **kwargs)
-    except Exception as error:  # whatever the library raises, it was given nothing but the settings
+    except Exception as error:  # any error of the library is due to the settings, its only input
         raise QeRLError(
             f"The optimizer {_name(config.optim)} cannot be made ({first_line(error)}); mend optim or "
             "optim_args."

@@ -1,13 +1,13 @@
-"""Several processes of one run end together.
+"""Joint shutdown of the processes of one run.
 
 A process that fails leaves the others waiting in their next collective: Gloo notices after a while, NCCL
 after `ddp_timeout`, half an hour. Exceptions cannot be passed on through collectives, since a process may
-fail between any two of them. So there is a second channel, the store through which the processes found each
-other: one that fails leaves a word there, and a thread in each of the others looks for it twice a second and
-ends its process, wherever that waits. Only the first to fail speaks.
+fail between any two of them. So there is a second channel, the store of the processes' rendezvous: a failing
+process writes a key there, and a thread in each other process polls that key twice a second and ends its
+process, wherever it waits. Only the first process to fail reports its error.
 
-Given up: one that dies without a word (SIGKILL, a crash of the driver). The launcher sees that and ends the
-others.
+Given up: a process that dies without writing the key (SIGKILL, a crash of the driver). The launcher notices
+and ends the others.
 """
 
 import atexit
@@ -27,17 +27,18 @@ from transformers import TrainingArguments
 from qerl.errors import QeRLError
 
 _LOOK = 0.5  # seconds
-_PATIENCE = 5.0  # seconds that processes wait for each other's last words
+_PATIENCE = 5.0  # seconds that processes wait for each other at the end
 
 _runs = itertools.count()
 
 
 @contextlib.contextmanager
 def ends_together(args: TrainingArguments) -> Iterator[None]:
-    """A context that either all processes of a run leave, or none.
+    """Return a context manager that all processes of a run leave normally, or none does.
 
-    An exception in one ends the others with its exit status: 2 for a `QeRLError`, 130 for an interruption,
-    else 1. It does nothing where there is one process, or no store to be found by its address.
+    An exception in one process ends the others with its exit status: 2 for a `QeRLError`, 130 for an
+    interruption, else 1. The context does nothing with a single process, or without `MASTER_ADDR`, the
+    address of the store.
     """
     if args.world_size == 1 or "MASTER_ADDR" not in os.environ:
         yield
@@ -52,7 +53,7 @@ def ends_together(args: TrainingArguments) -> Iterator[None]:
 
 
 class _Peers:
-    """The other processes, as seen from this one."""
+    """Connection of this process to the other ones, through the store."""
 
     def __init__(self, rank: int, world: int) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -63,9 +64,9 @@ class _Peers:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def arrive(self) -> None:
-        """Return when all processes are done; later the process group is closed as torch asks for."""
+        """Wait until all processes are done; the process group is closed at exit, as torch requires."""
         self._over.set()
-        with contextlib.suppress(RuntimeError):  # the process with the store has left, so all had arrived
+        with contextlib.suppress(RuntimeError):  # the store's process has left, so all had arrived
             self._count("arrived")
             while self._counted("arrived") < self._world and not self._failed():
                 time.sleep(0.05)
@@ -75,10 +76,10 @@ class _Peers:
         atexit.register(_close_group)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, unless another one failed first: then this process ends without a word.
+        """Report a failure to the other processes; if another one failed first, end this process silently.
 
         Raises:
-            QeRLError: `error` is that another process has gone, which has said nothing.
+            QeRLError: `error` comes from the loss of another process, which has reported nothing.
         """
         self._over.set()
         status = 2 if isinstance(error, QeRLError) else 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -111,7 +112,7 @@ class _Peers:
                 self._follow(failed)
 
     def _follow(self, failed: str) -> None:
-        """End this process after another one, once that has said why."""
+        """End this process because another one failed, once that one has reported its error."""
         deadline = time.monotonic() + _PATIENCE
         with contextlib.suppress(RuntimeError):
             while not self._store.check([f"{self._prefix}/said"]) and time.monotonic() < deadline:
@@ -121,8 +122,8 @@ class _Peers:
         _leave(int(failed.split()[1]))
 
     def _last(self, status: int) -> None:
-        """End this process, which has said why it failed, after the others."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # a launcher ends what it finds
+        """End this process, which has reported its error, after the others."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # a launcher ends processes that are still running
             signal.signal(number, signal.SIG_IGN)
         deadline = time.monotonic() + _PATIENCE
         with contextlib.suppress(RuntimeError):
@@ -133,7 +134,7 @@ class _Peers:
         _leave(status)
 
     def _linger(self) -> None:
-        """Wait a moment on the first process, which may hold the store that others still read."""
+        """Wait a moment in the first process, which may hold the store that others still read."""
         if self._rank == 0:
             time.sleep(_LOOK)
 
@@ -149,7 +150,7 @@ class _Peers:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """True if an error comes from a collective in which another process was missing."""
+    """Return True if an error comes from a collective in which another process was missing."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and "gloo" in str(seen)):
@@ -164,7 +165,7 @@ def _close_group() -> None:
 
 
 def _leave(status: int) -> None:
-    """End this process at once; torch would first wait for collectives that nobody takes part in."""
+    """End this process at once; torch would first wait for collectives that can no longer complete."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # the progress bar hides the cursor
     with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,8 @@
-"""Which prompts a rollout samples: those of the data's order, unless a curriculum gives their place away, and
-the fresh ones of dynamic sampling.
+"""The choice of a rollout's prompts: the order of the data, replacements by a curriculum, and the fresh
+prompts of dynamic sampling.
 
-Every process decides for all of them, from the same draws and the same gathered rows, and takes its own part.
+Every process makes the choice for all processes, from the same draws and the same gathered rows, and takes
+its own part.
 """
 
 import json
@@ -13,8 +14,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 
+from qerl.seeding import problem_key
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.curriculum import Curriculum, key_of
+from qerl.trainer.curriculum import Curriculum
 from qerl.trainer.dynamic_sampling import FreshPrompts, prompt_of
 
 SHARE_FILE = "groups_with_signal.json"
@@ -28,10 +30,10 @@ class PromptChoice:
     Args:
         args: Settings of the run.
         dataset: The training rows.
-        accelerator: Knows the processes.
+        accelerator: Of the run.
 
     Attributes:
-        share: Of groups that had a signal in the last rollout that looked for them.
+        share: Share of groups with a signal in the last rollout with dynamic sampling; 1 before the first.
     """
 
     def __init__(self, args: QeRLConfig, dataset: Dataset, accelerator: Accelerator) -> None:
@@ -39,19 +41,19 @@ class PromptChoice:
         self._curriculum = Curriculum(dataset, args.curriculum_floor, args.seed) if args.curriculum else None
         chances = self._curriculum.chances if self._curriculum is not None else None
         self._fresh = FreshPrompts(dataset, args.seed, chances)
-        self._step, self._rollouts = -1, 0  # of the rollout that was chosen last
+        self._step, self._rollouts = -1, 0  # of the last call of `chosen`
 
     @property
     def learns(self) -> bool:
-        """Whether what came of a rollout changes what later ones sample."""
+        """True if the outcome of a rollout changes the prompts of later ones."""
         return self._curriculum is not None
 
     def chosen(self, inputs: list[Row], step: int) -> tuple[list[Row], dict[str, float]]:
-        """The rows to sample in place of those that the order of the data proposes, and what is logged.
+        """Return the rows to sample instead of the proposed ones, and the metrics to log.
 
         Args:
-            inputs: The proposed rows of this process, each as often as it is sampled, side by side.
-            step: Optimizer step, by which a resumed run makes the same draws.
+            inputs: Rows of this process that the order of the data proposes, repeated per sample.
+            step: Optimizer step, the key by which a resumed run makes the same draws.
         """
         self._rollouts = self._rollouts + 1 if step == self._step else 0
         self._step = step
@@ -69,32 +71,32 @@ class PromptChoice:
         return self._of_this_process(chosen, len(own)), logged
 
     def others(self, groups: int) -> list[Row]:
-        """Rows of that many further groups of this process, each as often as it is sampled, in the step of
-        the last rollout."""
+        """Draw rows for further groups of this process in the current step, each repeated per sample."""
         drawn = self._fresh.draw(groups * self._accelerator.num_processes)
         return self._of_this_process(drawn, groups)
 
     def observe(self, inputs: list[Row], settled: Sequence[bool | None]) -> None:
-        """Tell the curriculum of a run that `learns` what came of a rollout.
+        """Update the curriculum with the outcome of a rollout; only if `learns`.
 
         Args:
-            inputs: The rows that this process sampled, as `chosen` gives them; processes may differ in how
-                many.
-            settled: Of its groups: whether their samples were all right or all wrong.
+            inputs: The rows that this process sampled, as `chosen` returns them; their number may differ
+                between processes.
+            settled: For each of its groups, whether the samples were all right or all wrong; None if none
+                was judged.
         """
         assert self._curriculum is not None
-        own = zip((key_of(row) for row in inputs[:: self._size]), settled, strict=True)
+        own = zip((problem_key(row) for row in inputs[:: self._size]), settled, strict=True)
         self._curriculum.observe(*zip(*gather_object(list(own)), strict=True))
 
     def save(self, folder: Path) -> None:
-        """Write what was learned of the problems into a checkpoint."""
+        """Write the share and the curriculum's counts into a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SHARE_FILE).write_text(json.dumps(self.share), encoding="utf-8")
         if self._curriculum is not None:
             self._curriculum.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Go on with what a checkpoint had learned; to be called before the first rollout."""
+        """Read the state that `save` wrote; call before the first rollout."""
         if (file := folder / SHARE_FILE).is_file():
             self.share = float(json.loads(file.read_text(encoding="utf-8")))
         if self._curriculum is not None:
