@@ -4,8 +4,8 @@ A frozen base model in NVFP4 (4-bit floats, two-level scaling), LoRA adapters in
 and, if asked for, noise in the RMSNorm weights during rollouts that is annealed in stages (arXiv 2510.11696).
 One packed copy of the weights serves rollout and training.
 
-What a script needs is imported from here: ``from qerl import QeRLConfig, QeRLTrainer``. Each name is loaded
-when it is first asked for (PEP 562), so that ``import qerl`` by itself loads neither torch nor transformers.
+Scripts import the public names from here: ``from qerl import QeRLConfig, QeRLTrainer``. Each name is loaded
+on first access (PEP 562), so that ``import qerl`` by itself loads neither torch nor transformers.
 """
 
 from importlib import import_module
@@ -48,7 +48,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported from its module when it is first asked for."""
+    """Import a public name from its module on first access."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
@@ -57,5 +57,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Names of the module, including those that are not loaded yet."""
+    """Return the names of the module, including those that are not loaded yet."""
     return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
-"""Files and folders that appear as a whole or not at all, and refusals of the disk as one sentence.
+"""Files and folders that appear as a whole or not at all, and errors of the disk as one sentence.
 
-They are written aside, then renamed. Given up: flushing to the disk. A process that is killed loses nothing
-by that; a power failure may.
+They are written under a temporary name, then renamed. Given up: flushing to the disk. A process that is
+killed loses nothing by that; a power failure may.
 """
 
 import os
@@ -32,14 +32,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def writing(what: str, advice: str = "choose another --out") -> Iterator[None]:
-    """A block in which a refusal of the disk becomes one sentence.
+    """Turn an error of the disk in the block into one sentence.
 
     Args:
         what: The beginning of the sentence: which file cannot be written, and where.
         advice: The end of the sentence.
 
     Raises:
-        QeRLError: The disk refused.
+        QeRLError: The block raised an OSError.
     """
     try:
         yield
@@ -77,8 +77,8 @@ def new_folder(target: Path, locked: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
-    """Turns SIGTERM, which ends Python on the spot, into SystemExit, which runs ``finally`` blocks."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+    """Turn SIGTERM, which would end Python at once, into SystemExit, which runs ``finally`` blocks."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
 

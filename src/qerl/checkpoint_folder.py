@@ -1,10 +1,10 @@
 """Checkpoint folders: whole, or not there.
 
-A checkpoint is written into a folder aside and renamed once every process has written its part, so whatever
-ends a run in the middle of saving, each `checkpoint-N` is whole and none was given up for one that is not.
-Its last file lists all others with their sizes: one that a copy, a full disk or a power failure has cut short
-is found before anything is loaded, and the error names the checkpoint before it. The settings lie beside it,
-because a resume is checked against them.
+A checkpoint is written into a temporary folder and renamed once every process has written its part. So if a
+run ends in the middle of saving, each `checkpoint-N` is whole, and no whole one was deleted for one that is
+not. Its last file lists all others with their sizes: a file that a copy, a full disk or a power failure has
+cut short is found before anything is loaded, and the error names the checkpoint before it. The settings are
+in the folder, too, because a resume is checked against them.
 
 Given up: flushing to the disk. A process that is killed loses nothing by that; after a power failure the
 sizes tell.
@@ -27,7 +27,7 @@ class Manifest:
         step: Optimizer steps done.
         processes: Processes of the run that saved it.
         files: Sizes in bytes by path within the folder.
-        device: Of its first process (`qerl.kernels.device.device_words`); None: not known.
+        device: Device of its first process (`qerl.kernels.device.device_words`); None: not known.
     """
 
     step: int
@@ -45,7 +45,7 @@ def clear(folder: Path) -> None:
 def publish(
     part: Path, checkpoint: Path, step: int, processes: int, settings: str, device: str | None = None
 ) -> None:
-    """Turn a folder with everything in it into a checkpoint, in one rename.
+    """Turn a complete folder into a checkpoint, in one rename.
 
     Args:
         part: Folder in `UNFINISHED`, which every process has finished writing.
@@ -53,7 +53,7 @@ def publish(
         step: Optimizer steps done.
         processes: Processes of the run.
         settings: The run's settings as a recipe.
-        device: Of this process.
+        device: Device of this process.
     """
     (part / CONFIG_FILE).write_text(settings, encoding="utf-8")
     files = {
@@ -78,10 +78,11 @@ def move_into(part: Path, folder: Path) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, all of whose files are there in full length.
+    """Return the manifest of a checkpoint, after a check that all its files are there in full length.
 
     Raises:
-        QeRLError: It is no checkpoint or a damaged one; the newest one before it that is whole is named.
+        QeRLError: The folder is no checkpoint or a damaged one; the message names the newest whole one before
+            it.
     """
     path = checkpoint / MANIFEST_FILE
     if not path.is_file():
@@ -109,7 +110,7 @@ def _damage(checkpoint: Path, name: str, size: int) -> str | None:
 
 
 def _before(checkpoint: Path) -> str:
-    """Advice: the newest checkpoint beside a damaged one, and older, that is whole."""
+    """Return advice that names the newest whole checkpoint before a damaged one."""
     step = checkpoint_step(checkpoint)
     others = checkpoints(checkpoint.parent) if step is not None else []
     for other in reversed(others):

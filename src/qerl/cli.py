@@ -1,9 +1,10 @@
 """The `qerl` command.
 
 Flags are written with underscores, as TRL's are; a dash in a flag means the same. Heavy imports happen inside
-the commands, so that `qerl --help` and mistakes on the command line answer at once. Each command is a
-function that describes its words (`_add_train`) beside one that runs it (`_train`). Other distributions add
-commands by the entry points of a group (`COMMANDS`), each a function as `_add_train`.
+the commands, so that `qerl --help` and mistakes on the command line answer at once. Each command has a
+function that adds its arguments to the parser (`_add_train`) and one that runs it (`_train`). Other
+distributions add commands through an entry point group (`COMMANDS`); each entry point is a function like
+`_add_train`.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from qerl.settings.words import add_command, positionals_first, split_fields, wi
 from qerl.user_code import named_again
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS, ROUNDINGS
 
-# Commands in which `--field value` sets a field of QeRLConfig, and the flags and options there that are none.
+# Commands in which `--field value` sets a field of QeRLConfig, with the flags and options that are no fields.
 TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (("--help", "--dry_run"), ()),
     "demo": (("--help", "--tools"), ()),
@@ -46,19 +47,20 @@ TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 COMMANDS = "qerl.commands"
-"""Group of the entry points by which other distributions add commands."""
+"""Entry point group through which other distributions add commands."""
 
 console = Console(quiet=not is_first_process(), emoji=False)  # a path may have ":train:" in it
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0 done, 1 a plan that does not fit, 2 a mistake the user can
-    fix, 130 interrupted."""
+    """Run the command line; return the exit status: 0 done, 1 a plan that does not fit, 2 a mistake the user
+    can fix, 130 interrupted."""
     return status_of(lambda: _run(with_underscores(sys.argv[1:] if argv is None else argv)))
 
 
 def status_of(command: Callable[[], int | None]) -> int:
-    """Exit status of a command; mistakes the user can fix, and Ctrl-C, become a sentence on stderr."""
+    """Run a command; return its exit status. Mistakes the user can fix, and Ctrl-C, become a sentence on
+    stderr."""
     _quiet_libraries()
     try:
         status = command() or 0
@@ -103,7 +105,7 @@ def _run(words: list[str]) -> int | None:
     return status
 
 
-# Names and disks that no file can be opened by or written to, wherever a command meets them.
+# Advice for files that cannot be opened or written because of their name or disk, in any command.
 _REMEDIES = {
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ELOOP: "give another path",
@@ -126,7 +128,7 @@ def _shortened(name: Any) -> str:
 
 
 def _forget_output() -> None:
-    """Drop the output that could not be printed, which would be a second error when Python ends."""
+    """Drop the output that could not be printed; flushing it at exit would raise a second error."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         return
@@ -143,22 +145,24 @@ def _quiet_libraries() -> None:
     # PEFT asks the Hub for the base model's vocabulary size and warns when it gets no answer.
     warnings.filterwarnings("ignore", message="Unable to fetch remote file")
     warnings.filterwarnings("ignore", message="Could not find a config file")
-    # What transformers passes on to DistributedDataParallel, by its former name.
+    # An argument that transformers passes on to DistributedDataParallel by its former name.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     # TRL and PEFT call transformers' activation checkpointing by its former name, some at every rollout.
     warnings.filterwarnings("ignore", message=r"`(is_)?gradient_checkpointing(_\w+)?` is deprecated")
 
 
 def _print(text: str) -> None:
-    """Print text as it stands, for a reader that may stop early, as `head` does: rich takes a closed pipe."""
+    """Print text as it stands; the reader may stop early, as `head` does, since rich handles a closed
+    pipe."""
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, end="")
 
 
 class Command(argparse.ArgumentParser):
-    """A command whose help ends with the fields, if it takes any. Its positional words may stand anywhere."""
+    """Parser of a command, whose help ends with the fields, if it takes any. Positional words may stand
+    anywhere."""
 
     _greedy: Sequence[str] = ()
-    """Options of several values that were given."""
+    """Options on the command line that take several values."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         positional = [action.nargs for action in self._actions if not action.option_strings]
@@ -171,7 +175,7 @@ class Command(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Add to an error of missing words where they may have gone."""
+        """Extend an error about missing words by the options that may have taken them."""
         if self._greedy and message.startswith("the following arguments are required"):
             options = " and ".join(self._greedy)
             take = "takes" if len(self._greedy) == 1 else "take"
@@ -193,7 +197,8 @@ class Command(argparse.ArgumentParser):
 
 
 def _parser(word: str = "") -> argparse.ArgumentParser:
-    """The words of all commands; where the command is one of this package, of these alone."""
+    """Return the parser of all commands, without those of other distributions if ``word`` is one of this
+    package's."""
     parser = argparse.ArgumentParser(
         prog="qerl", description="RL of language models on few GPUs, on NVFP4 weights."
     )
@@ -205,7 +210,7 @@ def _parser(word: str = "") -> argparse.ArgumentParser:
         _add_completion,
     ):  # fmt: skip
         add(commands)
-    if word not in commands.choices:  # so that nothing of others can hinder a command of this package
+    if word not in commands.choices:  # so that others cannot break this package's
         for command in entry_points(group=COMMANDS):
             command.load()(commands)
     return parser
@@ -308,8 +313,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def eval_command(model: str, run: Path, tuning: str, trusts: bool = False, again: Sequence[str] = ()) -> str:
-    """The shell command that scores a finished run. It names the run, which has the settings of its
-    scoring, and code that is not QeRL's (``trusts``, ``again``)."""
+    """Return the shell command that scores a finished run. It names the run, whose folder has the settings of
+    its scoring, and code that is not QeRL's (``trusts``, ``again``)."""
     policy = [str(run)] if tuning == "full" else [model, "--adapter", str(run)]
     trusted = ["--trust_remote_code", "true"] if trusts else []
     return shlex.join(["qerl", "eval", *policy, *trusted, *again, "--out", str(run / "eval")])
@@ -370,5 +375,5 @@ def _completion(args: argparse.Namespace) -> None:
     _print(script(args.shell, commands, set(TAKE_FIELDS)))
 
 
-if __name__ == "__main__":  # what `torchrun -m` was given before `python -m qerl` was there
+if __name__ == "__main__":  # `torchrun -m qerl.cli`, from before `python -m qerl` existed
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""The commands for what a run leaves: eval, generate, report, watch, export; and bench, for a GPU.
+"""The commands for results of a run: eval, generate, report, compare, watch, export; and bench, for a GPU.
 
-As in `qerl.cli`, each command is a function that describes its words beside one that runs it, which finds the
-console in its arguments.
+As in `qerl.cli`, each command has a function that adds its arguments to the parser and one that runs it; the
+latter finds the console in its arguments.
 """
 
 import argparse

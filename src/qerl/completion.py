@@ -1,10 +1,9 @@
 """Shell completion: a script for bash, zsh or fish that knows commands, their options, fields and recipes.
 
 The script holds all words, so that TAB answers at once: naming the fields at each TAB would import TRL, which
-takes seconds. It is written anew after an update of the package. zsh runs the script of bash.
+takes seconds. After an update of the package it has to be written anew. zsh runs the script of bash.
 
-Words that are paths, values of options that take any, and all that a script knows nothing of, are completed
-as file names.
+Paths, values of options that take any, and words that the script does not know are completed as file names.
 """
 
 import argparse
@@ -21,18 +20,18 @@ _ZSH = """\
 (( $+functions[compdef] )) || { autoload -U +X compinit && compinit }
 autoload -U +X bashcompinit && bashcompinit
 """
-"""What zsh needs for a script of bash: its own completion, which a bare ~/.zshrc has not started, and
-bash's."""
+"""Lines with which zsh runs a script of bash: they load its own completion, which a bare ~/.zshrc has not
+started, and bash's."""
 
 
 @dataclass
 class Words:
-    """What may follow a command.
+    """Words that may follow a command.
 
     Attributes:
-        options: Its options, each with the values that it takes; none where any may be given.
-        flags: Those of them that take no value.
-        positional: Words that stand for themselves.
+        options: Its options, each with the values that it takes; an empty list where it takes any.
+        flags: Options that take no value.
+        positional: Values of positional arguments.
     """
 
     options: dict[str, list[str]] = field(default_factory=dict)
@@ -46,7 +45,7 @@ def script(shell: str, commands: dict[str, argparse.ArgumentParser], with_fields
     Args:
         shell: bash, zsh or fish.
         commands: Parsers of the commands by name.
-        with_fields: Those that take fields, and recipes as words.
+        with_fields: Names of commands that take fields, and recipes as words.
     """
     fields = {f"--{name}": list(_choices(type_of(name))) for name in sorted(_settable())}
     known = {name: _words_of(parser) for name, parser in commands.items()}
@@ -65,7 +64,7 @@ def _settable() -> Iterator[str]:
 
 
 def _choices(type_: Any) -> Iterator[str]:
-    """Values that a field of this type takes, where they can be listed."""
+    """Yield the values that a field of this type takes, where they can be listed."""
     if type_ is bool:
         yield from ("true", "false")
     origin = get_origin(type_)
@@ -91,9 +90,10 @@ def _words_of(parser: argparse.ArgumentParser) -> Words:
 
 
 def _bash(known: dict[str, Words], fields: dict[str, list[str]], with_fields: set[str]) -> Iterator[str]:
-    """One function, which looks at the command, the word before and how this one begins.
+    """Yield the lines of a function that looks at the command, the previous word and the start of the current
+    one.
 
-    bash takes ``--option=value`` for three words.
+    bash splits ``--option=value`` into three words.
     """
     yield "_qerl() {"
     yield '    local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" words=""'
@@ -133,7 +133,7 @@ def _bash(known: dict[str, Words], fields: dict[str, list[str]], with_fields: se
 
 
 def _fish(known: dict[str, Words], fields: dict[str, list[str]], with_fields: set[str]) -> Iterator[str]:
-    """A line for each command, option and word."""
+    """Yield a line for each command, option and word."""
     first = "__fish_use_subcommand"
     yield f"complete -c qerl -f -n {first} -a '{' '.join(known)}'"
     yield f"complete -c qerl -n {first} -l version"

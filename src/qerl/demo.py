@@ -35,7 +35,7 @@ from qerl.trainer.run import train
 from qerl.weight_formats import DEFAULT_FORMAT, FORMATS
 
 _SHOWN = 3
-"""Conversations that are printed."""
+"""Number of conversations that are printed."""
 
 _OF_SOURCE = ("weights", "rounding", "dtype", "chat_template_kwargs", "trust_remote_code")
 _OF_REQUEST = (
@@ -47,11 +47,11 @@ _OF_REQUEST = (
 
 @dataclass(frozen=True)
 class Demo:
-    """What a demo found.
+    """Result of a demo.
 
     Attributes:
         before, after: Scores on the same held-out problems, of the untrained model and of the saved adapter.
-        seconds: Of all of it.
+        seconds: Seconds of the whole demo.
     """
 
     before: EvalResult
@@ -67,7 +67,7 @@ def run_demo(config: QeRLConfig, console: Console) -> Demo | None:
         console: Shows progress and results.
 
     Returns:
-        What was found; None if training was interrupted.
+        The result; None if training was interrupted.
     """
     start = time.perf_counter()
     config = changed(config, {
@@ -89,11 +89,11 @@ def run_demo(config: QeRLConfig, console: Console) -> Demo | None:
 
 
 def one_microbatch(config: QeRLConfig) -> dict[str, Any]:
-    """Fields that put all samples of a step into one loss, which means the same on paper.
+    """Return fields that put all samples of a step into one loss, which is the same mathematically.
 
     The recipe has a group in each loss, which suits the dense attention of a CPU. A GPU attends within groups
-    only, and with a model this small its time goes into launches, once for each loss. A rollout that serves
-    several steps is left as it is.
+    only, and with a model this small its time goes into launches, once for each loss. Where a rollout serves
+    several steps, no field changes.
     """
     if config.steps_per_generation != config.gradient_accumulation_steps:
         return {}
@@ -106,7 +106,8 @@ def one_microbatch(config: QeRLConfig) -> dict[str, Any]:
 
 
 def packed(config: QeRLConfig, console: Console) -> str:
-    """The model in the settings' format; a four-bit one is quantised once and kept."""
+    """Return the name or folder of the model in the settings' format; a packed one is quantised once and
+    kept."""
     assert config.model is not None
     weights = config.weights or DEFAULT_FORMAT
     if not FORMATS[weights].packed:
@@ -120,13 +121,13 @@ def packed(config: QeRLConfig, console: Console) -> str:
 
 
 def _free(folder: Path) -> Path:
-    """The folder, or the next numbered one: a second demo does not touch the first."""
+    """Return the folder, or the next numbered one if it exists: a second demo does not touch the first."""
     numbered = (folder.with_name(f"{folder.name}-{i}") for i in count(2))
     return folder if not folder.exists() else next(path for path in numbered if not path.exists())
 
 
 def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalResult:
-    """The score on `eval_samples` held-out problems; the first conversations, if any, are printed.
+    """Return the score on `eval_samples` held-out problems; print the first conversations, if any.
 
     Args:
         config: Settings of the run.

@@ -1,9 +1,9 @@
 """Capabilities and speed of this machine, and how to get what is missing.
 
-The doctor looks and does not try: it loads no model and compiles no kernel, so it answers in seconds and on a
-machine where something is broken; for the same reason it imports other modules late. Each finding is a row
-with a state and, where something can be done, the command that does it. Whatever it cannot know, such as
-whether a model's shapes suit the GPU kernels, is an error of the code that meets it.
+The doctor inspects and tries nothing: it loads no model and compiles no kernel, so it answers in seconds,
+also on a machine where something is broken; for the same reason it imports other modules late. Each finding
+is a row with a state and, where something can be done, the command that does it. Conditions that it cannot
+check, such as whether a model's shapes suit the GPU kernels, are checked by the code that depends on them.
 """
 
 import os
@@ -28,7 +28,7 @@ from qerl.rewards import sandbox
 from qerl.weight_formats import DEFAULT_FORMAT, FORMATS
 
 State = Literal["ok", "slow", "untested", "missing", "n/a"]
-"""Works; works, but slower than elsewhere; may work; is wanted and not there; is of no use here."""
+"""In this order: works; works, but slower than elsewhere; may work; is needed and missing; of no use here."""
 
 _COLOURS = {"ok": "green", "slow": "yellow", "untested": "yellow", "missing": "red", "n/a": "dim"}
 
@@ -39,10 +39,10 @@ class Row:
 
     Attributes:
         section: Its heading.
-        name: The thing that was looked at.
+        name: The inspected part of the machine.
         state: See `State`.
-        finding: In words.
-        remedy: A command or advice, empty where nothing is wanted or possible.
+        finding: The finding in words.
+        remedy: A command or advice, empty where nothing is needed or possible.
     """
 
     section: str
@@ -123,7 +123,7 @@ def _gpus() -> Iterator[Row]:
 
 
 def _required() -> Iterator[Row]:
-    """Required packages against the installed ones."""
+    """Yield a row for each required package: its required and its installed version."""
     section = "required packages"
     if _version("qerl") is None:
         finding = "runs from its sources without being installed"
@@ -150,12 +150,13 @@ def _required() -> Iterator[Row]:
 
 
 def _is_for(wanted: Requirement, extra: str) -> bool:
-    """True if the extra asks for the package on this machine; an empty one stands for every install."""
+    """Return True if the extra asks for the package on this machine; an empty one stands for every
+    install."""
     return not extra if wanted.marker is None else wanted.marker.evaluate({"extra": extra})
 
 
 def _without_ceiling(versions: SpecifierSet) -> SpecifierSet:
-    """The same without upper bounds."""
+    """Return the specifiers without upper bounds."""
     return SpecifierSet(",".join(str(each) for each in versions if each.operator not in ("<", "<=")))
 
 

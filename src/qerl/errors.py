@@ -13,9 +13,9 @@ class QeRLError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The line of another library's message that a sentence of ours quotes, without its full stop.
+    """Return the line of another library's message to quote in an error, without its full stop.
 
-    That is the first line, or torch's line about a tensor of another size below a heading.
+    That is the first line, or torch's line about a size mismatch below a heading.
     """
     lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))

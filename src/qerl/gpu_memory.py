@@ -1,7 +1,7 @@
-"""The part of a GPU's memory that a run takes for all that there is.
+"""The memory of a GPU that a run may use.
 
-Everything that plans or reserves asks here and not the driver: the memory plan, the engine's keys and values,
-and, through a limit of torch's allocator, the update. Two things make it less than the driver says.
+All code that plans or reserves memory asks this module and not the driver: the memory plan, the engine's KV
+cache, and, through a limit of torch's allocator, the update. In two cases it is less than the driver says.
 
 `QERL_MEMORY_GB` treats a GPU as one with less memory: `QERL_MEMORY_GB=24` is a card that is sold with 24 GB,
 the one that `qerl plan --gpu 24` plans for. Memory of other programs counts as on such a card.
@@ -9,8 +9,7 @@ the one that `qerl plan --gpu 24` plans for. Memory of other programs counts as 
 Where CPU and GPU share their memory (DGX Spark, Jetson), the driver calls all of it the GPU's. There a
 program that takes it is not refused: the system begins to swap, kills processes or stands still. So a run
 takes three quarters, and the rest stays with the system, the page cache of checkpoints and Python's
-processes. The driver also calls memory used that only caches files; the system says how much it would give
-up.
+processes. The driver also counts cached files as used memory; the system says how much of that it would free.
 """
 
 from typing import Any
@@ -20,19 +19,19 @@ import torch
 from qerl.host_memory import available_bytes, gigabytes
 
 LIMIT = "QERL_MEMORY_GB"
-"""Environment variable: memory as its vendor counts, as which every GPU is treated that has more."""
+"""Environment variable: GB as vendors count them; a GPU with more memory is treated as one with this much."""
 
 USABLE = 0.99
 """Share of a GPU's GiB that a program can use, beside `DRIVER_BYTES`."""
 
 DRIVER_BYTES = 2**29
-"""What the driver keeps of any GPU. The two leave less than torch says of a GPU without error correction, in
-users' reports of memory that ran out, where the least found was 15.45 GiB of 16, 23.41 of 24, 31.34 of 32,
-47.37 of 48 and 79.11 of 80; drivers differ by up to 0.3. nvidia-smi shows more, 24564 MiB of an RTX 4090.
-Error correction in GDDR memory takes two GiB of 24; only a plan for a card's name knows of that."""
+"""Bytes that the driver keeps of any GPU. `USABLE` and this leave less than torch reports for a GPU without
+error correction in users' reports of memory that ran out, where the least found was 15.45 GiB of 16, 23.41 of
+24, 31.34 of 32, 47.37 of 48 and 79.11 of 80; drivers differ by up to 0.3. nvidia-smi shows more, 24564 MiB of
+an RTX 4090. Error correction in GDDR memory takes two GiB of 24; only a plan for a card's name counts it."""
 
 UNIFIED_SHARE = 0.75
-"""Share of a memory that CPU and GPU have together that a run takes."""
+"""Share that a run takes of a memory common to CPU and GPU."""
 
 
 def usable_bytes(gigabytes: float) -> int:
@@ -79,9 +78,9 @@ def free_bytes(device: torch.device, freed: int = 0) -> int:
 
 
 def keep_within_limit(device: torch.device) -> None:
-    """Let torch's allocator have the rest of :func:`total_bytes` beside all that does not pass through it.
+    """Limit torch's allocator to the part of :func:`total_bytes` that is not used outside of it.
 
-    That is the context, captured graphs and the engine's keys and values, so this is called again whenever
+    The context, captured graphs and the engine's KV cache are outside of it, so this is called again whenever
     their memory has come or gone. Without a limit torch is left as it is.
     """
     gpu: Any = torch.cuda.get_device_properties(device)

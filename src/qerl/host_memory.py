@@ -1,9 +1,9 @@
-"""The part of the CPU's memory that a run may take, for inputs of layers that wait there.
+"""The CPU memory that a run may take for offloaded inputs of layers.
 
 Linux says how much it could give without swapping, and a container or a job of a cluster may have a limit of
-its own, which that figure does not show: the control groups of this process say it. Neither shows what a
-virtual machine could still get from its host, where memory grows with use: `QERL_HOST_GB=200` takes the place
-of both, for all processes of a run on one machine together, in 10^9 bytes as a plan prints them.
+its own, which that figure does not include: the control groups of this process have it. Neither includes
+memory that a virtual machine could still get from its host, where memory grows with use: `QERL_HOST_GB=200`
+replaces both, for all processes of a run on one machine together, in 10^9 bytes as a plan prints them.
 """
 
 import math
@@ -21,14 +21,14 @@ _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
 _UNLIMITED = 2**62
-"""Limits from here on are none: version 1 writes the largest number there is."""
+"""Limits from here on mean no limit, for which version 1 writes the largest number."""
 
 _FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
 """Files with limit and use of a group in versions 2 and 1, by the controller that /proc/self/cgroup names."""
 
 
 def gigabytes(variable: str, wanted: str) -> float | None:
-    """The value of an environment variable; None where it is not set. ``wanted`` describes it, with an
+    """Return the value of an environment variable; None where it is not set. ``wanted`` describes it, with an
     example.
 
     Raises:
@@ -56,10 +56,10 @@ def host_gb() -> float | None:
 
 
 def asked_bytes(processes: int) -> int | None:
-    """Bytes that `QERL_HOST_GB` gives each process of a run; None where it is not set.
+    """Return the bytes that `QERL_HOST_GB` gives each process of a run; None where it is not set.
 
     Args:
-        processes: Of the run, all on this machine unless torchrun says how many are.
+        processes: Processes of the run; all are on this machine unless torchrun says how many are.
 
     Raises:
         QeRLError: `QERL_HOST_GB` is no amount of memory.
@@ -69,7 +69,7 @@ def asked_bytes(processes: int) -> int | None:
 
 
 def host_bytes(processes: int) -> int | None:
-    """Bytes of the CPU's memory that each process of a run may take; None where nothing says how many.
+    """Return the bytes of CPU memory that each process of a run may take; None where the system does not say.
 
     Raises:
         QeRLError: `QERL_HOST_GB` is no amount of memory.
@@ -89,7 +89,8 @@ def available_bytes() -> int:
 
 
 def group_limit() -> int | None:
-    """Bytes that the control groups of this process allow, as those of a container; None without a limit."""
+    """Return the bytes that the control groups of this process, such as a container's, allow; None without a
+    limit."""
     return min((limit for limit, _ in _limits()), default=None)
 
 
@@ -98,10 +99,9 @@ def _share(total: int, processes: int) -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes of each limited control group of this process.
+    """Yield limit and use in bytes of each limited control group of this process.
 
-    Cached files count as unused as far as they are the first to go, because a group that needs memory drops
-    them.
+    Inactive cached files count as unused, because a group that needs memory drops them first.
     """
     for folder, (limit, usage) in _own_groups():
         try:
@@ -122,8 +122,8 @@ def _own_groups() -> Iterator[tuple[Path, tuple[str, str]]]:
     for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         for name in _FILES.keys() & set(controllers.split(",")):
-            # Version 2 lies in a folder of its own where both are mounted. A container that sees its own
-            # groups alone has them at the top, and the path may be that outside.
+            # Version 2 has a folder of its own where both are mounted. A container that sees only its own
+            # groups has them at the top, and the path may be the one outside of the container.
             tops = [_GROUPS, _GROUPS / "unified"] if not name else [_GROUPS / name]
             for top in tops:
                 below = top / path.lstrip("/")

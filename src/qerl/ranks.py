@@ -1,12 +1,12 @@
 """The process of a run that logs.
 
-Messages that all processes of a run would log are logged once, by the first. torchrun tells each its number
-before any of them has joined the others, so it is known from the first line on and without torch.
+Messages that all processes of a run would log are logged once, by the first. torchrun gives each process its
+number in the environment, so it is known without torch, before the processes have joined.
 """
 
 import os
 
 
 def is_first_process() -> bool:
-    """True in the only process, or that of rank 0."""
+    """Return True in the process of rank 0, which may be the only one."""
     return os.environ.get("RANK", "0") == "0"

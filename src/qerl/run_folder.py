@@ -1,4 +1,4 @@
-"""What lies where in the folder of a run, and how its records are read and written.
+"""Layout of a run folder, and functions that read and write its records.
 
     runs/x/
       config.yaml            settings of the run, resolved
@@ -12,8 +12,8 @@
 Training writes this folder, evaluation and report read it. None of the three imports another for it, and
 nothing here needs torch.
 
-A run that is still going, or that was killed, is read as far as it got: the last line of its metrics may be
-cut off, which is said. Anything else that is not a metric line is an error, because a curve with silent holes
+The records of a run that is still going, or was killed, can be read: the last line of its metrics may be cut
+off, which is logged. Any other line that is not a metric line is an error, because a curve with silent holes
 would be believed.
 """
 
@@ -37,7 +37,7 @@ METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 
 POLICY_FILE = "policy.json"
-"""Lies beside saved weights and says what settings cannot, see `qerl.trainer.resume.provenance`."""
+"""File beside saved weights, with facts that settings lack, see `qerl.trainer.resume.provenance`."""
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -66,7 +66,7 @@ def checkpoint_step(folder: Path) -> int | None:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Checkpoints of a run by step; one that was cut off while it was written or deleted does not count."""
+    """Return the checkpoints of a run by step, without those whose writing or deletion was cut off."""
     found = [(checkpoint_step(path), path) for path in run.glob("checkpoint-*")]
     whole = [(step, path) for step, path in found if step is not None and (path / MANIFEST_FILE).is_file()]
     return [path for _, path in sorted(whole)]
@@ -78,8 +78,8 @@ def last_checkpoint(run: Path) -> Path | None:
 
 
 def policy_folders(run: Path) -> tuple[Path, ...]:
-    """Folders that may hold the settings of the run that saved a policy: its own, and for a checkpoint the
-    one above."""
+    """Return the folders that may hold the settings of the run that saved a policy: its own folder, and for a
+    checkpoint also the one above."""
     return (run,) if checkpoint_step(run) is None else (run, run.absolute().parent)
 
 
@@ -101,7 +101,8 @@ def path_labels(folders: Sequence[Path], what: str) -> list[str]:
 
 
 def table_path(run: Path, step: int, evaluation: str = "") -> Path:
-    """The table of completions of a step, as TRL names it; an evaluation's has its prefix."""
+    """Return the path of a step's table of completions, with TRL's name; for an evaluation its prefix comes
+    first."""
     name = f"completions_{step:05d}.parquet"
     return run / COMPLETIONS_FOLDER / (f"{evaluation}_{name}" if evaluation else name)
 

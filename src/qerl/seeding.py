@@ -38,12 +38,12 @@ def problem_key(row: Mapping[str, Any]) -> str:
 class ProblemSeeds:
     """Seeds of an evaluation's completions, keyed by (seed, problem, sample).
 
-    A problem draws the same whichever others are scored, in whatever order, batches and processes, and at
-    each evaluation of a run, so that two policies are compared with the same luck. Copies of one problem are
-    told apart by their number, since they would all draw the same.
+    A problem draws the same independent of other problems, order, batches and processes, and at each
+    evaluation of a run, so that two policies are compared on the same random numbers. Copies of one problem
+    are numbered, since otherwise all would draw the same.
 
     Args:
-        seed: Of the evaluation.
+        seed: Seed of the evaluation.
     """
 
     def __init__(self, seed: int) -> None:
@@ -51,8 +51,8 @@ class ProblemSeeds:
         self._met: Counter[str] = Counter()
 
     def of(self, problems: Sequence[str], samples: int) -> list[int]:
-        """The seeds of further problems, given by their keys (`problem_key`), the samples of a problem
-        next to each other."""
+        """Return the seeds of further problems, given by their keys (`problem_key`), those of one problem
+        adjacent."""
         seeds = []
         for problem in problems:
             copy = self._met[problem]

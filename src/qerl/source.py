@@ -1,4 +1,4 @@
-"""Which source runs, for the record of what it computes."""
+"""The commit of the running source, to be recorded with its results."""
 
 import os
 import subprocess
@@ -10,17 +10,18 @@ UNKNOWN = "unknown"
 
 @cache
 def commit() -> str:
-    """The commit of this source tree in seven digits, with `-dirty` where its Python files differ from it.
+    """Return the commit of this source tree in seven digits, with `-dirty` where files of the package, or
+    Python files of bench and lab, differ from it.
 
-    A copy of the tree without git takes it from the environment variable QERL_COMMIT; an installed package
-    has none and says `unknown`.
+    The environment variable QERL_COMMIT takes precedence; it serves copies of the tree without git. An
+    installed package gives `unknown`.
     """
     if given := os.environ.get("QERL_COMMIT"):
         return given
     try:
         _git(
             "ls-files", "--error-unmatch", Path(__file__).name
-        )  # git may know a folder around the package only
+        )  # fails where git tracks a folder around the package only
         found = _git("rev-parse", "--short=7", "HEAD")
         beside = (f":(top,glob){folder}/**/*.py" for folder in ("bench", "lab"))
         changed = _git("status", "--porcelain", "--", ".", *beside)

@@ -1,6 +1,6 @@
 """Functions and classes of the user's own, named in a recipe as ``PATH.py:NAME``.
 
-The name may be left out where the file has one such thing that is public.
+The name may be left out where the file has only one public function or class.
 
 The file is run as a module with all the rights of this process. It is the user's own code, named in the
 user's own recipe or command. Code named in the folder of a run is neither, because a folder may come from
@@ -31,7 +31,8 @@ _NAMING = ("task", "task_options", "tools", "environment", "environment_options"
 
 
 def foreign_code(value: Any) -> str | None:
-    """The first name in a setting, keys and parts included, whose code is not QeRL's; None without one."""
+    """Return the first name in a setting, keys and parts included, whose code is not QeRL's; None if there is
+    none."""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple):
@@ -42,7 +43,7 @@ def foreign_code(value: Any) -> str | None:
 
 
 def named_again(settings: Mapping[str, Any]) -> list[str]:
-    """The words of a command line for the names that `qerl eval` does not take from the folder of a run."""
+    """Return command line arguments for the names that `qerl eval` does not take from the folder of a run."""
     words: list[str] = []
     for name in _NAMING:
         value = settings.get(name)
@@ -57,15 +58,17 @@ def _one_word(value: Any) -> str:
 
 
 def load_object(spec: str, what: str, kind: str = "function") -> Any:
-    """The function or class that ``PATH.py:NAME`` names, or the only public one that ``PATH.py`` defines.
+    """Return the function or class named by ``PATH.py:NAME``, or the only public one that ``PATH.py``
+    defines.
 
     Args:
-        spec: Its name.
+        spec: The name.
         what: Its use, such as ``reward``.
         kind: ``function`` or ``class``.
 
     Raises:
-        QeRLError: The name is malformed, the file is missing or fails to run, or it holds no such thing.
+        QeRLError: The name is malformed, the file is missing or fails to run, or the file has no such
+            function or class.
     """
     if not names_a_file(spec) and not spec.endswith(".py"):
         form = "Class" if kind == "class" else "function"

@@ -16,18 +16,19 @@ _SIGNS: dict[int, str] = {
 
 
 def visible(text: str) -> str:
-    """The text with a sign in the place of each character that would act instead of being seen."""
+    """Return the text with a visible sign in place of each character that would act instead."""
     return text.replace("\r\n", "\n").translate(_SIGNS)
 
 
 def seen(text: str, characters: int) -> str:
-    """Text of a model as it is shown, cut to a number of characters."""
-    few = shortened(text, characters)  # first, as signs are looked for in what is shown alone
+    """Return a model's text as it is shown, cut to a number of characters."""
+    few = shortened(text, characters)  # first, so that only shown text is searched
     return shortened(visible(few), characters)
 
 
 def shortened(text: str, characters: int) -> str:
-    """The first and the last part of a longer text, with a note of the characters left out between them."""
+    """Return the first and the last part of a longer text, with a note of the number of characters left
+    out."""
     if len(text) <= characters:
         return text
     head, tail = characters - characters // 2, characters // 2

@@ -1,10 +1,11 @@
-"""The formats that a model's linear layers may have, and what the other rooms ask about each.
+"""Weight formats of a model's linear layers, and the facts about each that other packages need.
 
 One entry of `FORMATS` is all that settings, command line, memory plan, benchmarks, doctor and loader know of
 a format; none of them names one. `qerl.fp4.format` says what the bytes mean, for each format whose `packed`
 is true.
 
-This module imports neither torch nor another room, so a command that only prints its help can ask it too.
+This module imports neither torch nor another package of the project, so a command that only prints its help
+can use it too.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ Rounding = Literal["rtn", "mse"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 DEFAULT_FORMAT: WeightFormatName = "nvfp4"
-"""Of a folder in 16 bits; one that is quantised has its own (`qerl.fp4.published.choose_weights`)."""
+"""Default for a folder in 16 bits; a quantised one has its own (`qerl.fp4.published.choose_weights`)."""
 AS_PUBLISHED: WeightFormatName = "as-published"
 DEFAULT_ROUNDING: Rounding = "mse"
 

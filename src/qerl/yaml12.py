@@ -3,10 +3,10 @@
 PyYAML reads YAML 1.1, in which `no`, `off` and `yes` are booleans, 017 is 15, 12:30:45 is 45045 and 1e-5
 is text. A recipe with `save_strategy: no` means the word. YAML 1.2 says so too, so the loader here
 resolves plain scalars by its rules (https://yaml.org/spec/1.2.2/#103-core-schema). The dumper quotes what
-either version would read as something else, so that other tools read the same values. Refused is what the
-standard allows or PyYAML overlooks: a key that is there twice, of which one would win silently; aliases,
-with which a few lines can stand for gigabytes; and tags. Given up: timestamps and merge keys (`<<`),
-which are plain text here.
+either version would read as something else, so that other tools read the same values. Refused, although the
+standard allows or PyYAML overlooks them: a key that is there twice, of which one would win silently;
+aliases, with which a few lines can stand for gigabytes; and tags. Given up: timestamps and merge keys
+(`<<`), which are plain text here.
 """
 
 import re
@@ -25,7 +25,7 @@ _CORE_SCHEMA = {
 
 
 def load(text: str) -> Any:
-    """The value that a YAML document holds.
+    """Return the value of a YAML document.
 
     Raises:
         ValueError: The text is not YAML, has a key twice, an alias, a tag or a number too long to read, or is
@@ -44,7 +44,7 @@ def load(text: str) -> Any:
 
 
 def dump(value: Any) -> str:
-    """A YAML document from which :func:`load` makes the same value; mappings keep their order."""
+    """Return a YAML document that :func:`load` reads as the same value; mappings keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def flatten_mapping(self, node: Any) -> None:
-        """Merge keys are none of YAML 1.2's."""
+        """Do nothing: YAML 1.2 has no merge keys."""
 
     def construct_core_int(self, node: Any) -> int:
         text = self.construct_scalar(node)

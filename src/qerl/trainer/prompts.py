@@ -1,7 +1,7 @@
-"""Prompts of a data set: that each is one, that the chat template renders them, which are short enough, and
-that the model has positions for what follows.
+"""Checks of a data set's prompts: each has the form of one, the chat template renders it, and it is short
+enough and leaves the model positions for the completion.
 
-A message's content may come in parts, as images need them. Of text alone the parts are joined, because many
+A message's content may come in parts, as images need them. Parts that are all text are joined, because many
 templates of text models add the content to a text, which fails on a list, and some leave it out.
 """
 
@@ -27,16 +27,16 @@ from qerl.settings.config import QeRLConfig
 logger = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 1000
-"""Rows; read one by one they take ten times as long."""
+"""Rows per read; row by row, reading takes ten times as long."""
 
 
 def sound_prompts(rows: Any, what: str) -> Any:
-    """The rows of a data set, each with a prompt whose contents are text: parts of text are joined.
+    """Return the rows of a data set, the contents of all prompts as text: parts of text are joined.
 
     Args:
         rows: A `Dataset` or `IterableDataset`, several by name in a dictionary, or None. Rows without a
-            column `prompt` are left to an environment; those of a stream are looked at when they are read.
-        what: What the rows are, such as ``train_dataset``.
+            column `prompt` are left to an environment; rows of a stream are checked when they are read.
+        what: Name of the rows, such as ``train_dataset``.
 
     Raises:
         QeRLError: A row has no prompt, or one that is neither text nor messages with a role and a content.
@@ -67,7 +67,7 @@ def _sound_row(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _of_text(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """The message itself, or one whose parts are joined."""
+    """Return the message itself, or a copy whose parts are joined."""
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
@@ -77,16 +77,18 @@ def _of_text(message: dict[str, Any], where: str) -> dict[str, Any]:
 def sound_messages(
     value: Any, where: str, column: str = "prompt", sound: Callable[[Any, str], Any] = _of_text
 ) -> Any:
-    """A column's value itself where it is text or sound messages, else with sound ones in their place.
+    """Return a column's value itself if it is text or sound messages, else a list in which unsound messages
+    are replaced.
 
     Args:
-        value: What the row has.
+        value: The column's value in the row.
         where: The row, such as ``Row 3 of train_dataset``.
         column: Name of the column.
-        sound: Gives a sound message for one with a role, or itself; its second argument is ``where``.
+        sound: Returns a message with a role itself if it is sound, else a sound one; its second argument is
+            ``where``.
 
     Raises:
-        QeRLError: It is neither text nor messages with a role, or `sound` refuses a message.
+        QeRLError: The value is neither text nor messages with a role, or `sound` refuses a message.
     """
     if isinstance(value, str):
         return value
@@ -108,16 +110,17 @@ def _has_a_role(message: Any) -> bool:
 def check_template(
     rows: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None
 ) -> None:
-    """Refuse a chat template that cannot render the prompts: tried with the first of each sequence of roles,
-    of a stream with the first of all.
+    """Raise if the chat template cannot render the prompts.
+
+    The first prompt of each sequence of roles is rendered; of a stream, only the first row.
 
     Args:
-        rows: What `sound_prompts` gives.
+        rows: Result of `sound_prompts`.
         tokenizer: Has the template; without one prompts are text.
         template_kwargs: Arguments of the chat template.
 
     Raises:
-        QeRLError: It cannot render one of them.
+        QeRLError: The template cannot render one of them.
     """
     if isinstance(rows, dict):
         for some in rows.values():
@@ -137,13 +140,13 @@ def check_template(
 
 @dataclass(frozen=True)
 class ReadyPrompts:
-    """Gives the rows whose prompts are short enough, and refuses such as the template cannot render or the
-    model has no positions for.
+    """Keeps the rows whose prompts are short enough, and raises for prompts that the template cannot render
+    or the model has no positions for.
 
     Attributes:
         args: Settings of the run.
-        tokenizer: Of the model.
-        positions: Of the model; None where nothing limits completions.
+        tokenizer: The model's tokenizer.
+        positions: Positions of the model; None where nothing limits completions.
     """
 
     args: QeRLConfig
@@ -154,13 +157,13 @@ class ReadyPrompts:
     def of(
         cls, model: Any, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, in_turns: bool
     ) -> "ReadyPrompts":
-        """What a model and the settings ask for.
+        """Return the checks for a model and the settings.
 
         Args:
-            model: One in hand, or a `LocalModel`, of which no weights are read.
+            model: A loaded model, or a `LocalModel`, whose weights are not read.
             args, tokenizer: As the attributes.
-            in_turns: Whether tools, environments or a `rollout_func` take part: what they sample ends where
-                the positions do, or where they say.
+            in_turns: Whether tools, environments or a `rollout_func` take part: their samples end at the last
+                position, or where they choose.
 
         Raises:
             QeRLError: The model is damaged.
@@ -174,7 +177,7 @@ class ReadyPrompts:
         return cls(args, tokenizer, positions)
 
     def __call__(self, rows: Any, what: str) -> Any:
-        """Those of these rows; ``what`` they are called, such as ``training prompts``.
+        """Return the rows that pass; ``what`` names them, such as ``training prompts``.
 
         Raises:
             QeRLError: As `check_template`, `short_prompts` and `check_room`.
@@ -193,15 +196,16 @@ def short_prompts(
     tokenizer: PreTrainedTokenizerBase,
     what: str,
 ) -> Any:
-    """The rows of a data set whose prompt has at most ``limit`` tokens; how many have more is logged.
+    """Return the rows of a data set whose prompt has at most ``limit`` tokens; the number of longer ones is
+    logged.
 
     Args:
         rows: A `Dataset` or `IterableDataset` with a column `prompt`, text or messages; several by name in a
             dictionary; or None.
-        limit: Most tokens of a prompt; None keeps all rows.
+        limit: Maximum number of tokens of a prompt; None keeps all rows.
         template_kwargs: Arguments of the chat template.
         tokenizer: Counts the tokens of a prompt, chat template included.
-        what: What the rows are, such as ``training prompts``.
+        what: Name of the rows, such as ``training prompts``.
 
     Raises:
         QeRLError: No row is left.
@@ -242,19 +246,19 @@ def _tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat: Chat | None) 
 def check_room(
     rows: Any, positions: int | None, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, what: str
 ) -> None:
-    """Refuse prompts that with their completions have more tokens than the model has positions.
+    """Raise if a prompt with its completion has more tokens than the model has positions.
 
     A text has at most as many tokens as bytes, so that few prompts need to be tokenized.
 
     Args:
-        rows: What `sound_prompts` gives; those of a stream are found when they are sampled from.
-        positions: Of the model; None where it sets no limit.
+        rows: Result of `sound_prompts`; prompts of a stream are checked when they are sampled from.
+        positions: Positions of the model; None where it sets no limit.
         args: Settings of the run.
         tokenizer: Counts the tokens of a prompt, chat template included.
-        what: What the rows are, such as ``training prompts``.
+        what: Name of the rows, such as ``training prompts``.
 
     Raises:
-        QeRLError: A prompt leaves too little room, or none can leave enough.
+        QeRLError: A prompt leaves too few positions, or `max_completion_length` alone takes them all.
     """
     if positions is None or rows is None:
         return

@@ -1,7 +1,7 @@
-"""What a trainer asks of the policy that it is given: that its update on packed rows is possible and right.
+"""Checks of the policy that a trainer is given: its update on packed rows must be possible and right.
 
-What the policy's class and config say is checked before anything is built around it. What has to be measured
-is checked once it is in place.
+The policy's class and config are checked before anything is built around it; properties that have to be
+measured are checked once it is in place.
 """
 
 import logging
@@ -25,11 +25,11 @@ from qerl.update.row_check import check_packed_row
 logger = logging.getLogger(__name__)
 
 _ROUTER = re.compile(r"\.(?:gate|router)\.")
-"""In the names of parameters of a router of a mixture of experts."""
+"""Found in the names of a mixture of experts' router parameters."""
 
 
 def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | None) -> None:
-    """Refuse a policy that cannot be trained on packed rows, and an engine that samples from another model.
+    """Raise if a policy cannot be trained on packed rows, or the engine samples from another model.
 
     Raises:
         QeRLError: The model is no decoder-only transformer, has a prompt-learning adapter or one on its
@@ -56,14 +56,15 @@ def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | Non
 
 
 def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
-    """Give the policy its kernels for packed rows and measure that its updates are right.
+    """Install the policy's kernels for packed rows, and check by measurement that its log-probabilities are
+    right.
 
     Args:
         model: The policy where it trains, PEFT-wrapped or not.
         args: Settings of the run.
 
     Returns:
-        Which parts of its updates run on those kernels.
+        The parts of its updates that run on those kernels.
 
     Raises:
         QeRLError: A packed row gives other log-probabilities than the samples in it, or noise finds no norm.
@@ -74,7 +75,7 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
     path = use_kernels(base)
     with dense_weights_kept(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
-            find_noise_norms(model)  # which refuses a model without any
+            find_noise_norms(model)  # raises if there are none
         check_packed_row(
             model,
             lambda row: score(model, base, row, path.by_segment, args.temperature)[0],

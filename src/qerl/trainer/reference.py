@@ -1,14 +1,14 @@
 """The reference policy of the KL penalty (beta > 0): the policy as it was given to the trainer.
 
-Which weights that takes depends on what trains:
+The weights that this takes depend on what trains:
 
 - Fresh LoRA: none. B = 0 at the start, so the reference is the model with its adapter disabled, and neither
   the GPU nor the run folder holds a second adapter.
 - An adapter that has been trained before: a frozen copy of it, the adapter `ref`, as in TRL. A checkpoint
-  holds it too, in the folder `ref`, and it is the checkpoint that decides which reference a resumed run has.
-- Full tuning: a frozen copy of the model. It is copied in memory and not read again from where the model
-  came from, so a GGUF file or a model that was changed before training is its own reference. A checkpoint
-  holds it only where it moves (`sync_ref_model`): as many bytes as the model.
+  holds it too, in the folder `ref`; a resumed run takes its reference from the checkpoint.
+- Full tuning: a frozen copy of the model. It is copied in memory and not read again from the model's source,
+  so a GGUF file or a model that was changed before training is its own reference. A checkpoint holds it only
+  where it moves (`sync_ref_model`): as many bytes as the model.
 """
 
 import copy
@@ -35,12 +35,12 @@ _FILE = "reference.safetensors"
 
 
 class Frozen:
-    """Another policy than the one that trains, for passes without a gradient.
+    """A policy other than the one that trains, for forward passes without a gradient.
 
     Attributes:
         model: A model of its own; None for the base of the policy that trains.
-        adapter: Name of the frozen adapter on that base, which it is without where there is none of this
-            name.
+        adapter: Name of the frozen adapter on that base; without an adapter of this name the base is used
+            without any.
     """
 
     def __init__(self, model: PreTrainedModel | None = None, adapter: str | None = None) -> None:
@@ -50,12 +50,14 @@ class Frozen:
     def active(
         self, policy: nn.Module, wrapped: nn.Module
     ) -> Iterator[tuple[nn.Module, PreTrainedModel | None]]:
-        """A block in which a model computes this policy: that model, and the transformers model in it where
-        it is another than that of the policy that trains.
+        """Open a block in which a model computes this policy.
 
         Args:
-            policy: The one that trains, PEFT-wrapped or not.
-            wrapped: The same as it trains, for several processes.
+            policy: The policy that trains, PEFT-wrapped or not.
+            wrapped: The same policy, wrapped for several processes as it trains.
+
+        Yields:
+            That model, and the transformers model in it, or None if that is the training policy's.
         """
         if self.model is not None:
             yield self.model, self.model
@@ -74,11 +76,11 @@ class Frozen:
 
 
 class Reference(Frozen):
-    """The reference of a run with beta > 0.
+    """The reference policy of a run with beta > 0.
 
     Args:
         args: Settings of the run.
-        policy: As it begins, where it trains; PEFT-wrapped or not.
+        policy: The policy before training, where it trains; PEFT-wrapped or not.
 
     Raises:
         QeRLError: The settings or the adapter allow no reference.
@@ -98,17 +100,17 @@ class Reference(Frozen):
             self.model = frozen_copy(cast(PreTrainedModel, policy))
 
     def callback(self) -> TrainerCallback | None:
-        """What moves the reference, if it moves."""
+        """Return the callback that moves the reference; None if it does not move."""
         return SyncRefModelCallback(self.model, None) if self._args.sync_ref_model else None
 
     def save(self, checkpoint: Path) -> None:
-        """Put a reference that moves into a checkpoint folder."""
+        """Write a reference that moves into a checkpoint folder."""
         if self._args.sync_ref_model and self._args.should_save:
             checkpoint.mkdir(parents=True, exist_ok=True)
             save_model(cast(nn.Module, self.model), str(checkpoint / _FILE))
 
     def load(self, checkpoint: Path) -> None:
-        """Read a reference that moves.
+        """Read a reference that moves from a checkpoint.
 
         Raises:
             QeRLError: The checkpoint has none.
@@ -123,7 +125,7 @@ class Reference(Frozen):
 
 
 def load_adapters(model: PeftModel, checkpoint: Path, reference: bool) -> bool:
-    """Read the adapter of a checkpoint, and the reference's; transformers reads the latter alone.
+    """Read a checkpoint's adapter, and the reference's; transformers 5.17 reads the latter alone.
 
     Args:
         model: The policy.
@@ -131,7 +133,7 @@ def load_adapters(model: PeftModel, checkpoint: Path, reference: bool) -> bool:
         reference: Whether the run has a reference.
 
     Returns:
-        Whether there was an adapter.
+        Whether the checkpoint has an adapter.
     """
     if not (checkpoint / SAFETENSORS_WEIGHTS_NAME).is_file():
         return False
@@ -147,13 +149,14 @@ def load_adapters(model: PeftModel, checkpoint: Path, reference: bool) -> bool:
 
 
 def _share_as(model: PeftModel, active: str) -> None:
-    """Let experts share the reference's adapter where they share the one that trains."""
+    """Make experts share the reference's adapter where they share the one that trains."""
     if is_shared(model, active):
         share(model, ADAPTER)
 
 
 def _add_adapter(model: PeftModel) -> None:
-    """Keep a copy of an adapter that is not fresh; of one that is, the model without it serves."""
+    """Add a frozen copy of the policy's adapter as `ref`; if it is fresh, the base without it serves as the
+    reference."""
     config = model.peft_config[model.active_adapter]
     check_biases(model, "beta > 0", "the reference has")
     if ADAPTER in model.peft_config or is_fresh(model):
@@ -167,11 +170,11 @@ def _add_adapter(model: PeftModel) -> None:
 
 
 def check_biases(model: PeftModel, field: str, others_have: str) -> None:
-    """Refuse an adapter that trains biases of the base model, which a frozen policy on that base needs as
-    they were.
+    """Raise if an adapter trains biases of the base model, which a frozen policy on that base needs
+    unchanged.
 
     Raises:
-        QeRLError: It does.
+        QeRLError: The adapter does.
     """
     bias = getattr(model.peft_config[model.active_adapter], "bias", "none")
     if bias != "none":
@@ -182,7 +185,7 @@ def check_biases(model: PeftModel, field: str, others_have: str) -> None:
 
 
 def is_fresh(model: PeftModel) -> bool:
-    """Whether a model computes the same with and without its adapter: plain LoRA with B = 0."""
+    """Return True if a model computes the same with and without its adapter: plain LoRA with B = 0."""
     config: Any = model.peft_config[model.active_adapter]
     plain = isinstance(config, LoraConfig) and not (
         config.use_dora or config.modules_to_save or config.trainable_token_indices
@@ -195,9 +198,9 @@ def is_fresh(model: PeftModel) -> bool:
 
 
 def frozen_copy(policy: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model that does not train."""
+    """Return a copy of a model, frozen and in eval mode."""
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
-    # These two belong to the policy, whose weights their closures hold.
+    # A `forward` patched onto the policy is a closure over its weights, so the copy drops it.
     for module in (reference, cast(nn.Module, reference.get_output_embeddings())):
         module.__dict__.pop("forward", None)
     return reference

@@ -1,35 +1,34 @@
-"""Rows refilled across steps: the rows that a rollout's tail leaves free draw groups of coming steps.
+"""Refill of rows across steps: rows that become free at a rollout's tail sample groups of coming steps.
 
 A rollout waits for the longest of its samples, and its last rows decode alone. Here the engine's session
-outlives the step. Groups of coming steps start where there is room, samples that have not ended by the time
-of the update go on behind it, and the update takes the card in between: the two alternate, they do not share
-it.
+outlives the step. Groups of coming steps start where rows are free, samples that have not ended by the time
+of the update go on after it, and sampling and update take turns on the GPU: they do not run at the same time.
 
 **Which group trains when** is settled before anything is sampled. W groups train in a step, and group n
 trains in step n // W, however long it takes. In step s only groups below (s + 1 + max_staleness) W may start
 (`StalenessWindow`). So groups are used in order of start, which does not prefer short answers, no token is
-older than `max_staleness` optimizer steps when it trains, and what a step trains on depends on no clock. No
-more samples run at a time than a step trains on, for which memory is planned.
+older than `max_staleness` optimizer steps when it trains, and what a step trains on does not depend on
+timing. At most as many samples run at a time as a step trains on, for which memory is planned.
 
-**What a stale sample is.** Its tokens were drawn by several adapters: each behind an update by those that the
-update left. Keys and values that were computed before are kept (PipelineRL, arXiv 2509.19128; compare AReaL,
-arXiv 2505.24298, which computes them again), so a token may be drawn behind keys of older adapters than its
-own. Its log-probability and entropy are those of the distribution that it was drawn from, kept at drawing;
-the loss's ratio, or its correction, is taken to these, whatever made them. `Sample.ages` has the age of each
-token: optimizer steps between its draw and its update.
+**What a stale sample is.** Its tokens were drawn under several versions of the adapter, one per optimizer
+step that the sample spans. Keys and values computed before an update are kept (PipelineRL, arXiv 2509.19128;
+compare AReaL, arXiv 2505.24298, which computes them again), so a token may attend to keys and values of older
+adapters than the one that draws it. Its log-probability and entropy are those of the distribution that it was
+drawn from, recorded at drawing; the loss takes its ratio, or its correction, to these. `Sample.ages` has the
+age of each token: optimizer steps between its draw and its update.
 
-**Resuming.** What is under way is in the checkpoint, as tokens with their log-probabilities, not as keys. A
-run that saves drops its keys as well, with all that the engine has captured, and computes them again from the
-tokens with the adapters of then, as the resumed run does: so both go on with the same bits. Keys are computed
-again, too, behind an evaluation or whoever else has used the engine between two steps, and where the update
-ran out of memory. A resume with a lower bound on ages draws anew what has grown too old for it.
-Ctrl-C saves where the run would not have: what is resumed from there is right, and differs from a run that
-nobody stopped by what recomputed keys differ.
+**Resuming.** A checkpoint holds unfinished samples as tokens with their log-probabilities, without keys and
+values. A run that saves also drops its KV cache, with all that the engine has captured, and computes it again
+from the tokens with the current adapter, as the resumed run does: so both go on bit for bit. Keys and values
+are computed again, too, after an evaluation or any other use of the engine between two steps, and where the
+update ran out of memory. A resume with a lower `max_staleness` draws anew the samples that are too old for
+it. Ctrl-C saves where the run would not have: a resume from there is right, and differs from an uninterrupted
+run by as much as recomputed keys and values differ.
 
-Rewards are called when a group trains, with all groups of the step, as without this.
+Reward functions are called when a group trains, with all groups of the step, as without refill.
 
-Given up: several processes, several turns, groups that are replaced for want of a signal, and noise, whose
-draw belongs to a step and not to a sample. `qerl.settings.groups` refuses them.
+Given up: several processes, several turns, groups that are replaced for want of a signal, and noise, which is
+drawn per step and not per sample. `qerl.settings.groups` refuses them.
 
 Legend: W groups of a step.
 """
@@ -48,18 +47,18 @@ from qerl.trainer.step_log import StepLog
 from qerl.update.packed_row import choices_of_plain, plain_choices
 
 UNDER_WAY_FILE = "under_way.json"
-"""In a checkpoint: groups that have started and not trained."""
+"""File in a checkpoint with the groups that have started and not trained yet."""
 
 
 class StalenessWindow:
-    """Which groups may start, in order of their numbers. Plain arithmetic: it samples nothing.
+    """The groups that may start, in order of their numbers. Plain arithmetic: it samples nothing.
 
     Args:
         wanted: W.
         max_staleness: Optimizer steps that a group may start early.
 
     Attributes:
-        started: Groups that were started, all below this number.
+        started: All groups below this number have started.
     """
 
     def __init__(self, wanted: int, max_staleness: int) -> None:
@@ -71,16 +70,16 @@ class StalenessWindow:
         return range(step * self._wanted, (step + 1) * self._wanted)
 
     def allowed(self, step: int, steps: int) -> int:
-        """The number below which groups may start in a step of a run of so many."""
+        """Return the number below which groups may start in this step of a run of `steps` steps."""
         return min(step + 1 + self._max_staleness, steps) * self._wanted
 
     def start(self, step: int, steps: int, room: int) -> range:
-        """The numbers of the groups to start now.
+        """Return the numbers of the groups to start now.
 
         Args:
             step: Optimizer step, from 0.
-            steps: Of the run.
-            room: Groups that may run beside those that do.
+            steps: Optimizer steps of the run.
+            room: Groups that may run in addition to those that are running.
         """
         begin = self.started
         self.started = max(begin, min(begin + room, self.allowed(step, steps)))
@@ -88,17 +87,17 @@ class StalenessWindow:
 
 
 class Refill:
-    """Draws the groups of a step, and those of coming steps meanwhile.
+    """Draws the groups of a step, and starts groups of coming steps in rows that are free.
 
     Args:
         sampler: Draws samples.
-        rows_of: The rows of an optimizer step, each as often as it is sampled, side by side.
+        rows_of: Returns the rows of an optimizer step, each repeated per sample, copies side by side.
         size: Samples of a group.
         max_staleness: Optimizer steps that a group may start early.
-        log: Takes seconds.
+        log: Receives the seconds spent.
 
     Attributes:
-        under_way: Samples that have begun and not ended, as the last step left them.
+        under_way: Number of samples that had not ended when the last step's draw returned.
     """
 
     def __init__(
@@ -114,33 +113,34 @@ class Refill:
         self.begin_training()
 
     def begin_training(self) -> None:
-        """Begin a training, with nothing under way."""
+        """Begin a training, without unfinished samples."""
         self.under_way = 0
         self._window: StalenessWindow | None = None  # W is known with the first rows
         self._call: Sequences | None = None
-        self._opened: dict[int, Drawn] = {}  # of steps whose groups may start
-        self._ended: dict[int, Drawn] = {}  # groups that wait for their step
+        self._opened: dict[int, Drawn] = {}  # rows of steps whose groups may start
+        self._ended: dict[int, Drawn] = {}  # finished groups that wait for their step
         self._begun: dict[int, list[Begun]] = {}  # groups that an earlier call has begun
-        self._prompts: dict[int, list[int]] = {}  # of these
+        self._prompts: dict[int, list[int]] = {}  # of the groups in _begun
         self._drawn_in: dict[int, list[list[int]]] = {}  # by group and sample, the step of each token
         self._tokens = 0  # drawn in this step
 
     def end_training(self) -> None:
-        """Give up what is under way."""
+        """Discard unfinished samples and free the engine's memory."""
         if self._call is not None:
             self.begin_training()
             self._sampler.release()
 
     def draw(self, rows: list[Row], step: int, steps: int) -> Drawn:
-        """The samples that train in a step, with their ages.
+        """Return the samples that train in a step, with the ages of their tokens.
 
         Args:
-            rows: Of the step, each as often as it is sampled, side by side.
+            rows: Rows of the step, each repeated per sample, copies side by side.
             step: Optimizer step, from 0.
-            steps: Of the run.
+            steps: Optimizer steps of the run.
 
         Raises:
-            QeRLError: The rows are not those that were announced.
+            QeRLError: The rows are not those of `rows_of`, or a checkpoint's samples are of other groups or
+                prompts.
         """
         begin, size, wanted = time.perf_counter(), self._size, len(rows) // self._size
         if self._window is None:
@@ -156,7 +156,7 @@ class Refill:
             if self._begun:
                 self._begin_again(call)
             while not all(group in self._ended for group in window.needed(step)):
-                # Whole groups: a sample too many would take a decode step of twice as many rows.
+                # Whole groups: one sample more would need a decode step of twice as many rows.
                 if numbers := window.start(step, steps, wanted - -(-call.samples // size)):
                     call.start(numbers)
                 for group, drawn in call.next(one_round=True):
@@ -172,7 +172,7 @@ class Refill:
         return found
 
     def make_room(self) -> bool:
-        """Free the memory of what is under way, of which the tokens stay; whether there was any."""
+        """Free the KV cache of unfinished samples, whose tokens stay; return True if there were any."""
         busy = self._call is not None and self._call.busy
         if busy:
             self.suspend()
@@ -180,7 +180,8 @@ class Refill:
         return busy
 
     def suspend(self) -> None:
-        """Keep of what is under way the tokens alone, since the engine has, or will have, let go of it."""
+        """Reduce samples that have not trained to their tokens: the engine has dropped their keys and values,
+        or will."""
         if self._call is None:
             return
         whole = {
@@ -193,9 +194,10 @@ class Refill:
         self._call, self._ended = None, {}
 
     def save(self, folder: Path) -> None:
-        """Write what is under way into a checkpoint, and go on as a run that is resumed from it does."""
+        """Write samples that have not trained into a checkpoint, and go on as a run that is resumed from it
+        does."""
         if self._window is not None and not self._opened:
-            return  # behind the last step
+            return  # after the last step
         self.suspend()
         self._sampler.reset()
         groups = [
@@ -211,7 +213,7 @@ class Refill:
             (folder / UNDER_WAY_FILE).write_text(json.dumps(groups), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Go on with what `save` has written, if there is anything."""
+        """Restore what `save` wrote, if there is anything."""
         self.begin_training()
         file = folder / UNDER_WAY_FILE
         for group in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
@@ -221,11 +223,14 @@ class Refill:
             self._begun[number] = [_of_plain(each) for each in samples]
 
     def _resumed(self, window: StalenessWindow, step: int, steps: int) -> int:
-        """How many groups of a checkpoint are under way, without what these settings would not have begun or
-        would not let grow so old, which is drawn anew.
+        """Drop a checkpoint's samples that these settings do not allow; return the number of groups that are
+        left.
+
+        Groups that could not have started yet are dropped, and so are samples with a token that would be too
+        old when it trains. Both are drawn anew.
 
         Raises:
-            QeRLError: They are not the groups of this step and those behind it.
+            QeRLError: The groups are not this step's first ones and those after them.
         """
         first, found = window.needed(step).start, sorted(self._begun)
         if found != [*range(first, first + len(found))]:
@@ -245,7 +250,7 @@ class Refill:
         return len(self._begun)
 
     def _begin_again(self, call: Sequences) -> None:
-        """Start groups with what an earlier call has drawn of them."""
+        """Start groups with the tokens that an earlier call has drawn for them."""
         begun, self._begun = self._begun, {}
         numbers = range(min(begun), max(begun) + 1)
         if any(self._prompt(number) != self._prompts.get(number) for number in numbers):
@@ -262,7 +267,11 @@ class Refill:
         return self._drawn_of(range(group, group + 1)).ids[0]
 
     def _open(self, rows: list[Row], step: int, end: int) -> None:
-        """Open the rows of steps up to the last of which a group may start."""
+        """Open the rows of steps `step` to `end` - 1, the last of which groups may start.
+
+        Raises:
+            QeRLError: The rows are not those of `rows_of`.
+        """
         if [*map(prompt_of, rows)] != [*map(prompt_of, self._rows_of(step))]:
             raise QeRLError(
                 f"Step {step + 1} has other prompts than the order of the data gave for it in advance: a "
@@ -275,7 +284,7 @@ class Refill:
                 self._opened[number] = self._sampler.open(self._rows_of(number), self._size)
 
     def _drawn_of(self, numbers: range) -> Drawn:
-        """The opened rows of groups."""
+        """Return the opened rows of groups."""
         parts = []
         for group in numbers:
             assert self._window is not None, "it says which start"
@@ -287,7 +296,7 @@ class Refill:
     # Ages
 
     def _stamp(self, group: int, lengths: list[int], step: int) -> None:
-        """Note that the samples of a group have so many tokens, those that are new from this step."""
+        """Note the present lengths of a group's samples: tokens that are new were drawn in this step."""
         for drawn_in, length in zip(
             self._drawn_in.setdefault(group, [[] for _ in lengths]), lengths, strict=True
         ):
@@ -295,7 +304,7 @@ class Refill:
             drawn_in += [step] * (length - len(drawn_in))
 
     def _taken(self, group: int, step: int) -> Drawn:
-        """A group that trains now."""
+        """Return a group that trains now, with the ages of its tokens."""
         drawn = self._ended.pop(group)
         for sample, drawn_in in zip(drawn.samples, self._drawn_in.pop(group), strict=True):
             sample.ages = [step - then for then in drawn_in]
@@ -303,7 +312,7 @@ class Refill:
 
 
 def _plain(begun: Begun, drawn_in: list[int]) -> dict[str, Any]:
-    """What JSON has of a sample; `_of_plain` reads it, without the steps of its tokens."""
+    """Return a sample as JSON types; `_of_plain` reads it, without the steps of its tokens."""
     return vars(begun) | {"drawn_in": drawn_in, "choices": plain_choices(begun.choices)}
 
 

@@ -1,16 +1,16 @@
-"""Rewards of a run's samples: functions and models that are called, and the end of a run on which one always
+"""Rewards of a run's samples: calls of reward functions and models, and the end of a run on which one always
 fails.
 
-Every function is guarded (`qerl.tasks.guard`), whether it is asynchronous or not. What it is called with is
-what TRL calls it with.
+Every function is guarded (`qerl.tasks.guard`), whether it is asynchronous or not. Its arguments are those
+that TRL gives it.
 
 A reward that fails on some samples is noise, which is counted. One that fails on every sample of a step is a
-defect (a misspelled column, a judge that cannot be reached), and a run that goes on learns from zeros. It
-ends with the function's first error, unless ``reward_errors: tolerate`` asks for the zeros.
+defect (a misspelled column, a judge that cannot be reached), and a run that goes on learns from zeros. The
+run ends with the function's first error, unless ``reward_errors: tolerate`` asks for the zeros.
 
-The samples are those of all processes, and what failed is gathered before anything is raised: every process
+The samples are those of all processes, and failures are gathered before anything is raised: every process
 raises the same sentence, and none waits for another in a collective. Groups that dynamic sampling adds and
-rollouts of evaluation are not looked at: they may be a single problem on which a sound function fails.
+rollouts of evaluation are not checked: they may be a single problem on which a sound function fails.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ from qerl.tasks.together import Asked, Together, begins_early, guarded
 logger = logging.getLogger(__name__)
 
 WRITTEN_COLUMN = "written_tokens"
-"""Column of the number of tokens that the policy wrote in a completion, where others wrote in it too."""
+"""Column with the number of tokens that the policy wrote in a completion, where others wrote in it too."""
 
 _NOT_HANDED_ON = ("prompt", "completion", "completion_ids")
-"""Columns of the data that are kept from reward functions, which get samples under these names."""
+"""Columns of the data that reward functions do not get; under these names they get the samples."""
 
 
 def guard_rewards(rewards: Any, timeout_s: float, together: Together) -> list[Any]:
-    """The reward functions guarded; reward models, and names of such, as they are.
+    """Return the reward functions guarded; reward models, and names of such, as they are.
 
     Args:
         rewards: One, or several in a list or tuple.
-        timeout_s: Seconds for a sample, above 0.
+        timeout_s: Seconds per sample, above 0.
         together: As in `guarded`.
     """
     return [
@@ -59,14 +59,16 @@ def guard_rewards(rewards: Any, timeout_s: float, together: Together) -> list[An
 
 
 def as_list(rewards: Any) -> list[Any]:
-    """Reward functions (None, one, or several in a list or tuple) as a new list; TRL would call a tuple."""
+    """Return reward functions (None, one, or several in a list or tuple) as a new list; TRL would call a
+    tuple."""
     if rewards is None:
         return []
     return [*rewards] if isinstance(rewards, list | tuple) else [rewards]
 
 
 def with_length_penalty(rewards: Any, args: QeRLConfig) -> list[Any]:
-    """The reward functions (none, one or a list), and DAPO's soft overlong punishment where it is on."""
+    """Return the reward functions (none, one or a list), with DAPO's soft overlong punishment where it is
+    on."""
     every = as_list(rewards)
     buffer = round((args.overlong_buffer or 0.0) * (args.max_completion_length or 0))
     if buffer:
@@ -75,7 +77,7 @@ def with_length_penalty(rewards: Any, args: QeRLConfig) -> list[Any]:
 
 
 def _length_penalty(longest: int, buffer: int) -> Callable[..., list[float | None]]:
-    """TRL's soft overlong punishment, of what the policy wrote alone where others wrote too."""
+    """Return TRL's soft overlong punishment; where others wrote too, it counts only the policy's tokens."""
     punish = get_soft_overlong_punishment(longest, buffer)
 
     @functools.wraps(punish)
@@ -88,12 +90,12 @@ def _length_penalty(longest: int, buffer: int) -> Callable[..., list[float | Non
 
 
 def one_for_each(classes: Any, given: Any, rewards: list[Any]) -> Any:
-    """Tokenizers of reward models, one entry for each reward, with None for those that were added.
+    """Return tokenizers of reward models, one entry per reward, None for rewards that settings added.
 
     Args:
-        classes: What TRL takes as ``reward_processing_classes``: None, one tokenizer, or a list.
+        classes: TRL's ``reward_processing_classes``: None, one tokenizer, or a list.
         given: The user's reward functions, none, one or a list.
-        rewards: The same with those that the settings add behind them.
+        rewards: The same, followed by those that the settings add.
     """
     if classes is None:
         return None
@@ -104,7 +106,7 @@ def one_for_each(classes: Any, given: Any, rewards: list[Any]) -> Any:
 
 @dataclass
 class Tally:
-    """On how many samples a guarded function of this name failed."""
+    """Number of samples on which the guarded function of this name failed; `first` is its first error."""
 
     name: str
     failed: int = 0
@@ -113,12 +115,12 @@ class Tally:
 
     @property
     def all_failed(self) -> bool:
-        """True if it was called and failed on all of them."""
+        """True if the function was called and failed on all samples."""
         return 0 < self.samples == self.failed
 
 
 def tallied(scored: "Sequence[ScoredBatch]") -> list[Tally]:
-    """A tally of each guarded function over some batches, at least one."""
+    """Return a tally of each guarded function over some batches, at least one."""
     found = [Tally(name) for name, _ in scored[0].judged]
     for batch in scored:
         for tally, (_, judged) in zip(found, batch.judged, strict=True):
@@ -129,7 +131,7 @@ def tallied(scored: "Sequence[ScoredBatch]") -> list[Tally]:
 
 
 def stop_if_all_failed(tallies: Sequence[Tally], accelerator: Accelerator) -> None:
-    """Raises on every process if a guarded function failed on all samples of all processes.
+    """Raise on every process if a guarded function failed on all samples of all processes.
 
     Raises:
         QeRLError: With the function's name and its first error.
@@ -148,8 +150,8 @@ def stop_if_all_failed(tallies: Sequence[Tally], accelerator: Accelerator) -> No
 
 
 def episode_rewards_of(judges: Sequence[type]) -> list[Callable[..., Any]]:
-    """Reward functions of environments that score their episodes, one for each class; none for others'
-    rows."""
+    """Return a reward function for each class of environments that score their episodes; it gives None for
+    rows of other classes."""
     return [_episode_reward(judge) for judge in judges]
 
 
@@ -162,22 +164,22 @@ def _episode_reward(judge: Any) -> Callable[..., Any]:
 
     score: Callable[..., Any] = awaited if iscoroutinefunction(judge.get_reward) else at_once
     score.__name__ = judge.__name__
-    if issubclass(judge, Endpoint):  # an agent has been run by now; where it failed there is no reward
+    if issubclass(judge, Endpoint):  # its agent has ended; if it failed there is no reward
         score = judges_outside(score)
-        score.__dict__["computes_too"] = True  # for it is not asked
+        score.__dict__["computes_too"] = True  # nothing is asked, so not called early
     return score
 
 
 @dataclass(eq=False)
 class ScoredBatch:
-    """Samples that are scored together, and what came of it.
+    """Samples that are scored together, with the results.
 
     Attributes:
         prompts, completions: The samples, as functions get them.
-        columns: What functions get beside these.
+        columns: Further arguments of the functions.
         extra: Columns for the table of completions that functions have logged.
-        metrics: Values that they have logged.
-        judged: What each guarded function gave, by its name, in their order.
+        metrics: Values that functions have logged.
+        judged: Result of each guarded function, with its name, in their order.
     """
 
     prompts: list[Any]
@@ -193,7 +195,7 @@ class ScoredBatch:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All that functions are called with."""
+        """All arguments of the functions."""
         return {"prompts": self.prompts, "completions": self.completions} | self.columns
 
 
@@ -201,23 +203,23 @@ class Scorer:
     """Calls the reward functions and reward models of a run.
 
     Args:
-        functions: Guarded functions, reward models, or their names.
+        functions: Guarded functions, reward models, or names of reward models.
         processing_classes: Tokenizers of reward models, one entry for each function; None loads the models'
             own.
-        calls: Where functions wait.
-        accelerator: Of the run.
-        state: Gives transformers' state of the trainer.
+        calls: Runs the calls of functions that wait.
+        accelerator: Accelerator of the run.
+        state: Returns transformers' state of the trainer.
         args: Settings of the run.
 
     Attributes:
         functions, processing_classes: As they are called.
-        names: Of the functions, by which they are logged.
-        early: Whether functions are called for each sample as that ends. Not with `max_staleness`, where it
-            may end steps before the one that it trains in.
+        names: Names of the functions in logs.
+        early: Whether functions are called for each sample as it ends. Not with `max_staleness`, where a
+            sample may end steps before the one that it trains in.
         waits: Whether functions are called beside this thread.
 
     Raises:
-        QeRLError: A named reward model is not found.
+        QeRLError: A named reward model is not found, or `processing_classes` has not one entry per function.
     """
 
     def __init__(
@@ -261,24 +263,23 @@ class Scorer:
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        """A block in which samples are drawn and scored; calls that nobody has waited for by its end are
-        given up."""
+        """Open a block in which samples are drawn and scored; calls still pending at its end are given up."""
         if not self.waits:
             yield
             return
         self._calls.abandon()
-        self._calls.take_seconds()  # which nobody asked for
+        self._calls.take_seconds()  # of the calls before
         try:
             yield
         finally:
             self._calls.abandon()
 
     def begin(self, row: dict[str, Any], prompt: Any, completion: Any, token_ids: list[int]) -> Asked:
-        """Begin the calls for a sample that has ended, of those functions that are called for each."""
+        """Begin the calls for a sample that has ended, of the functions that are called early."""
         return self._calls.begin(self.batch([row], [prompt], [completion], [token_ids]).arguments)
 
     def take_seconds(self) -> float:
-        """Seconds in which calls went on beside this thread, since this was last asked."""
+        """Return the seconds, since the last call of this, in which calls ran beside this thread."""
         return self._calls.take_seconds() if self.waits else 0.0
 
     def batch(
@@ -289,12 +290,12 @@ class Scorer:
         completion_ids: list[list[int]],
         environments: list[Any] | None = None,
     ) -> ScoredBatch:
-        """Samples of this process, for `score`.
+        """Return samples of this process as a batch for `score`.
 
         Args:
-            rows: Of the data set, one for each sample.
+            rows: Rows of the data set, one for each sample.
             prompts, completions, completion_ids: The samples, as functions get them.
-            environments: Of the samples, if there are any.
+            environments: The samples' environments, if there are any.
         """
         names = [name for name in rows[0] if name not in _NOT_HANDED_ON]
         columns: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
@@ -304,20 +305,20 @@ class Scorer:
         return ScoredBatch(prompts, completions, columns)
 
     def start(self, batch: ScoredBatch, asked: Sequence[Asked | None]) -> None:
-        """Begin the calls of functions that wait, while others may still be decoded.
+        """Begin the calls of functions that wait, while other samples may still be decoded.
 
         Args:
-            batch: Is given to `score` later.
-            asked: What `begin` gave for each of its samples; empty for nothing.
+            batch: The batch that `score` will get.
+            asked: Result of `begin` for each of its samples, or None; empty if `begin` was called for none.
         """
         if self.waits:
             self._calls.start(batch.arguments, asked)
 
     def ended(self, batches: Sequence[ScoredBatch], wait: bool) -> list[int]:
-        """Places of those of some batches, which were started, for which `score` would wait for nobody.
+        """Return the indices of batches that `score` can finish without waiting.
 
         Args:
-            batches: At least one, if ``wait``.
+            batches: Batches that were started; at least one, if ``wait``.
             wait: Return only when there is one.
         """
         return self._calls.ended([batch.completions for batch in batches], wait)
@@ -347,7 +348,7 @@ class Scorer:
         return rewards_BF
 
     def _judged_by(self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]) -> Any:
-        """What a reward model gives, [B]."""
+        """Return the scores [B] of a reward model."""
         if isinstance(prompts[0], str):
             texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         else:
@@ -363,7 +364,7 @@ class Scorer:
             return model(**inputs.to(self._accelerator.device)).logits[:, 0].float()
 
     def metrics(self, scored: Sequence[ScoredBatch]) -> dict[str, float]:
-        """Means of what functions have logged of some batches, of all processes.
+        """Return means over all processes of the values that functions have logged for some batches.
 
         Every process must call this. Names are gathered and sorted, because processes may differ in them.
         """
@@ -386,7 +387,7 @@ def _name_of(function: Any) -> str:
 
 
 def _tokenizer_of(model: PreTrainedModel, given: Any, args: QeRLConfig) -> Any:
-    """The tokenizer of a reward model, and its pad token in the model's config, by which it finds the last
+    """Return the tokenizer of a reward model, and set the model's pad token, by which it finds the last
     token."""
     tokenizer = given or AutoTokenizer.from_pretrained(
         model.config._name_or_path, trust_remote_code=args.trust_remote_code

@@ -1,28 +1,28 @@
 """A rollout of a trainer: rows of the data in, scored samples with advantages out.
 
-1. **Prompts.** The order of the data proposes rows, each as often as it is sampled; a curriculum may replace
-   some.
-2. **Samples** (`qerl.trainer.sampler`). An evaluation's are seeded by its problems, so that it draws the same
-   whenever it comes. Agents that lead conversations themselves may divide theirs into several: each
-   trajectory is one sample with forks up to here, compared by its one reward, and several samples of one
-   advantage in the update.
-3. **Rewards** (`qerl.trainer.rewards`). Functions that ask outside of this process are asked about a sample
-   as it ends (`qerl.tasks.together`). Without dynamic sampling all others are called once all samples are
-   there; with it both happen in one open call, see below.
+1. **Prompts.** The order of the data proposes rows, each repeated per sample; a curriculum may replace some.
+2. **Samples** (`qerl.trainer.sampler`). Samples of an evaluation are seeded by their problems, so that every
+   evaluation draws the same. Agents that lead conversations themselves may fork a conversation into several:
+   up to the rewards a trajectory is one sample with forks, compared by its one reward, and in the update it
+   is several samples of one advantage.
+3. **Rewards** (`qerl.trainer.rewards`). Functions that ask outside of this process are called for each sample
+   as it ends (`qerl.tasks.together`). Without dynamic sampling all others are called once all samples have
+   ended; with it both happen in one open call, see below.
 4. **Advantages** (`qerl.trainer.advantages`), and log-probabilities under the old and the reference policy
-   where the loss reads them. When every rollout is used for one optimizer step, the policy has not moved
-   since it sampled, and the update's own values are the old ones: no forward pass is made for them.
+   where the loss reads them. When every rollout is used for one optimizer step, the policy has not changed
+   since it sampled, and the update's own log-probabilities are the old ones: no forward pass is made for
+   them.
 
-A rollout holds whole groups, the samples of a group side by side. With `max_staleness` some of them were
-begun in steps before, beside the tails of those (`qerl.trainer.refill`); all else is as without.
+A rollout holds whole groups, the samples of a group side by side. With `max_staleness` some of them started
+in earlier steps, in rows that those steps' tails left free (`qerl.trainer.refill`); all else is the same.
 
-**The open call** of dynamic sampling. The engine's session stays open, groups enter as those before them turn
-out to teach nothing (`qerl.trainer.dynamic_sampling` decides), and each is scored by itself as soon as its
-last sample has ended: functions that compute here are called between two rounds of decoding, those that wait
-are waited for beside it. What is logged of a step is that of the groups that its data proposed, an unbiased
-sample of the data. Groups behind the last one that is taken are dropped; nothing of them is learned or
-counted, because how many there are depends on how long samples are. Each process fills its own places, and
-processes meet when all have.
+**The open call** of dynamic sampling. The engine's session stays open, further groups start as earlier ones
+turn out to have no signal (`qerl.trainer.dynamic_sampling` decides), and each group is scored by itself as
+soon as its last sample has ended: functions that compute in this process are called between two rounds of
+decoding, functions that wait do so while decoding goes on. A step logs the groups that its data proposed, an
+unbiased sample of the data. Groups after the last one that is taken are dropped; nothing of them is learned
+or counted, because their number depends on how long samples are. Each process fills its own places in the
+batch, and processes synchronise when all have.
 
 Legend: B samples of this process, F reward functions.
 """
@@ -57,7 +57,7 @@ from qerl.update.packed_row import Sample
 logger = logging.getLogger(__name__)
 
 Part = tuple[Drawn, ScoredBatch]
-"""Samples, and what they were scored by."""
+"""Samples, and the batch in which they are scored."""
 
 
 @dataclass
@@ -85,17 +85,17 @@ class RolloutStep:
         args: Settings of the run.
         sampler: Draws samples.
         scorer: Calls the reward functions.
-        signal: Makes advantages of rewards.
+        signal: Turns rewards into advantages.
         prompts: Chooses rows; None takes them as they come.
         refill: Draws the samples of training where rows are refilled across steps, else None.
-        log: Takes what is logged.
-        accelerator: Of the run.
-        state: Gives transformers' state of the trainer.
+        log: Receives metrics, seconds and records of samples.
+        accelerator: Accelerator of the run.
+        state: Returns transformers' state of the trainer.
 
     Attributes:
         sampler: As given.
         had_signal: Whether any sample of any rollout had an advantage.
-        without_signal: Rollouts in which none had.
+        without_signal: Number of rollouts in which no sample had an advantage.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class RolloutStep:
         self._group = args.num_generations or 1
         self._problem_seeds = ProblemSeeds(args.seed)
         self._warned = False
-        self._apart = 0  # the last group of a sample that shares its prompt with no other
+        self._apart = 0  # number of the last group of one sample, see _group_apart
         self.had_signal, self.without_signal = False, 0
 
     # A rollout
 
     def train(self, rows: list[Row], first_group: int) -> Rollout:
-        """The samples of a rollout of this process.
+        """Return a rollout of this process for training.
 
         Args:
-            rows: Proposed by the order of the data, each as often as it is sampled, side by side.
+            rows: Rows that the order of the data proposes, each repeated per sample, copies side by side.
             first_group: Number of its first group; no two rollouts of an optimizer step have groups in
                 common.
 
@@ -144,7 +144,7 @@ class RolloutStep:
         self._log.keep(records)
         size = self._group
         for at, sample in enumerate(samples):
-            read = sample.prompt, sample.teacher_prompt  # an environment, or rollout_func, may show others
+            read = sample.prompt, sample.teacher_prompt  # environments or rollout_func may differ
             new = at % size == 0 or read != (samples[at - 1].prompt, samples[at - 1].teacher_prompt)
             sample.group = first_group + at if new else samples[at - 1].group
         self._log.metrics["train"]["num_tokens"] = [self._state().num_input_tokens_seen]
@@ -155,7 +155,7 @@ class RolloutStep:
         return Rollout(samples, tokens, counted, entropy)
 
     def evaluate(self, rows: list[Row]) -> None:
-        """Sample and score rows of an evaluation, of which nothing but what is logged is kept."""
+        """Sample, score and log the rows of an evaluation; nothing else of them is kept."""
         samples, rank = self._args.num_generations_eval or self._group, self._rank
         own = [problem_key(row) for row in rows[::samples]]
         every: list[list[str]] = gather_object([own])
@@ -165,12 +165,12 @@ class RolloutStep:
         self._log.keep(records)
 
     def begin_evaluation(self) -> None:
-        """Meet the problems of an evaluation anew."""
+        """Reset the seeds of problems, so that each evaluation draws the same samples."""
         self._problem_seeds = ProblemSeeds(self._args.seed)
 
     def begin_training(self, noise: Callable[[], AdaptiveNoise] | None, prompts: PromptChoice | None) -> None:
-        """Begin a training: a step that was cut off before samples as it did, and nothing has been
-        learned."""
+        """Reset for a new training: a step that was cut off draws the same samples again, and `had_signal` is
+        False."""
         self.sampler.begin_training(noise)
         if self._refill is not None:
             self._refill.begin_training()
@@ -178,32 +178,34 @@ class RolloutStep:
         self.had_signal, self.without_signal = False, 0
 
     def end_training(self) -> None:
-        """End a training, whether or not it came to its last step."""
+        """Discard unfinished samples, whether or not the training came to its last step."""
         if self._refill is not None:
             self._refill.end_training()
 
     def save(self, folder: Path) -> None:
-        """Write into a checkpoint what the choice of prompts has learned, and what is under way."""
+        """Write the state of the prompt choice and unfinished samples into a checkpoint."""
         if self._prompts is not None:
             self._prompts.save(folder)
         if self._refill is not None and not self._args.save_only_model:  # nothing resumes from that
             self._refill.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Go on with what `save` has written."""
+        """Restore what `save` wrote."""
         if self._prompts is not None:
             self._prompts.load(folder)
         if self._refill is not None:
             self._refill.load(folder)
 
     def make_room(self) -> bool:
-        """Free the memory of samples that are under way, which go on all the same; whether there were any."""
+        """Free the KV cache of unfinished samples, which go on all the same; return True if there were
+        any."""
         return self._refill is not None and self._refill.make_room()
 
     def _sampled(
         self, rows: list[Row], mode: str = "train", seeds: Sequence[int] | None = None
     ) -> tuple[list[Sample], list[Record], float]:
-        """Samples with their rewards, their records of all processes, and the sampler's mean entropy."""
+        """Sample and score rows; return the samples, the records of all processes, and the sampler's mean
+        entropy."""
         size = self._group
         if mode == "eval":
             size = self._args.num_generations_eval or size
@@ -217,7 +219,7 @@ class RolloutStep:
         return drawn.samples, records, entropy
 
     def _drawn(self, rows: list[Row], size: int, mode: str, seeds: Sequence[int] | None) -> Drawn:
-        """Samples of rows, of which those of a training may have been begun in steps before."""
+        """Draw the samples of rows; those of a training may have started in earlier steps."""
         if self._refill is None or mode == "eval":
             return self.sampler.draw(rows, size, mode, seeds)
         state = self._state()
@@ -264,7 +266,7 @@ class RolloutStep:
         """The groups up to the last one that is taken, in order of start, and seconds of sampling them."""
         size, begin, judged_s = self._group, time.perf_counter(), 0.0
         parts: dict[int, Part] = {}
-        scoring: list[int] = []  # groups whose functions are waited for, in the order in which they ended
+        scoring: list[int] = []  # groups whose rewards are pending, in the order in which they ended
         with self.sampler.open_call(rows, size) as call:
             while (last := intake.last) is None:
                 if numbers := intake.start(intake.wanted - -(-call.samples // size)):
@@ -290,8 +292,8 @@ class RolloutStep:
         return [parts[group] for group in range(last)], seconds
 
     def _all_failed(self, parts: dict[int, Part], intake: Intake) -> bool:
-        """Whether a function has failed on all samples of the proposed groups of this process, and would on
-        others; if it has on those of all processes, the run ends."""
+        """Return True if a function failed on all samples of this process's proposed groups, so that other
+        groups would not help. If it failed on those of all processes, the run ends."""
         if self._args.reward_errors != "stop" or not intake.has_judged_proposed:
             return False
         scored = [parts[group][1] for group in range(intake.wanted)]
@@ -311,7 +313,7 @@ class RolloutStep:
     # Rewards and advantages
 
     def _begun(self, drawn: Drawn, mode: str) -> Part:
-        """Samples that are there, whose rewards are being asked for."""
+        """Start the reward calls for samples that have ended."""
         self.sampler.prepare(drawn, mode)
         batch = self._to_score(drawn)
         self._scorer.start(batch, drawn.asked)
@@ -319,8 +321,8 @@ class RolloutStep:
 
     @contextlib.contextmanager
     def _rewarding(self) -> Iterator[None]:
-        """Count the block as rewards. Calls that went on until it began were hidden by the rollout; what is
-        waited for in it is not."""
+        """Time the block as rewards. Seconds of calls before the block were hidden by the rollout; waits
+        inside it are not."""
         if self._scorer.waits:
             self._log.add_seconds(HIDDEN, self._scorer.take_seconds())
         with self._log.part("reward"):
@@ -328,8 +330,8 @@ class RolloutStep:
         self._scorer.take_seconds()
 
     def _to_score(self, drawn: Drawn) -> ScoredBatch:
-        """What reward functions are given. Where others wrote in the completions, they are told how many
-        tokens the policy wrote."""
+        """Return the batch for reward functions. Where others wrote in the completions, a column counts the
+        tokens that the policy wrote."""
         rows = drawn.rows
         if any(sample.written is not None for sample in drawn.samples):
             counts = [sample.drawn_tokens for sample in drawn.samples]
@@ -357,14 +359,15 @@ class RolloutStep:
         return records
 
     def _observe(self, parts: Sequence[Part]) -> None:
-        """Tell a curriculum what came of groups, which every process must do."""
+        """Report the rewards of groups to a curriculum; every process must call this."""
         if self._prompts is not None and self._prompts.learns:
             rows = [row for drawn, _ in parts for row in drawn.rows]
             rewards_BF = torch.tensor([sample.rewards for drawn, _ in parts for sample in drawn.samples])
             self._prompts.observe(rows, self._settled(rewards_BF))
 
     def _learned_from(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """The rewards [B, F] by which samples are compared: none of those of which the loss sees nothing."""
+        """Return the rewards [B, F] by which samples are compared; NaN for samples without a token in the
+        loss."""
         unseen = [not any(map(_seen, (sample, *sample.forks))) for sample in samples]
         rewards_BF = torch.tensor([sample.rewards for sample in samples])
         return rewards_BF.masked_fill(torch.tensor(unseen)[:, None], torch.nan)
@@ -373,7 +376,7 @@ class RolloutStep:
         return self._signal.zero_advantage(self._learned_from(samples)).nonzero().flatten().tolist()
 
     def _advantages(self, samples: list[Sample], records: list[Record]) -> None:
-        """Give samples their advantages, once no group of them will be replaced."""
+        """Give samples and records their advantages; no group may be replaced afterwards."""
         own_BF = self._learned_from(samples).to(self._accelerator.device)
         rewards_BF = self._accelerator.gather(own_BF).cpu()
         self._warn_of_judge(rewards_BF)
@@ -387,8 +390,8 @@ class RolloutStep:
             sample.advantage = advantage
 
     def _counted(self, samples: list[Sample]) -> tuple[int, float]:
-        """Tokens and share of samples, of all processes, that count in the losses' means; gives samples the
-        mean length of their group."""
+        """Return the tokens and the share of samples, of all processes, that count in the losses' means; set
+        `group_tokens` of each sample, the mean over its group."""
         size, tokens = self._group, 0
         dead = set(self._groups_without_signal(samples)) if self._args.filter_zero_advantages else set[int]()
         for group, start in enumerate(range(0, len(samples), size)):
@@ -404,8 +407,8 @@ class RolloutStep:
         return total, sum(alive) / len(samples) / len(alive) or 1.0  # where none is alive, every loss is 0
 
     def _with_forks(self, samples: list[Sample]) -> tuple[list[Sample], float]:
-        """Samples with their forks beside them, filled up to as many as microbatches can share evenly, and
-        the share of them that are samples and no filling."""
+        """Return samples with their forks beside them, padded to a multiple of `steps_per_generation`, and
+        the share that is not padding."""
         found = []
         for sample in samples:
             forks, sample.forks = sample.forks, []
@@ -421,20 +424,20 @@ class RolloutStep:
         return found, count / len(found)
 
     def _group_apart(self) -> int:
-        """The number of a group of one sample; no row has a negative one."""
+        """Return a new number for a group of one sample, negative as no row's is."""
         self._apart -= 1
         return self._apart
 
     def _settled(self, rewards_BF: torch.Tensor) -> list[bool | None]:
-        """Of groups, whether samples were all right or all wrong; without a judge, whether they were all
-        rewarded alike."""
+        """Return for each group whether its samples were all right or all wrong; without a judge, whether it
+        has no signal."""
         judge = find_judge(self._scorer.names)
         if judge is None:
             return self._signal.zero_advantage(rewards_BF).tolist()
         return settled_groups(rewards_BF[:, judge], self._group)
 
     def _warn_of_judge(self, rewards_BF: torch.Tensor) -> None:
-        """Say once that the reward that is taken for a verdict may be none."""
+        """Warn once if the reward that is taken for a verdict may not be one."""
         judge, text = self._signal.judge, ""
         if self._warned or judge is None:
             return
@@ -454,18 +457,18 @@ class RolloutStep:
         if text and is_first_process():
             logger.warning(text, name)
 
-    # What is logged
+    # Logging
 
     def _logged(
         self, drawn: Drawn, parts: Sequence[Part], size: int, mode: str
     ) -> tuple[list[Record], float]:
-        """Log what came of samples; their records, of all processes, and the sampler's mean entropy.
+        """Log metrics of samples; return the records of all processes and the sampler's mean entropy.
 
         Every process must call this.
 
         Args:
             drawn: The samples.
-            parts: The same, as they were scored.
+            parts: The same samples with the batches in which they were scored.
             size: Samples of a group.
             mode: ``train`` or ``eval``.
         """
@@ -483,7 +486,7 @@ class RolloutStep:
         return records, logged["rollout/entropy"]
 
     def _log_lengths(self, drawn: Drawn, mode: str) -> None:
-        """Log lengths of completions, those of all processes, and count tokens."""
+        """Log lengths and tool calls of the completions of all processes; in training also count tokens."""
         own = [[sample.drawn_tokens, sample.truncated] for sample in drawn.samples]
         device = self._accelerator.device
         lengths_B, cut_B = (
@@ -506,15 +509,16 @@ class RolloutStep:
             self._log.add(mode, {"tools/failure_frequency": failures / calls if calls else 0.0})
 
     def _count_tokens(self, samples: Sequence[Sample]) -> None:
-        """Count tokens that were read and drawn, those of all processes, each of which must call this."""
+        """Add the prompt and drawn tokens of all processes to the trainer's count; every process must call
+        this."""
         own = sum(len(sample.prompt) + sample.drawn_tokens for sample in samples)
         self._state().num_input_tokens_seen += sum(self._of_ranks(own))
 
     def _count(self, drawn: Drawn) -> dict[str, float]:
-        """What the engine reports of a rollout, of all processes, each of which must call this.
+        """Return the engine's metrics of a rollout, of all processes; every process must call this.
 
         Raises:
-            QeRLError: No sample of any process got through to its end, because logits were not finite.
+            QeRLError: All samples of all processes ended because logits were not finite.
         """
         result, found = drawn.result, drawn.trajectories
         forks = [fork for trajectory in found for fork in trajectory.forks]
@@ -569,5 +573,5 @@ class RolloutStep:
 
 
 def _seen(sample: Sample) -> int:
-    """Tokens that the loss sees."""
+    """Return the number of tokens that the loss sees."""
     return sum(sample.loss_mask)

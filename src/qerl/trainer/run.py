@@ -42,7 +42,7 @@ from qerl.update.chunks import refuse_memory_error
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """Outcome of a run.
 
     Attributes:
         folder: The run folder.
@@ -97,7 +97,7 @@ def _write_settings(config: QeRLConfig, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _bar_closed(trainer: QeRLTrainer) -> Iterator[None]:
-    """However a run ends, its progress bar leaves the terminal as it was."""
+    """Close the progress bar however a run ends, so that the terminal is left as it was."""
     try:
         yield
     finally:
@@ -108,7 +108,11 @@ def _bar_closed(trainer: QeRLTrainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_errors_said() -> Iterator[None]:
-    """Memory that ran out where nothing can be done again in smaller chunks, in a sentence."""
+    """Turn errors of memory that ran out, where no retry in smaller chunks is possible, into one sentence.
+
+    Raises:
+        QeRLError: Memory ran out.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -127,7 +131,7 @@ def _memory_errors_said() -> Iterator[None]:
 
 
 def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptGuard]:
-    """Everything a run consists of, wired together and not yet started."""
+    """Return the trainer of a run with all its parts, and its interrupt guard; nothing is started yet."""
     assert config.model is not None and config.task is not None
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     parts = preflight(config)
@@ -156,7 +160,7 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     for callback in (PrinterCallback, ProgressCallback):  # the run shows its own bar
         trainer.remove_callback(callback)
     path = trainer.update_path
-    if trainer.is_world_process_zero() and not path.is_slow:  # the trainer warns of a slow one
+    if trainer.is_world_process_zero() and not path.is_slow:  # the trainer warns of a slow path
         console.print(path.sentence(), highlight=False)
     if trainer.is_world_process_zero() and config.device.type == "cuda" and not needs.obstacles():
         console.print(needs.card_sentence(card_of(config.device)), highlight=False)
@@ -166,14 +170,14 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
 def _datasets(
     config: QeRLConfig, task: Task, ready: ReadyPrompts | ReadyDemonstrations
 ) -> tuple[Dataset, Dataset | None]:
-    """Rows to train on, and those to evaluate on if the run does; the task learns how a turn begins."""
+    """Return the rows to train on, and those to evaluate on or None; set the task's `opening`."""
     chat = Chat(ready.tokenizer, config.chat_template_kwargs)
     task.opening = chat.opening
     if config.algorithm == "sft":
 
         def demonstrations(held_out: bool, what: str) -> Dataset:
             rows = task.demonstrations(held_out)
-            if held_out:  # ahead of what renders each row
+            if held_out:  # before each row is rendered
                 rows = rows.select(range(min(config.eval_samples, len(rows))))
             return ready(chat.dataset(rows) if task.rewards else rows, what)
 

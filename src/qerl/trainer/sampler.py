@@ -1,16 +1,17 @@
-"""Samples of a trainer's rollouts: rows of the data in, what the policy wrote out.
+"""Samples of a trainer's rollouts: rows of the data in, the policy's completions out.
 
 A call draws all samples of some rows (`Sampler.draw`), or stays open, and groups of rows enter while others
-are decoded (`Sampler.open_call`). In both the engine draws completions under this step's noise; with tools,
-environments or a budget of thinking, it draws conversations (`qerl.agents`); `rollout_func` samples in its
-place. It gives whole lists, so groups enter an open call list by list. Those of agents that lead their
-conversations themselves enter so too: each list of them has a session of its own, since nobody knows which
-request of an agent is its last. Such a trajectory may have divided into several; its sample has forks then.
+are decoded (`Sampler.open_call`). In both the engine draws completions under this step's noise, or, with
+tools, environments or a thinking budget, conversations (`qerl.agents`). With `rollout_func` that function
+samples in the engine's place; it returns whole lists, so groups enter an open call list by list. Groups of
+agents that lead their conversations themselves enter in the same way: each list of them has a session of its
+own, since an agent does not tell which of its requests is its last. The trajectory of such an agent may have
+forked into several; its sample has forks then.
 
-Seeds of a call are keyed by the step and the number of the call within it, so a resumed run draws what it
-would have. In an open call the seed of a sample is keyed by the number of its group as well, and so it draws
-the same whenever that enters. A call may be entered again in later steps (`Sampler.refilled`): samples that
-have not ended then go on with the policy as it is by then.
+Seeds of a call are keyed by the step and the number of the call within it, so a resumed run draws the same
+samples. In an open call the seed of a sample is keyed by the number of its group as well, so that it draws
+the same whenever the group enters. A call may be entered again in later steps (`Sampler.refilled`): samples
+that have not ended then go on under the present policy.
 """
 
 import contextlib
@@ -56,18 +57,18 @@ Row = dict[str, Any]
 
 @dataclass
 class Drawn:
-    """What the engine, or `rollout_func`, makes of some rows.
+    """Samples of some rows, drawn by the engine or `rollout_func`.
 
     Attributes:
-        rows: Of the data set, one for each sample.
+        rows: Rows of the data set, one for each sample.
         prompts: As reward functions get them, with what environments have shown.
         ids: Token ids of the prompts; empty where the engine was not asked.
-        samples: Of the rows, with rewards once they are scored.
+        samples: One for each row, with rewards once they are scored.
         completions: As reward functions get them: texts, or messages.
-        trajectories: Where samples are conversations.
-        environments: Of the samples, if there are any.
-        result: What the engine counted; None where it was not asked.
-        asked: Rewards of each sample that were asked for as it ended, or None; empty if there are none.
+        trajectories: The samples' trajectories where samples are conversations, else empty.
+        environments: The samples' environments, if there are any.
+        result: The engine's result with its counts; None where the engine was not asked.
+        asked: For each sample the reward calls that began as it ended, or None; empty if there are none.
     """
 
     rows: list[Row]
@@ -81,14 +82,16 @@ class Drawn:
     asked: list[Asked | None] = field(default_factory=list)
 
     def groups(self, size: int) -> tuple[list[list[int]], int]:
-        """Prompts as an engine is asked for them, and samples of each; environments may have shown each
-        sample its own."""
+        """Return the prompts for a request to the engine, and the number of samples of each.
+
+        Environments may have shown each sample a prompt of its own; then each prompt has one sample.
+        """
         once = self.ids[::size]
         alike = self.ids == [each for each in once for _ in range(size)]
         return (once, size) if alike else (self.ids, 1)
 
     def part(self, begin: int, count: int) -> "Drawn":
-        """So many of the rows and of what there is of each of them."""
+        """Return `count` of the rows, from `begin` on, with their samples and results."""
         end = begin + count
         of_rows = {
             name: getattr(self, name)[begin:end]
@@ -101,7 +104,7 @@ class Drawn:
 
 
 def joined(parts: Sequence[Drawn], generated: int, seconds: float) -> Drawn:
-    """Groups of an open call as if they had been drawn at once."""
+    """Return groups of an open call as if they had been drawn in one call."""
     found = Drawn([], [])
     for part in parts:
         for name in ("rows", "prompts", "ids", "samples", "completions", "trajectories"):
@@ -120,29 +123,29 @@ class Sampler:
     Args:
         args: Settings of the run.
         engine: Samples from the policy.
-        tokenizer: Of the policy.
+        tokenizer: The policy's tokenizer.
         renderer: Renders chat messages: the tokenizer, or a processor that has it.
         eos_token_ids: Tokens that end a completion.
-        embeddings: Rows of the policy's embedding.
-        conversations: Of samples that are no single completion; None where all are.
-        noise: Gives Z for each norm; None without noise.
-        stops: What ends or interrupts turns beside stop tokens.
-        rollout_func: Samples in the engine's place: its output, for prompts; None for the engine.
-        ended: Asks for rewards of each completion of one turn as it ends, given its row and prompt, what
-            reward functions get of it, and its tokens; None if nobody does.
-        log: Takes what is logged.
+        embeddings: Number of rows of the policy's embedding.
+        conversations: Leads samples that are more than a single completion; None where all are single.
+        noise: Returns Z for each norm; None without noise.
+        stops: Conditions beside stop tokens that end or interrupt turns.
+        rollout_func: Samples in the engine's place and returns its output for prompts; None for the engine.
+        ended: Begins the reward calls of a completion of one turn as it ends, given its row and prompt, the
+            completion as reward functions get it, and its tokens; None if no function is called that early.
+        log: Receives metrics, seconds and readings of memory.
         rank: Number of this process.
-        state: Gives transformers' state of the trainer.
-        teacher_positions: Of a teacher; None where there is none, or nothing limits it.
+        state: Returns transformers' state of the trainer.
+        teacher_positions: Positions of the teacher; None without a teacher, or where nothing limits it.
 
     Raises:
-        QeRLError: The engine does not tell which completions have ended.
+        QeRLError: `ended` is needed, and the engine's `generate` has no such argument.
 
     Attributes:
         talks: Whether samples are conversations.
-        takes_turns: Whether the policy is answered in them.
-        led_by_agents: Whether agents of their own lead them.
-        pad_token_id: A token that may stand where none counts.
+        takes_turns: Whether conversations have turns of tools or environments between the policy's.
+        led_by_agents: Whether agents behind an endpoint lead the conversations.
+        pad_token_id: The tokenizer's pad token, for places where no token counts.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class Sampler:
         self.led_by_agents = conversations is not None and conversations.endpoints
         self.pad_token_id: int = tokenizer.pad_token_id
         self._ends = {*eos_token_ids, tokenizer.pad_token_id}  # TRL counts the pad token as a stop token, too
-        self._calls: dict[str, tuple[int, int]] = {}  # by mode: step and number of its next call
+        self._calls: dict[str, tuple[int, int]] = {}  # by mode: step, and number of the next call in it
         if conversations is not None or rollout_func is not None:
             self._ended = None
         elif ended is not None and not takes(engine.generate, "ended"):
@@ -187,17 +190,17 @@ class Sampler:
             )
 
     def begin_training(self, noise: Callable[[], AdaptiveNoise] | None) -> None:
-        """Begin a training: a step that was cut off before samples as it did."""
+        """Reset for a new training, so that a step that was cut off draws the same samples again."""
         self._noise, self._calls = noise, {}
 
     def draw(self, rows: list[Row], size: int, mode: str, seeds: Sequence[int] | None) -> Drawn:
-        """The samples of some rows, drawn in one call.
+        """Draw the samples of some rows in one call.
 
         Args:
-            rows: Each as often as it is sampled, side by side.
+            rows: Rows of the data, each repeated per sample, copies side by side.
             size: Samples of a group.
             mode: ``train`` or ``eval``.
-            seeds: By which each is drawn; None draws them by the step.
+            seeds: Seed of each sample; None derives them from the step.
         """
         drawn = self.open(rows, size)
         if self._rollout_func is not None:
@@ -214,10 +217,10 @@ class Sampler:
 
     @contextlib.contextmanager
     def open_call(self, rows: list[Row], size: int) -> Iterator["Lists | Sequences"]:
-        """A block in which groups of some rows are sampled, in this order, once they are started.
+        """Open a block in which groups of some rows are sampled, in this order, once they are started.
 
         Args:
-            rows: Of all groups that may be, as often as each is sampled.
+            rows: Rows of all groups that may be started, each repeated per sample.
             size: Samples of a group.
         """
         if self._rollout_func is not None:
@@ -228,7 +231,7 @@ class Sampler:
             yield Lists(self, functools.partial(self._drawn_by_agents, params, offsets), rows, size)
             return
         others = self._conversations is not None and self._conversations.has_others
-        known = None if others else self.open(rows, size)  # what an environment shows is not known yet
+        known = None if others else self.open(rows, size)  # environments' prompts are not known yet
         longest = max(map(len, known.ids)) if known is not None else None
 
         def opened(numbers: range) -> Drawn:
@@ -250,10 +253,11 @@ class Sampler:
     def refilled(
         self, call: "Sequences | None", opened: Callable[[range], Drawn], size: int, longest_prompt: int
     ) -> Iterator["Sequences"]:
-        """A block in which groups are sampled of which some may not have ended when it is left.
+        """Open a block in which groups are sampled, some of which may not have ended when it is left.
 
         Args:
-            call: Of an earlier block, whose samples go on with the policy as it is now; None for a new one.
+            call: The call of an earlier block, whose samples go on under the present policy; None for a new
+                one.
             opened: Opens the rows of groups.
             size: Samples of a group.
             longest_prompt: Tokens of the longest prompt that may be started.
@@ -275,20 +279,21 @@ class Sampler:
             self._engine.release()
 
     def release(self) -> None:
-        """Free the engine's memory, which samples that have not ended have held."""
+        """Free the engine's memory, including the KV cache of unfinished samples."""
         self._engine.release()
 
     def reset(self) -> None:
-        """Let the engine begin as in a new process, which is what a resumed run does."""
+        """Reset the engine to its state in a new process, in which a resumed run begins."""
         self._engine.reset()
 
     def close(self, drawn: Drawn) -> None:
-        """Say that a group of an open call was scored; its environments are used again."""
+        """Return the environments of a scored group of an open call, to be used again."""
         if drawn.environments is not None and self._conversations is not None:
             self._conversations.close(drawn.environments)
 
     def open(self, rows: list[Row], size: int, beside: bool = False) -> Drawn:
-        """Rows with their prompts, and the tokens of these unless `rollout_func` or an agent makes them.
+        """Return rows with their prompts and, unless `rollout_func` or an agent makes these, the prompts'
+        token ids.
 
         Args:
             rows: Whole groups.
@@ -312,7 +317,7 @@ class Sampler:
         return drawn
 
     def take(self, drawn: Drawn, result: RolloutResult) -> None:
-        """Make samples of what the engine drew for the prompts."""
+        """Make samples and completions from the engine's result for the prompts."""
         drawn.result, found = result, result.completions
         written: list[Any] = [t.written for t in drawn.trajectories] or [None] * len(found)
         drawn.samples = [
@@ -330,7 +335,8 @@ class Sampler:
             drawn.completions = self._said(drawn.prompts, drawn.samples)
 
     def prepare(self, drawn: Drawn, mode: str) -> None:
-        """What samples are given before they are scored."""
+        """Prepare samples for scoring: teacher prompts with a check of their length, and masks of truncated
+        completions."""
         if mode == "train" and self._args.teacher_prompt is not None:
             self._give_teacher_prompts(drawn, self._args.teacher_prompt)
         if mode == "train" and self._teacher_positions is not None:
@@ -347,14 +353,15 @@ class Sampler:
         seeds: Sequence[int] | None = None,
         drawn: Drawn | None = None,
     ) -> RolloutResult:
-        """Sample completions of the present policy, with this step's noise while training.
+        """Sample completions from the present policy, with this step's noise while training.
 
         Args:
             prompt_ids: Token ids of each prompt.
             samples: Completions per prompt.
             mode: ``train`` or ``eval``.
-            seeds: By which each is drawn; None draws them by the step.
-            drawn: Gets the trajectories, and is scored meanwhile; None for samples that nobody scores.
+            seeds: Seed of each completion; None derives them from the step.
+            drawn: Gets the trajectories, and reward calls as samples end; None for samples that are not
+                scored.
         """
         check_vocabulary(prompt_ids, self._embeddings)
         params, offsets = self._call(mode)
@@ -381,15 +388,15 @@ class Sampler:
         seeds: Sequence[int],
         begun: Sequence[Begun] | None = None,
     ) -> list[int]:
-        """Start the samples of opened rows in a session; the numbers of their sequences.
+        """Start the samples of opened rows in a session; return the numbers of their sequences.
 
         Args:
             session: The session, or the conversations in it.
-            params: Of the session.
-            drawn: The rows that were opened last, or any where no environment has a part in them.
+            params: Sampling parameters of the session.
+            drawn: The rows that were opened last, or any where no environment takes part.
             size: Samples of a group.
-            seeds: Of each sample.
-            begun: What each has already; None for nothing, as where they are conversations.
+            seeds: Seed of each sample.
+            begun: Tokens that each sample has already; None for none, as always for conversations.
 
         Raises:
             QeRLError: A prompt has an unknown token, or no room for its completion.
@@ -403,13 +410,13 @@ class Sampler:
         model = self._engine.model
         config = None if model is None else base_model(model).config.get_text_config(decoder=True)
         check_request(prompts, samples, params, None if config is None else positions_of(config))
-        more: dict[str, Any] = {}  # sessions that are not kept need not take it
+        more: dict[str, Any] = {}  # sessions without refill need not take `begun`
         if begun is not None:
             more = {"begun": begun}
         return session.start(prompts, samples, seeds=seeds, **more)
 
     def _call(self, mode: str) -> tuple[SamplingParams, NormOffsets]:
-        """Sampling parameters and noise of the next call of the engine in this step."""
+        """Return sampling parameters and noise of the engine's next call in this step."""
         step = self._state().global_step
         before, call = self._calls.get(mode, (step, 0))
         call = call if before == step else 0
@@ -436,12 +443,12 @@ class Sampler:
         )
 
     def tell_ended(self, drawn: Drawn, place: int, completion: Completion) -> None:
-        """Tell whoever asks for it that a sample has ended.
+        """Begin the early reward calls of a sample that has ended, if there are any.
 
         Args:
-            drawn: Has its prompt.
-            place: Of the sample among these.
-            completion: Of the sample.
+            drawn: Rows and prompts of the sample's call.
+            place: Index of the sample in `drawn`.
+            completion: The sample's completion.
         """
         if self._ended is None:
             return
@@ -468,8 +475,9 @@ class Sampler:
         ), found
 
     def completion_of(self, trajectory: Trajectory) -> Completion:
-        """A conversation as the engine's result has it; one without a token gets one."""
-        if not trajectory.token_ids:  # its prompt has left no room; a token that nobody counts stands in
+        """Return a conversation as a completion of the engine's result; one without a token gets a pad
+        token."""
+        if not trajectory.token_ids:  # its prompt left no room; a token that is not counted stands in
             trajectory.hear([self._tokenizer.pad_token_id], [{"role": "assistant", "content": ""}])
         t = trajectory
         return Completion(t.token_ids, t.logprobs, t.entropies, t.finish_reason, t.choices)
@@ -477,7 +485,8 @@ class Sampler:
     def _drawn_by_agents(
         self, params: SamplingParams, offsets: NormOffsets, drawn: Drawn, places: Sequence[tuple[int, int]]
     ) -> Drawn:
-        """Groups of an open call as agents of their own make them, by the group and the place of each."""
+        """Return groups of an open call whose conversations agents lead, seeded by group and place of each
+        sample."""
         self._play(drawn, params, offsets, _seeds_of(params, places), fixed=True)
         return drawn
 
@@ -489,13 +498,13 @@ class Sampler:
         seeds: Sequence[int],
         fixed: bool,
     ) -> RolloutResult:
-        """Let agents of their own lead the conversations of opened rows, and make samples of them; nothing is
-        learned from one whose agent failed.
+        """Run the conversations of opened rows, which agents lead, and make samples of them; those whose
+        agent failed are masked.
 
         Args:
             drawn: The rows, which were opened last.
-            params, offsets: Of the sampling.
-            seeds: Of each row.
+            params, offsets: Sampling parameters and noise.
+            seeds: Seed of each row.
             fixed: Whether requests have to be sampled as `params` say.
         """
         assert self._conversations is not None and drawn.environments is not None
@@ -522,10 +531,10 @@ class Sampler:
         return drawn.result
 
     def _drawn_by_others(self, drawn: Drawn) -> Drawn:
-        """What `rollout_func` gives, with its further columns among those of the rows.
+        """Return the samples of `rollout_func`, its extra columns added to the rows.
 
         Raises:
-            QeRLError: A field is missing, or not of one value per prompt or per token.
+            QeRLError: A field is missing, or has not one value per prompt or per token.
         """
         assert self._rollout_func is not None
         rows, prompts = drawn.rows, drawn.prompts
@@ -540,7 +549,7 @@ class Sampler:
         return replace(drawn, rows=rows, samples=samples, completions=self._said(prompts, samples))
 
     def _rendered(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of prompts, texts or messages."""
+        """Return the token ids of prompts, texts or messages."""
         if self._conversations is not None and self._conversations.has_others:
             return self._conversations.prompt_ids(prompts)
         if isinstance(prompts[0], str):
@@ -552,15 +561,20 @@ class Sampler:
         return rendered["input_ids"]
 
     def _give_teacher_prompts(self, drawn: Drawn, template: str) -> None:
-        """Give samples the prompts that a teacher reads."""
+        """Set the teacher prompt of each sample."""
         pairs = zip(drawn.prompts, drawn.rows, strict=True)
         found = self._rendered([teacher_prompt(template, prompt, row) for prompt, row in pairs])
         for sample, ids in zip(drawn.samples, found, strict=True):
             sample.teacher_prompt = ids
 
     def _check_teacher_room(self, drawn: Drawn, positions: int) -> None:
-        """Refuse prompts that leave a teacher no room, whether or not these completions need it: a later one
-        would. What is sampled in turns, or by others, has a length of its own.
+        """Raise if prompts leave the teacher too few positions, even if these completions are short: a later
+        one may not be.
+
+        Samples of several turns or of `rollout_func` count with the length that they have.
+
+        Raises:
+            QeRLError: A prompt does.
         """
         by_turns = self.talks or drawn.result is None
         most = self._args.max_completion_length
@@ -579,24 +593,24 @@ class Sampler:
         return [[{"role": "assistant", "content": text}] for text in texts]
 
     def _is_cut_off(self, completion: Completion) -> bool:
-        """Whether a completion ended without a stop token, and without a text that ends it."""
+        """Return True if a completion ended without a stop token and without a stop string."""
         if self._args.stop_strings and completion.finish_reason == "stop":
             return False
         return completion.token_ids[-1] not in self._ends
 
 
 class Lists:
-    """Groups of an open call of which each list is drawn at once.
+    """Groups of an open call that are drawn list by list, each list at once.
 
     Args:
         sampler: Opens rows.
-        draw: Makes samples of rows that were opened, given the group and the place in it of each.
-        rows: Of all groups that may be drawn.
+        draw: Makes samples of opened rows, given for each the group and the place in it.
+        rows: Rows of all groups that may be drawn.
         size: Samples of a group.
 
     Attributes:
-        samples: That are under way.
-        busy: Whether any are.
+        samples: Number of unfinished samples; always 0.
+        busy: Whether any samples are unfinished; always False.
     """
 
     samples, busy = 0, False
@@ -620,7 +634,7 @@ class Lists:
         self._drawn = [(number, drawn.part(i * size, size)) for i, number in enumerate(numbers)]
 
     def next(self, one_round: bool) -> list[tuple[int, Drawn]]:
-        """The groups that have ended since."""
+        """Return the groups that were drawn since the last call."""
         found, self._drawn = self._drawn, []
         return found
 
@@ -629,14 +643,14 @@ class Sequences:
     """Groups of an open call that an engine samples in a session.
 
     Args:
-        sampler: Whose engine it is.
+        sampler: The sampler with the engine.
         opened: Opens the rows of groups, given their numbers.
         size: Samples of a group.
-        params: Of the session.
+        params: Sampling parameters of the session.
         session: The session, or the conversations in it.
 
     Attributes:
-        samples: That are under way.
+        samples: Number of unfinished samples.
     """
 
     def __init__(
@@ -649,27 +663,27 @@ class Sequences:
     ) -> None:
         self._sampler, self._opened, self._size = sampler, opened, size
         self._params, self._session, self.samples = params, session, 0
-        self._of: dict[int, tuple[int, int]] = {}  # group and place of a sequence
+        self._of: dict[int, tuple[int, int]] = {}  # group and place by sequence
         self._groups: dict[int, Drawn] = {}
         self._found: dict[int, dict[int, tuple[Completion, Trajectory | None]]] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether samples are under way."""
+        """Whether samples are unfinished."""
         return self._session.busy
 
     @property
     def session(self) -> Session:
-        """The session, of samples that are no conversations."""
+        """The session, where samples are not conversations."""
         assert not isinstance(self._session, Trajectories)
         return self._session
 
     def start(self, numbers: range, begun: Sequence[Begun] | None = None) -> None:
-        """Begin the groups of these numbers.
+        """Start the groups of these numbers.
 
         Args:
-            numbers: Of the groups.
-            begun: What each of their samples has already, if any has something.
+            numbers: Numbers of the groups.
+            begun: Tokens that each of their samples has already; None for none.
         """
         size = self._size
         drawn = self._opened(numbers)
@@ -682,7 +696,7 @@ class Sequences:
         self.samples += len(places)
 
     def lengths(self) -> dict[int, list[int]]:
-        """Tokens that the samples have so far of each group that has not ended."""
+        """Return, for each unfinished group, the present number of tokens of its samples."""
         found = {group: [0] * self._size for group in self._groups}
         for group, ended in self._found.items():
             for place, (completion, _) in ended.items():
@@ -692,8 +706,8 @@ class Sequences:
         return found
 
     def left(self) -> dict[int, list[Begun]]:
-        """What the samples have of each group that has not ended, with which another call can `start` it;
-        this one is over then."""
+        """End this call; return the tokens of each unfinished group's samples, with which another call can
+        `start` them."""
         begun = self.session.leave()
         under_way = {place: begun[index] for index, place in self._of.items()}
         return {
@@ -707,8 +721,11 @@ class Sequences:
         }
 
     def next(self, one_round: bool) -> list[tuple[int, Drawn]]:
-        """The groups that have ended since; one at least, unless one round was asked for or none is under
-        way."""
+        """Return the groups that have ended since the last call.
+
+        Decodes until at least one has, or for one round only if ``one_round``; empty if no sample is
+        unfinished.
+        """
         ended: list[tuple[int, Drawn]] = []
         while self.busy and not ended:
             for index, completion, trajectory in self._next(one_round):
@@ -742,28 +759,28 @@ class Sequences:
 
 
 def begun_of(completion: Completion) -> Begun:
-    """A completion as what a sequence has that has ended."""
+    """Return a completion as a sequence that has ended."""
     c = completion
     return Begun(c.token_ids, c.logprobs, c.entropies, c.finish_reason, c.choices)
 
 
 def _seeds_of(params: SamplingParams, places: Sequence[tuple[int, int]]) -> list[int]:
-    """Seeds of samples of an open call, by the group and the place of each."""
+    """Return the seeds of samples of an open call, by the group and the place of each."""
     return [derive_seed("open call", params.seed, *place) for place in places]
 
 
 def _result_of(completions: list[Completion], samples: Sequence[Sample], seconds: float) -> RolloutResult:
-    """What an engine would count of samples."""
+    """Return the result of an engine for samples, with their token counts."""
     read, drawn = sum(len(s.prompt) for s in samples), sum(s.drawn_tokens for s in samples)
     return RolloutResult(completions, read, drawn, seconds)
 
 
 def check_vocabulary(prompts: Sequence[Sequence[int]], embeddings: int) -> None:
-    """Refuse token ids for which the model has no embedding; on a GPU to read one ends the process.
+    """Raise if a token id has no embedding in the model; on a GPU, reading one ends the process.
 
     Args:
         prompts: Token ids of each prompt.
-        embeddings: Rows of the model's embedding.
+        embeddings: Number of rows of the model's embedding.
 
     Raises:
         QeRLError: A prompt has such an id.
@@ -777,7 +794,8 @@ def check_vocabulary(prompts: Sequence[Sequence[int]], embeddings: int) -> None:
 
 
 def _samples_of(output: dict[str, Any], count: int) -> list[Sample]:
-    """Take the samples out of what a `rollout_func` returned, which leaves its further columns."""
+    """Remove the fields of samples from the output of `rollout_func`, leaving its extra columns; return the
+    samples."""
     missing = sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys())
     if missing:
         raise QeRLError(f"rollout_func returned no {', '.join(missing)}; return a mapping that has them.")
@@ -816,14 +834,14 @@ def _samples_of(output: dict[str, Any], count: int) -> list[Sample]:
 
 
 def _rows_of(rows: Any) -> list[Any]:
-    """Rows of numbers, lists or tensors, as lists; none where there are no rows."""
+    """Return rows of numbers, given as lists or tensors, as lists; empty for None."""
     if rows is None:
         return []
     return [row.tolist() if hasattr(row, "tolist") else row if row is None else [*row] for row in rows]
 
 
 def _check_groups(prompts: Sequence[Any], size: int) -> None:
-    """Refuse rows that are not each prompt as often as it is sampled, side by side."""
+    """Raise unless each group's rows have the same prompt, `size` rows side by side."""
     if any(prompts[at] != prompts[at - at % size] for at in range(len(prompts))):
         raise QeRLError(
             f"The samples of a rollout are not {size} of each prompt, side by side; sample the data with the "
@@ -832,6 +850,6 @@ def _check_groups(prompts: Sequence[Any], size: int) -> None:
 
 
 def _parses(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer says how to find thoughts and calls in what its model writes."""
+    """Return True if a tokenizer defines how to parse thoughts and tool calls in its model's output."""
     names = ("response_template", "response_schema")
     return any(getattr(tokenizer, name, None) is not None for name in names)

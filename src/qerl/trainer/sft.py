@@ -1,10 +1,10 @@
 """`QeRLSFTTrainer`: supervised fine-tuning with the trainer of RL, whose samples are demonstrations.
 
-People warm a model up before RL. So this is `QeRLTrainer` with another source of samples and another update:
-a microbatch is `per_device_train_batch_size` demonstrations, and the update is `LossDriver` with
+It serves to warm a model up before RL. So it is `QeRLTrainer` with another source of samples and another
+update: a microbatch is `per_device_train_batch_size` demonstrations, and the update is `LossDriver` with
 cross-entropy (`qerl.update.driver`), in packed rows, chunks and retries as everywhere. Optimizer, schedule,
-logs, checkpoints and the adapter that is saved are the same, and so is the evaluation: held-out problems are
-sampled and judged as in RL, where there are rewards, and their demonstrations have a loss.
+logs, checkpoints and the saved adapter are the same, and so is the evaluation: held-out problems are sampled
+and judged as in RL, where there are rewards, and their demonstrations have a loss.
 
 The loss of an optimizer step is the mean over all tokens that count, of all its microbatches and of all
 processes, as in TRL with `average_tokens_across_devices`: not a mean of microbatches' means. Held-out loss is
@@ -35,20 +35,20 @@ from qerl.update.packed_row import IGNORE
 Row = dict[str, Any]
 
 _BUCKET_BYTES = 64 * 2**20
-"""Of gradients that are summed over processes at once: a copy of so many stands beside them meanwhile."""
+"""Bytes of gradients per all-reduce, for which a temporary copy of this size is made."""
 
 
 class CrossEntropyUpdate:
-    """Gradients of optimizer steps on demonstrations; what `UpdateStep` is to RL.
+    """Computes gradients of optimizer steps on demonstrations; the counterpart of RL's `UpdateStep`.
 
     Args:
         args: Settings of the run.
         policy: The model where it trains, not wrapped for several processes.
-        accelerator: Of the run.
+        accelerator: Accelerator of the run.
         recompute_every_layer: As in `LossDriver`.
 
     Attributes:
-        driver: Computes them.
+        driver: Computes the gradients.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class CrossEntropyUpdate:
         )
 
     def run(self, model: nn.Module, microbatches: Sequence[list[Row]], step: int) -> torch.Tensor:
-        """The loss of an optimizer step, a scalar on the device; adds its gradients to those that are there.
+        """Return the loss of an optimizer step, a scalar on the device; add its gradients to those in
+        `.grad`.
 
         Arguments and errors are those of `UpdateStep.run`; microbatches are rows with the columns `READY`.
         Gradients are summed over processes here, since no pass goes through the wrapped model.
@@ -84,10 +85,10 @@ class CrossEntropyUpdate:
         return self._summed(torch.tensor(loss, device=device))
 
     def held_out(self, rows: Sequence[Row]) -> tuple[float, int]:
-        """The summed loss of this process's rows, and the number of their tokens that count.
+        """Return the summed loss of this process's rows, and the number of their tokens that count.
 
-        Rows of an evaluation are as many as are sampled at a time; here they are taken as many at a time as
-        training's microbatches have.
+        An evaluation hands over as many rows as are sampled at a time; here they are computed in parts of
+        `per_device_train_batch_size` rows, as in training.
         """
         loss = 0.0
         for at in range(0, len(rows), self._together):
@@ -96,19 +97,19 @@ class CrossEntropyUpdate:
         return loss, sum(row["loss_tokens"] for row in rows)
 
     def metrics(self) -> dict[str, list[float]]:
-        """Nothing beside the loss."""
+        """Return no metrics: there are none beside the loss."""
         return {}
 
     def save(self, folder: Path) -> None:
-        """Write limits of memory into a checkpoint."""
+        """Write memory limits into a checkpoint."""
         self.driver.retry.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Go on with what `save` has written."""
+        """Restore what `save` wrote."""
         self.driver.retry.load(folder)
 
     def _sum_gradients(self) -> None:
-        """Each gradient becomes the sum of all processes', many of one dtype in one all-reduce."""
+        """Sum each gradient over all processes, in all-reduces of many gradients of one dtype."""
         found = [x.grad for x in self._policy.parameters() if x.grad is not None]
         for gradients in _buckets(found, _BUCKET_BYTES):
             summed = self._summed(torch.cat([gradient.flatten() for gradient in gradients]))
@@ -120,7 +121,8 @@ class CrossEntropyUpdate:
 
 
 def _buckets(tensors: list[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype together, in order, as many as have `most` bytes; a larger one is by itself."""
+    """Group tensors by dtype, in order, into lists of at most `most` bytes; a larger tensor is alone in its
+    list."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         bucket: list[torch.Tensor] = []
         for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
@@ -132,7 +134,7 @@ def _buckets(tensors: list[torch.Tensor], most: int) -> Iterator[list[torch.Tens
 
 
 def datum(row: Row, weight: float) -> Datum:
-    """A demonstration for `cross_entropy`, each token that counts with this weight."""
+    """Return a demonstration for `cross_entropy`, in which each token that counts has this weight."""
     ids, counts = torch.tensor(row["input_ids"]), torch.tensor(row["labels"])[1:] != IGNORE
     return Datum(ids[:-1], {TARGETS: ids[1:], "weights": counts * torch.tensor(weight, dtype=torch.float64)})
 
@@ -153,7 +155,7 @@ class QeRLSFTTrainer(QeRLTrainer):
     _held_out = 0.0, 0  # summed loss and tokens of the evaluation under way
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Wraps that of RL: says so where the demonstrations do not show how a turn ends."""
+        """Extends `QeRLTrainer.train`: warns if the demonstrations do not show how a turn ends."""
         warn_of_endless_turns(self.train_dataset, {*self.eos_token_ids}, self.args.max_length)
         return super().train(*args, **kwargs)
 
@@ -162,12 +164,12 @@ class QeRLSFTTrainer(QeRLTrainer):
         return updates, updates.driver.update_path
 
     def _rollout(self, model: Any, rows: list[Row]) -> list[Any]:
-        """Replaces the rollout: a microbatch is demonstrations."""
+        """Replaces the rollout: a microbatch is these demonstrations."""
         return [rows]
 
     def get_train_dataloader(self) -> DataLoader:
-        """Replaces that of rollouts: each demonstration once in an epoch, in an order that is the epoch's
-        own; the last batch may be smaller."""
+        """Replaces that of rollouts: each demonstration once per epoch, in an order that differs by epoch;
+        the last batch may be smaller."""
         args = self.args
         self._order = RepeatedRows(self.train_dataset, 1, seed=args.seed if args.shuffle_dataset else None)
         return self._loader(self.train_dataset, args.per_device_train_batch_size, self._order)
@@ -179,7 +181,7 @@ class QeRLSFTTrainer(QeRLTrainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple:
-        """Wraps that of RL, which meets its rows as RL does: adds the loss of the demonstrations."""
+        """Extends that of RL, and treats rows as RL does: adds the loss of the demonstrations."""
         loss, tokens = self.updates.held_out(inputs[:: self._eval_samples])
         self._held_out = self._held_out[0] + loss, self._held_out[1] + tokens
         if not self.reward_funcs:
@@ -188,8 +190,8 @@ class QeRLSFTTrainer(QeRLTrainer):
         return super().prediction_step(model, rows, prediction_loss_only, ignore_keys)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Wraps that of RL: the loss is that of the demonstrations, over all processes; where rows do not
-        divide among them, some count twice."""
+        """Extends that of RL: the loss is that of the demonstrations, over all processes; where rows do not
+        divide evenly among them, some count twice."""
         self._held_out = 0.0, 0
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         sums = torch.tensor(self._held_out, device=self.args.device, dtype=torch.float64)

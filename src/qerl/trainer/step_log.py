@@ -1,13 +1,12 @@
-"""What a trainer logs between two log lines: metrics, where seconds and memory went, and the table of
-completions.
+"""A trainer's log between two log lines: metrics, seconds by part, peak memory, the table of completions.
 
-Metrics are lists of values by name; a log line has their means, without what is not a number. Samples of
-training and those of each evaluation stand in tables of their own, because an evaluation within a rollout's
-steps would else replace what that rollout sampled.
+Metrics are lists of values by name; a log line has their means, NaN left out. Samples of training and those
+of each evaluation are kept in tables of their own: an evaluation within a rollout's steps would otherwise
+replace the samples of that rollout.
 
-Parquet wants one type for each value of a table. The arguments of tool calls have none: each tool has its
-own, a model writes what it likes, and a call without arguments is a structure without a field, which Parquet
-refuses. So arguments are written as JSON text, the form in which OpenAI's interface has them.
+Parquet wants one type for each value of a table. The arguments of tool calls have none: they differ by tool,
+a model writes any value, and a call without arguments is a structure without a field, which Parquet refuses.
+So arguments are written as JSON text, the form in which OpenAI's interface has them.
 """
 
 import contextlib
@@ -33,17 +32,17 @@ from qerl.errors import QeRLError, first_line
 from qerl.run_folder import COMPLETIONS_FOLDER, table_path
 
 HIDDEN = "reward_hidden"
-"""Seconds of rewards beside a rollout, in which they are counted already."""
+"""Name of the seconds of rewards that ran during a rollout, whose own seconds contain them already."""
 
 _PARTS = ("rollout", "reward", "logprob")
 _RU_MAXRSS = 1 if sys.platform == "darwin" else 1024
-"""Bytes in one of what `ru_maxrss` counts: 1 on macOS, 1024 on Linux."""
+"""Bytes per unit of `ru_maxrss`: 1 on macOS, 1024 on Linux."""
 
 
 def used_bytes(device: torch.device) -> int:
-    """Bytes in use on a GPU, by any process; on the CPU the largest number that this process has had.
+    """Return the bytes in use on a GPU, by any process; on the CPU this process's peak.
 
-    On a GPU that is what the device says, CUDA's context included: keys and values of the paged engine do not
+    On a GPU the figure is the device's, CUDA's context included: keys and values of the paged engine do not
     pass through torch's allocator, so its own statistics would leave out the larger half of a rollout.
     """
     if device.type == "cuda":
@@ -54,7 +53,7 @@ def used_bytes(device: torch.device) -> int:
 
 @dataclass
 class Record:
-    """A sample as the table of completions has it; `extra` has what reward functions add."""
+    """A sample as a row of the table of completions; `extra` has the columns that reward functions add."""
 
     prompt: Any
     completion: Any
@@ -67,8 +66,8 @@ class StepLog:
     """Metrics, times, memory and samples of a trainer.
 
     Args:
-        device: Whose memory is read.
-        longest: Samples that a table keeps, the newest.
+        device: Device whose memory is read.
+        longest: Number of newest samples that a table keeps.
 
     Attributes:
         metrics: Values since the last log line by name, of ``train`` and of ``eval``.
@@ -97,18 +96,18 @@ class StepLog:
             self.metrics[mode][name].append(value)
 
     def means(self, mode: str) -> dict[str, float | None]:
-        """The mean of each metric since this was last asked; None where none of its values is a number."""
+        """Return the mean of each metric since the last call; None where none of its values is a number."""
         found = {name: mean(values) for name, values in self.metrics[mode].items()}
         self.metrics[mode].clear()
         return found
 
     @contextlib.contextmanager
     def apart(self, evaluation: str) -> Iterator[None]:
-        """Samples of an evaluation are kept in a table of their own, and its seconds are dropped, which are
-        no step's.
+        """Keep samples of an evaluation in a table of their own, and drop its seconds, which belong to no
+        step.
 
         Args:
-            evaluation: Prefix of the evaluation that the block is.
+            evaluation: Prefix of the evaluation in this block.
         """
         former = self.records, self.evaluation
         clock = self._seconds, self._total, self._last_microbatch, self._running
@@ -123,12 +122,12 @@ class StepLog:
     # Times: seconds of an optimizer step, of trainings and of evaluations
 
     def add_seconds(self, part: str, seconds: float) -> None:
-        """Count seconds of a part of the step that was timed elsewhere, or `HIDDEN` ones."""
+        """Add seconds that were measured elsewhere to a part of the step, or to `HIDDEN`."""
         self._seconds[part] += seconds
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the block as part of the step: rollout, reward or logprob."""
+        """Time the block as a part of the step: rollout, reward or logprob."""
         start = time.perf_counter()
         try:
             yield
@@ -137,7 +136,8 @@ class StepLog:
 
     @contextlib.contextmanager
     def microbatch(self) -> Iterator[None]:
-        """Count the block, which holds all of a microbatch, and what follows it until the step ends."""
+        """Count the seconds of the block, a whole microbatch; after the step's last one, also those until the
+        step ends."""
         start, self._running = time.perf_counter(), True
         try:
             yield
@@ -146,10 +146,10 @@ class StepLog:
             self._total += self._last_microbatch - start
 
     def end_step(self) -> dict[str, float]:
-        """Seconds of the step that ends here, and its peak of memory in 10^9 bytes; nothing if there was
-        none.
+        """Return the seconds of the step that ends here, and its peak of memory in 10^9 bytes; empty outside
+        of a step.
 
-        The update is what the whole step takes beside the other parts, the optimizer included.
+        The update is the time of the whole step without the other parts; it includes the optimizer.
         """
         if not self._running:
             return {}
@@ -169,8 +169,8 @@ class StepLog:
         self._peak = max(self._peak, used_bytes(self._device))
 
     def begin(self, split: str) -> None:
-        """A training (``train``) or an evaluation (``eval``, ``eval_NAME``) begins, without what an earlier
-        one left behind when it was cut off."""
+        """Begin a training (``train``) or an evaluation (``eval``, ``eval_NAME``), and clear what an
+        interrupted one left."""
         self._began[split] = time.monotonic()
         if split != "train":
             self.metrics["eval"].clear()
@@ -181,9 +181,10 @@ class StepLog:
         self._total, self._last_microbatch, self._running = 0.0, 0.0, False
 
     def put_runtimes(self, metrics: dict[str, float]) -> None:
-        """Replace transformers' runtime, if these metrics have it, and the rates that follow from it.
+        """Replace transformers' runtimes in these metrics, if there are any, and the rates that follow from
+        them.
 
-        transformers reads it from the time of day: where that is set back meanwhile, it is negative.
+        transformers measures by the time of day: if the clock is set back meanwhile, its runtime is negative.
         """
         for split, began in self._began.items():
             if (theirs := metrics.get(f"{split}_runtime")) is None:
@@ -197,11 +198,11 @@ class StepLog:
     # The table of completions
 
     def keep(self, records: Sequence[Record]) -> None:
-        """Take the samples of a rollout into the table."""
+        """Add the samples of a rollout to the table."""
         self.records = [*self.records, *records][-self._longest :]
 
     def table(self, step: int) -> pd.DataFrame:
-        """The samples of the newest rollouts, a row each."""
+        """Return the samples of the newest rollouts, one row each."""
         names = dict.fromkeys(name for record in self.records for name in record.rewards)
         extras = dict.fromkeys(name for record in self.records for name in record.extra)
         columns: dict[str, list[Any]] = {
@@ -214,10 +215,10 @@ class StepLog:
         return pd.DataFrame(columns | {"advantage": [record.advantage for record in self.records]})
 
     def write_table(self, run: Path, step: int) -> pd.DataFrame:
-        """Write the table of a step into the run folder.
+        """Write the table of a step into the run folder, and return it.
 
         Raises:
-            QeRLError: It cannot be written.
+            QeRLError: The table cannot be written.
         """
         table = self.table(step)
         try:
@@ -234,17 +235,17 @@ class StepLog:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """The mean of what is a number; None of nothing."""
+    """Return the mean of all values but NaN; None if there is none."""
     valid = [value for value in values if not math.isnan(value)]
     return sum(valid) / len(valid) if valid else None
 
 
 def print_table(table: pd.DataFrame, step: int, most: int | None) -> None:
-    """Show completions in the terminal, ``most`` of them drawn anew each time; None for all."""
+    """Show completions in the terminal: ``most`` of them, drawn anew each time, or all for None."""
     rows = table if most is None or most >= len(table) else table.sample(most)
     shown = RichTable(title=f"Step {step}", expand=True, show_lines=True)
     columns = [name for name in rows.columns if name != "step"]
-    for name in columns:  # as Text: what a model writes in brackets is no markup
+    for name in columns:  # as Text: brackets in a completion are no markup
         shown.add_column(Text(name), overflow="fold")
     for row in rows[columns].itertuples(index=False):
         cells = (f"{value:.2f}" if isinstance(value, float) else _text(value) for value in row)
@@ -259,7 +260,7 @@ def _text(value: Any) -> str:
 
 
 def _with_text_arguments(conversation: Any) -> Any:
-    """The same conversation, arguments of tool calls as JSON text; text stays as it is."""
+    """Return the conversation with the arguments of tool calls as JSON text; a text is returned as it is."""
     if not isinstance(conversation, list):
         return conversation
     return [

@@ -1,29 +1,28 @@
-"""The teacher of a distillation (`algorithm: distill`): who it is, what it reads, and what it gives.
+"""The teacher of a distillation (`algorithm: distill`): its model, its prompt, and its output.
 
-`teacher` names one of three, by what they cost beside the policy:
+`teacher` names one of three, by their cost beside the policy:
 
 - `base`: with LoRA the policy's base without an adapter, which takes no memory; with full tuning a frozen
   copy of the model as it was given. It teaches something where it reads more than the policy does
   (`teacher_prompt`), or where the policy has moved away from it.
-- `adapter:PATH`: the same base with a saved adapter, which stands frozen beside the one that trains. The
-  path and not a checkpoint says which, so checkpoints and run folders do not hold it.
+- `adapter:PATH`: the same base with a saved adapter, which stays frozen beside the one that trains. The path
+  identifies it, so checkpoints and run folders do not hold it.
 - anything else: a model of its own, by Hub id, folder or file, in the format `teacher_weights`. Its
   vocabulary has to be the policy's, token by token.
 
-It is a frozen policy as the reference of the KL penalty is (`qerl.trainer.reference`), with a pass in the
-update in place of one behind the rollout: whole distributions are compared, and hidden states, from which its
-head makes them, are needed for one chunk at a time. So a checkpoint holds nothing of a teacher, and a step
-that is done again in smaller chunks asks it again.
+It is a frozen policy, like the reference of the KL penalty (`qerl.trainer.reference`), but its pass is in the
+update and not after the rollout: whole distributions are compared, and the hidden states from which its head
+computes them are needed for one chunk at a time. So a checkpoint holds nothing of a teacher, and a step that
+is repeated in smaller chunks runs the teacher again.
 
-**What it reads.** `teacher_prompt` is the text that a teacher reads in place of the user's last message, or
-of a prompt that is a text: `{prompt}` in it is that message or text, `{NAME}` the column NAME of the row;
-`{{` and `}}` are braces.
-The messages in front, the system's among them, and the generation prompt behind are the policy's. The
-completion's tokens are the same, each behind its own prompt, so position by position both say how the same
-text goes on. The policy's rows do not know of it.
+**Its prompt.** `teacher_prompt` is the text that a teacher reads in place of the user's last message, or of a
+prompt that is a text: `{prompt}` in it is that message or text, `{NAME}` the column NAME of the row; `{{` and
+`}}` are braces. The messages before it, the system's included, and the generation prompt after it are the
+policy's. The completion's tokens are the same, each after its model's own prompt, so at each position both
+predict the next token of the same text. The policy's rows do not contain the teacher's prompt.
 
-A teacher that is a mixture of experts chooses its own experts: those that are replayed for the update are the
-policy's choices.
+A teacher that is a mixture of experts chooses its own experts: the choices that are replayed for the update
+are the policy's.
 
 Legend: S positions that are scored, E hidden size of the teacher.
 """
@@ -66,16 +65,16 @@ class Teacher(Frozen):
 
     Args:
         args: Settings of the run.
-        policy: As it begins, where it trains; PEFT-wrapped or not.
+        policy: The policy before training, where it trains; PEFT-wrapped or not.
         by_segment: Whether the policy's attention reads segments of a packed row.
-        tokenizer: The policy's.
+        tokenizer: The policy's tokenizer.
 
     Attributes:
-        positions: As many tokens of a sample as it can read; None sets no limit.
+        positions: Maximum number of tokens of a sample that it can read; None sets no limit.
 
     Raises:
-        QeRLError: There is no such teacher, it is another vocabulary's or base's, or it knows nothing that
-            the policy does not.
+        QeRLError: The teacher does not exist, has another vocabulary or base, or is the policy as it begins
+            and reads the same prompt.
     """
 
     def __init__(
@@ -136,11 +135,11 @@ class Teacher(Frozen):
     def target(
         self, model: nn.Module, samples: Sequence[Sample], rows: Sequence[int], device: torch.device
     ) -> Target:
-        """What the teacher gives for the positions that the packed row of these samples scores.
+        """Return the teacher's output for the positions that the packed row of these samples scores.
 
         Args:
             model: The policy as it trains, wrapped for several processes or not.
-            samples, rows, device: As of `qerl.update.packed_row.pack_row`.
+            samples, rows, device: As in `qerl.update.packed_row.pack_row`.
         """
         seen = [
             replace(sample, prompt=sample.teacher_prompt or sample.prompt, choices=None) for sample in samples
@@ -154,15 +153,15 @@ class Teacher(Frozen):
 
 
 def teacher_prompt(template: str, prompt: Any, row: Mapping[str, Any]) -> Any:
-    """The prompt that a teacher reads, a text or messages as the policy's is.
+    """Return the prompt that a teacher reads, a text or messages as the policy's is.
 
     Args:
         template: `teacher_prompt` of the settings.
-        prompt: Of the policy.
-        row: Of the data.
+        prompt: The policy's prompt.
+        row: The row of the data.
 
     Raises:
-        QeRLError: The row has no such column or nothing in it, or no user's message that is a text.
+        QeRLError: The row lacks a column or has None in it, or the prompt has no user message that is a text.
     """
     if isinstance(prompt, str):
         return _filled(template, prompt, row)
@@ -186,14 +185,14 @@ def teacher_prompt(template: str, prompt: Any, row: Mapping[str, Any]) -> Any:
 
 
 def check_teacher_room(longest: int, positions: int) -> None:
-    """Refuse samples that are longer, behind what a teacher reads in front of them, than its positions.
+    """Raise if samples after the teacher's prompt may be longer than its positions.
 
     Args:
-        longest: The largest number of tokens that such a sample may have.
-        positions: Of the teacher.
+        longest: Maximum number of tokens of such a sample, prompt included.
+        positions: Positions of the teacher.
 
     Raises:
-        QeRLError: They are.
+        QeRLError: They may.
     """
     if longest - 1 > positions:  # a last token is never an input
         raise QeRLError(
@@ -203,12 +202,12 @@ def check_teacher_room(longest: int, positions: int) -> None:
 
 
 def check_teacher_prompt(template: str, columns: Collection[str]) -> None:
-    """Refuse a text that does not say the prompt, or names a column that the data have not.
+    """Raise if a template does not contain ``{prompt}``, or names a column that the data do not have.
 
     Raises:
-        QeRLError: It does.
+        QeRLError: Either is the case.
     """
-    names = set(_PLACE.findall(template)) - {""}  # which braces give
+    names = set(_PLACE.findall(template)) - {""}  # "" for the escaped braces
     if "prompt" not in names:
         raise QeRLError(
             "teacher_prompt stands in place of the user's message and does not repeat it; put {prompt} where "
@@ -244,7 +243,11 @@ def _vocabulary(model: PreTrainedModel) -> int:
 
 
 def _check_tokens(name: str, theirs: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
-    """Refuse a teacher whose token ids mean other texts."""
+    """Raise if the teacher's tokenizer gives a token id another text than the policy's.
+
+    Raises:
+        QeRLError: It does.
+    """
     words = {number: word for word, number in theirs.get_vocab().items()}
     for word, number in own.get_vocab().items():
         if words.get(number, word) != word:

@@ -1,13 +1,13 @@
 """The update of an optimizer step: scored samples in, gradients in `.grad` and a loss out.
 
 All microbatches of the step are computed together, when the last of them is due, since the weights do not
-move in between. The samples that have a gradient are divided into chunks by their number of tokens, whichever
-microbatch they are of (`qerl.update.chunks`), and each chunk is one packed row (`qerl.update.packed_row`),
-run forward and backward before the next. A loss still sees its whole microbatch: computed samples as numbers,
-the chunk's with their graph, those to come as zeros, which get no gradient. A token's gradient needs its own
-log-probability, its sample's, and normalisers known beforehand, but never what the model says of other
-samples; so at a microbatch's last chunk its loss is the one to report, and its metrics are those of the
-undivided batch.
+change in between. The samples that have a gradient are divided into chunks by their number of tokens, across
+microbatches (`qerl.update.chunks`). Each chunk is one packed row (`qerl.update.packed_row`), and runs forward
+and backward before the next. A loss still gets its whole microbatch: earlier chunks as constants, the current
+chunk with its graph, later ones as zeros, which get no gradient. A token's gradient depends on its own
+log-probability, on those of its sample, and on normalisers known beforehand, but never on the model's outputs
+for other samples; so at a microbatch's last chunk its loss is the one to report, and its metrics are those of
+the undivided batch.
 
 One option of TRL breaks this independence: `top_entropy_quantile` compares the tokens of a whole microbatch
 with those of other processes. The step then runs forward once more, without a graph, ahead of its chunks.
@@ -57,7 +57,7 @@ from qerl.update.policy_loss import (
 from qerl.update.routing import routing_of
 
 ENTROPY_FILE = "entropy_ctrl_state.json"
-"""In a checkpoint: state of the adaptive entropy bonus, under TRL's name."""
+"""File in a checkpoint with the state of the adaptive entropy bonus, under TRL's name."""
 
 Outputs = tuple[torch.Tensor, ...]
 """Log-probabilities, entropies and, with a teacher, divergences from it, [B, C] each, zero outside of the
@@ -66,10 +66,10 @@ samples that were computed."""
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one loss sees: samples, and what their rollout came to.
+    """The input of one loss: samples, and figures of their rollout.
 
     Attributes:
-        samples: As many in every microbatch of a run.
+        samples: The same number in every microbatch of a run.
         rollout_tokens: Tokens of the whole rollout, of all processes, that count in the losses' means.
         rollout_entropy: Mean entropy in nats of the sampler over all tokens of the rollout.
         counted: The share of the rollout's samples that count.
@@ -83,14 +83,15 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What losses read of samples, [B, C] on the device, zero behind a completion's end.
+    """Tensors of samples for the losses, [B, C] on the device, zero after a completion's end.
 
     Attributes:
         mask_BC: 1 on tokens that the loss sees.
-        advantages_B, group_tokens_B: Of the samples.
+        advantages_B, group_tokens_B: As in `Sample`.
         sampler_BC, sampler_entropy_BC: Log-probabilities and entropies under the sampler.
-        old_BC, reference_BC: Log-probabilities under other policies; None where samples have none.
-        chosen_BC: Tokens that the loss holds back for their covariance; None for a loss that has none.
+        old_BC, reference_BC: Log-probabilities under the old and the reference policy; None where samples
+            have none.
+        chosen_BC: Tokens that the loss holds back for their covariance; None for a loss that holds back none.
     """
 
     mask_BC: torch.Tensor
@@ -104,7 +105,7 @@ class Inputs:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device) -> "Inputs":
-        """Those of samples, in one upload."""
+        """Return the inputs of samples, copied to the device in two uploads."""
         columns: list[list[Any]] = [
             [sample.loss_mask for sample in samples],
             [sample.logprobs for sample in samples],
@@ -128,7 +129,7 @@ class Inputs:
         return cls(mask, advantages, group_tokens, sampler, entropy, old, reference)
 
     def part(self, rows: slice) -> "Inputs":
-        """Those of some of the samples."""
+        """Return the inputs of some of the samples."""
         return Inputs(
             *(self.mask_BC[rows], self.advantages_B[rows], self.group_tokens_B[rows]),
             *(self.sampler_BC[rows], self.sampler_entropy_BC[rows]),
@@ -137,16 +138,16 @@ class Inputs:
 
 
 class UpdateStep:
-    """Gradients of optimizer steps, and log-probabilities of samples.
+    """Computes gradients of optimizer steps, and log-probabilities of samples.
 
     Args:
         args: Settings of the run.
         base: The transformers model in the policy.
-        path: Which of the project's kernels it runs on.
-        accelerator: Of the run.
-        recompute_every_layer: Turns that on and says whether it was off.
-        teacher: Whose distributions the loss compares the policy's with; None without one.
-        make_room: As of `MemoryRetry`.
+        path: Tells which of the project's kernels the policy runs on.
+        accelerator: Accelerator of the run.
+        recompute_every_layer: Turns on recomputation of every layer and returns whether it was off.
+        teacher: Gives the distributions that the loss compares the policy's with; None without one.
+        make_room: As in `MemoryRetry`.
 
     Attributes:
         retry: Divides steps into chunks, and halves these where memory runs out.
@@ -182,20 +183,21 @@ class UpdateStep:
             checkpointing=args.gradient_checkpointing_kwargs,
             make_room=make_room,
         )
-        self._entropy_coef, self._last_entropy = args.entropy_coef, torch.inf  # of the step before
+        self._entropy_coef, self._last_entropy = args.entropy_coef, torch.inf  # entropy of the step before
         self._reports: list[Metrics] = []
         self._rollout_entropy = torch.nan
 
     def run(self, model: nn.Module, microbatches: Sequence[Microbatch], step: int) -> torch.Tensor:
-        """The loss of an optimizer step, a scalar on the device; adds its gradients to those that are there.
+        """Return the loss of an optimizer step, a scalar on the device; add its gradients to those in
+        `.grad`.
 
         Args:
             model: The policy as it trains, wrapped by PEFT and for several processes or not.
-            microbatches: Of the step.
-            step: Its number from 1.
+            microbatches: Microbatches of the step.
+            step: Number of the step, from 1.
 
         Raises:
-            QeRLError: One sample alone does not fit into memory, or there are several processes.
+            QeRLError: Memory ran out, and one sample alone does not fit or there are several processes.
         """
         rebuild_buckets(model)
         work = functools.partial(self._attempt, model, microbatches, step)
@@ -218,7 +220,7 @@ class UpdateStep:
         for number, chunk in enumerate(chunks):
             done += chunk
             touched = sorted({row // size for row in chunk})
-            if number == len(chunks) - 1:  # and those of which nothing is computed
+            if number == len(chunks) - 1:  # and those without a computed sample
                 touched = sorted({*touched, *(set(range(len(microbatches))) - reports.keys())})
             apart = number < len(chunks) - 1
             with self._accelerator.no_sync(model) if apart else contextlib.nullcontext():
@@ -250,7 +252,7 @@ class UpdateStep:
         values: Outputs,
         computed_BC: torch.Tensor,
     ) -> None:
-        """Keep what is to be logged of a step; nothing is read from the device."""
+        """Keep the metrics of a step on the device, to be logged later; nothing is read from the device."""
         self._reports = [reports[at][1] for at in range(len(microbatches))]
         entropies = [part.rollout_entropy for part in microbatches]
         self._rollout_entropy = sum(entropies) / len(entropies)
@@ -264,9 +266,9 @@ class UpdateStep:
         self._reports.append(apart)
 
     def metrics(self) -> dict[str, list[float]]:
-        """What the losses of the last step have reported, a number of each; every process must call this.
+        """Return the metrics of the last step's losses, one value each; every process must call this.
 
-        Reading the numbers waits for the device. Sets the weight of the adaptive entropy bonus.
+        Reading the values waits for the device. Sets the weight of the adaptive entropy bonus.
         """
         if not self._reports:
             return {}
@@ -289,14 +291,14 @@ class UpdateStep:
         return found | {"entropy_coef": [self._entropy_coef]}
 
     def save(self, folder: Path) -> None:
-        """Write limits of memory, and the state of the adaptive entropy bonus, into a checkpoint."""
+        """Write memory limits, and the state of the adaptive entropy bonus, into a checkpoint."""
         self.retry.save(folder)
         if self._args.use_adaptive_entropy:
             state = {"entropy_coef": self._entropy_coef, "last_world_entropy": self._last_entropy}
             (folder / ENTROPY_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Go on with what `save` has written."""
+        """Restore what `save` wrote."""
         self.retry.load(folder)
         if self._args.use_adaptive_entropy and (folder / ENTROPY_FILE).is_file():
             state = json.loads((folder / ENTROPY_FILE).read_text(encoding="utf-8"))
@@ -305,12 +307,12 @@ class UpdateStep:
     def logprobs(
         self, model: nn.Module, samples: Sequence[Sample], base: PreTrainedModel | None = None
     ) -> list[list[float]]:
-        """Log-probabilities of the tokens of samples under a model, without a graph; 0 where a sample is
+        """Return the log-probabilities of samples' tokens under a model, without a graph; 0 where a sample is
         masked.
 
         Args:
             model: The policy as it trains, or another one of its kind.
-            samples: Of whole groups.
+            samples: Whole groups.
             base: The transformers model in ``model``; None: the policy's.
         """
         lengths = Lengths.of(samples)
@@ -340,7 +342,8 @@ class UpdateStep:
         return rows
 
     def _chunks(self, rows: list[int], lengths: Lengths, size: int) -> list[list[int]]:
-        """Samples by forward pass, at least one; without a limit of tokens by microbatches of this size."""
+        """Divide samples into forward passes, at least one; without a limit of tokens by microbatches of this
+        size."""
         if self.retry.max_tokens is not None:
             return self.retry.split(rows, lengths)
         parts: dict[int, list[int]] = {}
@@ -357,10 +360,12 @@ class UpdateStep:
         base: PreTrainedModel | None = None,
         teacher: Teacher | None = None,
     ) -> Outputs:
-        """The outputs [B, C] of these samples, zero elsewhere; with divergences where there is a teacher, who
-        runs ahead of the policy, so that nothing of its pass is in memory beside the policy's activations.
+        """Return the outputs [B, C] of these samples, zero elsewhere; with a teacher also the divergences
+        from it.
 
-        Without any the zeros are connected to the weights: the optimizer sees zero gradients.
+        The teacher runs before the policy, so that nothing of its pass is in memory beside the policy's
+        activations. Without any samples the zeros are connected to the weights: the optimizer sees zero
+        gradients.
         """
         self.retry.note_forward(rows, lengths)
         shape, device = (len(samples), max(len(s.tokens) for s in samples)), self._accelerator.device
@@ -384,7 +389,8 @@ class UpdateStep:
     def _entropy_thresholds(
         self, forward: Callable[[list[int]], Outputs], chunks: list[list[int]], inputs: Inputs, size: int
     ) -> list[torch.Tensor]:
-        """For each microbatch the entropy from which on its tokens count, of all processes; else nothing."""
+        """Return for each microbatch the entropy, over all processes, from which on tokens count; empty
+        without the option."""
         quantile = self._args.top_entropy_quantile
         if quantile >= 1.0:
             return []
@@ -396,17 +402,17 @@ class UpdateStep:
             own = entropy_BC[start : start + size][mask_BC[start : start + size]]
             own = nn.functional.pad(own, (0, 1), value=torch.nan)
             padded = self._accelerator.pad_across_processes(own, pad_index=torch.nan)
-            # NaN of no token, which keeps none.
+            # NaN if there is no token; it keeps none.
             found.append(self._accelerator.gather(padded).nanquantile(1 - quantile))
         return found
 
     def _chosen(self, inputs: Inputs, seen: int, step: int) -> torch.Tensor | None:
-        """Of the tokens of a step that the losses of this process see, those that "clip_cov" and "kl_cov"
-        hold back.
+        """Return the tokens of this process's step that the losses "clip_cov" and "kl_cov" hold back; None
+        for other losses.
 
-        Covariances are taken of log-probabilities that are known ahead of the update, the old ones or the
-        sampler's, so that a chunk can be computed by itself; in the first update of a rollout these are the
-        policy's. Tokens without an advantage have no gradient to hold back.
+        Covariances are taken of log-probabilities that are known before the update, the old ones or the
+        sampler's, so that each chunk can be computed by itself; in the first update of a rollout these are
+        the policy's. Tokens without an advantage have no gradient to hold back.
         """
         args = self._args
         if args.loss_type not in ("clip_cov", "kl_cov"):
@@ -432,7 +438,7 @@ class UpdateStep:
         computed_BC: torch.Tensor,
         threshold: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Metrics]:
-        """The loss of a microbatch, given the policy's outputs for the tokens that are computed."""
+        """Return the loss of a microbatch, given the policy's outputs for the tokens that are computed."""
         (logps_BC, entropy_BC, *divergences), mask_BC = outputs, inputs.mask_BC
         trainer_BC = logps_BC.detach() if inputs.old_BC is None else inputs.old_BC
         between = (trainer_BC, inputs.sampler_BC, computed_BC)
@@ -445,7 +451,7 @@ class UpdateStep:
             advantages_B=inputs.advantages_B,
             logps_BC=logps_BC,
             entropy_BC=entropy_BC,
-            # 1 is the ratio of what is not computed: times an advantage of 0, infinity would be NaN.
+            # Tokens that are not computed get the ratio 1: infinity times an advantage of 0 would be NaN.
             old_BC=None if old_BC is None else torch.where(computed_BC > 0, old_BC, 0.0),
             sampler_BC=inputs.sampler_BC,
             reference_BC=inputs.reference_BC,
@@ -476,10 +482,10 @@ def save_rollouts(buffer: list[Microbatch], file: Path) -> None:
 
 
 def load_rollouts(file: Path) -> list[Microbatch]:
-    """Read what `save_rollouts` wrote, none where the checkpoint has no such file.
+    """Read what `save_rollouts` wrote; empty where the checkpoint has no such file.
 
     Raises:
-        QeRLError: It was written by an earlier version.
+        QeRLError: An earlier version wrote the rollout.
     """
     if file.with_suffix(".safetensors").is_file():
         raise QeRLError(
@@ -495,7 +501,7 @@ def load_rollouts(file: Path) -> list[Microbatch]:
 
 
 def policy_loss(args: QeRLConfig) -> PolicyLoss:
-    """The loss that the settings name."""
+    """Return the loss that the settings name."""
     assert args.epsilon_high is not None, "the settings have filled it in"
     return PolicyLoss(
         name=args.loss_type,
@@ -519,24 +525,24 @@ def policy_loss(args: QeRLConfig) -> PolicyLoss:
 
 
 def rebuild_buckets(model: nn.Module) -> None:
-    """Let DistributedDataParallel order its buckets anew here, where all processes are at the same place.
+    """Make DistributedDataParallel rebuild its buckets here, where all processes are at the same place.
 
-    It does so once, after the first gradients, by broadcasts in front of a forward pass. Which of a step's
-    chunks that would be differs between processes, and so would the collectives that they meet in.
+    It does so once, after the first gradients, by broadcasts at the start of a forward pass. Which of a
+    step's chunks that is would differ between processes, and so would the order of collectives.
     """
     if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
         model.reducer._rebuild_buckets()
 
 
 def _rows_mask(rows: Sequence[int], count: int, like: torch.Tensor) -> torch.Tensor:
-    """[count, 1], 1 for these rows."""
+    """Return a mask [count, 1], 1 for these rows."""
     mask_B1 = torch.zeros(count, 1)
     mask_B1[list(rows)] = 1
     return upload(mask_B1, like.device)
 
 
 def _with_known(values: Outputs | None, outputs: Outputs, chunk: Sequence[int]) -> Outputs:
-    """Outputs of a chunk's samples, known values of all others."""
+    """Return a chunk's outputs for its samples and the known values for all others."""
     if values is None:
         return outputs
     new_B1 = _rows_mask(chunk, len(outputs[0]), outputs[0]).bool()

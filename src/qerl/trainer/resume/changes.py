@@ -1,9 +1,9 @@
-"""What a run is resumed from, and whether it may be.
+"""The checkpoint that a run resumes from, and the check that it may.
 
-A checkpoint goes on with other settings than it was made with, if the user says so, but never silently. What
-its weights and its optimizer's state were made for cannot change: a new learning rate, for one, would be
-overwritten by the one in the optimizer's state. What says where and how often is written changes nothing.
-Everything else is said, in one sentence.
+A checkpoint can be resumed with other settings than it was made with, but never silently. Settings that its
+weights and its optimizer's state were made for cannot change: a new learning rate, for one, would be
+overwritten by the one in the optimizer's state. Settings of where and how often files are written change
+nothing. All other differences are printed in one sentence.
 """
 
 import logging
@@ -32,18 +32,18 @@ from qerl.trainer.refill import UNDER_WAY_FILE
 
 logger = logging.getLogger(__name__)
 
-# What the weights of a checkpoint, or the state of its optimizer, were made for.
+# Settings that the weights of a checkpoint, or the state of its optimizer, were made for.
 _FIXED = (
     "model", "weights", "rounding", "tuning", "adapter", "lora_r", "lora_alpha", "lora_target_modules",
     "lora_experts", "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
     "adam_epsilon",
 )  # fmt: skip
-# What a rollout that later steps still use was cut by.
+# Settings by which a rollout that later steps still use was divided.
 _LAYOUT = (
     "processes", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
     "generation_batch_size", "num_generations", "num_iterations",
 )  # fmt: skip
-# What neither data, samples nor gradients depend on, by the beginnings of names.
+# Settings on which neither data, samples nor gradients depend, as prefixes of names.
 _QUIET = (
     "output_dir", "resume_from_checkpoint", "run_name", "project", "trackio", "report_to", "log_", "logging_",
     "num_completions_to_print", "disable_tqdm", "save_", "hub_", "push_to_hub", "eval_", "do_eval",
@@ -51,13 +51,13 @@ _QUIET = (
     "tokens_per_forward", "gradient_checkpointing", "max_sequences", "reward_timeout", "accelerator_config",
     "ddp_", "dataloader_", "torch_empty_cache_steps", "use_cpu", "restore_callback",
 )  # fmt: skip
-# Those of them on which samples depend with `max_staleness`: behind saves and evaluations keys are computed
-# again, and what runs together decides in which step a token is drawn.
+# Those of them on which samples depend with `max_staleness`: after saves and evaluations keys and values are
+# computed again, and which samples run together decides in which step a token is drawn.
 _LOUD_IF_STALE = (
     "save_strategy", "save_steps", "save_only_model", "eval_strategy", "eval_steps", "eval_delay",
     "eval_on_start", "max_sequences",
 )  # fmt: skip
-# Of checkpoints whose settings do not say it: they leave out what was the default, and that was TRL's.
+# The learning rate of checkpoints whose settings lack it: they left out defaults, and TRL's was the default.
 _FORMER_RATE = 1e-6
 _EFFECTS = {
     "max_steps": "the schedules of learning rate and noise are those of the new length",
@@ -71,7 +71,7 @@ _EFFECTS = {
 
 
 def prepare_folder(config: QeRLConfig, console: Console) -> str | None:
-    """The checkpoint to resume from, as `resume_point` checks it, or None and a new folder.
+    """Return the checkpoint to resume from, as `resume_point` does; if there is none, make the output folder.
 
     Raises:
         QeRLError: As `resume_point`, or the folder cannot be made.
@@ -89,11 +89,11 @@ def prepare_folder(config: QeRLConfig, console: Console) -> str | None:
 
 
 def resume_point(config: QeRLConfig, console: Console) -> str | None:
-    """The checkpoint to resume from, checked, or None for a run that begins; nothing is written.
+    """Return the checkpoint to resume from, checked, or None for a run that begins; nothing is written.
 
     Args:
         config: Settings of the run that begins; nothing is loaded yet.
-        console: Where it is said which settings differ from the checkpoint's.
+        console: Prints the settings that differ from the checkpoint's.
 
     Raises:
         QeRLError: The folder holds another run or a model, there is no checkpoint, it is damaged, or a
@@ -121,12 +121,12 @@ def resume_point(config: QeRLConfig, console: Console) -> str | None:
 
 
 def checkpoint_of_a_trainer(resume: bool | str | Path, args: QeRLConfig) -> str:
-    """The checkpoint from which a trainer that was made in Python goes on, checked as that of a run.
+    """Return the checkpoint from which a trainer that was made in Python resumes, checked as that of a run.
 
-    Which settings differ is logged. The folder may hold a later checkpoint, as in TRL.
+    Settings that differ are logged. The folder may hold a later checkpoint, as in TRL.
 
     Args:
-        resume: What ``trainer.train`` was given: True for the newest of `output_dir`, or a folder.
+        resume: Argument of ``trainer.train``: True for the newest of `output_dir`, or a folder.
         args: The trainer's settings.
 
     Raises:
@@ -143,7 +143,7 @@ def checkpoint_of_a_trainer(resume: bool | str | Path, args: QeRLConfig) -> str:
 
 
 def _refuse_a_run(folder: Path) -> None:
-    """Refuse a folder in which the files of another run, or of a model, would be written over."""
+    """Raise if a folder holds files of another run, or of a model, which would be overwritten."""
     if last_checkpoint(folder):
         raise QeRLError(
             f"{folder} already holds a run; resume it with --resume_from_checkpoint true or choose another "
@@ -164,7 +164,7 @@ def _refuse_a_run(folder: Path) -> None:
 
 
 def _refuse_a_later_one(folder: Path, manifest: Manifest) -> None:
-    """Refuse a resume from before a later checkpoint, which would be taken for the newest one."""
+    """Raise if the folder has a later whole checkpoint than this one, which would be taken for the newest."""
     later = [path for path in checkpoints(folder) if int(path.name.rpartition("-")[2]) > manifest.step]
     for path in later:
         try:
@@ -178,7 +178,14 @@ def _refuse_a_later_one(folder: Path, manifest: Manifest) -> None:
 
 
 def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
-    """The sentences that name the settings and the device which differ, empty where none does."""
+    """Return sentences that name differing settings and devices, empty if none differ; raise for differences
+    that no resume allows.
+
+    Also sets `config.weights`, if it is not set, to the checkpoint's.
+
+    Raises:
+        QeRLError: The checkpoint has no optimizer state, or a setting differs that it cannot go on with.
+    """
     if "optimizer.pt" not in manifest.files:
         raise QeRLError(
             f"{checkpoint} has no state of the optimizer (save_only_model), so it cannot be resumed; start a "
@@ -188,7 +195,7 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
     then = {"learning_rate": _FORMER_RATE} | then | {"processes": manifest.processes}
     config.weights = config.weights or then.get("weights")  # what the run's folder decided
     now = _settings(resolved(config)) | {"processes": config.world_size}
-    in_hand = "None" in (then["model"], now["model"])  # nobody knows its name, nor that of its adapter
+    in_hand = "None" in (then["model"], now["model"])  # its name and its adapter's are unknown
     changes = [
         name
         for name in sorted(then | now)
@@ -234,12 +241,13 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a recipe; folders of a model and an adapter may have moved, so their last parts count."""
+    """Return settings with only the last part of the model's and adapter's paths, because folders may have
+    moved."""
     return settings | {name: Path(str(settings.get(name))).name for name in ("model", "adapter")}
 
 
 def _value(settings: dict[str, Any], name: str) -> Any:
-    """A setting, or its default where the recipe says nothing."""
+    """Return a setting, or its default where the recipe does not set it."""
     if name in settings or name not in FIELDS:
         return settings.get(name)
     default = default_of(FIELDS[name])

@@ -1,6 +1,6 @@
-"""Who writes into a run folder: one training at a time, which holds a lock there.
+"""The lock of a run folder: one training at a time writes into it.
 
-The kernel frees what a process that dies has locked. Only the first process of a training asks for it.
+The kernel releases the lock of a process that dies. Only the first process of a training acquires it.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger(__name__)
 
 _LOCK_FILE = "_lock"
-"""In the run folder, locked while a training writes there; no file of such a name is pushed to the Hub."""
+"""Lock file in the run folder; files whose names begin with an underscore are not pushed to the Hub."""
 
 
 @contextlib.contextmanager
 def claimed(folder: Path, process: int) -> Iterator[bool]:
-    """A block in which this training has the folder; whether nobody else had it.
+    """Hold the lock of a run folder in a block; yield False if another training has it.
 
     Args:
         folder: The run folder.
-        process: Number of this process; all but the first have what that one has, and ask nobody.
+        process: Number of this process; only process 0 takes the lock, all others yield True.
     """
     lock, alone = FileLock(folder / _LOCK_FILE), True
     try:

@@ -1,7 +1,7 @@
-"""What lies beside saved weights so that they are scored as they were trained.
+"""Files saved beside weights, so that the policy is scored as it was trained.
 
 Wherever the trainer saves (the run folder, each checkpoint, `save_model` from Python) it also writes
-config.yaml, the settings of the run, and policy.json, which says what settings cannot: the dtype that
+config.yaml, the settings of the run, and policy.json with the facts that settings cannot tell: the dtype that
 ``dtype: auto`` stood for on that machine, the rounding that a packed checkpoint was made with, whatever
 ``rounding`` says, and for an adapter the fingerprints of its base (`qerl.models.fingerprint`).
 """
@@ -29,7 +29,7 @@ def write_provenance(config: QeRLConfig, model: nn.Module, folder: Path) -> None
     Args:
         config: Settings of the run.
         model: The policy, PEFT-wrapped or not.
-        folder: Where its weights are saved.
+        folder: Folder of the saved weights.
     """
     base = base_model(model)
     facts: dict[str, Any] = {"dtype": str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")}
@@ -43,15 +43,15 @@ def write_provenance(config: QeRLConfig, model: nn.Module, folder: Path) -> None
 
 
 def check_base(folder: Path, base: PreTrainedModel, instead: str) -> None:
-    """Refuse an adapter whose base had other norms or embeddings than this model.
+    """Raise if an adapter's base had other norms or embeddings than this model.
 
     Args:
-        folder: Where it is saved; one without a policy.json passes.
+        folder: Folder of the adapter; one without a policy.json passes.
         base: The model.
-        instead: What the user shall give, the end of the sentence.
+        instead: End of the error's sentence: the user should give this.
 
     Raises:
-        QeRLError: It is of another model.
+        QeRLError: The adapter belongs to another model.
     """
     expected = read_policy(folder).get("fingerprint")
     if expected is not None and expected != fingerprint(base.named_parameters()):
@@ -63,7 +63,8 @@ def check_base(folder: Path, base: PreTrainedModel, instead: str) -> None:
 
 @functools.cache
 def _linears_of(name: str) -> str | None:
-    """`linears_fingerprint` of a base by its name, None where that is not on this machine; read once."""
+    """Return `linears_fingerprint` of a base by its name, cached; None if the base is not on this machine or
+    incomplete."""
     folder = folder_here(name) if name else None
     try:
         return None if folder is None else linears_fingerprint(folder)
