@@ -1,11 +1,11 @@
-"""The adapters that clients train: parameters, gradients, optimizer and snapshots of each, by name.
+"""The adapters that clients train, by model id: parameters, gradients, optimizer and snapshots of each.
 
-One is used at a time. Its FP32 matrices, their gradients and AdamW's moments, 16 bytes a parameter, are on
-the base's device then; of the others the last few that were used stay there, and the rest wait in the host's
+One adapter is used at a time. Its FP32 matrices, their gradients and AdamW's moments, 16 bytes per parameter,
+are then on the base's device; the most recently used others stay there too, and the rest wait in the host's
 memory.
 
-A snapshot is the state of a model for a sampler. As long as its model does not change it is the model's own
-parameters; just before they change they are copied, once for all samplers of that state, and to the host,
+A snapshot is the state of a model for a sampler, copied on write. Until its model changes, it shares the
+model's parameters; just before they change they are copied to the host, once for all samplers of that state,
 where the copy waits until it is sampled from. A snapshot without a sampler is not copied.
 """
 
@@ -28,13 +28,13 @@ HOST = torch.device("cpu")
 
 @dataclass(eq=False)
 class Snapshot:
-    """A policy at one moment.
+    """The policy of a model at one moment.
 
     Attributes:
         shape, matrices: Its adapter.
-        seed: Of its model.
-        steps: Optimizer steps of its model until then.
-        number: No other snapshot of this process has it.
+        seed: Seed of its model.
+        steps: Optimizer steps that its model had taken.
+        number: Unique in this process.
     """
 
     shape: Shape
@@ -44,7 +44,7 @@ class Snapshot:
     number: int = field(default_factory=count().__next__)
 
     def on(self, device: torch.device) -> Matrices:
-        """The matrices on a device, copied if they are elsewhere."""
+        """Return the matrices on a device, copied if they are elsewhere."""
         return {name: _parameter(matrix.detach().to(device)) for name, matrix in self.matrices.items()}
 
     def keep(self) -> None:
@@ -55,12 +55,12 @@ class Snapshot:
 
 
 class TrainedAdapter:
-    """One client's adapter, its gradients and its AdamW.
+    """A client's adapter with its gradients and its AdamW optimizer.
 
     Args:
-        shape: Of the adapter.
+        shape: Rank and layers of the adapter.
         matrices: Its parameters, which are trained in place.
-        seed: Of its first weights.
+        seed: Seed of its initial weights.
 
     Attributes:
         shape, matrices, seed: As given.
@@ -76,7 +76,7 @@ class TrainedAdapter:
         self._snapshot: weakref.ref[Snapshot] | None = None
 
     def snapshot(self) -> Snapshot:
-        """The present state; the same object until the adapter changes."""
+        """Return a snapshot of the present state; the same object until the adapter changes."""
         found = self._snapshot() if self._snapshot is not None else None
         if found is None:
             found = Snapshot(self.shape, self.matrices, self.seed, self.steps)
@@ -84,12 +84,13 @@ class TrainedAdapter:
         return found
 
     def step(self, adam: AdamParams) -> dict[str, float]:
-        """The norm of all gradients before clipping, and the number of steps, after one step that consumes
-        the gradients.
+        """Take one optimizer step, which consumes the gradients; return the norm of all gradients before
+        clipping, and the number of steps.
 
         Raises:
-            QeRLError: There are no gradients, one is not finite, or the step would make weights that are not.
-                The model stays as it is; the gradients are dropped, because no step could be made with them.
+            QeRLError: There are no gradients, one is not finite, or the step would make weights that are not
+                finite. The weights are unchanged then; the gradients are dropped, because no step can be
+                taken with them.
         """
         gradients = [matrix.grad for matrix in self.matrices.values() if matrix.grad is not None]
         if not gradients:
@@ -144,7 +145,7 @@ class TrainedAdapter:
         self.optimizer.state.update(state)
 
     def drop_gradients(self) -> bool:
-        """Drop the gradients; True if there were any."""
+        """Drop the gradients; return True if there were any."""
         found = any(matrix.grad is not None for matrix in self.matrices.values())
         for matrix in self.matrices.values():
             matrix.grad = None
@@ -154,15 +155,15 @@ class TrainedAdapter:
     def load(
         self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], steps: int
     ) -> None:
-        """Take another state; gradients are dropped.
+        """Replace the state; gradients are dropped.
 
         Args:
-            weights: By the names of the matrices, of their shapes.
+            weights: New matrices, with the names and shapes of the present ones.
             moments: From :meth:`moments`; empty for an optimizer that has not stepped.
-            steps: Optimizer steps behind that state.
+            steps: Optimizer steps taken up to that state.
 
         Raises:
-            QeRLError: They are not those of an adapter of this shape. Nothing has changed then.
+            QeRLError: The state is not that of an adapter of this shape; nothing has changed then.
         """
         self._check(weights, moments)
         states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -204,7 +205,7 @@ class TrainedAdapter:
         return self._bytes * (1 + (first.grad is not None) + 2 * (first in self.optimizer.state))
 
     def _check(self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a state that does not fit."""
+        """Raise if a state does not fit this adapter."""
         shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
         of_moments = {
             f"{name}/{kind}": torch.Size() if kind == "step" else shape
@@ -236,9 +237,9 @@ class Adapters:
     """All adapters of a server, by the ids of their models.
 
     Args:
-        seats: Of the base.
-        max_adapters: Largest number of adapters.
-        resident: Adapters that stay on the base's device between uses, the one in use among them.
+        seats: Seats of the base.
+        max_adapters: Maximum number of adapters.
+        resident: Number of adapters that stay on the base's device between uses, including the one in use.
     """
 
     def __init__(self, seats: Seats, max_adapters: int, resident: int) -> None:
@@ -254,7 +255,7 @@ class Adapters:
 
     @property
     def resident(self) -> int:
-        """Adapters on the base's device."""
+        """Number of adapters on the base's device."""
         return len(self._on_device)
 
     @property
@@ -263,10 +264,10 @@ class Adapters:
         return sum(adapter.bytes for adapter in self._by_id.values())
 
     def create(self, model_id: str, shape: Shape, seed: int) -> TrainedAdapter:
-        """A fresh adapter.
+        """Create and return a fresh adapter.
 
         Raises:
-            QeRLError: The server is full, the id is taken, or no adapter here has that shape.
+            QeRLError: The server is full, the id is taken, or this model has no adapters of that shape.
         """
         if model_id in self._by_id:
             raise QeRLError(f"There is a model {model_id} already; ask for another id.")
@@ -282,7 +283,7 @@ class Adapters:
         return adapter
 
     def get(self, model_id: str) -> TrainedAdapter:
-        """An adapter, on whichever device.
+        """Return an adapter, on whichever device it is.
 
         Raises:
             QeRLError: The id is unknown.
@@ -295,7 +296,7 @@ class Adapters:
         return self._by_id[model_id]
 
     def use(self, model_id: str) -> TrainedAdapter:
-        """An adapter, on the base's device.
+        """Move an adapter to the base's device and return it.
 
         Raises:
             QeRLError: The id is unknown.

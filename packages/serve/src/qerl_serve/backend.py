@@ -1,14 +1,15 @@
 """The model behind a server: one frozen base, the adapters of its clients, and teachers.
 
-It implements `qerl_serve.types.Backend` with the parts beside it: `bases` are the models with their engines
-and losses, `seats` and `adapters` train, `sampling` samples, `checkpoints` saves. The packed weights of each
-model are there once; engine and update read the same bytes, so a sampler is never synced.
+It implements `qerl_serve.types.Backend` with its neighbouring modules: `bases` has the models with their
+engines and loss drivers, `seats` and `adapters` train, `sampling` samples, `checkpoints` saves. The packed
+weights of each model exist once; engine and update read the same bytes, so no weights are synced for
+sampling.
 
-**Noise.** A server with a noise schedule samples a model's snapshots with noise in their norms: Z of the
-model's seed and its number of optimizer steps, as in the rollouts of `qerl train`. The client gets the
-log-probabilities of the noisy policy, sends them back with its loss, and `importance_sampling` makes of them
-the correction of clean over noisy. Left without noise are the base, greedy samples, log-probabilities of
-prompts, teachers, and of course losses.
+**Noise.** A server with a noise schedule samples a model's snapshots with noise in their norms: Z from the
+model's seed and its number of optimizer steps, as in the rollouts of `qerl train`. The client receives the
+log-probabilities of the noisy policy and sends them back with its loss, where `importance_sampling` turns
+them into the importance ratio of clean over noisy. The base, greedy samples, log-probabilities of prompts,
+teachers and losses have no noise.
 """
 
 import copy
@@ -55,14 +56,14 @@ class ModelBackend:
     """See `qerl_serve.types.Backend`.
 
     Args:
-        base: On which clients train.
-        adapters: Of the clients.
+        base: The model that clients train.
+        adapters: The clients' adapters.
         store: The server's folder.
-        teachers: Models beside it that do not train, with other names.
-        noise: Schedule by a model's optimizer steps; None samples without noise.
+        teachers: Models that do not train, under other names.
+        noise: Noise schedule over a model's optimizer steps; None samples without noise.
         noise_scale: Unit of the schedule's sigma.
-        enable_prefix_caching: Whether keys and values are kept until the next update, for samples that begin
-            alike.
+        enable_prefix_caching: Whether keys and values are kept until the next update, for samples with the
+            same prefix.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class ModelBackend:
         return self._save(model_id, EXTERNAL, name, notes)
 
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
-        """See `Backend.load_state`; without the optimizer the count of steps begins anew."""
+        """See `Backend.load_state`; without the optimizer the step count restarts at 0."""
         self._trained_on(path, [self._base])
         saved = self._store.read(path, with_optimizer)
         if model_id in self._adapters:
@@ -187,7 +188,7 @@ class ModelBackend:
         return _info(self.models[0].name, self._adapters.get(model_id).shape)
 
     def weights_info(self, path: str) -> WeightsInfo:
-        """See `Backend.weights_info`; the base has its present name, which clients give back."""
+        """See `Backend.weights_info`; the base has its present name, which clients send back."""
         saved = self._store.about(path)
         present = {base.fingerprint: base.name for base in reversed(self._hosts)}
         return _info(present.get(saved.fingerprint, saved.base), saved.shape)
@@ -201,7 +202,7 @@ class ModelBackend:
         return self._store.checkpoint(path)
 
     def delete_checkpoint(self, path: str) -> None:
-        """See `Backend.delete_checkpoint`; samplers of it go on."""
+        """See `Backend.delete_checkpoint`; open samplers of it remain usable."""
         self._store.delete(path)
 
     def expire_checkpoint(self, path: str, expires: float | None) -> None:
@@ -251,7 +252,7 @@ class ModelBackend:
             self._store.close()
 
     def _used(self, model_id: str) -> TrainedAdapter:
-        """An adapter on the base's device, which has no keys and values of samples then."""
+        """Release the KV cache, and return an adapter on the base's device."""
         self._sampling.release()
         return self._adapters.use(model_id)
 
@@ -261,7 +262,7 @@ class ModelBackend:
         return self._store.save(model_id, kind, name, adapter, config, notes, overwrite)
 
     def _named(self, name: str) -> Base:
-        """The base of one of the server's names."""
+        """Return the base with this name."""
         for base in self._hosts:
             if any(name == model.name for model in base.names):
                 return base
@@ -271,11 +272,11 @@ class ModelBackend:
         )
 
     def _trained_on(self, path: str, bases: Iterable[Base]) -> Base:
-        """That of some bases on which saved weights were trained, whatever its name was then; the first
-        where several are the same model in other formats.
+        """Return the first of `bases` on which saved weights were trained, by its fingerprint: its name may
+        have changed, and several bases may be one model in different formats.
 
         Raises:
-            QeRLError: None is.
+            QeRLError: The weights were trained on none of them.
         """
         saved, bases = self._store.about(path), [*bases]
         for base in bases:

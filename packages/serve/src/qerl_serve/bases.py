@@ -1,10 +1,10 @@
-"""A model of a server as it was loaded: frozen weights, their engine and their losses, in one place.
+"""A loaded model of a server: frozen weights, rollout engine and loss driver in one place.
 
-A server has one that trains, and may have teachers beside it: models that clients sample from and score with,
-as recipes of distillation do, and that never train. A teacher is another model of the same kind and not a
-second kind of server: its policies are itself and saved adapters that were trained on it, and its requests
-wait in the same queue. Beside its packed weights it takes what its engine keeps for an adapter; keys and
-values are only there for the model that is sampled from.
+A server has one trainable base and may have teachers beside it: models that clients sample from and score
+with, as recipes of distillation do, and that never train. A teacher is also a `Base`, not a second kind of
+server: its policies are the model itself and saved adapters that were trained on it, and its requests wait in
+the same queue. Beyond its packed weights a teacher takes the buffers that its engine keeps for an adapter;
+only the model being sampled from has a KV cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ class Base:
     """One model of a server.
 
     Attributes:
-        names: The model under each of its names; the first is the one that answers name.
-        seats: Of its adapters.
-        engine: Samples from it; its model is that of the seats.
-        driver: Computes losses with it.
-        tokenizer: For stops that are text.
+        names: The model under each of its names; answers use the first.
+        seats: Adapter slots in the model.
+        engine: Samples from `seats.model`.
+        driver: Computes losses on `seats.model`.
+        tokenizer: For stop strings.
         end_token_ids: Default end tokens of a completion.
-        fingerprint: Which adapters were trained on it (`qerl.models.fingerprint`).
+        fingerprint: Identifies the adapters that were trained on this model (`qerl.models.fingerprint`).
     """
 
     names: Sequence[ModelInfo]
@@ -48,13 +48,14 @@ class Base:
 
     @property
     def name(self) -> str:
-        """The name that answers give."""
+        """The name used in answers."""
         return self.names[0].name
 
     def host(
         self, noise: Callable[[Snapshot], NormOffsets] | None = None, keeps_prefixes: bool = True
     ) -> Host:
-        """The model for sampling; `noise` as of `Host`, whose prefixes are kept where its engine can."""
+        """Return the model for sampling; `noise` as in `Host`. Prefixes are kept only if the engine can keep
+        them."""
         vocabulary = base_model(self.seats.model).get_input_embeddings().num_embeddings
         limits = Limits(self.names[0].max_context_length, vocabulary, self.end_token_ids)
         return Host(

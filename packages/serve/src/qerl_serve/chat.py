@@ -1,15 +1,15 @@
 """OpenAI's chat API over the server's samplers: the base and saved weights, each by name.
 
 A request becomes a `SampleRequest` like those of the Tinker API: it waits in the same queue, joins the same
-batches, and counts among what the server holds. What was drawn is kept as tokens for a while
-(`qerl.endpoint.history`), so a client that goes on with a conversation goes on with the tokens that were
-drawn, and not with those that its text would have; keys and values are computed again.
+batches, and counts against the same limits. Sampled tokens are kept for a while (`qerl.endpoint.history`), so
+a client that continues a conversation continues with the tokens that were sampled, not with a new
+tokenization of their text. Keys and values are computed again, except for prefixes that the engine has kept.
 
-A model is named as the base is, by the tinker:// path of saved weights, or by the last part of that path
-where only one of the asker's own and of those the server began with has it: what others save changes no name.
-Saved weights are opened for a request and those that were asked for last stay open.
-Teachers have tokenizers of their own, which nothing here reads or writes with, so they and what was trained
-on them are refused.
+A model is named by the base's name, by the tinker:// path of saved weights, or by the last part of that path,
+if that is unique among the caller's own saved weights and the adapters given at the start: weights that
+others save change no name. Saved weights are opened for a request, and the most recently used stay open.
+Teachers have tokenizers of their own, which are not available here, so teachers and adapters trained on them
+are refused.
 """
 
 import asyncio
@@ -37,24 +37,24 @@ from qerl_serve.requests import TOKEN_BYTES
 from qerl_serve.types import Backend, Reader, SampleRequest, SampleResult
 
 KEPT_TOKENS = 1_000_000
-"""Tokens of an owner's conversations with one model that are kept; a token takes some 40 bytes."""
+"""Maximum tokens kept of an owner's conversations with one model; a token takes some 40 bytes."""
 
 KEPT_HISTORIES = 64
-"""Owners' conversations with a model that are kept, those used last."""
+"""Maximum number of histories, one per owner and model; the least recently used goes first."""
 
 KEPT_POLICIES = 8
-"""Policies of saved weights that stay open."""
+"""Maximum number of saved weights that stay open."""
 
 
 @dataclass(eq=False)
 class _Drawing:
-    """A request that is drawn.
+    """A request being sampled.
 
     Attributes:
-        asked, reply: It, and its answer in the making.
-        history, turns: Where its turns are kept.
-        prompt: Tokens before them.
-        key: The backend's of the policy, while it is open for this request.
+        asked, reply: The request, and its reply in progress.
+        history, turns: Its turns, and the history that keeps them.
+        prompt: Token ids before the turns.
+        key: The backend's key of the policy, while that is open for this request.
     """
 
     asked: Asked
@@ -66,11 +66,11 @@ class _Drawing:
 
 
 class ChatDesk:
-    """See `qerl.endpoint.http.Desk`; the gate has looked at the key.
+    """A `qerl.endpoint.http.Desk` over the server's queue; the gate has checked the key.
 
     Args:
         clients: Queue and futures.
-        reader: Reads and writes texts of the base.
+        reader: Tokenizer and end tokens of the base.
     """
 
     def __init__(self, clients: Clients, reader: Reader) -> None:
@@ -78,9 +78,9 @@ class ChatDesk:
         self._templates = Templates(reader.tokenizer, None)
         self._bases = [base.name for base in clients.bases.values() if base.trainable]
         self._lock = threading.Lock()  # of the histories, which the worker writes to
-        # Of an owner with a model, the last used last.
+        # By owner and model, least recently used first.
         self._histories: OrderedDict[tuple[str, str], History] = OrderedDict()
-        self._open: OrderedDict[str, str] = OrderedDict()  # the backend's keys by source, the last used last
+        self._open: OrderedDict[str, str] = OrderedDict()  # the backend's keys by source, least recent first
 
     async def models(self, key: str) -> Sequence[str]:
         """See `Desk.models`."""
@@ -88,7 +88,7 @@ class ChatDesk:
         return [*self._bases, *(name for name, paths in saved.items() if len(paths) == 1)]
 
     async def ask(self, key: str, asked: Asked) -> Reply:
-        """See `Desk.ask`; each request is drawn anew."""
+        """See `Desk.ask`; each request is sampled anew."""
         source = await self._source(asked.model)
         reply = Reply(uuid.uuid4().hex, asked.n)
         if asked.n > self._clients.limits.num_samples:
@@ -97,7 +97,7 @@ class ChatDesk:
             )
         with self._lock:
             history = self._history(source)
-            # Texts and ids are what a client has whole; only messages stand for other tokens than they say.
+            # Texts and token ids are complete prompts; only messages refer to tokens sampled before.
             place = self._templates.place(asked, history if asked.is_chat else History())
             turns = [history.begin(place) for _ in range(asked.n)]
             before = place.parent.token_ids if place.parent is not None else []
@@ -105,7 +105,7 @@ class ChatDesk:
         return reply
 
     def _history(self, source: str) -> History:
-        """What the asker drew from a model; a surplus one of others is forgotten."""
+        """Return the caller's history with a model; if there are too many, forget the least recently used."""
         key = owners.now().name, source
         history = self._histories.setdefault(key, History(KEPT_TOKENS))
         self._histories.move_to_end(key)
@@ -122,11 +122,11 @@ class ChatDesk:
         return decoded(self._reader.tokenizer, token_ids)
 
     def left(self, reply: Reply) -> None:
-        """See `Desk.left`; what nobody waits for is not finished."""
+        """See `Desk.left`; sampling for a client that is gone is not completed."""
         reply.wanted = False
 
     async def _source(self, name: str) -> str:
-        """What the backend knows the model of a name by.
+        """Return the backend's name of a model: the base's name or a tinker:// path.
 
         Raises:
             ApiError: There is no such model, or it is a teacher.
@@ -152,7 +152,7 @@ class ChatDesk:
         return paths[0]
 
     async def _saved(self) -> dict[str, list[str]]:
-        """Paths of saved weights by the names that they go by for whoever asks."""
+        """Return the paths of saved weights by the names under which the caller may ask for them."""
         listed = await asyncio.wrap_future(self._clients.queue.call(methodcaller("checkpoints")))
         found = {checkpoint.path: [checkpoint.path] for checkpoint in listed}
         for checkpoint in listed:
@@ -165,7 +165,7 @@ class ChatDesk:
         """Enqueue a request to a policy.
 
         Raises:
-            ApiError: The server has too much to do.
+            ApiError: The request is too large, or the server overloaded.
         """
         clients, reply = self._clients, drawing.reply
         future = Future(f"chat:{reply.name}", "sample", "", bytes=TOKEN_BYTES * len(drawing.prompt))
@@ -188,7 +188,7 @@ class ChatDesk:
         clients.queue.call(partial(self._opened, source)).add_done_callback(opened)
 
     def _opened(self, source: str, backend: Backend) -> str:
-        """The backend's key of a policy, for one request; saved weights that were asked for stay open."""
+        """Open a policy for one request and return its key; saved weights stay open afterwards."""
         key = backend.sampler(source, self._bases[0])
         if source not in self._bases:
             former = self._open.pop(source, None)
@@ -218,7 +218,7 @@ class ChatDesk:
         )
 
     def _answer(self, drawing: _Drawing, result: SampleResult) -> Answer:
-        """Give a client its answer; called by the worker."""
+        """Turn a sampling result into the client's reply; called by the worker."""
         choices: list[Choice] = []
         for turn, sequence in zip(drawing.turns, result.sequences, strict=True):
             drawn = Completion(list(sequence.tokens), list(sequence.logprobs), [], sequence.stop_reason)
@@ -231,14 +231,14 @@ class ChatDesk:
         return Answer(b"")
 
     def _settled(self, drawing: _Drawing, future: Future) -> None:
-        """Take the outcome of a future, which nobody fetches, for the reply's, and close the policy."""
+        """Pass the failure of a future, which no client fetches, to the reply, and close the policy."""
         outcome = future.fetch()
         if isinstance(outcome, Failure):
             drawing.reply.settle(ApiError(outcome.error, 400 if outcome.category == "user" else 500))
         self._close(drawing)
 
     def _close(self, drawing: _Drawing) -> None:
-        """Give up the policy of a request, once."""
+        """Release the policy of a request, once."""
         with self._lock:
             key, drawing.key = drawing.key, ""
         if key:

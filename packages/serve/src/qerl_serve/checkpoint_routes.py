@@ -1,7 +1,7 @@
 """Routes that list, delete and download saved weights, and set when they expire.
 
-A download is a link that is signed with the server's key and works for an hour, so that any HTTP client can
-fetch it: a checkpoint as one tar file, or each of its files.
+A download is a link, signed with the server's key and valid for an hour, that any HTTP client can fetch: a
+whole checkpoint as one tar file, or one of its files.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 
 
 class CheckpointRoutes:
-    """The routes.
+    """Routes about saved weights.
 
     Args:
-        clients: Their queue leads to the backend.
-        secret: Signs links.
+        clients: Records of clients, and the queue to the backend.
+        secret: The key that signs links.
     """
 
     def __init__(self, clients: Clients, secret: str) -> None:
         self._clients, self._secret = clients, secret.encode()
 
     def routes(self) -> list[BaseRoute]:
-        """The routes, for the application."""
+        """Return the routes for the application."""
         return [
             Route("/api/v1/checkpoints", self._all, methods=["GET"]),
             Route("/api/v1/training_runs", self._runs, methods=["GET"]),
@@ -118,15 +118,16 @@ class CheckpointRoutes:
         return runs
 
     async def _check_owner(self, request: Request) -> None:
-        """Refuse to change what is another owner's, damaged or not; where that is not legible, the server's.
+        """Raise if saved weights, damaged or not, belong to another owner; they are the server's own if their
+        owner is not legible.
 
         Raises:
-            HTTPException: 403, it is; 404, there is nothing.
+            HTTPException: 403 if they belong to another owner, 404 if nothing is saved there.
         """
         path = _path(request)
         try:
             found = [await self._checkpoint(request)]
-        except QeRLError:  # it is damaged; the list has it all the same
+        except QeRLError:  # it is damaged, but still listed
             found = [saved for saved in await self._saved() if saved.path == path]
         for saved in found:
             if not owners.now().may(saved.notes.owner):
@@ -188,10 +189,10 @@ class CheckpointRoutes:
 
 
 def _path(request: Request) -> str:
-    """The tinker:// path that a route names.
+    """Return the tinker:// path that a route names.
 
     Raises:
-        QeRLError: It is none.
+        QeRLError: The route does not name a valid path.
     """
     parts = request.path_params
     path = f"{SCHEME}{parts['run']}/{parts['kind']}/{parts['name']}"
@@ -200,7 +201,7 @@ def _path(request: Request) -> str:
 
 
 def _page(request: Request, items: Sequence[Any]) -> tuple[Sequence[Any], dict[str, int]]:
-    """The requested items, by `offset` and `limit`, and their place among all."""
+    """Return the items selected by `offset` and `limit`, and their position among all."""
     asked = [request.query_params.get(name, "") for name in ("offset", "limit")]
     offset, limit = (
         int(text) if re.fullmatch("[0-9]{1,18}", text) else default
@@ -249,10 +250,10 @@ def _date(seconds: float) -> str:
 
 
 def _files_of(checkpoint: Checkpoint) -> list[Path]:
-    """The files of a checkpoint for a client.
+    """Return the files of a checkpoint that clients may download.
 
     Raises:
-        HTTPException: 404, it was deleted since it was described.
+        HTTPException: 404 if the checkpoint was deleted after it was described.
     """
     try:
         found = [
@@ -266,10 +267,10 @@ def _files_of(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _opened(paths: Sequence[Path], checkpoint: Checkpoint) -> list[BinaryIO]:
-    """The files of a checkpoint, open, so that they can be read to the end if it is deleted meanwhile.
+    """Open the files of a checkpoint, so that they can be read to the end even if it is deleted meanwhile.
 
     Raises:
-        HTTPException: 404, it was deleted since they were listed.
+        HTTPException: 404 if the checkpoint was deleted after its files were listed.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -285,7 +286,7 @@ def _deleted(checkpoint: Checkpoint) -> HTTPException:
 
 
 def _tar(files: Sequence[BinaryIO]) -> Iterator[bytes]:
-    """A tar file with these files at its top, piece by piece; closes them."""
+    """Yield a tar file with these files at its top level, in pieces; closes the files."""
     with contextlib.ExitStack() as stack:
         for file in files:
             stack.enter_context(file)

@@ -5,15 +5,17 @@
     ROOT/MODEL_ID/external_weights/NAME/    by `save_external`: the same, for other programs
 
 Each is a plain PEFT folder, which PEFT, vLLM and `qerl eval` read, with the optimizer's moments, the seed and
-the count of steps beside it, so that training goes on with the same bits. The client's notes lie there too,
-and in a file of its own the time of expiry, which may change. A folder is written aside and renamed, as the
-checkpoints of a run are. The former folder of its name is put aside until then, and the next server puts it
-back if this one was killed in between: so there is always the former one or the new one. Gradients since the
-last optimizer step are not part of it. A folder belongs to one server at a time, which holds a lock on it
-until it ends or is killed.
+the step count beside it, so that training resumes bit for bit. The folder also holds the client's notes and,
+in a separate file because it may change, the time of expiry. Gradients since the last optimizer step are not
+saved.
 
-A path is made of an id and a name as `qerl_serve.names` takes them, without characters that mean something to
-a file system, so no path leads out of the folder; nor does a link in it.
+A folder is written aside and renamed, as the checkpoints of a run are. A former folder of the same name is
+first moved aside, and moved back by the next server if this one is killed in between: so either the former or
+the new one is always there. ROOT belongs to one server at a time, which holds a lock on it until it ends or
+is killed.
+
+A path consists of an id and a name that `qerl_serve.names` accepts, without characters that mean something to
+a file system, so no path leads out of ROOT; a path through a symbolic link is refused.
 """
 
 import contextlib
@@ -46,24 +48,25 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 EXPIRY_FILE = ".expires.json"
-"""Hidden, so that it is not downloaded: in the folder of another server it would delete what it lies with."""
+"""Hidden, so that it is not downloaded: copied to another server's folder, it would get the weights deleted
+there."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 LOCK_FILE = "server.lock"
 REPLACED = ".replaced"
-"""Holds, by its path, what is being replaced."""
+"""Holds folders that are being replaced, by their paths."""
 
 TRAINING, SAMPLING, EXTERNAL = KINDS
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A saved adapter, read.
+    """A saved adapter, as read from its folder.
 
     Attributes:
-        shape, seed, steps: As of `TrainedAdapter`.
+        shape, seed, steps: As in `TrainedAdapter`.
         fingerprint, base: Fingerprint and name of its base.
-        weights: Its matrices.
-        moments: Of its optimizer; empty where none was saved, or asked for.
+        weights: Its matrices; empty if they were not read.
+        moments: The optimizer's moments; empty if not saved or not requested.
     """
 
     shape: Shape
@@ -76,12 +79,13 @@ class Saved:
 
 
 class Store:
-    """The folder of a server.
+    """A server's folder of saved weights.
 
     Args:
-        root: Made if it is missing.
-        facts: Content of policy.json for every saved adapter, "base" and "fingerprint" among it.
-        settings: Content of config.yaml, by which `qerl eval` finds the base in the format of the training.
+        root: The folder, created if it is missing.
+        facts: Content of policy.json for every saved adapter, including "base" and "fingerprint".
+        settings: Content of config.yaml, from which `qerl eval` loads the base in the weight format of the
+            training.
 
     Raises:
         QeRLError: Another server uses this folder.
@@ -91,7 +95,7 @@ class Store:
         self.root = root.absolute()
         self._facts, self._settings = dict(facts), dict(settings)
         self.root.mkdir(parents=True, exist_ok=True)
-        # Whoever loads the model takes the lock, and the worker, which is another thread, lets it go.
+        # The thread that loads the model takes the lock; the worker, another thread, releases it.
         self._lock = FileLock(self.root / LOCK_FILE, thread_local=False)
         try:
             self._lock.acquire(blocking=False)
@@ -113,15 +117,15 @@ class Store:
         notes: Notes,
         overwrite: bool = False,
     ) -> str:
-        """The path of an adapter that is written now; a damaged one under its name is replaced.
+        """Save an adapter and return its path; a damaged one of the same name is replaced.
 
         Args:
-            model_id: Of its model.
+            model_id: Id of its model.
             kind: `TRAINING`, with the optimizer, `SAMPLING` or `EXTERNAL`.
             name: The client's name for it.
-            adapter: Its state.
-            config: For PEFT.
-            notes: Of its client.
+            adapter: The adapter.
+            config: Its config for PEFT.
+            notes: The client's notes.
             overwrite: True if it may replace saved weights of this name.
 
         Raises:
@@ -156,11 +160,11 @@ class Store:
         return path
 
     def read(self, path: str, with_optimizer: bool = False) -> Saved:
-        """A saved adapter, on the host.
+        """Read a saved adapter into the host's memory.
 
         Raises:
-            QeRLError: There is none at this path, it is damaged, or saved without the optimizer that is asked
-                for.
+            QeRLError: Nothing is saved at this path, it is damaged, or it was saved without the requested
+                optimizer.
         """
         folder, about = self._about(path)
         if with_optimizer and not (folder / OPTIMIZER_FILE).is_file():
@@ -177,38 +181,38 @@ class Store:
         return Saved(**vars(about) | {"weights": weights, "moments": moments})
 
     def about(self, path: str) -> Saved:
-        """The saved weights at a path, without their tensors.
+        """Return the saved adapter at a path, without its tensors.
 
         Raises:
-            QeRLError: There are none at this path, or they are damaged.
+            QeRLError: Nothing is saved at this path, or it is damaged.
         """
         return self._about(path)[1]
 
     def checkpoint(self, path: str) -> Checkpoint:
-        """The entry of a path in a list of checkpoints.
+        """Return the entry of a path in a list of checkpoints.
 
         Raises:
-            QeRLError: There is none at this path, or it is damaged.
+            QeRLError: Nothing is saved at this path, or it is damaged.
         """
         return _described(path, self._about(path)[0])
 
     def saved_at(self, path: str) -> int:
-        """Time of the last save at a path, in nanoseconds, which tells its states apart.
+        """Return the time of the last save at a path, in nanoseconds, which tells versions apart.
 
         Raises:
-            QeRLError: There is nothing at this path, or it is damaged.
+            QeRLError: Nothing is saved at this path, or it is damaged.
         """
         return (self._about(path)[0] / MANIFEST_FILE).stat().st_mtime_ns
 
     def list(self) -> list[Checkpoint]:
-        """All saved weights, oldest first; damaged ones are named in the log too."""
+        """Return all saved weights, oldest first, damaged ones included; those are also logged."""
         found = []
         for path, folder in self._all():
             try:
                 read_manifest(folder)
             except QeRLError as error:
                 logger.warning("Clients can delete %s, and save another under its name: %s", path, error)
-            with contextlib.suppress(FileNotFoundError):  # somebody has just deleted it by hand
+            with contextlib.suppress(FileNotFoundError):  # it has just been deleted by hand
                 found.append(_described(path, folder))
         return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.path))
 
@@ -216,17 +220,17 @@ class Store:
         """Delete the saved weights at a path, damaged or not.
 
         Raises:
-            QeRLError: There are none.
+            QeRLError: Nothing is saved at this path.
         """
         folder = self._there(path)
-        (folder / MANIFEST_FILE).unlink()  # first, so that half a folder is none
+        (folder / MANIFEST_FILE).unlink()  # first, so that a half-deleted folder does not count as saved
         shutil.rmtree(folder)
 
     def expire(self, path: str, at: float | None) -> None:
-        """Set the time from which on the saved weights at a path may be deleted, as in `Notes`.
+        """Set the time after which the saved weights at a path may be deleted, as in `Notes`.
 
         Raises:
-            QeRLError: There are none.
+            QeRLError: Nothing is saved at this path.
         """
         _write_expiry(self._there(path), at)
 
@@ -243,10 +247,10 @@ class Store:
         self._lock.release()
 
     def folder(self, path: str) -> Path:
-        """The folder of a path, which need not exist.
+        """Return the folder of a path, which need not exist.
 
         Raises:
-            QeRLError: It is no path of saved weights, or leads out of the server's folder.
+            QeRLError: The path is not one of saved weights, or leads through a symbolic link.
         """
         parts = split_path(path)
         folder = self.root.joinpath(*parts)
@@ -257,7 +261,7 @@ class Store:
     def _written(
         self, adapter: TrainedAdapter, config: LoraConfig, notes: Notes, with_optimizer: bool
     ) -> Path:
-        """A folder aside with an adapter's files."""
+        """Write an adapter's files to a temporary folder and return it."""
         part = self.root / UNFINISHED / "part"
         clear(part)
         config.save_pretrained(str(part))
@@ -280,7 +284,8 @@ class Store:
         return part
 
     def _put_back(self) -> None:
-        """Put back what was to be replaced by something that is not there, and delete it where that is."""
+        """Finish replacements: delete a folder that was moved aside if the new one is there, else move it
+        back."""
         replaced = self.root / REPLACED
         for aside in replaced.glob(f"*/*/*/{MANIFEST_FILE}"):
             folder = self.root / aside.parent.relative_to(replaced)
@@ -292,7 +297,8 @@ class Store:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _all(self) -> Iterator[tuple[str, Path]]:
-        """Path and folder of all saved weights; foreign ones are named in the log."""
+        """Yield path and folder of all saved weights; folders without a valid path are logged and left
+        out."""
         for kind in KINDS:
             for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
                 path = f"{SCHEME}{manifest.parent.relative_to(self.root)}"
@@ -302,7 +308,7 @@ class Store:
                     logger.warning("%s is left out of the list of checkpoints: %s", manifest.parent, error)
 
     def _there(self, path: str) -> Path:
-        """The folder of a path, if it holds saved weights."""
+        """Return the folder of a path, if it holds saved weights; raise `NotSavedError` if not."""
         folder = self.folder(path)
         if not (folder / MANIFEST_FILE).is_file():
             raise NotSavedError(
@@ -317,7 +323,7 @@ class Store:
             state, facts = read_json(folder / STATE_FILE), read_json(folder / POLICY_FILE)
         except QeRLError as error:
             logger.warning("%s is damaged: %s", path, error)
-            raise QeRLError(  # of which a client need not hear where the server has its files
+            raise QeRLError(  # without the folders of the server, which do not concern clients
                 f"{path} is damaged: files of it are missing or cut short. Load another checkpoint; this one "
                 "can be deleted, or replaced by saving under its name."
             ) from error
@@ -344,8 +350,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _is_full(error: Exception) -> bool:
-    """True if an error says that the disk, or the user's share of it, is full; safetensors says so in
-    words alone."""
+    """Return True if an error means that the disk, or the user's quota of it, is full; safetensors says so
+    only in its message."""
     if isinstance(error, OSError):
         return error.errno in _FULL
     return any(f"(os error {number})" in str(error) for number in _FULL)
@@ -355,7 +361,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _described(path: str, folder: Path) -> Checkpoint:
-    """The entry of a folder in a list of checkpoints."""
+    """Return the entry of a folder in a list of checkpoints."""
     try:
         state = read_json(folder / STATE_FILE)
     except QeRLError:  # it is damaged
@@ -375,7 +381,8 @@ def _write_expiry(folder: Path, at: float | None) -> None:
 
 
 def _read_expiry(folder: Path) -> float | None:
-    """Time from which on the weights in a folder may be deleted; None if it is not set or cannot be read."""
+    """Return the time after which the weights in a folder may be deleted; None if it is not set or cannot be
+    read."""
     try:
         at = read_json(folder / EXPIRY_FILE).get("at")
     except QeRLError:

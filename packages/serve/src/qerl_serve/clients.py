@@ -1,8 +1,8 @@
-"""The clients and their records: sessions, models, samplers.
+"""Records of clients: sessions, models and samplers.
 
-A session ends on its client's request, or after a long silence; its models, snapshots and results go with it,
-saved weights stay. Records are read and written by HTTP's thread and, through jobs that report their results,
-by the worker's.
+A session ends at its client's request, or after a long silence; its models, snapshots and results go with it,
+saved weights stay. Records are read and written by the HTTP thread and, in jobs that report their results, by
+the worker thread.
 """
 
 import logging
@@ -26,12 +26,12 @@ from qerl_serve.types import Backend, ModelInfo, WeightsInfo
 logger = logging.getLogger(__name__)
 
 EXPIRY_S = 60.0
-"""How often what has expired is looked for."""
+"""Seconds between searches for expired weights."""
 
 
 @dataclass(eq=False)
 class Session:
-    """One client of an owner, with its description of itself."""
+    """A session of one client, with the client's description of itself."""
 
     id: str
     owner: str
@@ -43,8 +43,8 @@ class Session:
 
 @dataclass(eq=False)
 class Model:
-    """An adapter that a session trains, and what its client notes of it; `info` is there once the backend has
-    made it."""
+    """An adapter that a session trains, with the client's notes; `info` is None until the backend has created
+    it."""
 
     id: str
     session_id: str
@@ -56,14 +56,15 @@ class Model:
 
 @dataclass(eq=False)
 class Sampler:
-    """A policy to sample from, of a session.
+    """A policy that a session samples from.
 
     Attributes:
-        key: The backend's name of it.
-        ephemeral: True if it is a snapshot that was saved under no name.
+        key: The backend's key of the policy.
+        ephemeral: True if it is a snapshot that was not saved under a name.
         used: Time of its last request, in seconds of `time.monotonic`.
         waiting: Number of its unanswered requests.
-        open: True if the backend has it; one of saved weights may be closed and is opened again on use.
+        open: True if the backend holds the policy; a sampler of saved weights may be closed, and is opened
+            again on use.
     """
 
     id: str
@@ -81,7 +82,7 @@ class Clients:
     """Sessions with their models and samplers.
 
     Args:
-        bases: The base that trains by its names, and teachers by theirs.
+        bases: The trainable base under each of its names, and teachers under theirs.
         limits: Of requests and records.
 
     Attributes:
@@ -105,7 +106,7 @@ class Clients:
     def create_session(
         self, sdk_version: str, display_name: str | None = None, notes: Mapping[str, str] | None = None
     ) -> str:
-        """A new session's id."""
+        """Create a session of the current owner; return its id."""
         session = Session(
             uuid.uuid4().hex,
             owners.now().name,
@@ -120,28 +121,28 @@ class Clients:
         return session.id
 
     def session(self, session_id: str) -> Session | None:
-        """A session, if it is there and whoever asks may know."""
+        """Return a session, None if it is unknown or belongs to another owner."""
         found = self.sessions.get(session_id)
         return found if found is not None and owners.now().may(found.owner) else None
 
     def model(self, model_id: str) -> Model | None:
-        """A model, if it is there and whoever asks may know."""
+        """Return a model, None if it is unknown or belongs to another owner."""
         found = self.models.get(model_id)
         return found if found is not None and self.session(found.session_id) is not None else None
 
     def sampler(self, sampler_id: str) -> Sampler | None:
-        """A sampler, if it is there and whoever asks may know."""
+        """Return a sampler, None if it is unknown or belongs to another owner."""
         found = self.samplers.get(sampler_id)
         return found if found is not None and self.session(found.session_id) is not None else None
 
     def owner_of(self, model_id: str) -> str:
-        """The name of a model's owner; empty once it is gone."""
+        """Return the name of a model's owner; empty once the model is gone."""
         model = self.models.get(model_id)
         session = None if model is None else self.sessions.get(model.session_id)
         return "" if session is None else session.owner
 
     def heartbeat(self, session_id: str) -> bool:
-        """Note that a client lives; False if the session is unknown, or another owner's."""
+        """Record that a client is alive; return False if the session is unknown, or another owner's."""
         session = self.session(session_id)
         if session is not None:
             session.seen = time.monotonic()
@@ -153,7 +154,7 @@ class Clients:
             self._finish(session_id, "its client ended it")
 
     def _finish(self, session_id: str, reason: str) -> None:
-        """End a session, if it is there, and drop all that it has."""
+        """End a session, if it exists, and drop its models, samplers and requests."""
         with self.lock:
             if self.sessions.pop(session_id, None) is None:
                 return
@@ -174,11 +175,11 @@ class Clients:
         self.futures.end(session_id, Failure(f"The session of this request ended: {reason}.", "user"))
 
     def make_room(self, session_id: str) -> None:
-        """Make room for one more model of a session: if its owner's share or the server is full, the client
-        with the longest silence is taken for dead already after `Limits.gone_s`.
+        """Make room for one more model of a session: if its owner's share or the server is full, end the
+        session with the longest silence, if that has lasted `Limits.gone_s`.
 
         Raises:
-            Busy: All other clients with models live; some will end.
+            Busy: The clients of all other sessions with models are alive; some will end.
             QeRLError: The session itself has all models.
         """
         owner, most = owners.now(), self.limits.max_models
@@ -191,7 +192,7 @@ class Clients:
         )
 
     def _make_room(self, session_id: str, most: int, full: str, owner: str | None = None) -> None:
-        """Make room among the models of an owner; of all where that is None."""
+        """Make room among the models of an owner, or of all owners if `owner` is None."""
         with self.lock:
             counted = {
                 model.session_id: session.owner
@@ -224,19 +225,19 @@ class Clients:
             self.later(methodcaller("delete_expired"))
 
     def check_session(self, session_id: str) -> None:
-        """Refuse a session that is unknown.
+        """Raise if a session is unknown; else record that its client is alive.
 
         Raises:
-            QeRLError: It is.
+            QeRLError: The session is unknown, or another owner's.
         """
         if not self.heartbeat(check_id(session_id, "session_id")):
             raise QeRLError(unknown("session", session_id))
 
     def check_base(self, name: str) -> None:
-        """Refuse a base model that this server does not have.
+        """Raise if this server does not have a base model.
 
         Raises:
-            QeRLError: It does not.
+            QeRLError: The name is unknown.
         """
         if name not in self.bases:
             raise QeRLError(
@@ -244,10 +245,10 @@ class Clients:
             )
 
     def check_trainable(self, name: str) -> None:
-        """Refuse to train a base model that this server does not have, or has as a teacher.
+        """Raise if this server does not have a base model, or has it only as a teacher.
 
         Raises:
-            QeRLError: It does not, or has.
+            QeRLError: The name is unknown, or a teacher's.
         """
         self.check_base(name)
         if not self.bases[name].trainable:
@@ -258,7 +259,7 @@ class Clients:
             )
 
     def model_info(self, model_id: str) -> tuple[Model, WeightsInfo, ModelInfo]:
-        """A model, the adapter it was created with, and its base.
+        """Return a model, the adapter it was created with, and its base.
 
         Raises:
             QeRLError: There is no such model, or it is still being made.
@@ -271,13 +272,14 @@ class Clients:
         return model, model.info, self.bases.get(model.info.base_model, next(iter(self.bases.values())))
 
     def refused(self, kind: str, session_id: str, error: str) -> str:
-        """Request id of a failure before its request could wait."""
+        """Create a failed future for a request that was refused before it was enqueued; return its request
+        id."""
         future = self.futures.add(Future(f"refused:{uuid.uuid4().hex}", kind, session_id))
         future.settle(Failure(error, "user"))
         return future.request_id
 
     def later(self, run: Callable[[Backend], Any]) -> None:
-        """Run something on the backend without waiting for its result."""
+        """Enqueue a function for the backend without waiting for its result; a failure is logged."""
 
         def log(call: "CallFuture[Any]") -> None:
             if (error := call.exception()) is not None:
@@ -298,7 +300,7 @@ class Clients:
 
 
 def unknown(what: str, name: str) -> str:
-    """The error for a session or a model that is not there, with advice for the client."""
+    """Return the error message for an unknown session or model, with advice for the client."""
     return (
         f"This server knows no {what} {name}: its session ended, or the server was restarted. Make a new "
         "client, from saved weights with create_training_client_from_state_with_optimizer."

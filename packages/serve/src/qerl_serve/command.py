@@ -1,6 +1,6 @@
-"""`qerl serve`: a server from the command line, and the state of one that runs.
+"""`qerl serve`: start a server from the command line, or print the status of a running one.
 
-Imports of torch or HTTP are inside the functions, as in the rest of the command line.
+torch and HTTP are imported inside the functions, as in the rest of the command line.
 """
 
 import argparse
@@ -34,7 +34,7 @@ on one packed copy of the weights. Prints what to export so that recipes find th
 
 
 def add_serve(commands: Any) -> None:
-    """Describe the words of the command."""
+    """Add the `serve` command and its options."""
     sub = add_command(commands, "serve", _serve, "Serve a model to clients of the Tinker API.")
     sub.description = _TEXT
     sub.add_argument("model", nargs="?", metavar="MODEL", help="Hub id, local folder or .gguf file")
@@ -214,7 +214,7 @@ def _run(args: argparse.Namespace, backend: "Backend", keys: Keys, listening: so
         held=int(args.held_gb * 1e9),
         pause_s=args.pause_after,
     )
-    # A stream that is no terminal is often a log, which others can read.
+    # Output that is not a terminal is often a log, which others can read.
     shown = keys.own if args.console.file.isatty() else _where_key_is(args)
     args.console.print(
         greeting(base.name, args.host, listening.getsockname()[1], shown, args.output_dir, args.teacher),
@@ -226,14 +226,14 @@ def _run(args: argparse.Namespace, backend: "Backend", keys: Keys, listening: so
 def greeting(
     model: str, host: str, port: int, api_key: str, folder: Path, teachers: Sequence[str] = ()
 ) -> str:
-    """The message of a server that has begun: variables to export, and a line to try.
+    """Return the message of a started server: variables to export, and a command to try.
 
     Args:
         model: Name of the base.
-        host, port: Of its socket.
-        api_key: Its key, or the text that a shell replaces by it.
-        folder: Of saved weights.
-        teachers: Names of the models beside the base.
+        host, port: Address of its socket.
+        api_key: Its key, or a shell expression for it.
+        folder: Where weights are saved.
+        teachers: Names of the teachers.
     """
     url = f"http://{_address(host)}:{port}"
     served = f"{model}, and to teach it {', '.join(teachers)}," if teachers else model
@@ -254,14 +254,14 @@ def greeting(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address, before the model is loaded.
+    """Return a listening socket at the address; called before the model is loaded.
 
     Raises:
-        QeRLError: The address cannot be had.
+        QeRLError: The address cannot be listened on.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches TCP_NODELAY on where the protocol is named; without it the second part of every answer
-    # waits for the client's acknowledgement of the first.
+    # asyncio sets TCP_NODELAY only if the socket names its protocol; without it the second part of every
+    # answer waits for the client to acknowledge the first.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -277,7 +277,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _address(host: str) -> str:
-    """The address of a server for a client on this machine."""
+    """Return the host in the server's URL, for a client on this machine."""
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
@@ -291,11 +291,11 @@ def _is_local(host: str) -> bool:
 
 
 def _own_key(args: argparse.Namespace) -> str:
-    """The key of a server that begins: the one given, else the environment's, else that of its folder, which
-    is made once.
+    """Return the server's own key: the one given, else the environment's, else that of its folder, which is
+    created once.
 
     Raises:
-        QeRLError: No client would send it, or the file holds none.
+        QeRLError: The key is none that clients can send, or the file holds none.
     """
     given = _given_key(args)
     if given is not None:
@@ -316,7 +316,7 @@ def _own_key(args: argparse.Namespace) -> str:
 
 
 def _where_key_is(args: argparse.Namespace) -> str:
-    """The text that a shell replaces by the key of a server, or the key's name."""
+    """Return a shell expression for the server's key, or a placeholder for --api_key."""
     given = _given_key(args)
     if given is None:
         return f"$(cat {shlex.quote(str((args.output_dir / KEY_FILE).absolute()))})"
@@ -324,7 +324,8 @@ def _where_key_is(args: argparse.Namespace) -> str:
 
 
 def _given_key(args: argparse.Namespace) -> tuple[str, str] | None:
-    """The origin of a given key, and the key; an empty variable gives none."""
+    """Return the source of a given key, and the key; None if neither the option nor the variable has one. An
+    empty variable counts as unset."""
     if args.api_key is not None:
         return "--api_key", str(args.api_key)
     key = os.environ.get(KEY_VARIABLE, "")
@@ -332,8 +333,7 @@ def _given_key(args: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def _write_key(path: Path) -> None:
-    """Write a new key to a path, whole or not at all; of two servers that begin at once the first one's
-    stays."""
+    """Write a new key to a file, atomically; if two servers start at once, the first one's key stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # readable by the user alone
     aside = Path(name)

@@ -1,9 +1,10 @@
-"""Connections of clients: no more than there are descriptors for, and no silent ones for long.
+"""Limits on client connections: at most as many as file descriptors allow, and none silent for long.
 
-A client of the Tinker API holds a connection for every sample that it waits for, so hundreds are the rule.
-Each takes one of the process' descriptors, and without descriptors neither a client can connect nor a
-checkpoint be written. So some are kept back, and a connection that brings no whole request is closed after a
-while, or as soon as there are too many and it is the oldest of those. That holds before its key is checked.
+A client of the Tinker API holds one connection per sample that it waits for, so hundreds are the rule. Each
+takes one of the process' file descriptors, and without free descriptors no client can connect and no
+checkpoint can be written. So some are held back, and a connection without a complete request is closed after
+a timeout, or at once if there are too many connections and it is the oldest such one. This holds before its
+key is checked.
 """
 
 import asyncio
@@ -18,19 +19,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 logger = logging.getLogger(__name__)
 
 _ENOUGH = 1 << 16
-"""More descriptors are not asked for."""
+"""Maximum number of descriptors to ask for."""
 
 _PATIENCE_S = 10.0
 _LEAST_BYTES = 1 << 16
-"""A connection brings a whole request, or so many bytes of one, in so many seconds. No head is as long."""
+"""In `_PATIENCE_S` seconds a connection must deliver a complete request or at least `_LEAST_BYTES` of one. No
+request head is that long."""
 
 
 def room_for_connections() -> int:
-    """The number of connections that may be open at once: half as many as descriptors, which are raised to
+    """Return the maximum number of open connections: half the number of descriptors, which is first raised to
     the hard limit, at most 65,536.
 
-    The rest is for files, the GPU and connections that are accepted and not counted yet, up to three times
-    :func:`backlog_of`.
+    The other half is for files, the GPU and connections that are accepted but not counted yet, up to three
+    times :func:`backlog_of`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
@@ -42,22 +44,21 @@ def room_for_connections() -> int:
 
 
 def backlog_of(maximum: int) -> int:
-    """Number of connections that may be accepted at a time, of a maximum of open ones."""
+    """Return the number of connections that may be accepted at a time, given the maximum of open ones."""
     return max(min(maximum // 4, 2048), 64)
 
 
 def connection_type(max_connections: int) -> type[H11Protocol]:
-    """uvicorn's class of connections, with a maximum of open ones."""
+    """Return a connection class for uvicorn with a maximum of open connections."""
     return type("ServedConnection", (Connection,), {"max_connections": max_connections, "by_age": {}})
 
 
 class Connection(H11Protocol):
-    """One connection, closed if it brings nothing.
+    """A connection that is closed if it delivers no complete request in time.
 
     Attributes:
-        max_connections: Maximum of open ones; uvicorn's own limit would answer none of them once it is
-            reached.
-        by_age: All open ones, the oldest first.
+        max_connections: Maximum of open ones. uvicorn's own limit, once reached, would serve none of them.
+        by_age: All open connections, oldest first.
     """
 
     max_connections = 512
@@ -67,7 +68,7 @@ class Connection(H11Protocol):
     _brought = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by asyncio once it is open."""
+        """Called by asyncio once the connection is open."""
         super().connection_made(transport)
         self.by_age[self] = None
         self._wait()
@@ -84,26 +85,26 @@ class Connection(H11Protocol):
         super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio once it is closed."""
+        """Called by asyncio once the connection is closed."""
         if self._look_again is not None:
             self._look_again.cancel()
         self.by_age.pop(self, None)
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        """Check in a while if data have come."""
+        """Schedule a check of the data that arrive from now on."""
         if self._look_again is not None:
             self._look_again.cancel()
         self._brought = 0
         self._look_again = self.loop.call_later(_PATIENCE_S, self._look)
 
     def _owes(self) -> bool:
-        """True if it has begun a request without its end; uvicorn bounds how long it may be idle between
-        two requests."""
+        """Return True if the client has yet to send a first request, or the rest of one; uvicorn bounds the
+        idle time between two requests."""
         return self.timeout_keep_alive_task is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def _look(self) -> None:
-        answered = self.conn.our_state is h11.DONE  # refused before all of it had come
+        answered = self.conn.our_state is h11.DONE  # refused before the whole request had arrived
         if self._owes() and (self._brought < _LEAST_BYTES or answered):
             self.transport.abort()
         else:

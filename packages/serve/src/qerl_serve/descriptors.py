@@ -1,11 +1,11 @@
 """The protobuf messages of the Tinker API that this server reads and writes, as classes made at import.
 
-Only these few messages travel as protobuf, all else is JSON. They are declared here from their field numbers,
-with our own names for what the wire does not name, so the server needs neither the client's package nor a
-compiler. Fields that are missing here are skipped when a message is read. The tests with the real
-client compare them with its own.
+Only these few messages are protobuf, all others are JSON. They are declared here from their field numbers,
+with names of our own where the wire format has none, so the server needs neither the client's package nor a
+compiler. Fields that are not declared are skipped when a message is read. The tests with the real client
+compare the declarations with the client's.
 
-A map is declared as what it is on the wire: repeated entries with a key and a value.
+A map is declared as on the wire: repeated entries with a key and a value.
 
 Layouts: tokens are int32, log-probabilities float32, indices and offsets int64, all little-endian bytes.
 """
@@ -41,7 +41,7 @@ MESSAGES = {
     "SampledSequence": "stop_reason 1 int32, tokens 2 bytes, logprobs 3 bytes",
     "TopkLogprobs": "token_ids 1 bytes, logprobs 2 bytes, k 3 uint32, length 4 uint32",
 }
-"""Fields of each message: name, number and type; a star says repeated. Enumerations are int32."""
+"""Fields of each message: name, number and type; a star marks a repeated field. Enumerations are int32."""
 
 FLOAT32, INT64, INT32 = 1, 2, 3
 """Values of `dtype`."""

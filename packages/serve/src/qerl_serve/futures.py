@@ -1,17 +1,17 @@
-"""Results that clients fetch.
+"""Results of requests, which clients fetch by request id.
 
-A request that takes the model is answered with an id at once; the client then asks for the result by that id,
-again and again, since each question is answered within half a minute. A connection may break while an answer
-is on its way, so a fetched result stays for a while. A request that is sent again gets the id that it had,
-and so the same result.
+A request that needs the model is answered with an id at once. The client then polls for the result by that
+id; each poll is answered within half a minute. A connection may break while an answer is in flight, so a
+fetched result is kept for a while. A request that is sent again gets the same id, and so the same result.
 
-Memory is bounded, by number and by bytes. Where a request does not fit, results that have arrived at their
-clients make room; where that is not enough it is refused, and its client sends it again later. A request
-whose turn it is in its model's line is not refused because of waiting requests, which may wait for it. So of
-each model one more request than fits may wait. Results may exceed the bytes until they are fetched: the size
-of a result is unknown when its request comes, and a result is never refused.
+Memory is bounded by number and by bytes. If the bytes of a request do not fit, results that have reached
+their clients are forgotten; if that is not enough, or the number is reached, the request is refused, and its
+client sends it again later. The next request in a model's line is not refused because of the bytes of waiting
+requests, which may wait for it; so one request per model may wait beyond the limit. Results may exceed the
+bytes until they are fetched: the size of a result is unknown when its request arrives, and a result is never
+refused.
 
-Thread-safe: HTTP asks in one thread, the worker settles in another.
+Thread-safe: the HTTP thread fetches, the worker thread settles.
 """
 
 import json
@@ -29,21 +29,21 @@ from qerl_serve import owners
 logger = logging.getLogger(__name__)
 
 ARRIVED_S = 30.0
-"""A result that was fetched so long ago has arrived at its client."""
+"""Seconds after the first fetch when a result counts as having reached its client."""
 
 Category = Literal["user", "server"]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A result as it travels: JSON, or a protobuf message."""
+    """A serialized result: JSON, or a protobuf message."""
 
     body: bytes
     protobuf: bool = False
 
     @classmethod
     def of(cls, **fields: Any) -> Self:
-        """A result in JSON."""
+        """Return a result in JSON."""
         return cls(json.dumps(fields).encode())
 
 
@@ -57,16 +57,16 @@ class Failure:
 
 @dataclass(eq=False)
 class Future:
-    """A result that is there or will be.
+    """A present or future result of a request.
 
     Attributes:
         request_id: The client's handle.
-        kind: Of the request, as `forward_backward`.
-        session_id: The session that it ends with.
+        kind: Kind of the request, such as `forward_backward`.
+        session_id: The session of the request; its end fails and forgets the future.
         told: Called when a client has fetched a failure.
-        owner: Whose request it is.
-        bytes: Of the request while it waits, of the result once it is there.
-        outcome: The result, None while there is none.
+        owner: Name of the request's owner.
+        bytes: Size of the request while it waits, then of its result.
+        outcome: The result or failure, None while there is none.
         settled, fetched: Times of the result and of its first fetch, in seconds of `time.monotonic`.
     """
 
@@ -83,7 +83,7 @@ class Future:
     _waiters: list[Callable[[], None]] = field(default_factory=list)
 
     def settle(self, outcome: Answer | Failure) -> None:
-        """Set the result; of several the first one counts."""
+        """Set the result; later calls have no effect."""
         with self._lock:
             if self.outcome is not None:
                 return
@@ -93,7 +93,8 @@ class Future:
             waiter()
 
     def when_settled(self, waiter: Callable[[], None]) -> None:
-        """Call `waiter` once, from whichever thread settles; at once if it is settled."""
+        """Call `waiter` once the future is settled, in the thread that settles; at once if it is settled
+        already."""
         with self._lock:
             if self.outcome is None:
                 self._waiters.append(waiter)
@@ -107,7 +108,7 @@ class Future:
                 self._waiters.remove(waiter)
 
     def fetch(self) -> Answer | Failure | None:
-        """The result for a client that asks, None while there is none."""
+        """Return the result for its client and record the fetch; None while there is none."""
         if self.outcome is not None:
             self.fetched = time.monotonic() if self.fetched is None else self.fetched
             if isinstance(self.outcome, Failure) and self.told is not None:
@@ -116,11 +117,11 @@ class Future:
 
 
 class Busy(QeRLError):
-    """The server has too much to do; the request may be sent again later."""
+    """The server is overloaded; the request may be sent again later."""
 
 
 class TooLarge(QeRLError):
-    """The request never fits, however often it is sent."""
+    """The request exceeds a limit by itself, so it never fits, however often it is sent."""
 
 
 class Futures:
@@ -129,8 +130,8 @@ class Futures:
     Args:
         max_count: Largest number of futures.
         max_bytes: Largest number of bytes of waiting requests and of results together.
-        keep_s: Seconds that a fetched result stays.
-        unfetched_s: Seconds that another one stays.
+        keep_s: Seconds for which a fetched result is kept.
+        unfetched_s: Seconds for which an unfetched result is kept.
     """
 
     def __init__(self, max_count: int, max_bytes: int, keep_s: float, unfetched_s: float) -> None:
@@ -145,7 +146,7 @@ class Futures:
 
     @property
     def bytes(self) -> int:
-        """Bytes of requests that wait and of results."""
+        """Bytes of waiting requests and of results."""
         return self._bytes
 
     def get(self, request_id: str) -> Future | None:
@@ -153,15 +154,15 @@ class Futures:
         return self._futures.get(request_id)
 
     def add(self, future: Future, awaited: bool = False) -> Future:
-        """Keep a new future.
+        """Add a future; return it, or the one that has its request id already.
 
         Args:
-            future: Kept, unless there is one of its request id.
+            future: The future to add.
             awaited: True if waiting requests may wait for this one, so that their bytes must not keep it out.
 
         Raises:
-            TooLarge: It alone exceeds the bytes of all.
-            Busy: There are too many, or with it they are too large.
+            TooLarge: The request alone exceeds its owner's share of the bytes.
+            Busy: There are too many futures, or with this one too many bytes.
         """
         share = owners.now().share
         if future.bytes > (most := share * self._max_bytes):
@@ -187,7 +188,7 @@ class Futures:
         return kept
 
     def sweep(self, now: float) -> None:
-        """Forget results that were fetched long ago, and unfetched ones after a longer time."""
+        """Forget results that were fetched long ago, and unfetched results after a longer time."""
         with self._lock:
             for request_id, future in list(self._futures.items()):
                 since, keep = (
@@ -215,7 +216,7 @@ class Futures:
             future.settle(failure)
 
     def _settled(self, future: Future) -> None:
-        """Count the result in the place of the request."""
+        """Replace the size of the request by that of its result."""
         size = len(future.outcome.body) if isinstance(future.outcome, Answer) else 0
         with self._lock:
             if self._futures.get(future.request_id) is future:
@@ -223,11 +224,11 @@ class Futures:
                 future.bytes = size
 
     def _check_share(self, future: Future, share: float, awaited: bool) -> None:
-        """Refuse a request with which its owner has too much; results that have arrived do not count, and
-        beside one that others wait for no requests do.
+        """Raise if a request would exceed its owner's share. Results that have reached their clients do not
+        count; for an awaited request, waiting requests do not count either.
 
         Raises:
-            Busy: They have.
+            Busy: The share is exceeded.
         """
         until = time.monotonic() - ARRIVED_S
         mine = [
@@ -245,10 +246,11 @@ class Futures:
             )
 
     def _make_room(self, size: int, awaited: bool) -> None:
-        """Forget results that have arrived, the first fetched first, until this number of bytes fits.
+        """Forget results that have reached their clients, the first fetched first, until `size` more bytes
+        fit.
 
         Raises:
-            Busy: They do not fit; if the request is awaited, not even beside the results alone.
+            Busy: The bytes do not fit; for an awaited request, not even if only results are counted.
         """
         until = time.monotonic() - ARRIVED_S
         fetched = sorted((future.fetched, id_) for id_, future in self._futures.items() if future.fetched)

@@ -1,9 +1,11 @@
-"""The checks before all routes: the key, which says whose a request is, and the size of a body.
+"""The checks before all routes: the API key, which identifies the owner of a request, and the size of the
+body.
 
-A body is read whole before a route sees it, so an unfinished one is not run. While it comes it counts among
-the bodies that come, and beside too many of them it is refused, to be sent again. (Waiting requests are
-counted elsewhere, since a body that comes may be the one that they wait for.) A body of JSON may be no longer
-than a prompt of the whole context, because it is parsed in the thread that answers all clients.
+A body is read completely before a route sees it, so a truncated request never runs. While a body arrives, it
+counts against the limit for all incoming bodies; above that limit it is refused, to be sent again. (Waiting
+requests are counted elsewhere, since an incoming body may be the one that they wait for.) A JSON body may be
+no longer than one with a prompt of the whole context, because it is parsed in the thread that answers all
+clients.
 """
 
 import re
@@ -22,31 +24,31 @@ OPEN = ("/metrics", "/api/v1/healthz", "/api/v1/download/")
 """Paths that need no key; downloads are signed instead."""
 
 _LENGTH = re.compile(rb"[0-9]{1,18}")
-"""A body's length in bytes; more digits name none that could be taken."""
+"""A body's length in bytes; a number with more digits exceeds every limit."""
 
 
 TENSORS = "/api/v1/forward_backward"
-"""The path whose bodies are no JSON."""
+"""The path whose bodies are protobuf instead of JSON."""
 
 
 class _CutOffError(Exception):
-    """A client left in the middle of its body."""
+    """The body ended before it was complete."""
 
 
 class _TooManyError(Exception):
-    """With a body the incoming ones take too much memory."""
+    """With this body the incoming ones would take too much memory."""
 
 
 class Gate:
-    """Refuses requests without the key, and bodies that are too large, before anything reads them.
+    """Refuses requests without a valid key, and bodies that are too large, before any route reads them.
 
     Args:
         app: The application behind it.
-        keys: One of which is expected.
-        max_tensors: Bytes of a body of tensors.
-        max_json: Bytes of any other.
-        max_coming: Bytes of all incoming bodies together, and of an owner's with their share of it; one body
-            alone they may always send.
+        keys: The valid keys.
+        max_tensors: Maximum bytes of a body with tensors.
+        max_json: Maximum bytes of any other body.
+        max_coming: Maximum bytes of all incoming bodies together. An owner's share bounds the owner's bodies
+            likewise, but a single body always fits the share.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, max_tensors: int, max_json: int, max_coming: int) -> None:
@@ -104,11 +106,11 @@ class Gate:
     async def _body(
         self, headers: dict[bytes, bytes], receive: Receive, maximum: int, owner: Owner
     ) -> bytes | None:
-        """The whole body, None if it is larger than `maximum` bytes.
+        """Return the whole body, None if it is larger than `maximum` bytes.
 
         Raises:
-            _CutOffError: The client left before all of it had come.
-            _TooManyError: With it incoming bodies take too much memory.
+            _CutOffError: The client disconnected before the body was complete.
+            _TooManyError: With this body the incoming ones would take too much memory.
         """
         length = headers.get(b"content-length")
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= maximum):
@@ -139,7 +141,7 @@ class Gate:
 
 
 def _key_of(path: str, headers: dict[bytes, bytes]) -> bytes:
-    """The key that a client sends: where OpenAI's clients have it on their routes, else in X-API-Key."""
+    """Return the key of a request: the bearer token on OpenAI's routes, else the header X-API-Key."""
     if path.startswith(PREFIX):
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         return key.strip() if scheme.lower() == b"bearer" else b""

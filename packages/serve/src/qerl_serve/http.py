@@ -1,13 +1,13 @@
-"""The routes of the Tinker API over HTTP, all below /api/v1, beside /metrics and /status, and OpenAI's below
-/v1 (`qerl.endpoint.http`).
+"""The HTTP routes: the Tinker API below /api/v1, OpenAI's below /v1 (`qerl.endpoint.http`), /metrics and
+/status.
 
-A request that takes the model is answered at once with the id of a future, by which `retrieve_future` answers
-as soon as there is a result, or says after half a minute to ask again. Refusals are JSON with one sentence
-under `detail`.
+A request that needs the model is answered at once with the id of a future. `retrieve_future` answers with the
+result as soon as there is one, or after half a minute tells the client to ask again. Refusals are JSON with
+one sentence under `detail`.
 
-Every route but /metrics, healthz and signed downloads asks for a key (`qerl_serve.owners`), in the header
-X-API-Key or as OpenAI's clients send it, so neither another user of this machine nor a page in a browser can
-use a server that listens locally.
+Every route but /metrics, healthz and signed downloads requires a key (`qerl_serve.owners`), in the header
+X-API-Key or, on OpenAI's routes, as a bearer token, so neither another user of this machine nor a page in a
+browser can use a server that listens locally.
 """
 
 import asyncio
@@ -50,15 +50,15 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
-    """The application: requests about clients' own records are answered here, the rest by the routes beside
-    it.
+    """The application. It answers requests about clients' records; the neighbouring classes answer the
+    others.
 
     Args:
         clients: Records, queue and futures.
         metrics: For /metrics.
-        keys: One of which requests have.
-        works: True while the worker runs, without which no request is ever answered.
-        reader: For OpenAI's routes, which are there where it is.
+        keys: The valid keys.
+        works: Returns True while the worker runs, without which no request is ever answered.
+        reader: For OpenAI's routes; None leaves them out.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Api:
             self._chat = chat.Routes(ChatDesk(clients, reader), rewarded=False).routes()
 
     def app(self) -> Starlette:
-        """The application."""
+        """Return the ASGI application."""
         limits, bases = self._clients.limits, self._clients.bases.values()
         gate = Middleware(
             Gate,
@@ -140,7 +140,8 @@ class Api:
     def _ordered(
         self, kind: str, of: type[requests.B], submit: Callable[[requests.B], str]
     ) -> Callable[[bytes], str]:
-        """Takes bodies of requests that run in an order; one that cannot be read takes its place there."""
+        """Return a function that takes bodies of sequenced requests; an unreadable body fails in its
+        place."""
 
         def take(body: bytes) -> str:
             try:
@@ -250,7 +251,7 @@ class Api:
         request_id = requests.read(requests.Retrieve, await request.body()).request_id
         future = self._clients.futures.get(request_id)
         if future is None or not owners.now().may(future.owner):
-            # A client sends a request for samples again after 410; others are not for repeating.
+            # After 410 a client sends a sampling request again; other requests must not be repeated.
             raise HTTPException(
                 410 if ":sample:" in request_id else 404,
                 f"This server has no result of the request {request_id}: it was fetched long ago, its "
@@ -266,12 +267,12 @@ class Api:
         return _response(outcome)
 
     async def _cancel(self, request: Request) -> Response:
-        """Give up samples; other requests are not given up, because those after them wait for them."""
+        """Cancel a sampling request; other kinds are not cancelled, because later requests wait for them."""
         request_id = requests.read(requests.Retrieve, await request.body()).request_id
         future = self._clients.futures.get(request_id)
         if future is not None and future.kind == "sample" and owners.now().may(future.owner):
             future.settle(Failure("Its client has cancelled this request.", "user"))
-            future.fetch()  # nobody else will
+            future.fetch()  # its client will not
         return Response(status_code=204)
 
     def _pending(self, request_id: str) -> dict[str, Any]:
@@ -297,11 +298,11 @@ async def _nowhere(request: Request) -> Response:
 
 
 _ANY = Route("/{path:path}", _nowhere, methods=METHODS)
-"""After all others: what is nowhere."""
+"""Answers 404 for paths that no other route has; comes last."""
 
 
 async def _settled(future: Future, seconds: float) -> None:
-    """Return when a future is settled, or after a number of seconds."""
+    """Wait until a future is settled, at most `seconds`."""
     loop, settled = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:

@@ -1,14 +1,13 @@
-"""Adapters that were trained elsewhere, as saved weights that a server begins with.
+"""Adapters that were trained elsewhere, imported as saved weights when a server starts.
 
-Whoever starts the server names their folders, since nothing that a client sends is a path of this machine.
-An adapter is written to the server's folder as `tinker://imported/weights/NAME`; from there on it is a
-checkpoint like those of clients: listed, sampled from, asked for by its name at OpenAI's routes, and the
-state from which `create_training_client_from_state` goes on. It has no optimizer, so its first step is
-AdamW's first.
+Their folders are named on the command line, since nothing that a client sends is a path of this machine. An
+adapter is written to the server's folder as `tinker://imported/weights/NAME`; from then on it is a checkpoint
+like those of clients: it is listed, sampled from, found by name on OpenAI's routes, and trained further by
+`create_training_client_from_state`. It has no optimizer state, so its training begins with a fresh AdamW.
 
 An adapter of a server has the alpha of `qerl_serve.seats`, and all layers of attention, of the MLPs, or of
-both. B is scaled for that alpha, so the model computes what it did; the optimizer sees B scaled too. An
-adapter on some of these layers is refused, because the rest would begin to train.
+both. B is scaled for that alpha, so the model computes the same as before; the optimizer sees the scaled B.
+An adapter on only some of these layers is refused, because the others would begin to train.
 """
 
 import logging
@@ -34,8 +33,8 @@ from qerl_serve.types import Notes
 logger = logging.getLogger(__name__)
 
 _KEEP_BASE = "gaussian", "orthogonal"
-"""Ways to begin, beside PEFT's own, that leave the base as it is; the others change it, and what is saved
-fits the changed one."""
+"""Values of `init_lora_weights`, beside PEFT's own, that leave the base unchanged; the others change it, and
+the saved adapter fits the changed base."""
 _TAKEN = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -53,20 +52,21 @@ _TAKEN = {
     "task_type",
     "use_rslora",
 }
-"""Fields of an adapter's config that may differ from PEFT's defaults; which layers have matrices, the names
-of these say. Any other may be of another kind of adapter, also one that this PEFT does not know."""
+"""Fields of an adapter's config that may differ from PEFT's defaults; the adapted layers are read from the
+names of the matrices. Any other differing field may mean another kind of adapter, perhaps one that this PEFT
+does not know."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """An adapter, whose config was read and taken.
+    """An adapter whose config was read and accepted.
 
     Attributes:
-        name: By which clients ask for it.
-        folder: Where it lies.
-        rank: Of all of its matrices.
-        factor: By which B is multiplied, so that the update is the same with the alpha of the server.
-        base: Name of the model that it says it was trained on, empty where it says nothing.
+        name: Name by which clients ask for it.
+        folder: Folder with its files.
+        rank: Rank of all of its matrices.
+        factor: Factor of B, with which the LoRA update stays the same under the server's alpha.
+        base: Name of the model it was trained on, according to its config; empty if that has none.
     """
 
     name: str
@@ -77,15 +77,14 @@ class Imported:
 
 
 def read_imported(word: str, max_rank: int) -> Imported:
-    """The adapter that a word of the command line names.
+    """Read the config of an adapter named on the command line.
 
     Args:
-        word: DIR or NAME=DIR; DIR alone has the folder's own name.
-        max_rank: The largest rank of the server.
+        word: DIR or NAME=DIR; for DIR alone the name is the folder's.
+        max_rank: Maximum rank of the server.
 
     Raises:
-        QeRLError: The name is none, files are missing or damaged, or no server can train such an
-            adapter.
+        QeRLError: The name is invalid, files are missing or damaged, or no server can train such an adapter.
     """
     name, is_named, place = word.partition("=")
     if not is_named or Path(word).expanduser().is_dir():  # a folder may have a = in its name
@@ -131,13 +130,15 @@ def read_imported(word: str, max_rank: int) -> Imported:
 
 
 def save_imported(imported: Imported, base: Base, store: Store) -> str:
-    """The path under which an adapter is saved as one of the server's, in place of a former one of its name.
+    """Save an adapter as one of the server's, in place of a former one of its name; return its path.
 
-    One of another model is known by the fingerprint in its policy.json, or by shapes. Names tell little,
-    since a model that was copied or quantized has another one, so of those that differ the log says so.
+    An adapter of another model is recognized by the fingerprint in its policy.json, or by shapes. Names prove
+    little, since a copied or quantized model has another name; without a fingerprint, a differing name is
+    logged.
 
     Raises:
-        QeRLError: It was trained on another model, or adapts other layers than one of the server.
+        QeRLError: The adapter was trained on another model, or adapts other layers than the server's
+            adapters.
     """
     folder, seats = imported.folder, base.seats
     recorded = read_policy(folder).get("fingerprint")
@@ -168,12 +169,12 @@ def save_imported(imported: Imported, base: Base, store: Store) -> str:
 
 
 def _last(name: str) -> str:
-    """The part of a model's name that a copy of it keeps."""
+    """Return the part of a model's name that a copy of the model keeps, in lower case."""
     return name.rstrip("/").rpartition("/")[2].casefold()
 
 
 def _fitted(imported: Imported, weights: dict[str, torch.Tensor], seats: Seats, base: str) -> TrainedAdapter:
-    """The adapter with these weights, on the layers whose names they have."""
+    """Return an adapter with these weights, on the layers in their names."""
     adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in weights}
     kinds = seats.targets
     whole = {kind: names <= adapted for kind, names in kinds.items()}

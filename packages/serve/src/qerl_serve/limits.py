@@ -1,4 +1,4 @@
-"""Limits of the server, so that no client fills its memory; each refusal names the limit."""
+"""Limits that keep clients from filling the server's memory; each refusal names its limit."""
 
 from dataclasses import dataclass
 
@@ -8,30 +8,30 @@ class Limits:
     """Limits of requests and of the server's records.
 
     Attributes:
-        context: Tokens of a prompt with its completion, or of a datum, for the model that trains.
+        context: Maximum tokens of a prompt plus its completion, or of a datum, for the trainable model.
         max_rank: Largest rank of an adapter.
-        max_models: Models of all clients together.
-        connections: Connections of all clients together; a client is told to use at most half of them to wait
-            for samples.
-        body: Bytes of a request that brings tensors; :attr:`json` bounds the others.
-        datums: Datums of a request; clients cut longer batches into several requests.
-        elements: Elements of all tensors of a request together, those that a sparse one leaves out included.
-        num_samples: Completions of a request.
-        topk: Most probable tokens at each position of a prompt.
-        waiting: Waiting requests and unfetched results of all clients together.
-        held: Bytes of those together, of requests while they wait and of results until they are forgotten;
+        max_models: Maximum number of models of all clients together.
+        connections: Maximum open connections of all clients; a client is told to use at most half of them to
+            wait for samples.
+        body: Maximum bytes of a request body with tensors; :meth:`json` bounds the others.
+        datums: Maximum datums per request; clients split longer batches into several requests.
+        elements: Maximum elements of all tensors of a request together; sparse tensors count as dense.
+        num_samples: Maximum completions per request.
+        topk: Maximum number of most probable tokens per prompt position.
+        waiting: Maximum number of waiting requests and of results, fetched or not, of all clients together.
+        held: Maximum bytes of these requests and results, until the results are forgotten;
             `qerl_serve.futures` says what may exceed it. Incoming bodies may take as much again.
-        snapshots: Ephemeral snapshots of a session's models, and also the number of open samplers of saved
-            weights; the least recently used goes first.
-        silence_s: Silence after which a client is taken for dead and its models are dropped.
-        gone_s: Silence after which it loses its models already if there is no room for another's. Clients of
-            the package `tinker` speak every 10 seconds.
-        keep_s: Time in which a fetched result can be fetched again.
+        snapshots: Maximum ephemeral snapshots per session, and likewise open samplers of saved weights; the
+            least recently used goes first.
+        silence_s: Silence after which a client is considered dead and its session ends, with its models.
+        gone_s: Silence after which a client's session may already be ended to make room for another client's
+            model. Clients of the package `tinker` send a heartbeat every 10 seconds.
+        keep_s: Time for which a fetched result can be fetched again.
         unfetched_s: Time for which an unfetched result is kept.
-        poll_s: Wait before a client that asks for a result is told to ask again.
-        gather_s: Pause between requests for samples that ends a burst.
-        gather_most_s: Longest burst. Client 0.38 takes 0.26 to 0.49 s to send 128.
-        pause_s: Wait of an update after which the samples that are being decoded are paused for it.
+        poll_s: Time that a client's request for a result waits before the client is told to ask again.
+        gather_s: Time without a new sampling request that ends a burst.
+        gather_most_s: Maximum length of a burst. Client 0.38 takes 0.26 to 0.49 s to send 128 requests.
+        pause_s: Time that a batch of samples may keep an update waiting before it is paused.
     """
 
     context: int
@@ -56,5 +56,6 @@ class Limits:
     pause_s: float = 10.0
 
     def json(self, context: int) -> int:
-        """Bytes of a request in JSON: 16 for each token of the longest context, and 1 MiB for all else."""
+        """Return the maximum bytes of a JSON body: 16 per token of `context` and 1 MiB for all else, at most
+        `body`."""
         return min(self.body, 16 * context + (1 << 20))

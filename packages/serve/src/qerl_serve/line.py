@@ -1,15 +1,15 @@
-"""One model's requests, in the order of their sequence numbers.
+"""Requests of one model, in order of their sequence numbers.
 
-Number 0 makes the model. A client numbers the requests that follow from 1 on and may send them in any order,
-because it sends parts of one call side by side, the first one last. They run by number, each once. A number
-that was seen before is a request sent again, which never runs again.
+Number 0 creates the model. A client numbers the following requests from 1 on and may send them in any order,
+because it sends the parts of one call concurrently, the first part last. Requests run by number, each once: a
+number that was seen before is a retry, which never runs again.
 
-A request that fails may have been part of a call, or the first of several that belong together: a gradient
-and the step that takes it. Requests sent before the client learned of the failure are refused as well, with
-the cause, so no step is made with half a gradient; later ones were sent knowing of it, and run. The worker
-drops the gradients of earlier parts, so that a batch that is sent again counts once.
+A failed request may have been part of a call, or the first of several that belong together, such as a
+gradient and the optimizer step that applies it. Requests sent before the client learned of the failure are
+therefore refused as well, with its cause, so no optimizer step uses half a gradient; requests sent later run.
+The worker drops the gradients of earlier parts, so a batch that is sent again counts once.
 
-No threads in here; `qerl_serve.queue` locks.
+Not thread-safe; `qerl_serve.queue` holds the lock.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from qerl_serve.futures import Answer, Failure, Future
 from qerl_serve.types import Backend
 
 FARTHEST = 100_000
-"""A request may be so many numbers ahead of the one that is next."""
+"""A sequence number must be less than this far ahead of the next one to run."""
 
 CHANGES = frozenset({"create_model", "load_weights", "forward_backward", "optim_step"})
-"""Kinds after whose failure the model is not what the client takes it for."""
+"""Kinds of requests whose failure leaves the model in another state than its client assumes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A request as the worker runs it."""
+    """A request of a model: the function that the worker runs, and the future of its result."""
 
     future: Future
     run: Callable[[Backend], Answer]
@@ -56,14 +56,14 @@ class Line:
         return len(self._waiting)
 
     def request_id(self, number: int) -> str:
-        """The id of the request of a number."""
+        """Return the request id for a sequence number."""
         return f"{self.model_id}:{number}"
 
     def place(self, seq_id: int | None) -> int:
-        """The number of a request; one without gets the next free one.
+        """Return the sequence number of a request; without one, the next after all pending requests.
 
         Raises:
-            QeRLError: The number is negative or far ahead.
+            QeRLError: The number is negative or too far ahead.
         """
         if seq_id is None:
             return max([self.next, *(number + 1 for number in self._waiting)])
@@ -75,7 +75,7 @@ class Line:
         return seq_id
 
     def seen(self, number: int) -> bool:
-        """True if a request of this number has come before."""
+        """Return True if a request with this number has arrived before."""
         return number < self.next or number in self._waiting
 
     def add(self, number: int, job: Job) -> None:
@@ -85,7 +85,8 @@ class Line:
         self._arrivals[job] = self._arrived
 
     def pop(self) -> Job | None:
-        """The next request in sequence, None if it has not come; the turn passes to the next number."""
+        """Remove and return the next request in sequence, and go on to the next number; None if it has not
+        arrived."""
         job = self._waiting.pop(self.next, None)
         if job is not None:
             self.next += 1
@@ -98,11 +99,11 @@ class Line:
 
     @property
     def missing(self) -> int | None:
-        """The number that others wait for, None if none does."""
+        """The number that pending requests wait for, None if they wait for none."""
         return self.next if self._waiting and not self.ready else None
 
     def refusal(self, job: Job) -> Failure | None:
-        """The reason why the next request in sequence must not run, None if it may."""
+        """Return the failure because of which a popped request must not run, None if it may."""
         arrival = self._arrivals.pop(job)
         if self._told_at is not None and arrival > self._told_at:
             self._failure = self._told_at = None
@@ -111,7 +112,7 @@ class Line:
         return self._failure
 
     def failed(self, job: Job, failure: Failure) -> None:
-        """Note that a request failed."""
+        """Record a failure, because of which requests sent before the client learns of it are refused."""
         if job.kind in CHANGES and self._failure is None:
             self._failed = {job.future.request_id}
             self._failure = Failure(
@@ -121,13 +122,13 @@ class Line:
             )
 
     def told(self, request_id: str) -> None:
-        """Note that the client has fetched the failure of a request: it knows of the one that counts if
-        this is it, or was refused because of it."""
+        """Record that the client has fetched the failure of a request. It knows the recorded failure if that
+        request caused it or was refused because of it."""
         if self._failure is not None and self._told_at is None and request_id in self._failed:
             self._told_at = self._arrived
 
     def clear(self) -> list[Job]:
-        """Give up all pending requests; returns them."""
+        """Remove and return all pending requests."""
         jobs = list(self._waiting.values())
         self._waiting.clear()
         self._arrivals.clear()

@@ -2,9 +2,8 @@
 
 Legend: T tokens of a datum, K targets of a position, P tokens of a prompt, N datums.
 
-Clients' messages are read with suspicion: sizes are checked before memory is taken, indices before they
-index. A tensor may come as CSR, of which the entries that are not listed are 0; it is made dense here, where
-its size is limited.
+Clients' messages are untrusted: sizes are checked before memory is allocated, indices before they are used. A
+tensor may arrive as CSR, whose unlisted entries are 0; it is made dense here, where its size is limited.
 """
 
 import math
@@ -29,13 +28,13 @@ _DTYPES: dict[int, np.dtype] = {
     wire.INT32: np.dtype("<i4"),
 }
 _NO_LOGPROB = -99999.0
-"""With token 0 it fills the places of `TopkLogprobs` that hold nothing."""
+"""With token 0, the padding of `TopkLogprobs`."""
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """A request for a pass forward, and backward unless `forward_only`; the rest is still in the message, of
-    `size` bytes."""
+    """A request for a forward pass, and a backward pass unless `forward_only`; loss settings and datums are
+    still in the message, of `size` bytes."""
 
     model_id: str
     seq_id: int
@@ -45,10 +44,10 @@ class ForwardBackward:
     size: int
 
     def config(self) -> dict[str, float]:
-        """Numbers of the loss; older clients send them in the first field alone, newer ones in both.
+        """Return the loss's settings; older clients send them in the first field alone, newer ones in both.
 
         Raises:
-            QeRLError: One of them is a text.
+            QeRLError: A setting is a text instead of a number.
         """
         config = {entry.key: entry.value for entry in self.message.loss_fn_config}
         for entry in self.message.loss_fn_config_v2:
@@ -58,11 +57,11 @@ class ForwardBackward:
         return config
 
     def data(self, limits: Limits) -> list[Datum]:
-        """The datums.
+        """Return the datums.
 
         Raises:
-            QeRLError: One of them is damaged or holds something that is no text, or they are too large
-                together.
+            QeRLError: A datum is damaged or holds something other than text, or the datums together are too
+                large.
         """
         if not 0 < len(self.message.data) <= limits.datums:
             raise QeRLError(
@@ -78,10 +77,10 @@ class ForwardBackward:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """The request in a body.
+    """Parse the body of a request.
 
     Raises:
-        QeRLError: It is no such message.
+        QeRLError: The body is not a ForwardBackwardRequest.
     """
     message = wire.ForwardBackwardRequest()
     try:
@@ -95,16 +94,16 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 @dataclass
 class _Room:
-    """The remaining elements of a request's tensors, from `max_elements` on."""
+    """Counts the elements of a request's tensors, at most `max_elements`."""
 
     max_elements: int
     taken: int = 0
 
     def take(self, shape: tuple[int, ...], name: str) -> None:
-        """Count a tensor before there is memory for it.
+        """Count a tensor before memory for it is allocated.
 
         Raises:
-            QeRLError: With it there are too many.
+            QeRLError: With this tensor there are too many elements.
         """
         self.taken += math.prod(shape)
         if self.taken > self.max_elements:
@@ -133,10 +132,10 @@ def _datum(message: Any, limits: Limits, room: _Room) -> Datum:
 
 
 def check_tokens(tokens: np.ndarray, limits: Limits, what: str) -> None:
-    """Refuse tokens that no model reads.
+    """Raise if token ids are invalid for every model.
 
     Raises:
-        QeRLError: There is none, or one is negative, or there are more than the context has.
+        QeRLError: There are no tokens, more than the context has, or a negative one.
     """
     if not 0 < len(tokens) <= limits.context:
         raise QeRLError(
@@ -167,7 +166,7 @@ def _tensor(message: Any, name: str, room: _Room) -> torch.Tensor:
 
 
 def _dense(csr: Any, dtype: np.dtype, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """[rows, columns] of a CSR tensor, 0 where it lists nothing."""
+    """Return a CSR tensor as an array [rows, columns], 0 where the tensor lists nothing."""
     values = _array(csr.values, dtype, name)
     crow, columns = (_array(part, np.dtype("<i8"), name) for part in (csr.crow_indices, csr.col_indices))
     counts = np.diff(crow)
@@ -194,9 +193,10 @@ def _array(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def loss_output_bytes(output: LossOutput) -> bytes:
-    """The answer to a `ForwardBackward`: log-probabilities of each datum [T] or [T, K], and metrics.
+    """Serialize the answer to a `ForwardBackward`: log-probabilities of each datum [T] or [T, K], and
+    metrics.
 
-    Datums next to each other that have the same K share a record.
+    Adjacent datums with the same K share a record.
     """
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for trailing, group in groupby(output.logprobs, key=lambda logprobs: tuple(logprobs.shape[1:])):
@@ -213,7 +213,8 @@ def loss_output_bytes(output: LossOutput) -> bytes:
 
 
 def sample_bytes(result: SampleResult, last_n: int | None = None) -> bytes:
-    """The answer to a `SampleRequest`, with the last `last_n` tokens of the prompt (None: all)."""
+    """Serialize the answer to a `SampleRequest`; only the last `last_n` prompt tokens (None: all) have
+    scores."""
     message = wire.SampleResponse()
     for sequence in result.sequences:
         message.sequences.add(
@@ -233,7 +234,7 @@ def sample_bytes(result: SampleResult, last_n: int | None = None) -> bytes:
 
 
 def _skipped(tokens: int, last_n: int | None) -> int:
-    """Number of tokens at the start of a prompt that an answer leaves out."""
+    """Return the number of leading prompt tokens whose scores an answer leaves out."""
     return 0 if last_n is None else max(tokens - last_n, 0)
 
 

@@ -1,4 +1,4 @@
-"""Numbers of a running server in the format that Prometheus reads."""
+"""Metrics of a running server, in Prometheus' format."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -17,7 +17,7 @@ class Metrics:
     """Counts the worker's work; gauges are read on demand.
 
     Attributes:
-        watched: Gives the numbers of `watch`.
+        watched: Returns the numbers given to `watch`.
     """
 
     watched: Callable[[], Mapping[str, float]] = dict
@@ -44,7 +44,7 @@ class Metrics:
         self._prompt = Counter("qerl_prompt_tokens", "Tokens of prompts.", registry=self.registry)
 
     def ran(self, kind: str, seconds: float, outcome: Answer | Failure) -> None:
-        """Count a request."""
+        """Count a request and its seconds."""
         self._ran.labels(kind, outcome.category if isinstance(outcome, Failure) else "done").inc()
         self._seconds.labels(kind).observe(seconds)
 
@@ -63,7 +63,7 @@ class Metrics:
         self._sampled.inc(sum(len(sequence.tokens) for sequence in result.sequences))
 
     def watch(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Report these numbers too, by name, read on demand."""
+        """Report these numbers as gauges by name, read on demand."""
         self.watched = read
         self.registry.register(_Gauges(read))
 
@@ -77,6 +77,6 @@ class _Gauges(Collector):
         self._read = read
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """One gauge for each number."""
+        """Yield one gauge per number."""
         for name, value in self._read().items():
             yield GaugeMetricFamily(f"qerl_{name}", name.replace("_", " ").capitalize() + ".", value=value)

@@ -1,8 +1,8 @@
-"""Names from clients, checked in one place before they are used.
+"""Validation of ids and names that clients send.
 
-Ids of sessions and models are the server's own, but a client may compose those of models from its session's
-id and a number, so they come back as text like any other. Names of checkpoints are the client's. Both become
-folders, so neither may hold a slash, begin with a dot, or be long.
+The server issues the ids of sessions and models, but a client may compose a model's id from its session's id
+and a number, so ids come back as untrusted text. Names of checkpoints are chosen by clients. Both become
+folder names, so neither may contain a slash, begin with a dot, or exceed 128 characters.
 """
 
 import re
@@ -14,36 +14,36 @@ Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 SCHEME = "tinker://"
 IMPORTED = "imported"
-"""In the place of a model's id, which has the id of a session in it and so is never this: what a server
-began with."""
+"""Stands for the model id in the paths of adapters given at the start. A model's id contains a session's id
+and so never equals it."""
 
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 
 def check_id(text: Any, what: str) -> str:
-    """The id, checked; ``what`` names the field in the error.
+    """Return the id if it is valid; ``what`` names the field in the error.
 
     Raises:
-        QeRLError: It is not made of letters, digits, `_`, `-`, `.` and `:`.
+        QeRLError: The id is not 1 to 128 letters, digits, `_`, `-`, `.` and `:`, or begins with `.` or `:`.
     """
     return _checked(_ID, text, what, "letters, digits and _ - . :")
 
 
 def check_name(text: Any) -> str:
-    """The name of a checkpoint, checked.
+    """Return the name of a checkpoint if it is valid.
 
     Raises:
-        QeRLError: It is not made of letters, digits, `_`, `-` and `.`.
+        QeRLError: The name is not 1 to 128 letters, digits, `_`, `-` and `.`, or begins with a dot.
     """
     return _checked(_NAME, text, "The name of a checkpoint", "letters, digits and _ - .")
 
 
 def split_path(path: Any) -> tuple[str, Kind, str]:
-    """Model id, kind and name of tinker://MODEL_ID/KIND/NAME.
+    """Return model id, kind and name of tinker://MODEL_ID/KIND/NAME.
 
     Raises:
-        QeRLError: It is not such a path.
+        QeRLError: The path does not have this form.
     """
     parts = path.removeprefix(SCHEME).split("/") if isinstance(path, str) and path.startswith(SCHEME) else []
     kind = next((kind for kind in KINDS if parts[1:2] == [kind]), None)

@@ -1,8 +1,8 @@
-"""From a server's options to its backend: models loaded, seated, with their engines, and a folder.
+"""Builds a server's backend from its options: loaded models with seats and engines, and a folder.
 
-Names that two models would have are refused before any is loaded. Memory is not counted here, that is what
-`qerl plan` is for: a teacher that finds no room ends the start, and beyond the weights nothing is reserved,
-since the engines take what is left for keys and values by turns.
+Names that two models would share are refused before any is loaded. Memory is not estimated here, which is the
+task of `qerl plan`: a teacher that does not fit ends the start. Beyond the weights nothing is reserved, since
+the engines use the remaining memory for their KV caches in turn.
 """
 
 import re
@@ -40,32 +40,31 @@ from qerl_serve.types import ModelInfo
 
 _SERVED = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 _ADVICE = "send shorter sequences, or train an adapter of a smaller rank"
-"""What a client is told whose sequence does not fit; it cannot change the model."""
+"""Advice to a client whose sequence does not fit in memory; a client cannot change the model."""
 
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """Options of a server's model.
+    """Options of a server's backend.
 
     Attributes:
         model: Hub id, local folder or .gguf file.
-        folder: Of saved weights.
-        served_name: The clients' name for the model; None stands for its own names.
-        adapters: Folders of adapters to begin with, each as DIR or NAME=DIR.
-        teachers: Models beside it that are sampled from and score, each by its own names.
-        teacher_weights: Format of those; None as for `weights`.
+        folder: Where weights are saved.
+        served_name: Name by which clients ask for the model; None for its own names.
+        adapters: Folders of adapters to import at the start, each as DIR or NAME=DIR.
+        teachers: Models that sample and score but do not train, each under its own names.
+        teacher_weights: Weight format of the teachers; None as for `weights`.
         weights, rounding, dtype: As for `qerl eval`; None takes those of a packed checkpoint, else nvfp4.
-        max_rank: The largest rank of an adapter, which sizes the paged engine's buffers.
-        max_models: Largest number of adapters.
-        resident: Those of them that stay on the GPU between uses.
-        max_sequences: Largest number of sequences that decode at the same time; None leaves it to the engine.
-        kv_cache_dtype: Of the paged engine's keys and values.
-        tokens_per_forward: Largest number of tokens of a forward and backward pass; None is as for
-            `LossDriver`.
-        every_n_layers: On a GPU every n-th layer is computed again for backward, the others keep their
-            activations until memory runs out. Above the number of layers all do.
-        noise: Schedule of the noise by optimizer steps of a model; None samples without noise.
-        noise_scale: Unit of its sigma.
+        max_rank: Maximum rank of an adapter, which sizes the paged engine's buffers.
+        max_models: Maximum number of adapters.
+        resident: Number of adapters that stay on the GPU between uses.
+        max_sequences: Maximum number of sequences that decode at the same time; None leaves it to the engine.
+        kv_cache_dtype: Dtype of the paged engine's KV cache.
+        tokens_per_forward: Maximum tokens per forward and backward pass; None as for `LossDriver`.
+        every_n_layers: On a GPU every n-th layer is recomputed in the backward pass; the others keep their
+            activations until memory runs out. Above the number of layers all keep theirs.
+        noise: Noise schedule over a model's optimizer steps; None samples without noise.
+        noise_scale: Unit of the schedule's sigma.
         enable_prefix_caching: As for `ModelBackend`.
         trust_remote_code: True if Python code that comes with the model may run.
     """
@@ -105,7 +104,7 @@ class BackendOptions:
 
 
 def open_backend(options: BackendOptions) -> ModelBackend:
-    """The backend with its models loaded, ready for requests.
+    """Load the models and return the backend, ready for requests.
 
     Raises:
         QeRLError: A model cannot be loaded, or an option is impossible on this machine.
@@ -140,17 +139,17 @@ def make_base(
     names: Sequence[ModelInfo],
     end_token_ids: tuple[int, ...],
 ) -> Base:
-    """A loaded model in seats, with its engine and its losses.
+    """Return a loaded model as a `Base`, with seats, engine and loss driver.
 
     Args:
-        options: Of the server; those for loading are not looked at.
-        model: Without an adapter; it is frozen and wrapped in place.
+        options: Options of the server; those for loading are not read.
+        model: Model without adapters; frozen and wrapped in place.
         tokenizer: Its tokenizer.
         names: The model under each of its names.
         end_token_ids: Default end tokens of a completion.
 
     Raises:
-        QeRLError: The model cannot be run in packed rows, or not sampled from as asked.
+        QeRLError: The model cannot run on packed rows, or cannot be sampled from with these options.
     """
     known = fingerprint(model.named_parameters())
     seats = Seats(model, options.max_rank)
@@ -177,13 +176,13 @@ def make_base(
 def make_backend(
     options: BackendOptions, base: Base, store: Store, teachers: Sequence[Base] = ()
 ) -> ModelBackend:
-    """The backend of loaded models.
+    """Return the backend of loaded models.
 
     Args:
-        options: Of the server; those for loading are not looked at.
-        base: On which clients train.
+        options: Options of the server; those for loading are not read.
+        base: The model that clients train.
         store: The server's folder.
-        teachers: Models beside it.
+        teachers: Models that sample and score only.
     """
     adapters = Adapters(base.seats, options.max_models, options.resident)
     return ModelBackend(
@@ -198,7 +197,7 @@ def make_backend(
 
 
 def names_of(found: LocalModel, served_name: str | None = None) -> tuple[str, ...]:
-    """The clients' name for a model; without one the server's name for it, and its folder."""
+    """Return the names of a model: `served_name`, or if None its own name and its folder."""
     if served_name is not None:
         return (served_name,)
     return tuple(dict.fromkeys((found.name, str(found.folder.resolve()))))
@@ -207,12 +206,12 @@ def names_of(found: LocalModel, served_name: str | None = None) -> tuple[str, ..
 def model_names(
     found: LocalModel, positions: int | None, served_name: str | None = None, trainable: bool = True
 ) -> list[ModelInfo]:
-    """A model by each of its names.
+    """Return a `ModelInfo` for each name of a model.
 
-    Its tokenizer is where clients find it: at the Hub if the model came from there, else in the folder.
+    The tokenizer is given as clients find it: by Hub id if the model came from the Hub, else by folder.
 
     Raises:
-        QeRLError: The model has no limit of positions, which clients need to know.
+        QeRLError: The model's config has no maximum number of positions, which clients need.
     """
     if positions is None:
         raise QeRLError(f"{found} does not say in its config how many positions it has; add them there.")
@@ -238,7 +237,7 @@ def _loading(options: BackendOptions, model: str, weights: WeightFormatName | No
 def _open_base(
     options: BackendOptions, loading: Loading, served_name: str | None, trainable: bool = True
 ) -> Base:
-    """Load a model."""
+    """Load a model as a `Base`."""
     tokenizer = load_tokenizer(loading.model, chat=False, trust_remote_code=options.trust_remote_code)
     model = loading.load()
     if trainable and any(experts_of(model)):
@@ -269,10 +268,10 @@ def _open_teacher(options: BackendOptions, loading: Loading) -> Base:
 
 
 def _check_names(student: Loading, teachers: Sequence[Loading], served_name: str | None) -> None:
-    """Refuse models that clients could not tell apart.
+    """Raise if clients could not tell two models apart.
 
     Raises:
-        QeRLError: Two have a name in common.
+        QeRLError: Two models have a name in common.
     """
     taken = set(names_of(student.model, served_name))
     for teacher in teachers:

@@ -1,18 +1,18 @@
-"""Keys with an owner: who a request is from, and the share of the server's limits that is theirs.
+"""API keys with owners: the owner of a request, and the owner's share of the server's limits.
 
     alice: {key: tml-..., share: 0.5}
     bob: {key: tml-...}
 
-`--keys FILE` names such a file. A client with one of its keys sees and uses the sessions, models and samplers
-of its own owner alone; to others they are not there. What is saved can be read by all who have a key, because
-people share checkpoints, and is deleted, or set to expire, by its owner. A share bounds an owner's models,
-and what is held of their requests, of bodies on their way and of results.
-Turns of the model are not shared out.
+`--keys FILE` names such a file. A client with one of its keys sees and uses only the sessions, models and
+samplers of the key's owner; those of others do not exist for it. Saved weights can be read with any key,
+because people share checkpoints, but are deleted, or set to expire, only by their owner. A share bounds an
+owner's models, incoming bodies, waiting requests and results. Time on the model is not divided by shares.
 
-The server's own key has the whole of everything, and so has work that no request caused.
+The server's own key may use everything and is bound by no share; the same holds for work that no request
+caused.
 
-Whose request runs is a context variable, which the gate sets: every route runs in the task of its request,
-and the records are made there. In the worker's thread it is the server's.
+The current owner is a context variable, set by the gate: every route runs in the asyncio task of its request,
+and creates its records there. In the worker's thread the owner is `SERVER`.
 """
 
 import hmac
@@ -28,43 +28,44 @@ from qerl.errors import QeRLError
 from qerl_serve.names import check_name
 
 KEY_START = "tml-"
-"""Clients refuse keys that begin otherwise."""
+"""Prefix that clients require of a key."""
 KEY_LENGTH = 20
-"""A shorter key may be guessed: whoever has a link to a download, which it signs, can try them all."""
+"""Minimum length. The key signs download links, so a shorter one could be found from a link by trying all
+keys."""
 KEY_IS = f"begins with {KEY_START} and has at least {KEY_LENGTH} characters, all printable ASCII, no spaces"
 LOCAL = "local"
-"""What routes call the server's own, for whom clients have no word."""
+"""Owner in answers for models of the server's own key, whose owner's name is empty."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose a key is.
+    """The owner of a key.
 
     Attributes:
-        name: As of a checkpoint; the server's own is empty, and no file of keys can give it.
-        share: Of the limits, above 0 and up to 1.
+        name: Made like a checkpoint's name; empty for the server's own, which no file of keys can give.
+        share: Fraction of the limits, above 0 and at most 1.
     """
 
     name: str
     share: float = 1.0
 
     def may(self, owner: str) -> bool:
-        """Whether what belongs to an owner of this name is theirs."""
+        """Return True if this owner may use what belongs to the owner of this name."""
         return self is SERVER or self.name == owner
 
 
 SERVER = Owner("")
-"""Whoever has the server's own key, and what no request caused; it is known by identity."""
+"""Owner of the server's own key and of work that no request caused; compared by identity."""
 _NOW: ContextVar[Owner] = ContextVar("owner", default=SERVER)
 
 
 def now() -> Owner:
-    """Whose request is being answered."""
+    """Return the owner of the request being answered."""
     return _NOW.get()
 
 
 def enter(owner: Owner) -> None:
-    """Let what follows in this task be an owner's."""
+    """Set the owner for the rest of this asyncio task."""
     _NOW.set(owner)
 
 
@@ -72,7 +73,7 @@ class Keys:
     """All keys of a server.
 
     Args:
-        own: The server's.
+        own: The server's own key.
         others: Owners by their keys.
 
     Raises:
@@ -88,13 +89,13 @@ class Keys:
         self._owners = [(key.encode(), owner) for key, owner in {own: SERVER, **others}.items()]
 
     def owner(self, key: bytes) -> Owner | None:
-        """Whose a key is, None if it is nobody's; it takes as long for any key."""
+        """Return the owner of a key, None if it is unknown; every key takes equally long."""
         found = [owner for known, owner in self._owners if hmac.compare_digest(key, known)]
         return found[0] if found else None
 
 
 def may_be_key(key: object) -> TypeGuard[str]:
-    """Whether a key can be one of a server, and is sent by clients as it is."""
+    """Return True if a value is valid as a server's key, which clients send unchanged."""
     return (
         isinstance(key, str)
         and key.startswith(KEY_START)
@@ -104,17 +105,17 @@ def may_be_key(key: object) -> TypeGuard[str]:
 
 
 def read_keys(file: Path) -> dict[str, Owner]:
-    """The owners of a file, by their keys.
+    """Return the owners in a file of keys, by key.
 
     Raises:
-        QeRLError: It cannot be read, others can read it, or it is not as above.
+        QeRLError: The file cannot be read, other users can read it, or it is not in the format above.
     """
     try:
         if file.stat().st_mode & 0o077:
             raise QeRLError(f"{file} can be read by other users of this machine; chmod 600 {file}.")
         read = yaml12.load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        # The text of an error of YAML may quote a key; the line that it names is enough.
+        # The text of a YAML error may quote a key; its line number is enough.
         line = re.search(r"line [0-9]+", str(error))
         why = error.strerror if isinstance(error, OSError) else line[0] if line else "no YAML"
         raise QeRLError(
@@ -124,7 +125,7 @@ def read_keys(file: Path) -> dict[str, Owner]:
         raise QeRLError(f"{file} names no owners; write one a line, as in docs/serve.md.")
     owners: dict[str, Owner] = {}
     for number, (name, said) in enumerate(read.items(), start=1):
-        where = f"{file}, owner {number}"  # what stands in the place of a name may be a key
+        where = f"{file}, owner {number}"  # the text in the place of a name may be a key
         if not _is_name(name) or not isinstance(said, dict) or not said.keys() <= {"key", "share"}:
             raise QeRLError(
                 f"{where}: an owner is NAME: {{key: ..., share: ...}}, with a name of letters, digits and "

@@ -1,14 +1,15 @@
-"""The work for the one worker, and its order.
+"""The work queue of the worker thread, and the order of its work.
 
-Three kinds of work: calls, which are short and come first; samples of all clients, which are gathered and run
-together; and updates, the requests of each model in their `Line`. The worker alternates between a batch of
-samples and a turn of updates, in which each model with a ready request gets on until it has made an optimizer
-step. A batch of samples takes in requests that arrive while it runs, unless an update has become ready.
+There are three kinds of work: calls, which are short and come first; samples of all clients, which are
+gathered and run together; and updates, the requests of each model in their `Line`. The worker alternates
+between a batch of samples and a turn of updates, in which each model with a ready request goes on until it
+has made an optimizer step. A batch of samples takes in requests that arrive while it runs, unless an update
+has become ready.
 
-A batch may be long. Once an update has waited for it for some seconds, it is paused for a turn of updates,
-and takes in what has arrived until then. The wait is counted from the first round of the batch, or of what
-follows a pause, that kept an update waiting, and not from when the update came: so samples are drawn for that
-long between two pauses, however long the turns of updates are, and neither starves the other.
+A batch may be long. Once it has kept an update waiting for some seconds, it is paused for a turn of updates,
+and then takes in the requests that have arrived. The wait is counted from the batch's first round, or the
+first after a pause, that kept an update waiting, and not from the arrival of the update: so sampling runs at
+least that long between two pauses, however long the turns of updates are, and neither starves the other.
 
 Thread-safe.
 """
@@ -51,9 +52,9 @@ class WorkQueue:
     """Pending work.
 
     Args:
-        gather_s: Pause between requests for samples that ends a burst.
-        gather_most_s: Longest burst.
-        pause_s: Wait of an update after which a batch of samples is paused for it.
+        gather_s: Seconds without a new sampling request that end a burst.
+        gather_most_s: Maximum length of a burst in seconds.
+        pause_s: Seconds that a batch of samples may keep an update waiting before it is paused.
     """
 
     def __init__(self, gather_s: float, gather_most_s: float, pause_s: float) -> None:
@@ -67,7 +68,7 @@ class WorkQueue:
         self._closed = False
 
     def call(self, run: Callable[[Backend], Any]) -> "CallFuture[Any]":
-        """The future of a function that the worker runs soon."""
+        """Enqueue a function for the worker; return the future of its result."""
         call = Call(run, CallFuture())
         call.result.set_running_or_notify_cancel()
         with self._changed:
@@ -78,23 +79,23 @@ class WorkQueue:
     def sample(
         self, future: Future, request: SampleRequest, answer: Callable[[SampleResult], Answer]
     ) -> None:
-        """Enqueue a sampling request; `answer`, which the worker calls, as in `SampleJob`."""
+        """Enqueue a sampling request; the worker calls `answer` with its result."""
         with self._changed:
             self._samples.append(SampleJob(future, request, answer, time.monotonic()))
             self._changed.notify()
 
     def add_line(self, model_id: str) -> None:
-        """Take requests of a model from now on."""
+        """Accept requests of a model from now on."""
         with self._changed:
             self._lines[model_id] = Line(model_id)
 
     def submit(self, model_id: str, seq_id: int | None, make: Callable[[str, Line], Job]) -> str:
-        """The request id of a model's request, which is enqueued unless it has come before.
+        """Enqueue a model's request unless it has arrived before; return its request id.
 
         Args:
-            model_id: The model, which has a line.
-            seq_id: Its number, None for the next one.
-            make: Makes the job, of a request id and the line.
+            model_id: The model.
+            seq_id: The sequence number, None for the next one.
+            make: Makes the job, given the request id and the line.
 
         Raises:
             QeRLError: The model has ended, the number is out of range, or `make` refuses.
@@ -111,29 +112,29 @@ class WorkQueue:
             return request_id
 
     def told(self, line: Line, request_id: str) -> None:
-        """Note that a line's client has fetched the failure of a request."""
+        """Record that the client of a line has fetched the failure of a request."""
         with self._changed:
             line.told(request_id)
 
     def missing(self, model_id: str) -> int | None:
-        """The number of a model's request that others wait for, None if none does."""
+        """Return the sequence number that a model's pending requests wait for, None if they wait for none."""
         with self._changed:
             line = self._lines.get(model_id)
             return None if line is None else line.missing
 
     def drop(self, model_id: str) -> list[Job]:
-        """Take no more requests of a model; returns its pending ones."""
+        """Accept no more requests of a model; return its pending ones."""
         with self._changed:
             line = self._lines.pop(model_id, None)
             return [] if line is None else line.clear()
 
     def drop_samples(self, session_id: str) -> None:
-        """Give up the sampling requests of a session."""
+        """Remove the pending sampling requests of a session."""
         with self._changed:
             self._samples = deque(job for job in self._samples if job.future.session_id != session_id)
 
     def close(self) -> None:
-        """Let the worker end after its present work."""
+        """Make the worker end after its present work."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -150,7 +151,7 @@ class WorkQueue:
     # For the worker.
 
     def turn(self) -> Turn | None:
-        """The kind of work that comes first, once there is any; None once closed."""
+        """Wait for work and return the kind that comes first; None once the queue is closed."""
         with self._changed:
             while True:
                 if self._closed:
@@ -166,14 +167,13 @@ class WorkQueue:
                 self._changed.wait()
 
     def take_calls(self) -> list[Call]:
-        """All pending calls."""
+        """Remove and return all pending calls."""
         with self._changed:
             calls, self._calls = list(self._calls), deque()
             return calls
 
     def take_samples(self) -> list[SampleJob]:
-        """The sampling requests of a burst: all pending ones, once requests no longer follow close on one
-        another."""
+        """Wait for the end of a burst; remove and return all pending sampling requests."""
         with self._changed:
             self._kept_since = None
             while self._samples and not self._closed:
@@ -185,8 +185,8 @@ class WorkQueue:
             return self._all_samples()
 
     def late_samples(self) -> list[SampleJob]:
-        """Sampling requests since samples were taken; none while an update waits that has not just had its
-        turn."""
+        """Remove and return the sampling requests that arrived during a batch; none while an update is ready,
+        except once after each turn of updates."""
         with self._changed:
             if self._closed or (self._update_ready() and self._last == "samples"):
                 return []
@@ -194,8 +194,8 @@ class WorkQueue:
             return self._all_samples()
 
     def update_overdue(self) -> bool:
-        """True if the samples that are being decoded have kept an update waiting for too long; to be asked
-        between their rounds."""
+        """Return True if the running batch of samples has kept an update waiting for too long; called between
+        its rounds."""
         with self._changed:
             now = time.monotonic()
             if not self._update_ready():
@@ -205,8 +205,8 @@ class WorkQueue:
             return self._kept_since is not None and now - self._kept_since >= self._pause_s
 
     def ready_lines(self) -> list[Line]:
-        """Lines that have a request ready, for a turn of updates; the first of them comes last the next
-        time."""
+        """Begin a turn of updates: return the lines with a ready request. The first one comes last in the
+        next turn."""
         with self._changed:
             self._last, self._kept_since = "updates", None
             ready = {model_id: line for model_id, line in self._lines.items() if line.ready}
@@ -215,14 +215,14 @@ class WorkQueue:
             return list(ready.values())
 
     def next_update(self, line: Line) -> tuple[Job, Failure | None] | None:
-        """The next request in sequence of a line, and the reason why it must not run, if any; None if it
-        has not come."""
+        """Remove and return a line's next request in sequence, with the failure because of which it must not
+        run, if any; None if the request has not arrived."""
         with self._changed:
             job = line.pop()
             return None if job is None else (job, line.refusal(job))
 
     def failed(self, line: Line, job: Job, failure: Failure) -> None:
-        """Note that a request of a line failed."""
+        """Record the failure of a line's request."""
         with self._changed:
             line.failed(job, failure)
 

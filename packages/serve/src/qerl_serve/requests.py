@@ -1,10 +1,10 @@
 """The JSON bodies of requests.
 
-Clients grow fields faster than servers do, so fields that are missing here are skipped, and a field that asks
-for something this server cannot do is refused with a sentence instead of being ignored.
+Clients gain fields faster than servers do, so unknown fields are skipped, and a known field that asks for
+something this server cannot do is refused with an error message instead of being ignored.
 
-A request with a number among its model's is refused in its turn, because those after it wait for it. So the
-check of its values is a method, which the worker calls, and no constraint on a field.
+A request with a sequence number is refused only when its turn comes, because the requests after it wait for
+it. So its values are checked in a method that the worker calls, not by constraints on the fields.
 """
 
 import json
@@ -33,14 +33,14 @@ from qerl_serve.types import AdamParams, LoraParams, SampleRequest
 
 
 class Body(BaseModel):
-    """A body, without fields that this server does not know."""
+    """A JSON body, without fields that this server does not know."""
 
     model_config = ConfigDict(protected_namespaces=(), extra="ignore")
     _sent: int = PrivateAttr(default=0)
 
     @property
     def size(self) -> int:
-        """Bytes of memory while it waits: those that were sent."""
+        """Bytes held while the request waits: the length of the body as sent."""
         return self._sent
 
 
@@ -48,10 +48,10 @@ B = TypeVar("B", bound=Body)
 
 
 def read(kind: type[B], body: bytes) -> B:
-    """The content of a body.
+    """Parse a body.
 
     Raises:
-        QeRLError: It is no JSON, or a field is missing or of another type.
+        QeRLError: The body is not JSON, or a field is missing or of the wrong type.
     """
     try:
         read = kind.model_validate_json(body or b"{}")
@@ -68,7 +68,7 @@ def read(kind: type[B], body: bytes) -> B:
 
 
 def _texts(found: dict[str, Any]) -> dict[str, str]:
-    """A client's notes, by key, with values as texts."""
+    """Return a client's notes by key, with values as texts."""
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()}
     if (size := sum(len(key) + len(text) for key, text in texts.items())) > _NOTED:
         raise PydanticCustomError("too_long", f"it has {size} characters, and this server keeps {_NOTED}")
@@ -88,7 +88,7 @@ class CreateSession(Body):
 
 
 def place_of(body: bytes) -> "OfModel | None":
-    """The place of a body among its model's requests, whatever else is wrong with it; None if it names
+    """Return the model id and sequence number of a body, whatever else is wrong with it; None if it has
     none."""
     try:
         place = read(OfModel, body)
@@ -107,15 +107,16 @@ class OfModel(Body):
 
 
 class Ttl(Body):
-    """Time until something may be deleted; `ttl_seconds` None keeps it for ever."""
+    """Time until saved weights may be deleted; with `ttl_seconds` None they are kept for ever."""
 
     ttl_seconds: int | None = None
 
     def expires(self) -> float | None:
-        """Seconds since the epoch from which on it may be deleted, counted from now.
+        """Return the time, in seconds since the epoch, after which the weights may be deleted; None for
+        never.
 
         Raises:
-            QeRLError: It is shorter than an hour or longer than ten years.
+            QeRLError: `ttl_seconds` is less than an hour or more than ten years.
         """
         if self.ttl_seconds is None:
             return None
@@ -135,7 +136,7 @@ class Optimizer(Body):
     type: str = "adamw"
 
     def check(self) -> None:
-        """Refuse an optimizer that this server does not have."""
+        """Raise if this server does not have the optimizer."""
         if self.type != "adamw":
             raise QeRLError(f"The optimizer {self.type!r} is unknown to this server; it has adamw.")
 
@@ -157,10 +158,10 @@ class CreateModel(Body):
     optimizer_config: Optimizer = Optimizer()
 
     def lora(self, limits: Limits) -> LoraParams:
-        """The adapter asked for.
+        """Return the requested adapter.
 
         Raises:
-            QeRLError: There is none, its rank is out of range, or its optimizer is unknown.
+            QeRLError: `lora_config` is missing, its rank is out of range, or the optimizer is unknown.
         """
         self.optimizer_config.check()
         if self.lora_config is None:
@@ -183,10 +184,10 @@ class Adam(Body):
     grad_clip_norm: float = AdamParams.grad_clip_norm
 
     def numbers(self) -> AdamParams:
-        """The numbers, each in its range.
+        """Return the hyperparameters of the step.
 
         Raises:
-            QeRLError: One is not.
+            QeRLError: A hyperparameter is out of range.
         """
         found = self.model_dump(exclude={"type"})
         for name, value in found.items():
@@ -197,9 +198,10 @@ class Adam(Body):
 
 
 _LARGEST = 1e18
-"""Of a number of AdamW: products and quotients of two of them are within float32."""
+"""Maximum of AdamW's hyperparameters: products and quotients of two of them are within float32."""
 _LEAST_EPS = 1e-30
-"""A smaller one is 0 on devices that have no subnormal numbers, and 0 / 0 is what it is there against."""
+"""Minimum of eps, which is there against 0 / 0; devices without subnormal numbers treat much smaller values
+as 0."""
 _BELOW_1 = (0, math.nextafter(1, 0), "at least 0 and below 1")
 _RANGES = {
     "beta1": _BELOW_1,
@@ -214,10 +216,10 @@ class OptimStep(OfModel):
     )
 
     def adam(self) -> AdamParams:
-        """The numbers of the step.
+        """Return the hyperparameters of the step.
 
         Raises:
-            QeRLError: They are another optimizer's, or one is out of range.
+            QeRLError: The optimizer is unknown, or a hyperparameter is out of range.
         """
         Optimizer(type=self.adam_params.type).check()
         return self.adam_params.numbers()
@@ -231,7 +233,7 @@ class SaveWeights(OfModel, Ttl):
     kind: str = "snapshot"
 
     def check_kind(self) -> None:
-        """Refuse a sampler that follows its model."""
+        """Raise if the request asks for a sampler that follows its model."""
         if self.kind != "snapshot":
             raise QeRLError(
                 f"kind is {self.kind!r}, but a sampler of this server stays as it is and does not follow its "
@@ -244,7 +246,7 @@ class SaveExternal(OfModel, Ttl):
     age_encryption_recipients: list[str] | None = None
 
     def check(self) -> None:
-        """Refuse to encrypt."""
+        """Raise if the request asks for encryption."""
         if self.age_encryption_recipients:
             raise QeRLError("age_encryption_recipients: this server does not encrypt; leave it out.")
 
@@ -277,11 +279,11 @@ class WeightsPath(Body):
 
 
 TOKEN_BYTES = 40
-"""Of a token in a prompt that waits: 8 for its place in the tuple and 32 for the number, whose 28 by
-`sys.getsizeof` Python's allocator rounds up to a multiple of 16. Those up to 256 are shared and take none."""
+"""Bytes per token of a waiting prompt: 8 for its place in the tuple and 32 for the int object, whose 28 by
+`sys.getsizeof` Python's allocator rounds up to a multiple of 16. Ints up to 256 are shared and take none."""
 
 _LEAST_TEMPERATURE = 1e-6
-"""Logits that are divided by it are still far within float32."""
+"""Logits divided by it are still well within float32."""
 
 
 class _Chunk(Body):
@@ -320,19 +322,19 @@ class Sample(Body):
 
     @property
     def size(self) -> int:
-        """Bytes of memory while it waits; a token has more as a number of Python's than as digits."""
+        """Bytes held while the request waits; a token takes more as a Python int than as digits."""
         return super().size + TOKEN_BYTES * sum(len(chunk.tokens or ()) for chunk in self.prompt.chunks)
 
     def request(self, sampler: str, seed: int, limits: Limits) -> SampleRequest:
-        """The backend's form of the request.
+        """Return the request in the backend's form.
 
         Args:
-            sampler: The policy's key.
-            seed: Where the client gives none.
-            limits: Of prompt, completion and number of samples.
+            sampler: Key of the policy.
+            seed: Used if the client gives none.
+            limits: Limits of prompt, completion and number of samples.
 
         Raises:
-            QeRLError: It asks for something that this server cannot do.
+            QeRLError: The request asks for something that this server cannot do.
         """
         self._refuse()
         tokens = [token for chunk in self.prompt.chunks for token in chunk.tokens or ()]
@@ -393,5 +395,5 @@ class Sample(Body):
 
 
 def model_id_of(session_id: str, model_seq_id: int) -> str:
-    """The id of a session's model, which clients compose in the same way."""
+    """Return the id of a session's model; clients compose the same id."""
     return f"{check_id(session_id, 'session_id')}:train:{model_seq_id}"

@@ -1,4 +1,4 @@
-"""Requests to samplers: fixed policies of the base, of saved weights or of a snapshot."""
+"""Samplers, and requests to them. A sampler is a fixed policy: the base, saved weights or a snapshot."""
 
 import hashlib
 import logging
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Samples:
-    """Samplers and requests for samples.
+    """Creates samplers and enqueues sampling requests.
 
     Args:
-        clients: Whose they are.
+        clients: Records of clients.
     """
 
     def __init__(self, clients: Clients) -> None:
@@ -32,10 +32,12 @@ class Samples:
         self._told_of_tempering = False
 
     def create_sampler(self, body: CreateSampler) -> "CallFuture[str]":
-        """The id of a sampler of the base or of saved weights, once the backend has checked it.
+        """Create a sampler of the base or of saved weights; return the future of its id, set once the backend
+        has checked it.
 
         Raises:
-            QeRLError: The session or the base is unknown, or the path is none.
+            QeRLError: The session or the base is unknown, the path is invalid, or neither base nor path is
+                given.
         """
         clients = self._clients
         clients.check_session(body.session_id)
@@ -65,7 +67,7 @@ class Samples:
             return opening
 
     def snapshot(self, backend: Backend, model_id: str, number: int | None) -> str:
-        """The id of a sampler of a model's present state; called by the worker.
+        """Create a sampler of a model's present state and return its id; called by the worker.
 
         Raises:
             QeRLError: The model or its session is gone.
@@ -84,7 +86,7 @@ class Samples:
         return sampler_id
 
     def sample(self, body: Sample) -> tuple[str, list[str]]:
-        """Request id of samples, and an id for each of them.
+        """Enqueue a sampling request; return its id, and an id per sample.
 
         Raises:
             QeRLError: The request names no sampler.
@@ -135,7 +137,7 @@ class Samples:
         return request_id, sequences
 
     def _tell_of_tempering(self, request: SampleRequest) -> None:
-        """Log once what log-probabilities at another temperature are, and what they are not."""
+        """Warn once how the losses treat log-probabilities at temperatures other than 0 and 1."""
         if not self._told_of_tempering and request.temperature not in (0, 1):
             self._told_of_tempering = True
             logger.warning(
@@ -146,10 +148,10 @@ class Samples:
             )
 
     def _reopen(self, sampler: Sampler, backend: Backend) -> None:
-        """Give the backend a sampler of saved weights that was closed.
+        """Reopen a closed sampler of saved weights; called by the worker.
 
         Raises:
-            QeRLError: Its session ended, or the weights have changed or are gone.
+            QeRLError: The session ended, or the weights have changed or are gone.
         """
         path = sampler.model_path
         if sampler.open or path is None:
@@ -191,9 +193,9 @@ class Samples:
         raise QeRLError("The session of this sampler has ended.")
 
     def _make_room(self, backend: Backend, session_id: str, ephemeral: bool) -> None:
-        """Give up the least recently used samplers of a session, if it has too many open.
+        """Close the least recently used idle samplers of a session, if it has too many open.
 
-        Snapshots are gone then; samplers of saved weights are closed, since they can be read again.
+        Snapshots are dropped; samplers of saved weights are kept closed, since the weights can be read again.
         """
         clients = self._clients
         with clients.lock:
@@ -226,5 +228,5 @@ def _sampler_id(session_id: str, number: int | None) -> str:
 
 
 def _seed_of(request_id: str) -> int:
-    """A seed for samples whose client gave none, the same if the request is sent again."""
+    """Return a seed for a request without one, the same if the request is sent again."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest()) >> 1

@@ -1,36 +1,38 @@
-"""Sampling requests of clients as work that fills a batch.
+"""Batched decoding of clients' sampling requests.
 
-A client sends the 64 samples of its batch as 64 requests. Those of one policy are decoded together in a
+A client sends the 64 samples of its batch as 64 requests. Requests of one policy are decoded together in a
 session of the engine, each with its own temperature, filters and end tokens; equal prompts among them are
-found and prefilled once. Between rounds of the engine new requests join those that are being decoded, whether
-or not one of them has ended. A request of another policy waits for its session, and while it waits
-`MAX_JOINERS` may join, so that no client keeps the others waiting. Each sample has a seed of its own, so it
-draws the same tokens whatever else is in the batch.
+found and prefilled once. Between rounds of the engine new requests join the session, whether or not a running
+one has ended. A request of another policy waits for a session of its own; meanwhile at most `MAX_JOINERS`
+requests may join the running session, so that no client keeps the others waiting. Each sample has its own
+seed, so it draws the same tokens whatever else is in the batch.
 
-The engine refuses a request for which it has no memory. Beside others that decides nothing, because they may
-hold the memory that it needs: it goes back to its place in the queue. Whenever samples have ended the oldest
-of those is tried again, and each session begins with the oldest pending request, alone if need be. So every
-request is begun in the end, or refused with nothing beside it, which is its answer.
+The engine refuses a request for which it has no memory. While other requests run, the refusal is not final,
+because they may hold that memory: the request goes back to its place in the queue. Whenever samples have
+ended, the oldest refused request is tried again, and each session begins with the oldest pending request,
+alone if need be. So every request is begun in the end, or refused with nothing running beside it, which is
+its answer.
 
-Noise is that of a session, so greedy samples, which have none, wait for another than the noisy ones of their
-policy. Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front
-of the session, which has the memory of keys and values; a late request that wants them waits for the next
-session, because a session may be noisy.
+Noise applies to a whole session, so greedy samples, which have none, use another session than the noisy ones
+of their policy. Log-probabilities of prompts are those of the policy without noise, from a separate pass
+before the session, which may use the KV cache's memory; a late request for them waits for the next session,
+because a session may be noisy.
 
-Where somebody else has waited too long for the model, the session is left between two rounds, its keys and
-values are given back, and behind that work it is entered again, with the same policy and the same noise. What
-its sequences have is computed again then, and nothing is drawn twice. Their policy is a snapshot, which stays
-what it was although its model may have learned meanwhile. Where others have come to hold the memory that one
-of its requests needs, all of them go back to their places in the queue with what they have, and each is begun
-again or refused like any other. Work is also done between two sessions, since many of one round would else
+When other work has waited too long for the model, the session is paused between two rounds: its KV cache is
+released, the work runs, and the session resumes with the same policy and the same noise. Keys and values of
+its sequences are then computed again, and no token is drawn twice. The policy is a snapshot, which does not
+change although its model may be trained meanwhile. If the session cannot resume for lack of memory, all its
+requests go back to their places in the queue with the tokens they have, and each is begun again or refused
+like any other. Overdue work also runs between two sessions, since many sessions of one round would otherwise
 keep it waiting as long as one of many rounds.
 
-A request whose client is gone is not begun, and its samples end with the engine's next look at its stops.
+A request whose client is gone is not begun, and its running samples end when the engine next checks their
+stops.
 
-A server with teachers has an engine for each model. One of them holds keys and values at a time: before a
-session of another it gives back what it holds. Those of samples that have ended stay where the engine keeps
-prefixes, so that a request with the whole conversation until now computes only what is new, also if no other
-sample was left meanwhile; updates ask for the memory (`Sampling.release`).
+A server with teachers has one engine per model. Only one of them holds a KV cache at a time, and releases it
+before a session of another. If the engine keeps prefixes, keys and values of finished samples stay, so that a
+request with the whole conversation until now computes only what is new, even if no sample was running in
+between; updates release the memory (`Sampling.release`).
 """
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
@@ -54,10 +56,10 @@ from qerl_serve.types import (
 )
 
 Policy = Snapshot | None
-"""A snapshot, or its base without any adapter."""
+"""A snapshot, or None for the base without an adapter."""
 
 MAX_JOINERS = 64
-"""Requests that join a session while others wait for the next: a batch, as clients send it."""
+"""Maximum requests that join a session while others wait for the next: one batch of a client."""
 
 Answer = tuple[int, SampleResult | Exception]
 
@@ -67,7 +69,7 @@ class Limits:
     """Limits of a request.
 
     Attributes:
-        positions: Tokens of a prompt and its completion together.
+        positions: Maximum tokens of a prompt and its completion together.
         vocabulary: Token ids are below this.
         end_token_ids: Default end tokens of a completion.
     """
@@ -87,17 +89,17 @@ class Scores:
 
 @dataclass(frozen=True)
 class Host:
-    """A model for sampling.
+    """A model to sample from.
 
     Attributes:
-        engine: Samples.
+        engine: Its rollout engine.
         limits: Of a request.
-        lend: Inside the block the model is this policy.
-        noise: Noise of a snapshot's samples; None where they have none.
-        score: Scores of the prompts of some requests, in their order; the model is the policy.
-        stop_strings: Makes a stop of some strings.
-        keeps_prefixes: Whether samples take the keys and values of what they begin with from earlier ones of
-            their policy.
+        lend: Returns a context manager that gives the model this policy.
+        noise: Returns the norm offsets for samples of a snapshot; None samples without noise.
+        score: Returns the scores of the requests' prompts, in order, under the policy that the model has.
+        stop_strings: Makes a stop for these strings.
+        keeps_prefixes: Whether samples reuse keys and values of their prefix from earlier samples of their
+            policy.
     """
 
     engine: RolloutEngine
@@ -117,16 +119,16 @@ class _Asked:
     """A request in progress.
 
     Attributes:
-        number: By order of arrival.
+        number: Number in order of arrival.
         request: As the client sent it.
         host: The model.
-        policy: To sample from.
+        policy: The policy to sample from.
         noisy: True if its samples have noise.
-        params: Of its samples, but for their seeds.
-        scores: Of its prompt, if they were asked for.
-        samples: Finished ones, by number.
-        begun: What others have from a session that could not go on, by number.
-        refused: True if it is not tried again before samples of others end.
+        params: Parameters of its samples, without their seeds.
+        scores: Scores of its prompt, once computed; None before or if not requested.
+        samples: Finished completions, by number of the sample.
+        begun: Unfinished samples of a session that could not resume, by number.
+        refused: True if it is not tried again until samples of other requests end.
     """
 
     number: int
@@ -139,16 +141,16 @@ class _Asked:
     samples: dict[int, Completion] = field(default_factory=dict)
     begun: dict[int, Begun] = field(default_factory=dict)
     refused: bool = False
-    _listens: dict[int, tuple[Stop, ...]] = field(default_factory=dict)  # these know what they have told
+    _listens: dict[int, tuple[Stop, ...]] = field(default_factory=dict)  # each knows what it has streamed
 
     def shares_with(self, other: "_Asked") -> bool:
-        """True if both can be in one session."""
+        """Return True if both can be in one session."""
         same = self.host is other.host and self.policy is other.policy
         return same and self.noisy == other.noisy
 
     @property
     def name(self) -> Hashable | None:
-        """The name of the policy for the engine, with the noise of its samples; None if nothing is kept."""
+        """The engine's name of the policy, with the noise of its samples; None if no prefixes are kept."""
         if not self.host.keeps_prefixes:
             return None
         return None if self.policy is None else self.policy.number, self.noisy
@@ -164,7 +166,7 @@ class _Asked:
         return [index for index in range(self.request.num_samples) if index not in self.samples]
 
     def params_of(self, index: int) -> SamplingParams:
-        """The parameters of a sample, which tells of its tokens if somebody listens."""
+        """Return the parameters of a sample, with stops that stream its tokens if the client wants that."""
         told = self.request.told
         if told is None:
             return self.params
@@ -205,7 +207,7 @@ class _Unwanted(Stop):
 
 
 def given_up() -> QeRLError:
-    """The answer to a request whose client is gone."""
+    """Return the error for a request whose client is gone."""
     return QeRLError("The client of these samples is gone, so they were not finished.")
 
 
@@ -213,11 +215,11 @@ class Sampling:
     """Answers sampling requests.
 
     Args:
-        find: Model and policy of a key; raises `QeRLError` for an unknown one.
+        find: Returns model and policy of a key; raises `QeRLError` for an unknown one.
 
     Attributes:
-        prefilled_tokens: Tokens that were computed otherwise than as they were drawn: prompts, those that
-            requests share once and without what was kept, and what pauses have taken.
+        prefilled_tokens: Tokens that were prefilled: prompts, shared ones once and without kept prefixes, and
+            sequences computed again after pauses.
     """
 
     def __init__(self, find: Find) -> None:
@@ -225,7 +227,7 @@ class Sampling:
         self.prefilled_tokens = 0
 
     def release(self) -> None:
-        """Give back all memory of keys and values."""
+        """Release the KV cache."""
         self._memory.release()
 
     def answer(
@@ -246,24 +248,24 @@ class Sampling:
 
 
 class _Memory:
-    """The memory of keys and values, which one engine holds at a time."""
+    """The engine that may hold a KV cache; only one does at a time."""
 
     def __init__(self) -> None:
         self._host: Host | None = None
 
     def take(self, host: Host) -> None:
-        """Let the engine of a model hold it."""
+        """Let the engine of a model hold the KV cache; another engine releases its own."""
         if host is not self._host:
             self.release()
             self._host = host
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the KV cache."""
         if self._host is not None:
             self._host.engine.release()
 
     def rest(self) -> None:
-        """Give it back unless it may serve later samples."""
+        """Release the KV cache unless later samples may use its prefixes."""
         if self._host is not None and not self._host.keeps_prefixes:
             self.release()
 
@@ -271,7 +273,7 @@ class _Memory:
 def _refused(
     asked: Sequence[_Asked], do: Callable[[Sequence[_Asked]], None]
 ) -> Iterator[tuple[_Asked, QeRLError]]:
-    """Do something with some requests together; if that is refused, with each alone.
+    """Call `do` with all requests together; if that is refused, with each alone.
 
     Yields:
         Refused requests, each with the error.
@@ -289,19 +291,19 @@ def _refused(
 
 
 class _Queue:
-    """FIFO of validated sampling requests, and the session in which the oldest and its like are decoded.
+    """FIFO of validated sampling requests, and the session for the oldest and those that can share it.
 
     Attributes:
-        waiting: Requests that have not begun.
-        prefilled_tokens: Tokens that were computed otherwise than as they were drawn.
+        waiting: Pending requests, oldest first.
+        prefilled_tokens: As in `Sampling`.
     """
 
     def __init__(self, find: Find, memory: _Memory, arrived: Arrivals, overdue: Overdue) -> None:
         self._find, self._memory, self._arrived, self._overdue = find, memory, arrived, overdue
         self._numbered = self.prefilled_tokens = 0
         self.waiting: list[_Asked] = []
-        self._open: dict[int, _Asked] = {}  # of the session, without an answer
-        self._begun: dict[int, tuple[_Asked, int]] = {}  # which sample of which request a sequence is
+        self._open: dict[int, _Asked] = {}  # requests of the session, not answered yet
+        self._begun: dict[int, tuple[_Asked, int]] = {}  # request and sample of each sequence
         self._joined = 0  # requests that have joined the session while others waited
 
     def take(self, requests: Sequence[SampleRequest]) -> Iterator[Answer]:
@@ -314,7 +316,8 @@ class _Queue:
                 yield number, error
 
     def serve(self) -> Iterator[Answer]:
-        """Answer the oldest request, those that share its session, and later ones that join it."""
+        """Run one session: answer the oldest request, those that share its session, and later ones that
+        join."""
         first = self.waiting[0]
         host = first.host
         self._memory.take(host)
@@ -341,7 +344,7 @@ class _Queue:
                     stack.enter_context(host.lend(first.policy))
                     try:
                         stack.enter_context(opened(going_on=session))
-                    except QeRLError:  # for want of memory, which not all of them need
+                    except QeRLError:  # too little memory for all of them
                         self._wait_again(session)
                         return
                     work = yield from self._rounds(session, first)
@@ -350,10 +353,10 @@ class _Queue:
             self._memory.release()
 
     def _rounds(self, session: Session, first: _Asked) -> Generator[Answer, None, Callable[[], None] | None]:
-        """Decode until all have ended or other work is overdue, which is what it returns.
+        """Decode until all samples have ended, or other work is overdue; return that work.
 
         Args:
-            session: Of the engine.
+            session: The engine's session.
             first: A request of the session.
         """
         while session.busy:
@@ -401,17 +404,17 @@ class _Queue:
         return _Asked(number, request, host, policy, noisy, params)
 
     def _leave(self, wanted: Callable[[_Asked], bool]) -> list[_Asked]:
-        """Remove the wanted requests from the waiting ones."""
+        """Remove the wanted requests from `waiting` and return them."""
         found = [each for each in self.waiting if wanted(each)]
         self.waiting = [each for each in self.waiting if not wanted(each)]
         return found
 
     def _enqueue(self, asked: Iterable[_Asked]) -> None:
-        """Let requests wait in their places."""
+        """Put requests back into `waiting`, in order of arrival."""
         self.waiting = sorted([*asked, *self.waiting], key=lambda each: each.number)
 
     def _wait_again(self, session: Session) -> None:
-        """Let the requests of a session that cannot go on wait, with what they have."""
+        """Enqueue the requests of a session that cannot resume, with the tokens they have."""
         for number, begun in session.leave().items():
             each, index = self._begun[number]
             each.begun[index] = begun
@@ -424,9 +427,10 @@ class _Queue:
         yield each.number, error
 
     def _score(self, host: Host) -> Iterator[Answer]:
-        """Score prompts, each alone if together they cannot be; yields refusals."""
+        """Score the prompts for which it was requested, each alone if together they are refused; yields
+        refusals."""
         asked = [each for each in self._open.values() if each.to_score and each.request.wanted()]
-        if asked:  # a pass of the update, which computes fewer tokens at once for ever where memory runs out
+        if asked:  # running out of memory in this pass would lower its tokens per forward permanently
             self._memory.release()
         for each, error in _refused(asked, partial(self._score_together, host)):
             yield from self._refuse(each, error)
@@ -437,10 +441,10 @@ class _Queue:
             each.scores = scores
 
     def _start(self, session: Session, asked: Sequence[_Asked]) -> Iterator[Answer]:
-        """Begin the samples of some requests, those of equal prompts behind one prefill.
+        """Begin the samples of requests; those of equal prompts share one prefill.
 
         Yields:
-            Refusals; requests that are refused beside others wait again instead.
+            Refusals; a request that is refused while others run is enqueued again instead.
         """
         self._open |= {each.number: each for each in asked}
         by_prompt: dict[tuple[int, ...], list[_Asked]] = {}
@@ -461,7 +465,7 @@ class _Queue:
                     yield from self._refuse(each, error)
 
     def _begin(self, session: Session, asked: Sequence[_Asked]) -> None:
-        """Begin requests, those of a prompt next to each other and every prompt with as many samples."""
+        """Begin requests that are ordered by prompt, with equally many samples for every prompt."""
         begun = [(each, index) for each in asked for index in each.unfinished]
         prompts = list(dict.fromkeys(each.request.prompt for each in asked))
         indices = session.start(
@@ -474,7 +478,7 @@ class _Queue:
         self._begun.update(zip(indices, begun, strict=True))
 
     def _next(self, session: Session) -> Iterator[Answer]:
-        """Decode a round; yields the answers of requests all of whose samples have ended."""
+        """Decode one round; yields the answers of requests whose samples have all ended."""
         before = session.prefilled_tokens
         turns = session.next(one_round=True)
         self.prefilled_tokens += session.prefilled_tokens - before
@@ -491,10 +495,10 @@ class _Queue:
 
 
 def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
-    """Refuse tokens that the model does not have; ``what`` begins the error.
+    """Raise if the model does not have these tokens; ``what`` begins the error.
 
     Raises:
-        QeRLError: There is none, or one is out of range.
+        QeRLError: There are no tokens, or one is out of range.
     """
     if not len(token_ids):
         raise QeRLError(f"{what} is empty; it needs at least one token.")

@@ -1,8 +1,8 @@
-"""Log-probabilities of prompts, under the model's present policy.
+"""Log-probabilities of prompts under the model's present policy.
 
-Those of the prompts' own tokens come from a forward pass of the update, which packs the prompts of all
-requests. The most probable tokens in their places need whole rows of logits, so these are computed prompt by
-prompt and piece by piece, keys and values kept between.
+Log-probabilities of the prompts' own tokens come from a forward pass of the loss driver, which packs the
+prompts of all requests. The most probable tokens need whole rows of logits, so they are computed for one
+prompt and one piece of it at a time, with a KV cache between pieces.
 """
 
 import math
@@ -19,11 +19,11 @@ from qerl_serve.sampling import Scores
 from qerl_serve.types import SampleRequest
 
 _PIECE = 512
-"""Tokens whose logits are there at once: 0.3 GB in fp32 at 150,000 tokens of vocabulary."""
+"""Tokens whose logits are in memory at once: 0.3 GB in fp32 with a vocabulary of 150,000."""
 
 
 def score_prompts(driver: LossDriver, model: PeftModel, requests: Sequence[SampleRequest]) -> list[Scores]:
-    """Scores of the prompts of some requests, in their order."""
+    """Return the scores of the requests' prompts, in order."""
     asked = {
         request.prompt: None for request in requests if request.prompt_logprobs and len(request.prompt) > 1
     }
@@ -40,8 +40,8 @@ def score_prompts(driver: LossDriver, model: PeftModel, requests: Sequence[Sampl
 
 @torch.no_grad()
 def most_probable(model: PeftModel, prompt: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
-    """The k most probable tokens in the place of each token of a prompt with their log-probabilities, most
-    probable first; none for the first token.
+    """Return the k most probable tokens at each position of a prompt with their log-probabilities, most
+    probable first; none for the first position.
 
     Args:
         model: The policy.

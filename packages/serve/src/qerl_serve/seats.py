@@ -1,15 +1,16 @@
 """Seats: adapter slots in which the matrices of many LoRA adapters take turns in one frozen base.
 
-A seat is an adapter of PEFT with a rank and a set of layers, and without numbers of its own: its matrices are
-a single zero, expanded. To use an adapter, its `nn.Parameter` objects are put into the seat of its shape and
-taken out afterwards. So a model that trains, its snapshots, and an adapter read from a folder all run in the
-same way, gradients gather in the adapter's own parameters, nothing is copied to switch, and a dropped adapter
-is free at once. Between uses the model computes what its base does.
+A seat is a PEFT adapter with a rank and a set of layers, but without weights of its own: its matrices are a
+single zero, expanded. To use an adapter, its `nn.Parameter` objects are put into the seat of its shape and
+taken out afterwards. So trained adapters, their snapshots, and adapters read from a folder all run in the
+same way, gradients accumulate in the adapter's own parameters, switching copies nothing, and the memory of a
+dropped adapter is free at once. Between uses the model computes what its base does.
 
-The first seat has the largest rank that the server takes and all layers. It is never used, but the paged
-engine sizes its buffers by it once, so no later adapter makes it capture its steps anew.
+The first seat has the largest rank that the server takes and all layers. It never holds an adapter, but the
+paged engine sizes its buffers by it once, so no later adapter makes the engine capture its decode steps
+again.
 
-**alpha.** The API of clients has no alpha. It is 32 for every rank: the update is scaled by 32 / rank, with
+**alpha.** The Tinker API has no alpha. It is 32 for every rank: the LoRA update is scaled by 32 / rank, with
 which the best learning rate hardly depends on the rank.
 """
 
@@ -32,10 +33,10 @@ from qerl.lora.adapter import PEFT_PREFIX, adapt, add_adapter, stored_name, stor
 from qerl.update.recompute import accept_every_n_layers
 
 ALPHA = 32
-"""LoRA's alpha, whatever the rank."""
+"""LoRA's alpha for every rank."""
 
 Matrices = dict[str, nn.Parameter]
-"""A and B of every adapted layer, in the order of the modules, by their names in the files of PEFT."""
+"""A and B of every adapted layer, in the order of the modules, by their names in PEFT's files."""
 
 _FRESH = "fresh"
 
@@ -46,8 +47,8 @@ class Shape:
 
     Attributes:
         rank: r, at least 1.
-        attn: True if the projections of attention are adapted.
-        mlp: True if those of the MLPs are.
+        attn: True if the attention projections are adapted.
+        mlp: True if the MLP projections are adapted.
     """
 
     rank: int
@@ -56,12 +57,12 @@ class Shape:
 
     @property
     def seat(self) -> str:
-        """Name of its seat among the adapters of PEFT."""
+        """PEFT's adapter name of the seat for this shape."""
         return f"rank{self.rank}" + "_attn" * self.attn + "_mlp" * self.mlp
 
 
 class Seats:
-    """One base with seats.
+    """A frozen base model with seats for adapters.
 
     Args:
         base: Any causal LM, packed or dense; frozen and wrapped in place.
@@ -70,9 +71,9 @@ class Seats:
     Attributes:
         model: The base with its seats, for the engine and the update.
         max_rank: The largest rank of an adapter.
-        targets: Last names of the linears that adapters can have, by the field of a shape that asks for them.
-        every_n_layers: Every n-th layer is computed again for backward at present; 0 if none ever was, as on
-            a CPU.
+        targets: Last names of the linears that can be adapted, by the `Shape` field that selects them.
+        every_n_layers: At present every n-th layer is recomputed in the backward pass; 0 if none ever was, as
+            on a CPU.
     """
 
     def __init__(self, base: PreTrainedModel, max_rank: int) -> None:
@@ -91,25 +92,25 @@ class Seats:
         return base_model(self.model).device
 
     def recompute_layers(self, every: int = 1) -> None:
-        """Recompute every n-th layer in the backward pass, from its input alone, as `qerl plan` counts;
-        the others keep their activations: all, with an n above the number of layers."""
+        """Recompute every n-th layer in the backward pass from its input alone, as `qerl plan` assumes. The
+        others keep their activations; with n above the number of layers all do."""
         base_model(self.model).gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
         self.every_n_layers = every
 
     def recompute_every_layer(self) -> bool:
-        """Let no layer keep its activations from here on; True if layers between those of
-        :meth:`recompute_layers` kept theirs before."""
+        """Recompute every layer from here on if :meth:`recompute_layers` left some out; return True in that
+        case."""
         kept = self.every_n_layers > 1
         if kept:
             self.recompute_layers()
         return kept
 
     def fresh(self, shape: Shape, seed: int) -> Matrices:
-        """Matrices of a new adapter on the base's device, fp32: those of `qerl.lora.adapter.add_lora` with
-        this rank and seed, so B is zero.
+        """Return the FP32 matrices of a new adapter on the base's device: those of
+        `qerl.lora.adapter.add_lora` with this rank and seed, so B is zero.
 
         Raises:
-            QeRLError: The rank is not from 1 to the largest, no layers are adapted, or the model has none of
+            QeRLError: The rank is not from 1 to `max_rank`, no layers are adapted, or the model has none of
                 the requested ones.
         """
         config = self._config(shape)
@@ -122,10 +123,10 @@ class Seats:
 
     @contextmanager
     def used(self, shape: Shape, matrices: Matrices) -> Iterator[PeftModel]:
-        """Inside the block the model has this adapter, whose parameters gather gradients if they ask for any.
+        """Activate an adapter inside the block; parameters that require gradients accumulate them.
 
         Args:
-            shape: Of the adapter.
+            shape: Shape of the adapter.
             matrices: Its parameters, on the base's device.
         """
         seat = shape.seat
@@ -137,7 +138,7 @@ class Seats:
         asking = [matrix.requires_grad for matrix in matrices.values()]
         self.model.set_adapter(seat)
         for matrix, asks in zip(matrices.values(), asking, strict=True):
-            matrix.requires_grad_(asks)  # PEFT asks for gradients of whatever is active
+            matrix.requires_grad_(asks)  # PEFT sets requires_grad on the active adapter
         try:
             yield self.model
         finally:
@@ -147,12 +148,12 @@ class Seats:
 
     @contextmanager
     def unused(self) -> Iterator[PeftModel]:
-        """Inside the block the model is its base, without any adapter."""
+        """Disable all adapters inside the block, so the model is its base."""
         with self.model.disable_adapter():
             yield self.model
 
     def config(self, shape: Shape) -> LoraConfig:
-        """The config that PEFT needs to read such an adapter from a folder."""
+        """Return the config with which PEFT reads an adapter of this shape from a folder."""
         config = copy.copy(self._config(shape))
         base = base_model(self.model)
         config.base_model_name_or_path = base.name_or_path
@@ -161,7 +162,7 @@ class Seats:
         return config
 
     def check(self, shape: Shape) -> None:
-        """Refuse shapes that no adapter here can have.
+        """Raise if no adapter of this model can have a shape.
 
         Raises:
             QeRLError: As :meth:`fresh`.
@@ -186,7 +187,7 @@ class Seats:
         )
 
     def _linears(self, seat: str) -> Iterator[tuple[str, nn.Linear]]:
-        """The linears that hold A and B of a seat, each with its name in a file."""
+        """Yield the linears that hold A and B of a seat, each with its name in an adapter file."""
         base = self.model.get_base_model()
         for name, module in base.named_modules():
             if isinstance(module, LoraLayer) and seat in module.lora_A:
@@ -195,7 +196,7 @@ class Seats:
                     yield stored_name(own, base), getattr(module, kind)[seat]
 
     def _empty(self, seat: str) -> None:
-        """Put a single zero in the place of each matrix of a seat."""
+        """Replace each matrix of a seat by a single zero, expanded."""
         for _, linear in self._linears(seat):
             zero = torch.zeros(1, 1, device=self.device)
             linear.weight = nn.Parameter(
@@ -204,7 +205,7 @@ class Seats:
 
 
 def _targets(base: PreTrainedModel) -> dict[str, set[str]]:
-    """Last names of the decoder's linears, by the field of a shape that asks for them."""
+    """Return the last names of the decoder's adaptable linears, by the `Shape` field that selects them."""
     wanted = set(lora_targets(base, None))
     places = [
         name.split(".") for name, _ in base.get_decoder().named_modules() if name.split(".")[-1] in wanted

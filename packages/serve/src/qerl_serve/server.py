@@ -1,4 +1,4 @@
-"""A server: backend, worker and HTTP put together, and run until it is told to end."""
+"""The server: wires backend, worker thread and HTTP application together, and runs until it is stopped."""
 
 import socket
 from collections.abc import Callable
@@ -21,18 +21,18 @@ _ENDING = Failure("The server is ending; what was saved is still there when it r
 
 
 class Server:
-    """Serves a backend.
+    """A Tinker API server over one backend.
 
     Args:
-        backend: The model; from now on only the worker touches it.
-        limits: Of clients.
-        keys: Of which clients have one; they begin with `tml-`, as clients demand.
+        backend: Called only in the worker thread from now on.
+        limits: Limits of requests and of the server's records.
+        keys: The API keys of clients; each begins with `tml-`, which clients require.
 
     Attributes:
         keys: As given.
         app: The ASGI application.
-        clients: Their records.
-        worker: The thread in which the backend runs, once `start` was called.
+        clients: Records of sessions, models and samplers.
+        worker: The thread that runs the backend, once `start` was called.
     """
 
     def __init__(self, backend: Backend, limits: Limits, keys: Keys) -> None:
@@ -48,27 +48,27 @@ class Server:
         self._http: _Http | None = None
 
     def start(self) -> None:
-        """Let the worker begin."""
+        """Start the worker thread."""
         self.worker.start()
 
     def stop(self) -> None:
-        """Let the worker end, and wait for it.
+        """Stop the worker and wait for it.
 
-        Pending requests fail at once. Samples that are being decoded end with it, since their clients get no
-        answer; a pass that runs is waited for.
+        Pending requests fail at once. Samples being decoded are given up, since their clients have the
+        failure already; a running forward or backward pass is completed.
         """
         self._end(_ENDING)
         self.worker.join()
 
     def end(self) -> None:
-        """Let :meth:`run`, in another thread, return, as an interrupt does."""
+        """Make :meth:`run`, in another thread, return, as an interrupt does."""
         self._end(_ENDING)
 
     def run(self, listening: socket.socket) -> None:
-        """Serve at a bound socket until interrupted.
+        """Serve on a bound socket until interrupted.
 
         Raises:
-            QeRLError: It ended because no further request could run, as after a fault of the GPU.
+            QeRLError: The worker ended because no further request could run, as after a GPU fault.
         """
         maximum = self.clients.limits.connections
         config = uvicorn.Config(
@@ -95,13 +95,13 @@ class Server:
 
 
 class _Http(uvicorn.Server):
-    """Tells clients that the server ends while their connections are still there."""
+    """A uvicorn server that fails pending requests while their clients' connections are still open."""
 
     def __init__(self, config: uvicorn.Config, end: Callable[[], None]) -> None:
         super().__init__(config)
         self._end = end
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close everything; called by uvicorn once it was told to exit."""
+        """Fail pending requests, then close everything; called by uvicorn on exit."""
         self._end()
         await super().shutdown(sockets)

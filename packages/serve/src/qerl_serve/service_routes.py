@@ -1,6 +1,6 @@
-"""Routes about the server itself: its abilities for clients, its state for people.
+"""Routes about the server itself: its capabilities for clients, its state for people.
 
-New behaviours of clients are switched by flags that the server sends, of which all but two are off here.
+The server sends flags that switch on new behaviours of clients; all but two are off here.
 """
 
 import time
@@ -26,7 +26,7 @@ FLAGS = {
     "custom_loss_server_side": False,
     "create_model_via_load_weights": True,
 }
-"""Behaviours of clients that their server decides; those that are not named here are off unless asked for."""
+"""Behaviours of clients that the server controls; those not listed are off unless asked for."""
 
 _NO_PROJECTS = "This server has no projects"
 _NO_ACCOUNTS = "This server has no accounts"
@@ -46,10 +46,10 @@ REFUSED = {
     "retrieve_futures": f"{_ASKED_FOR}: ask for each result with retrieve_future.",
     "join_sampling_session": f"{_ASKED_FOR}: create a sampling session of your own.",
 }
-"""Routes of the hosted service that are not here, each with the reason and what there is instead."""
+"""Routes of the hosted service that this server lacks, each with the reason and the alternative."""
 
 _SAMPLES = 2000
-"""Samples for which a client waits at once by itself, each with a connection."""
+"""Sampling requests that a client has in flight at once by default, each on its own connection."""
 
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -63,12 +63,12 @@ def _refuse(why: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 class ServiceRoutes:
-    """The routes.
+    """Routes for capabilities, health, status and metrics, and refusals of routes that are missing.
 
     Args:
-        clients: Their records.
+        clients: Records of clients.
         metrics: For /metrics.
-        works: True while the worker runs, without which no request is ever answered.
+        works: Returns True while the worker runs, without which no request is ever answered.
     """
 
     def __init__(self, clients: Clients, metrics: Metrics, works: Callable[[], bool]) -> None:
@@ -76,7 +76,7 @@ class ServiceRoutes:
         self._began = time.time()
 
     def routes(self) -> list[BaseRoute]:
-        """The routes, for the application."""
+        """Return the routes for the application."""
         return [
             Route("/metrics", self._show_metrics),
             Route("/status", self._status),

@@ -17,9 +17,9 @@ def print_status(url: str, api_key: str, console: Console) -> None:
     """Print a server's clients, their models, and its pending requests.
 
     Args:
-        url: Of the server.
+        url: URL of the server.
         api_key: Its key.
-        console: Shows them.
+        console: Where to print.
 
     Raises:
         QeRLError: The server does not answer, or the key is another server's.
@@ -43,7 +43,7 @@ def print_status(url: str, api_key: str, console: Console) -> None:
 
 
 def _updates(gauges: dict[str, float]) -> str:
-    """The present way of computing updates; memory that ran out changes it for good."""
+    """Describe how updates are computed at present; running out of memory changes it permanently."""
     tokens, every = gauges.get("update_tokens_per_forward"), int(gauges["update_every_n_layers"])
     most = "as many tokens as there are" if tokens is None else f"at most {tokens:.0f} tokens"
     again = {0: "no layer", 1: "every layer"}.get(every, f"one layer of {every}")
@@ -65,5 +65,5 @@ def _table(status: dict[str, Any]) -> Table:
         ]
         for row, model in enumerate(models or [("none", "", "")]):
             cells = (*(("", "", "", "") if row else who), *model, "" if row else str(session["samplers"]))
-            table.add_row(*(Text(visible(cell)) for cell in cells))  # some of it is a client's text
+            table.add_row(*(Text(visible(cell)) for cell in cells))  # some cells hold text from clients
     return table

@@ -1,7 +1,7 @@
-"""Requests to models: each becomes a job in the model's line, and its id is the answer.
+"""Training requests: each becomes a job in its model's line, and is answered with its request id.
 
-A request that cannot be run takes its place in the line all the same, because those after it wait for it; it
-fails when its turn comes. Only a body from which no place can be read is refused at once.
+A request that cannot be run still takes its place in the line, because later requests wait for it; it fails
+when its turn comes. Only a body from which no place can be read is refused at once.
 """
 
 import time
@@ -30,10 +30,10 @@ Run = Callable[[Backend], Answer]
 
 
 class Training:
-    """Requests of models.
+    """Enqueues the requests of models; each public method returns a request id.
 
     Args:
-        clients: Their records.
+        clients: Records of clients.
         samples: Makes samplers of snapshots.
     """
 
@@ -41,7 +41,7 @@ class Training:
         self._clients, self._samples = clients, samples
 
     def create_model(self, body: CreateModel) -> str:
-        """Request id of a new model."""
+        """Enqueue the creation of a model."""
 
         def make(backend: Backend, model_id: str) -> None:
             self._clients.check_trainable(body.base_model)
@@ -50,7 +50,7 @@ class Training:
         return self._new_model("create_model", body.session_id, body.model_seq_id, make, body)
 
     def load_weights(self, body: LoadWeights) -> str:
-        """Request id of a model that gets saved weights; it is made if the session names a new one.
+        """Enqueue loading saved weights into a model, which is created if the request names a new one.
 
         Raises:
             QeRLError: The request names no model.
@@ -84,7 +84,7 @@ class Training:
         make: Callable[[Backend, str], None],
         body: CreateModel | LoadWeights,
     ) -> str:
-        """Request id of number 0 of a model's line, which makes the model.
+        """Enqueue the creation of a model, as number 0 of its line; return the request id.
 
         Raises:
             Busy: There is no room for it at present.
@@ -121,7 +121,7 @@ class Training:
                 raise
 
     def unload_model(self, body: OfModel) -> str:
-        """Request id of a model's end."""
+        """Enqueue the end of a model."""
 
         def run(backend: Backend) -> Answer:
             backend.drop(body.model_id)
@@ -131,7 +131,7 @@ class Training:
         return self._submit(body, "unload_model", run, body.size)
 
     def forward_backward(self, message: ForwardBackward) -> str:
-        """Request id of a pass; seq_id 0 stands for none, as protobuf has it."""
+        """Enqueue a forward, or forward and backward, pass; seq_id 0 means none, as protobuf has it."""
         kind = "forward" if message.forward_only else "forward_backward"
         limits = self._clients.limits
 
@@ -145,7 +145,7 @@ class Training:
         return self._submit(of, kind, run, message.size)
 
     def optim_step(self, body: OptimStep) -> str:
-        """Request id of a step of the optimizer."""
+        """Enqueue an optimizer step."""
 
         def run(backend: Backend) -> Answer:
             metrics = backend.optim_step(body.model_id, body.adam())
@@ -156,11 +156,11 @@ class Training:
         return self._submit(body, "optim_step", run, body.size)
 
     def refuse(self, kind: str, place: OfModel, error: QeRLError) -> str:
-        """Request id of an unreadable body with a place in a model's line."""
+        """Enqueue the failure of an unreadable body in its place of a model's line."""
         return self._submit(place, kind, partial(_fail, error), place.size)
 
     def save_weights(self, body: SaveWeights) -> str:
-        """Request id of a checkpoint with optimizer."""
+        """Enqueue saving a checkpoint with optimizer."""
 
         def run(backend: Backend) -> Answer:
             notes = self._notes(body, body.user_metadata)
@@ -170,7 +170,7 @@ class Training:
         return self._submit(body, "save_weights", run, body.size)
 
     def save_for_sampler(self, body: SaveWeights) -> str:
-        """Request id of a policy to sample from: a checkpoint if it has a name, else a new sampler."""
+        """Enqueue saving a policy to sample from: a checkpoint if it has a name, else a new sampler."""
 
         def run(backend: Backend) -> Answer:
             body.check_kind()
@@ -184,7 +184,7 @@ class Training:
         return self._submit(body, "save_weights_for_sampler", run, body.size)
 
     def save_external(self, body: SaveExternal) -> str:
-        """Request id of weights for other programs, a plain PEFT folder."""
+        """Enqueue saving weights for other programs, as a plain PEFT folder."""
 
         def run(backend: Backend) -> Answer:
             body.check()
@@ -200,11 +200,11 @@ class Training:
         )
 
     def _submit(self, body: OfModel, kind: str, run: Run, size: int) -> str:
-        """Enqueue a request of a model, of ``size`` bytes.
+        """Enqueue a request of a model, of ``size`` bytes; return the request id.
 
         Raises:
-            QeRLError: Its number is out of range, or another kind of request had it.
-            Busy: The server holds too much.
+            QeRLError: The sequence number is out of range, or belongs to a request of another kind.
+            Busy: The server holds too many requests and results.
         """
         clients = self._clients
         model_id = check_id(body.model_id, "model_id")
@@ -221,7 +221,7 @@ class Training:
             try:
                 return Job(clients.futures.add(future, awaited), run)
             except TooLarge as error:
-                if body.seq_id == 0:  # a model that is not made has no requests that could wait for this one
+                if body.seq_id == 0:  # without its model, no request can wait for this one
                     raise
                 without_body = Future(request_id, kind, model.session_id, told)
                 return Job(clients.futures.add(without_body, awaited), partial(_fail, error))

@@ -1,13 +1,15 @@
-"""The interface between the wire of `qerl serve` and the model behind it.
+"""The interface between the front end of `qerl serve` and the model behind it.
 
-The wire (HTTP, messages, order, futures) knows no model; a backend knows no HTTP, no client and no sequence
-number. Between them stand these plain values and one protocol, so each side is tested without the other.
+The front end (HTTP, messages, order, futures) knows no model; a backend knows no HTTP, no client and no
+sequence number. Between them are these plain values and one protocol, so each side is tested without the
+other.
 
-All of a backend runs in one thread: the worker calls its methods one after another, in the order of each
-client's requests; while `Backend.sample` draws it calls others where that method says so. A method that
-fails leaves the backend as it was before the call. A mistake of a client is a `QeRLError`, whose sentence the
-client reads; any other exception is a defect, which the client is told without its traceback. Either way the
-server lives on.
+A backend runs in one thread: the worker calls its methods one after another, in the order of each client's
+requests; during `Backend.sample` it calls other methods only as described there. A method that fails leaves
+the backend as it was before the call, except that a failed `optim_step` may drop the gradients. A client's
+mistake is a `QeRLError`, whose message the client receives; any other exception is a defect, which is
+reported to the client without its traceback. Either way the server goes on, unless the GPU is lost
+(`qerl_serve.worker`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +29,13 @@ StopReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A base model under one of the names by which clients may ask for it.
+    """A base model under one of its names.
 
     Attributes:
-        name: As clients write it: a Hub id or the path of a folder.
-        max_context_length: Largest number of tokens of a prompt with its completion, or of a datum.
-        tokenizer: Hub id or folder that `AutoTokenizer.from_pretrained` takes at the client.
-        trainable: False for a teacher, which is sampled from and scores and takes no adapters that train.
+        name: The name as clients write it: a Hub id or the path of a folder.
+        max_context_length: Maximum tokens of a prompt plus its completion, or of a datum.
+        tokenizer: Hub id or folder from which clients load it with `AutoTokenizer.from_pretrained`.
+        trainable: False for a teacher, which samples and scores, and trains no adapters.
     """
 
     name: str
@@ -48,9 +50,9 @@ class LoraParams:
 
     Attributes:
         rank: At least 1.
-        seed: Of the first weights of A; None leaves it to the server.
-        train_attn, train_mlp, train_unembed: Which linears get an adapter. Clients ask for the unembedding
-            unless told otherwise, so a backend without one there leaves it out instead of refusing.
+        seed: Seed of the initial weights of A; None leaves it to the server.
+        train_attn, train_mlp, train_unembed: Which linears get an adapter. Clients ask for the unembedding by
+            default, so a backend that cannot adapt it leaves it out instead of refusing.
     """
 
     rank: int
@@ -62,10 +64,10 @@ class LoraParams:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """One step of AdamW, all of whose numbers come with the step; the defaults are those of the protocol.
+    """Hyperparameters of one AdamW step, sent with each step; the defaults are those of the protocol.
 
     Attributes:
-        grad_clip_norm: Largest norm of all gradients together; 0 clips nothing.
+        grad_clip_norm: Maximum norm of all gradients together; 0 clips nothing.
     """
 
     learning_rate: float = 1e-4
@@ -82,32 +84,30 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Completions of one prompt, for one client.
+    """A request for completions of one prompt.
 
-    Clients send the samples of a group as requests of one sample each, so equal prompts of different requests
-    are the rule; seeds tell them apart.
+    Clients send the samples of a group as requests of one sample each, so different requests often have equal
+    prompts; their seeds differ.
 
     Attributes:
         sampler: A key from `Backend.sampler` or `Backend.save_for_sampler`.
         prompt: Token ids, at least one.
-        num_samples: Completions, at least 1, each with a seed of its own that follows from `seed`.
-        max_tokens: Largest number of tokens of a completion; None stands for the rest of the context.
+        num_samples: Number of completions, at least 1, each with its own seed derived from `seed`.
+        max_tokens: Maximum tokens of a completion; None for the rest of the context.
         temperature: Divides the logits; 0 takes the most probable token.
         top_p: 1 keeps all tokens.
         top_k: 0 keeps all tokens.
-        seed: Same request and seed, same samples, whatever else is in the batch. The server draws one where
-            the client gave none.
+        seed: The same request and seed give the same samples, whatever else is in the batch. The server draws
+            one if the client gave none.
         stop_token_ids: A completion ends with the first of these, which it includes; None stands for the
             model's own end tokens, an empty tuple for none.
         stop_strings: A completion ends with the token that completes the first of these.
-        prompt_logprobs: True if the log-probabilities of the prompt's tokens are wanted, without noise.
-        topk_prompt_logprobs: Number of the most probable tokens that are wanted at each position of the
-            prompt.
-        wanted: False once the client is gone. It may be asked at any time, and once it is False the samples
-            need not be finished.
+        prompt_logprobs: Whether to return log-probabilities of the prompt's tokens, without noise.
+        topk_prompt_logprobs: Number of most probable tokens to return per prompt position.
+        wanted: Returns False once the client is gone; the samples need not be finished then. May be called at
+            any time.
         min_p: 0 keeps all tokens.
-        told: Is told of the tokens of each sample, by its number, as they are drawn; None where nobody
-            listens.
+        told: Called with the number of a sample and its new tokens as they are drawn; None without streaming.
     """
 
     sampler: str
@@ -142,9 +142,9 @@ class SampleResult:
 
     Attributes:
         sequences: `num_samples` of them.
-        prompt_logprobs: One for each token of the prompt, NaN for the first; None if not asked for.
-        topk_prompt_logprobs: For each token of the prompt the most probable token ids in its place and their
-            log-probabilities, most probable first; empty for the first. None if not asked for.
+        prompt_logprobs: One per prompt token, NaN for the first; None if not requested.
+        topk_prompt_logprobs: Per prompt token the most probable token ids in its place and their
+            log-probabilities, most probable first; empty for the first. None if not requested.
     """
 
     sequences: Sequence[SampledSequence]
@@ -168,10 +168,11 @@ class Notes:
     """A client's notes about saved weights.
 
     Attributes:
-        run: Texts about its model, by key.
-        own: Texts about these weights, by key.
-        expires: Seconds since the epoch from which on they may be deleted; None keeps them.
-        owner: Who may delete them beside the server's own key; empty for no other.
+        run: Notes about their model, by key.
+        own: Notes about the weights themselves, by key.
+        expires: Time in seconds since the epoch after which the weights may be deleted; None keeps them.
+        owner: Name of the owner, who may delete the weights, as may the server's own key; empty for the
+            server's own.
     """
 
     run: Mapping[str, str] = field(default_factory=dict)
@@ -185,11 +186,12 @@ class Checkpoint:
     """Saved weights in the server's folder.
 
     Attributes:
-        path: tinker://MODEL_ID/KIND/NAME with one of `qerl_serve.names.KINDS`; weights have an optimizer.
+        path: tinker://MODEL_ID/KIND/NAME with one of `qerl_serve.names.KINDS`; the kind `weights` has an
+            optimizer.
         folder: A plain PEFT folder.
         bytes: Size of its files.
-        time: Seconds since the epoch when they were saved.
-        notes: Of their client.
+        time: Time of saving, in seconds since the epoch.
+        notes: The client's notes.
     """
 
     path: str
@@ -206,20 +208,20 @@ class NotSavedError(QeRLError):
 Arrivals = Callable[[], Sequence[SampleRequest]]
 
 Overdue = Callable[[], Callable[[], None] | None]
-"""Gives work that has waited too long for the model; None while there is none."""
+"""Returns work that has waited too long for the model; None while there is none."""
 
 
 def nothing_overdue() -> None:
-    """`Overdue` where nobody else wants the model."""
+    """An `Overdue` that never has work."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What makes texts of the tokens of the base that trains.
+    """Tokenizer and end tokens of the trainable base.
 
     Attributes:
-        tokenizer: Used in the thread of HTTP alone, but to decode.
-        end_token_ids: With which a completion ends by itself.
+        tokenizer: Used in the HTTP thread alone, except for decoding.
+        end_token_ids: Default end tokens of a completion.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -227,22 +229,22 @@ class Reader:
 
 
 class Backend(Protocol):
-    """A model with adapters, and teachers, as the worker uses them; methods raise `QeRLError` for a client's
-    mistakes.
+    """The trainable model with its adapters, and teachers, as the worker uses them; methods raise `QeRLError`
+    for a client's mistakes.
 
-    Ids of models and names of checkpoints come from clients. The wire hands on only those made of letters,
+    Model ids and checkpoint names come from clients. The front end passes on only those made of letters,
     digits, `_`, `-`, `.` and (in ids) `:`, which neither begin with a dot nor exceed 128 characters.
     """
 
     models: Sequence[ModelInfo]
-    """The base that trains under each of its names, the first of which is the one that answers name; then
-    each teacher under its own."""
+    """The trainable base under each of its names, then each teacher under its own; answers use a model's
+    first name."""
 
     reader: Reader | None
     """For the routes that take texts and messages; None for a backend without a model."""
 
     def create_model(self, model_id: str, lora: LoraParams) -> None:
-        """Add an adapter under a new name, with an optimizer that has not stepped."""
+        """Create an adapter under a new id, with an optimizer that has not stepped."""
 
     def forward_backward(
         self,
@@ -252,52 +254,52 @@ class Backend(Protocol):
         config: Mapping[str, float],
         forward_only: bool,
     ) -> "LossOutput":
-        """Log-probabilities and metrics, `loss:sum` among them; gradients are added to the adapter's unless
-        `forward_only`."""
+        """Return log-probabilities and metrics, `loss:sum` among them; gradients are added to the adapter's
+        unless `forward_only`."""
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        """One step with the gradients since the last one, which are then zero; returns metrics."""
+        """Step the optimizer with the gradients since its last step, which are then zero; return metrics."""
 
     def drop_gradients(self, model_id: str) -> bool:
-        """Drop the gradients since the last optimizer step; True if there were any. An unknown model has
-        none."""
+        """Drop the gradients since the last optimizer step; return True if there were any, False for an
+        unknown model."""
 
     def save_state(self, model_id: str, name: str, overwrite: bool, notes: Notes) -> str:
-        """The tinker:// path of adapter and optimizer, written under a new name, or over an old one if
-        `overwrite`."""
+        """Save adapter and optimizer under a new name, or over an old one if `overwrite`; return the
+        tinker:// path."""
 
     def save_for_sampler(self, model_id: str, name: str | None, notes: Notes) -> str:
-        """A policy to sample from that stays as it is now while the model goes on.
+        """Fix the present state of a model as a policy to sample from.
 
         Returns:
-            With a new name, the tinker:// path it was saved under, which outlives the server; without one the
-                key of a snapshot for `SampleRequest.sampler`, which lives until `drop_sampler`.
+            With a new name, the tinker:// path of the saved policy, which outlives the server; without a
+                name, the key of a snapshot for `SampleRequest.sampler`, which lives until `drop_sampler`.
         """
 
     def save_external(self, model_id: str, name: str, notes: Notes) -> str:
-        """The tinker:// path of the adapter for other programs, written under a name that no other such
-        one has."""
+        """Save the adapter for other programs, under a name that no other external weights of the model have;
+        return the tinker:// path."""
 
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
-        """Give a model the weights at a tinker:// path; it is made, with their rank, if there is none."""
+        """Load the weights at a tinker:// path into a model, which is created with their rank if it is
+        unknown."""
 
     def sampler(self, path_or_base: str, base: str | None = None) -> str:
-        """The key of a policy to sample from, by name of a base or by tinker:// path. Saved weights run on
-        the base of the name `base`, or with None on the one that they were trained on."""
+        """Return the key of a policy to sample from, given the name of a base or a tinker:// path. Saved
+        weights run on the base named `base`, or if None on the one that they were trained on."""
 
     def sample(
         self, requests: Sequence[SampleRequest], arrived: Arrivals, overdue: Overdue
     ) -> Iterator[tuple[int, SampleResult | Exception]]:
-        """Answers to requests, each as soon as it is finished, with its number in the order given.
+        """Yield answers to requests, each as soon as it is finished, with its number in the order given.
 
         Args:
-            requests: Of any samplers, in order of arrival.
-            arrived: Gives new requests, and is asked between rounds of decoding; they are numbered on from
-                the last one given, and are then the call's to answer. Methods that neither train nor sample
-                may be called in it.
-            overdue: Is asked between rounds as well. What it gives is run before the next round, and may call
-                any method but this one: no policy is lent to the model then, and no keys and values are held.
-                Samples go on behind it as if it had not been, each of the policy with which it began.
+            requests: Requests to any samplers, in order of arrival.
+            arrived: Called between rounds of decoding; returns new requests, which are numbered on from the
+                last one and are answered by this call too. It may call methods that neither train nor sample.
+            overdue: Called between rounds as well. The work that it returns is run before the next round and
+                may call any method but this one; meanwhile the model has no policy and no KV cache. Sampling
+                then continues as if uninterrupted, each sample with the policy with which it began.
 
         Returns:
             Numbers and results; a `QeRLError` for a client's mistake, and any other exception for a defect,
@@ -305,23 +307,23 @@ class Backend(Protocol):
         """
 
     def model_info(self, model_id: str) -> WeightsInfo:
-        """The adapter that a model was created with."""
+        """Return the facts about the adapter that a model was created with."""
 
     def weights_info(self, path: str) -> WeightsInfo:
-        """Facts about the weights at a tinker:// path."""
+        """Return the facts about the weights at a tinker:// path."""
 
     def checkpoints(self) -> Sequence[Checkpoint]:
-        """All saved weights, oldest first, damaged ones among them."""
+        """Return all saved weights, oldest first, damaged ones included."""
 
     def checkpoint(self, path: str) -> Checkpoint:
-        """The saved weights at a tinker:// path; `NotSavedError` if there are none."""
+        """Return the saved weights at a tinker:// path; raise `NotSavedError` if there are none."""
 
     def delete_checkpoint(self, path: str) -> None:
-        """Delete the weights at a tinker:// path, damaged or not; `NotSavedError` if there are none."""
+        """Delete the weights at a tinker:// path, damaged or not; raise `NotSavedError` if there are none."""
 
     def expire_checkpoint(self, path: str, expires: float | None) -> None:
-        """Set when the weights at a tinker:// path may be deleted, as in `Notes`; `NotSavedError` if there
-        are none."""
+        """Set when the weights at a tinker:// path may be deleted, as in `Notes`; raise `NotSavedError` if
+        there are none."""
 
     def delete_expired(self) -> None:
         """Delete expired weights."""
@@ -330,10 +332,11 @@ class Backend(Protocol):
         """Drop a model: adapter, gradients and optimizer, not its snapshots or saved weights."""
 
     def drop_sampler(self, key: str) -> None:
-        """Give up a key of `sampler` or `save_for_sampler`, each as often as it was given."""
+        """Release a key of `sampler` or `save_for_sampler`, once for each time it was returned."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Numbers for the server's metrics by snake_case name with unit, as `gpu_memory_bytes`."""
+        """Return numbers for the server's metrics by snake_case name with unit, such as
+        `gpu_memory_bytes`."""
 
     def close(self) -> None:
         """Release everything; nothing is called afterwards."""

@@ -1,12 +1,12 @@
-"""The one thread in which the model works.
+"""The single thread that runs the model.
 
-Sampling and updates share the weights, the memory and the processor, so they take turns, and everything that
-touches the backend happens here. A turn of updates may lie within a batch of samples, which is paused for it.
-A failure ends the request that caused it and nothing else: a client's mistake is answered with a sentence, a
-defect is named to the client and written to the log with its traceback.
+Sampling and updates share the weights, the memory and the processor, so they take turns, and every call of
+the backend happens in this thread. A turn of updates may lie within a batch of samples, which is paused for
+it. A failure ends only the request that caused it: a client's mistake is answered with an error message, a
+defect is named to the client and logged with its traceback.
 
-One failure ends the worker, and with it the server: a fault of the GPU, after which nothing more can be
-computed in this process. Going on would answer every request with it and look alive.
+One failure ends the worker, and with it the server: a GPU fault, after which nothing more can be computed in
+this process. Otherwise the server would look alive while every request failed.
 """
 
 import logging
@@ -26,7 +26,7 @@ from qerl_serve.types import Backend, SampleRequest, SampleResult
 logger = logging.getLogger(__name__)
 
 JOBS_PER_TURN = 64
-"""A model that never makes an optimizer step gets so many requests done before others have their turn."""
+"""Maximum requests that a model without an optimizer step runs in a turn of updates."""
 
 DROPPED = (
     "The gradients since the model's last optimizer step were dropped with it; send that whole batch again."
@@ -37,9 +37,9 @@ class Worker(threading.Thread):
     """Runs the work of the queue until it is closed or something breaks, then closes the backend.
 
     Attributes:
-        gauges: The backend's numbers after the last turn.
-        broken: A sentence why no further request can run; None while nothing is broken.
-        on_break: Called with that sentence, in this thread, as soon as it is known.
+        gauges: The backend's gauges after the last turn.
+        broken: The reason why no further request can run; None while nothing is broken.
+        on_break: Called with that reason, in this thread, as soon as it is known.
     """
 
     def __init__(self, queue: WorkQueue, backend: Backend, metrics: Metrics) -> None:
@@ -76,8 +76,7 @@ class Worker(threading.Thread):
             self.on_break(self.broken)
 
     def _failure_of(self, error: Exception) -> Failure:
-        """Turn an exception into the error that the client receives; it ends the worker if the GPU is lost
-        with it."""
+        """Turn an exception into the error that the client receives; end the worker if the GPU is lost."""
         if not isinstance(error, QeRLError) and _gpu_is_lost():
             self._break(error)
         return failure_of(error)
@@ -104,7 +103,7 @@ class Worker(threading.Thread):
                     break
 
     def _update(self, line: Line, job: Job, refusal: Failure | None) -> None:
-        if job.future.outcome is not None:  # its session or the server ends
+        if job.future.outcome is not None:  # its session or the server has ended
             return
         if refusal is not None:
             job.future.settle(refusal)
@@ -119,7 +118,8 @@ class Worker(threading.Thread):
         job.future.settle(outcome)
 
     def _without_gradients(self, line: Line, job: Job, failure: Failure) -> Failure:
-        """A failure that says that the model has lost the gradients of its earlier requests."""
+        """Drop a model's gradients after a failed request of a kind in `CHANGES`; return the failure, which
+        names the dropped gradients if there were any."""
         if job.kind not in CHANGES or not self._backend.drop_gradients(line.model_id):
             return failure
         return Failure(f"{failure.error} {DROPPED}", failure.category)
@@ -180,10 +180,10 @@ class Worker(threading.Thread):
 
 
 def _gpu_is_lost() -> bool:
-    """True if nothing more can be computed on the GPU in this process.
+    """Return True if nothing more can be computed on the GPU in this process.
 
-    The GPU itself is asked: a fault comes as an error of torch, of Triton or of the driver, and torch's class
-    for it is that of errors after which the GPU goes on as well.
+    The GPU itself is probed: a fault surfaces as an error of torch, Triton or the driver, and torch raises
+    the same class for errors that the GPU survives.
     """
     if not torch.cuda.is_initialized():
         return False
