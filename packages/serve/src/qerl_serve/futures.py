@@ -173,8 +173,8 @@ class Futures:
         with self._lock:
             if len(self._futures) >= self._max_count:
                 raise Busy(
-                    f"The server has {len(self._futures)} requests that wait or were not fetched, its limit; "
-                    "fetch results before you send more."
+                    f"The server has {len(self._futures)} requests that wait or whose results it keeps, its "
+                    "limit; fetch results, or wait a little, before you send more."
                 )
             if share < 1:
                 self._check_share(future, share, awaited)

@@ -58,7 +58,7 @@ def split_path(path: Any) -> tuple[str, Kind, str]:
 def _checked(pattern: re.Pattern[str], text: Any, what: str, letters: str) -> str:
     if not isinstance(text, str) or not pattern.fullmatch(text):
         raise QeRLError(
-            f"{what} is {_shown(text)}; it must be 1 to 128 of {letters}, and not begin with a dot."
+            f"{what} is {_shown(text)}; it must be 1 to 128 of {letters}, and not begin with a dot or colon."
         )
     return text
 

@@ -1,11 +1,11 @@
-"""One LoRA adapter as the kernels read it: stacked bf16 buffers, and which adapters fit into them.
+"""One LoRA adapter in stacked bf16 buffers that the kernels read, and checks of which adapters fit them.
 
-The buffers keep their addresses while the adapter's layers and its padded rank stay what they are, so
-captured graphs see what every call copies. They are zeroed first: a smaller adapter in the place of a larger
-one must leave nothing of it behind.
+The buffers keep their addresses while the adapter's layers and its padded rank stay the same, so captured
+graphs see the weights that every call copies. The buffers are zeroed first, so that nothing of a larger
+adapter remains beside a smaller one.
 
-Kernels apply one adapter to the linears that a decoder layer's description has. What else PEFT may have done
-to a model is found by walking all its modules, so that nothing is left out because nobody thought of it.
+Kernels apply one adapter to the linears in a decoder layer's description. Other changes that PEFT may have
+made to a model are found by walking all its modules, so that no unforeseen one is ignored.
 """
 
 from collections.abc import Iterator
@@ -33,10 +33,10 @@ _WHOLE = ("embed_tokens", "lm_head")
 
 
 def why_not_with_adapters(base: PreTrainedModel) -> str | None:
-    """Why the engine would compute something else than this model with its adapters as they are now."""
+    """Return why the engine would not compute what this model and its present adapters do, or None."""
     sizes = Sizes.of(base.config.get_text_config(decoder=True))
     linears = tuple(f".{target}" for target in sizes.targets)
-    mixtures = dict(experts_of(base))  # with thousands of layers, which are asked together
+    mixtures = dict(experts_of(base))  # with thousands of layers, which are checked together
     for name, module in base.named_modules(memo=set(mixtures.values())):
         last = name.split(".")[-1]
         if isinstance(module, BaseTunerLayer):
@@ -57,7 +57,7 @@ def why_not_with_adapters(base: PreTrainedModel) -> str | None:
 
 
 def highest_rank(base: nn.Module) -> int:
-    """The largest rank of any LoRA that the model holds, active or not; 0 without."""
+    """Return the largest rank of the model's LoRA adapters, active or not; 0 without any."""
     mixtures = dict(experts_of(base))
     of_experts = (held_rank(each, name)[1] for each in mixtures.values() for name in LINEARS)
     others = (_rank(module) for _, module in base.named_modules(memo=set(mixtures.values())))
@@ -65,17 +65,17 @@ def highest_rank(base: nn.Module) -> int:
 
 
 def inner(module: nn.Module) -> nn.Module:
-    """The linear layer below an adapter, or the layer itself."""
+    """Return the linear layer below an adapter, or the layer itself."""
     return module.base_layer if isinstance(module, BaseTunerLayer) else module
 
 
 def linears_of(layer: nn.Module, product: Product) -> list[nn.Module]:
-    """The linear layers, adapted or not, of one product of a decoder layer."""
+    """Return the linear layers, adapted or not, of one product of a decoder layer."""
     return [layer.get_submodule(linear.place) for linear in product.linears]
 
 
 def gates_of(layer: nn.Module, spec: LayerSpec, product: Product) -> list[nn.Module]:
-    """Narrow linears that read the same input as a product and are computed with its x A^T."""
+    """Return the narrow linears that read a product's input and are computed with its x A^T."""
     places: tuple[str, ...] = ()
     if isinstance(spec.mixer, DeltaNet) and product.name == "qkvz":
         places = DeltaNet.GATES
@@ -86,7 +86,7 @@ def gates_of(layer: nn.Module, spec: LayerSpec, product: Product) -> list[nn.Mod
 
 @dataclass
 class _Place:
-    """A linear's own part of a product's buffers: which A from the top, and B's first row."""
+    """A linear's place in a product's buffers: the index of its A, and the first row of its B."""
 
     module: nn.Module
     index: int
@@ -97,8 +97,8 @@ class _Stacks:
     """The adapters of a layer's experts, and the buffers that a mixture reads them from.
 
     Args:
-        experts: For which `why_not_together` finds nothing.
-        weights: Of the mixture.
+        experts: Experts for which `why_not_together` finds nothing.
+        weights: Weights of the mixture.
         spec: The layer's description.
     """
 
@@ -107,8 +107,7 @@ class _Stacks:
         self.shapes = [self._shape(product) for product in self._products]
 
     def _shape(self, product: Product) -> tuple[int, ...] | None:
-        """G, L, R, K and N of the buffers of a product, which an adapter keeps while it is not active; None
-        without one."""
+        """Return G, L, R, K and N of a product's buffers, also for an inactive adapter; None without one."""
         held = [held_rank(self._experts, linear.place) for linear in product.linears]
         groups, rank = max(groups for groups, _ in held), max(rank for _, rank in held)
         if not groups:
@@ -116,7 +115,7 @@ class _Stacks:
         return groups, len(held), pad_rank(rank), product.inputs, product.outputs // len(held)
 
     def make(self, dtype: torch.dtype) -> None:
-        """Makes the buffers, and hands them to the mixture."""
+        """Allocate the buffers, and hand them to the mixture."""
         like: Any = {"dtype": dtype, "device": self._weights.router_ED.device}
         self._weights.gate_up_lora, self._weights.down_lora = (
             None
@@ -129,7 +128,7 @@ class _Stacks:
         )
 
     def copy(self) -> None:
-        """Writes what training may have changed."""
+        """Copy the weights that training may have changed."""
         for product, lora in zip(
             self._products, (self._weights.gate_up_lora, self._weights.down_lora), strict=True
         ):
@@ -146,12 +145,12 @@ class _Stacks:
 
 @dataclass
 class Adapter:
-    """Buffers for the LoRA of a whole model, and where their numbers come from.
+    """LoRA buffers of a whole model, and the modules whose weights are copied to them.
 
     Args:
         base: The transformers model.
         layers: Its decoder layers.
-        dtype: Of the buffers.
+        dtype: Dtype of the buffers.
 
     Attributes:
         rank: Padded rank, the same everywhere but in experts; 0 without adapters.
@@ -167,10 +166,10 @@ class Adapter:
     _experts: list["_Stacks"] = field(default_factory=list)
 
     def bind(self, decoder: Decoder) -> bool:
-        """Makes the buffers, and hands them to the decoder, unless those that there are still fit.
+        """Allocate the buffers and hand them to the decoder, unless the present ones still fit.
 
         Returns:
-            Whether they are new, so that nothing captured before can be replayed.
+            Whether there are new buffers, so that steps captured before can no longer be replayed.
         """
         bound = [
             (projection, linears_of(layer, product), gates_of(layer, read.spec, product))
@@ -189,7 +188,7 @@ class Adapter:
         return True
 
     def _bind_experts(self, decoder: Decoder) -> bool:
-        """The same for the experts of mixtures, whose buffers have a rank of their own."""
+        """Do as `bind` for the experts of mixtures, whose buffers have a rank of their own."""
         found = [
             _Stacks(layer.get_submodule(read.spec.mlp.EXPERTS), read.mlp, read.spec)
             for layer, read in zip(self.layers, decoder.layers, strict=True)
@@ -203,7 +202,7 @@ class Adapter:
         return True
 
     def copy(self) -> None:
-        """Writes what training may have changed: A, and B scaled by alpha / r (or alpha / sqrt r)."""
+        """Copy weights that training may have changed: A, and B scaled by alpha / r (or alpha / sqrt r)."""
         for a_RK, b_NR, places in self._places:
             a_RK.zero_()
             b_NR.zero_()
@@ -243,7 +242,7 @@ class Adapter:
 
 
 def check_adapter(base: PreTrainedModel) -> None:
-    """Raises QeRLError where `why_not_with_adapters` has found something since the engine was made."""
+    """Raise QeRLError if `why_not_with_adapters` now returns a reason, after the engine was made."""
     if reason := why_not_with_adapters(base):
         raise QeRLError(
             f"The paged engine no longer computes what the model does: {reason}. Make a new engine, which "
@@ -252,7 +251,7 @@ def check_adapter(base: PreTrainedModel) -> None:
 
 
 def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of a module."""
+    """Yield the parameters and buffers of a module."""
     yield from module.parameters()
     yield from module.buffers()
 

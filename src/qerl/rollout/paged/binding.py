@@ -1,13 +1,14 @@
-"""From the model that trains to the decode step's weights, without a second copy.
+"""Binding of the trained model's weights to the decode step, without a second copy.
 
-Packed weights of q/k/v and of gate/up are put on top of each other in the order tensor cores read; the
-layers' own buffers become views of that memory, and training dequantises from there. MXFP4 is written as
-NVFP4 first, which changes no number. NF4 and 16-bit weights are stacked likewise and the layers' parameters
-become views; NF4's double quantisation is undone (`qerl.kernels.weights.nf4`). LoRA
-(`qerl.rollout.paged.adapter`), RMSNorm weights and biases are small and are copied before each rollout.
+Packed weights of q/k/v and of gate/up are stacked in the order in which tensor cores read; the layers' own
+buffers become views of that memory, and training dequantises from there. MXFP4 is rewritten as NVFP4 first,
+which changes no value. NF4 and 16-bit weights are stacked likewise and the layers' parameters become views;
+NF4's double quantisation is undone (`qerl.kernels.weights.nf4`). LoRA (`qerl.rollout.paged.adapter`), RMSNorm
+weights and biases are small and are copied before each rollout.
 
-A view is right as long as the model still computes with that tensor. Every call therefore compares addresses:
-a weight that was replaced since (merged into a copy, moved, loaded anew) is an error, not an old policy.
+A view is valid as long as the model still computes with that tensor. Every call therefore compares addresses:
+a weight that was replaced since (merged into a copy, moved, loaded again) raises an error instead of sampling
+from an old policy.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,11 +46,11 @@ from qerl.rollout.paged.weights import (
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 MOST_GROUPED = 64
-"""Query heads that may share a key head: the rows of an attention tile."""
+"""Maximum query heads per key head: the rows of an attention tile."""
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Why this model cannot run on the paged engine, or None where it can."""
+    """Return why this model cannot run on the paged engine, or None if it can."""
     base = base_model(model)
     if not isinstance(base, PreTrainedModel):
         return f"it is a {type(base).__name__}, neither a transformers model nor a PeftModel around one"
@@ -65,7 +66,7 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
-    """Why the kernels cannot run a model of these sizes."""
+    """Return why the kernels cannot run a model of these sizes, or None."""
     config = base.config.get_text_config(decoder=True)
     if reason := why_not_described(config):
         return reason
@@ -98,7 +99,7 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
 
 
 def _why_not_with_linears(base: PreTrainedModel) -> str | None:
-    """Why the kernels cannot multiply with one of the layers."""
+    """Return why the kernels cannot multiply with one of the layers, or None."""
     for index, product, modules in _products(base):
         if len({type(module) for module in modules}) > 1:
             names = ", ".join(linear.name for linear in product.linears)
@@ -121,7 +122,7 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
 
 
 def _why_not_with_routers(base: PreTrainedModel) -> str | None:
-    """Why the kernels cannot take the experts of one of the layers, or choose among them."""
+    """Return why the kernels cannot take the experts of a layer, or choose among them, or None."""
     for name, mixture, spec in _mixtures(base):
         assert isinstance(spec.mlp, RoutedMLP)
         if not isinstance(mixture.experts, Experts):
@@ -139,7 +140,7 @@ def _why_not_with_routers(base: PreTrainedModel) -> str | None:
 
 
 def _why_not_with_experts(base: PreTrainedModel) -> str | None:
-    """Why the kernels cannot multiply with the experts of one of the layers."""
+    """Return why the kernels cannot multiply with the experts of one of the layers, or None."""
     formats: dict[str, type[nn.Module]] = {}
     for name, layer in _experts(base):
         if nf4.quant_state(layer) is not None:
@@ -150,20 +151,20 @@ def _why_not_with_experts(base: PreTrainedModel) -> str | None:
 
 
 def _linears(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The linears of all decoder layers below their adapters, each with its name."""
+    """Yield the linears of all decoder layers below their adapters, each with its name."""
     for index, product, modules in _products(base):
         for linear, module in zip(product.linears, modules, strict=True):
             yield f"model.layers.{index}.{linear.place}", module
 
 
 def _weights(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The linears of all decoder layers and of their experts, each with its name."""
+    """Yield the linears of all decoder layers and of their experts, each with its name."""
     yield from _linears(base)
     yield from _experts(base)
 
 
 def _experts(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The linears of all experts below their adapters, each with its name."""
+    """Yield the linears of all experts below their adapters, each with its name."""
     for name, mixture, spec in _mixtures(base):
         for number, expert in enumerate(mixture.experts):
             for linear in spec.expert_linears:
@@ -171,7 +172,7 @@ def _experts(base: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _mixtures(base: PreTrainedModel) -> Iterator[tuple[str, Any, LayerSpec]]:
-    """The modules of routers and experts, each with its name and its layer's description."""
+    """Yield the modules of routers and experts, each with its name and its layer's description."""
     specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
     for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
         if isinstance(spec.mlp, RoutedMLP):
@@ -180,13 +181,13 @@ def _mixtures(base: PreTrainedModel) -> Iterator[tuple[str, Any, LayerSpec]]:
 
 
 def _router(spec: LayerSpec) -> str:
-    """The router's name in the module of a mixture."""
+    """Return the router's name in the module of a mixture."""
     assert isinstance(spec.mlp, RoutedMLP)
     return spec.mlp.router.rpartition(".")[2]
 
 
 def _products(base: PreTrainedModel) -> Iterator[tuple[int, Product, list[nn.Module]]]:
-    """The products of all layers, each with its layer's number and its linears below their adapters."""
+    """Yield the products of all layers, each with its layer's number and its linears below their adapters."""
     specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
     for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
         for product in spec.products:
@@ -198,7 +199,7 @@ class Binding:
 
     Args:
         model: A causal LM for which :func:`why_not` finds nothing, PEFT-wrapped or not.
-        positions: Positions of the rotary table.
+        positions: Number of positions of the rotary table.
 
     Attributes:
         decoder: The weights.
@@ -215,7 +216,7 @@ class Binding:
         self._copies: list[tuple[torch.Tensor, nn.Module, str]] = []
         self._rotary: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
         self._positions = positions
-        self._copied: set[str] = set()  # of embedding and head, those that are no longer the first views
+        self._copied: set[str] = set()  # embedding or head, if replaced since
         self._names = {module: name for name, module in self._base.named_modules()}
         self._sizes = sizes = Sizes.of(config)
         self.decoder = Decoder(
@@ -233,15 +234,15 @@ class Binding:
 
     @torch.no_grad()
     def refresh(self, norm_offsets: Mapping[str, torch.Tensor]) -> bool:
-        """Copies what training may have changed: LoRA, biases, and RMSNorm weights plus this call's noise.
+        """Copy the weights that training may have changed: LoRA, biases, and RMSNorm weights plus noise.
 
         Returns:
-            Whether buffers are new, because adapters were loaded or a head was replaced: then nothing that
-            was captured before can be replayed.
+            Whether there are new buffers, because adapters were loaded or a head was replaced: steps captured
+            before can then no longer be replayed.
 
         Raises:
-            QeRLError: Noise for a norm that this model does not have, or of another width; a weight or an
-                adapter that is not what the engine was made for.
+            QeRLError: There is noise for a norm that this model does not have, or of another width; a weight
+                was replaced; or the kernels cannot apply a present adapter.
         """
         self._check_offsets(norm_offsets)
         check_adapter(self._base)
@@ -274,7 +275,8 @@ class Binding:
         return changed
 
     def _watched(self) -> Iterator[tuple[str, nn.Module]]:
-        """What must not be replaced: linears, experts and routers, each with its name."""
+        """Yield the modules whose weights must not be replaced, each with its name: linears, experts, routers
+        and the gates of shared MLPs."""
         yield from _weights(self._base)
         for name, mixture, spec in _mixtures(self._base):
             yield f"{name}.{_router(spec)}", mixture.get_submodule(_router(spec))
@@ -294,11 +296,15 @@ class Binding:
                 )
 
     def _of_vocabulary(self, module: nn.Module) -> torch.Tensor:
-        """The weight itself; a copy where training holds it in another dtype than the rest of the model."""
+        """Return the weight itself, or a copy if training holds it in another dtype than the rest."""
         return cast(torch.Tensor, module.weight).data.to(self._dtype)
 
     def _renew_vocabulary(self) -> bool:
-        """Follows embedding and head where they were replaced (a head cast to FP32, an adapter's own)."""
+        """Bind embedding and head again if they were replaced (a head cast to fp32, an adapter's own).
+
+        Returns:
+            Whether either has a new buffer.
+        """
         changed = False
         sources = {
             "embedding_VD": cast(Any, self._base).model.embed_tokens,
@@ -387,7 +393,7 @@ class Binding:
         return projection
 
     def _tables(self, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of all positions, the same tensors for layers with the same angles."""
+        """Return cosine and sine of all positions, the same tensors for layers with the same angles."""
         if rotary is None:
             nothing = torch.zeros(1, device=self._base.device)
             return nothing, nothing
@@ -409,7 +415,7 @@ class Binding:
         return norm_N
 
     def _copy(self, module: Any, name: str) -> torch.Tensor:
-        """A number or more of a module in fp32, copied before each call."""
+        """Return an fp32 buffer for a tensor of a module, copied before each call."""
         buffer = torch.empty(getattr(module, name).numel(), device=self._base.device)
         self._copies.append((buffer, module, name))
         return buffer
@@ -428,13 +434,13 @@ class Binding:
 
 
 def _embedding_scale(embedding: nn.Module, sizes: Sizes) -> float:
-    """What a model multiplies its embeddings by: their module's factor in their dtype, or the config's."""
+    """Return the factor of a model's embeddings: that of their module in their dtype, or the config's."""
     own, weight = getattr(embedding, "embed_scale", None), cast(torch.Tensor, embedding.weight)
     return sizes.embedding_scale if own is None else float(own.to(weight.dtype))
 
 
 def _stack(adapted: list[nn.Module]) -> Projection:
-    """The weights of linears, adapted or not, stacked for one product; the layers' own become views."""
+    """Stack the weights of linears, adapted or not, for one product; the layers' own become views."""
     layers = [cast(Any, inner(module)) for module in adapted]
     if nf4.quant_state(layers[0]) is not None:
         return Projection(nf4.NF4Stack.of(layers))
@@ -447,10 +453,10 @@ def _stack(adapted: list[nn.Module]) -> Projection:
 
 
 def _stack_experts(experts: list[list[Any]]) -> ExpertWeights:
-    """The weights of experts on top of each other; the layers' own become views.
+    """Stack the weights of experts; the layers' own become views.
 
     Args:
-        experts: Of each expert, the linears of one product: all in one format.
+        experts: Per expert, the linears of one product, all in one format.
     """
     layers, count = [layer for linears in experts for layer in linears], len(experts)
     if not isinstance(layers[0], PackedLinear):
@@ -465,12 +471,12 @@ def _stack_experts(experts: list[list[Any]]) -> ExpertWeights:
 
 
 def _biases(experts: list[list[nn.Module]]) -> torch.Tensor:
-    """Of the linears of a product of each expert, fp32 [E, N]."""
+    """Return the biases of one product of all experts, fp32 [E, N]."""
     rows = [[cast(torch.Tensor, each.bias).detach() for each in linears] for linears in experts]
     return torch.stack([torch.cat(row) for row in rows]).float()
 
 
 def _address(layer: nn.Module) -> int:
-    """Where the numbers of a linear layer are."""
+    """Return the address of a linear layer's weight."""
     weight = layer.qweight if isinstance(layer, PackedLinear) else layer.weight
     return cast(torch.Tensor, weight).data_ptr()

@@ -1,25 +1,25 @@
-"""Which blocks of the KV cache are free, and who holds the others: plain Python, no tensors.
+"""Bookkeeping of KV cache blocks, which are free, held or known by content: plain Python, no tensors.
 
 A block holds the keys and values of 64 tokens, in all layers of a pool (`qerl.rollout.paged.limits`), or the
 state of one sequence. A prompt's blocks are held once by each sequence that reads them, so the group shares
-them and the last to finish frees them. A sequence's own tokens start in a fresh block even where the prompt's
-last block has room: nothing is ever written to while shared, at the price of less than one block per prompt.
+them and the last to finish frees them. A sequence's own tokens start in a fresh block even if the prompt's
+last block has room: a shared block is never written to, at the price of less than one block per prompt.
 
-**Prefixes.** Where the session names its policy, a full block is known by what it holds: by that name and all
-tokens up to its last. It stays known when nobody holds it any more, until it is taken for something else, the
-longest unused first; so what is kept costs nobody a block. A new prompt takes the known blocks that it begins
-with. For that own tokens have to be cut where those of a prompt are, at multiples of 64 tokens from the
-prompt's first: what the prompt's last block holds, unless it is full, is copied to the first own one of each
-sequence. A decode step then reads up to 63 tokens more of each sequence by itself, half a block in the mean,
-which sessions without a name are spared.
+**Prefixes.** If the session names its policy, a full block is known by its content: the policy's name and all
+tokens up to the block's last. It stays known after its last holder has released it, until it is taken for
+something else, least recently used first; so kept blocks still count as free. A new prompt takes the known
+blocks that it begins with. This requires that own tokens are divided into blocks as those of a prompt are, at
+multiples of 64 tokens from the prompt's first: the prompt's last block, unless it is full, is copied to the
+first own block of each sequence. A decode step then reads up to 63 more tokens outside of shared blocks per
+sequence, half a block on average; sessions without a policy name are spared this.
 
-A state is a block that holds any number of tokens. It is overwritten with every one, so it cannot be shared
-with a sequence that goes on: whoever enters has the prompt's copied (`copies`), and what was computed beyond
-a sequence's end (`rewinds`) is computed again from there.
+A state is a block that holds any number of tokens. Every token overwrites it, so a sequence that goes on
+cannot share it: each entering sequence gets a copy of the prompt's state (`copies`), and a sequence for which
+more tokens were computed than it keeps starts again from there (`rewinds`).
 
-In a pool with a window, blocks that no token to come sees are given back, and stand in tables as `GONE`.
-What is longer than window and pass of prefill together never has all its blocks at once: those that a pass
-has left behind are listed again for the tokens of a later one.
+In a pool with a window, blocks that no later token attends to are released, and replaced with `GONE` in
+tables. A text longer than the window and a prefill pass together never has all its blocks at once: its table
+lists the blocks that one pass has left behind again for the tokens of a later one.
 """
 
 from __future__ import annotations
@@ -39,57 +39,56 @@ if TYPE_CHECKING:  # the contract that sequences come from needs torch
     from qerl.rollout.session import Prompt, Sequence
 
 GONE = -1
-"""In a table, a block that was given back."""
+"""Table entry of a block that was released."""
 
 _ANY_NUMBER = 1 << 62
 """Tokens that a state has room for."""
 
 
 Key = tuple[Hashable, bytes]
-"""What a block holds: the name of a policy, and that of a page."""
+"""Content of a block: the name of a policy, and that of a page (`name_pages`)."""
 
 
 class KnownPages:
-    """Blocks by what they hold. It lasts as long as the memory that they lie in."""
+    """Blocks by content, in both directions; valid as long as the memory of the blocks."""
 
     def __init__(self) -> None:
         self._blocks: dict[Key, int] = {}
-        self._keys: dict[int, Key] = {}  # the longest unused first
+        self._keys: dict[int, Key] = {}  # least recently used first
 
     def __contains__(self, block: int) -> bool:
         return block in self._keys
 
     @property
     def blocks(self) -> list[int]:
-        """All of them, the longest unused first."""
+        """All known blocks, least recently used first."""
         return list(self._keys)
 
     def find(self, key: Key) -> int | None:
-        """The block that holds this."""
+        """Return the block with this content, or None."""
         return self._blocks.get(key)
 
     def learn(self, block: int, key: Key) -> None:
-        """Note what a block holds, unless another one is known to hold it."""
+        """Register the content of a block, unless a block with this content is already known."""
         if key not in self._blocks:
             self._blocks[key], self._keys[block] = block, key
 
     def use(self, block: int) -> None:
-        """Note that a block was used."""
+        """Mark a block as the most recently used."""
         self._keys[block] = self._keys.pop(block)
 
     def drop(self, block: int) -> None:
-        """Note that a block will hold something else."""
+        """Forget a block, whose content is about to change."""
         del self._blocks[self._keys.pop(block)]
 
     def forget(self) -> None:
-        """Note that all blocks may hold anything."""
+        """Forget all blocks."""
         self._blocks.clear()
         self._keys.clear()
 
 
 def name_pages(names: list[bytes], token_ids: Items[int], pages: int, page_tokens: int) -> None:
-    """Append the names of further pages of a text to those of its first, up to so many; a name says what its
-    page and all before it hold."""
+    """Extend the names of a text's pages to ``pages`` names; a name hashes its page and all before it."""
     for page in range(len(names), pages):
         held = np.asarray(token_ids[page * page_tokens : (page + 1) * page_tokens], np.int64)
         before = names[-1] if names else b""
@@ -102,15 +101,15 @@ class BlockManager:
     Args:
         count: Number of blocks in the pool.
         block_tokens: Number of tokens that a block holds, unless it is a state.
-        pool: Number of the pool, by which prompts and sequences have its tables.
-        held: What its blocks hold.
-        pass_tokens: Tokens that a pass of prefill computes at most.
-        known: What blocks hold that nobody holds yet.
+        pool: Index of the pool, and key of its tables in prompts and sequences.
+        held: Content of its blocks.
+        pass_tokens: Maximum tokens of a prefill pass.
+        known: Blocks with known content, all of them free.
         policy: Name of the policy, for prefixes.
 
     Attributes:
         rewinds: See `SequenceMemory`.
-        policy: As given; without one no prefix is found and none is noted.
+        policy: As given; if None, prefixes are neither found nor registered.
     """
 
     def __init__(
@@ -129,29 +128,29 @@ class BlockManager:
         self._pool, self._pass_tokens = pool, pass_tokens
         self._readers: Counter[Prompt] = Counter()
         self._known, self.policy = KnownPages() if known is None else known, policy
-        self._unused = OrderedDict.fromkeys(self._known.blocks)  # that are known, the longest unused first
+        self._unused = OrderedDict.fromkeys(self._known.blocks)  # known and free, least recently used first
         self._free = [block for block in range(count - 1, -1, -1) if block not in self._unused]
         self._holders: Counter[int] = Counter()
 
     @property
     def free(self) -> int:
-        """Number of blocks that nobody holds."""
+        """Number of blocks without a holder, known ones included."""
         return len(self._free) + len(self._unused)
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks that ``tokens`` tokens fill."""
+        """Return the number of blocks that ``tokens`` tokens fill."""
         return -(-tokens // self.block_tokens)
 
     def _at_once(self, tokens: int) -> int:
-        """Blocks that so many neighbouring tokens need at once."""
+        """Return the number of blocks that ``tokens`` consecutive tokens need at once."""
         return window_blocks(tokens, self._window, self._pass_tokens, self.block_tokens)
 
     def _seen_from(self, place: int) -> int:
-        """The first block that the token at a place of its table sees."""
+        """Return the index of the first block that the token at a place of its table attends to."""
         return 0 if self._window is None else max(0, place - self._window + 1) // self.block_tokens
 
     def take(self, blocks: int) -> list[int]:
-        """Take so many free blocks, each with one holder.
+        """Take this number of free blocks, each with one holder.
 
         Raises:
             QeRLError: Fewer are free; ask :attr:`free` first.
@@ -163,7 +162,7 @@ class BlockManager:
         return taken
 
     def _unknown(self) -> int:
-        """The longest unused of the known blocks, which is not known any more."""
+        """Return the least recently used of the known and free blocks, after forgetting its content."""
         block, _ = self._unused.popitem(last=False)
         self._known.drop(block)
         return block
@@ -185,7 +184,7 @@ class BlockManager:
             if not self._holders[block]:
                 del self._holders[block]
                 (unused if block in self._known else self._free).append(block)
-        for block in reversed(unused):  # without its first pages a text is not found
+        for block in reversed(unused):  # a text's first pages last: without them it is not found
             self._known.use(block)
             self._unused[block] = None
 
@@ -232,7 +231,7 @@ class BlockManager:
             prompt.found = len(found) * self.block_tokens
             table = self._extended(found, 0, self.blocks_for(prompt.cached_tokens))
             prompt.blocks[self._pool] = table
-            # What is computed next is known at once: spans of prompts see what spans before them write.
+            # Blocks are registered before they are computed: spans of prompts see what earlier spans wrote.
             self._learn(prompt.page_names, prompt.token_ids, table[: self._full(prompt)])
         else:
             self.share(self._held(prompt.blocks[self._pool]))
@@ -248,7 +247,7 @@ class BlockManager:
         return {own: of_prompt[-1] if of_prompt else None}
 
     def learn(self, sequence: Sequence) -> None:
-        """See `SequenceMemory.learn`; what follows logits that are not finite is not looked for."""
+        """See `SequenceMemory.learn`; a sequence whose logits were not finite is not registered."""
         if self.policy is None or sequence.finish_reason == "error":
             return
         prompt, names = sequence.prompt, sequence.prompt.page_names.copy()
@@ -259,18 +258,18 @@ class BlockManager:
         self._learn(names, prompt.token_ids + sequence.token_ids, table)
 
     def _full(self, prompt: Prompt) -> int:
-        """Blocks of a prompt that its sequences read and that others can share."""
+        """Return the number of full blocks of a prompt, which other prompts can share."""
         return prompt.shared_tokens // self.block_tokens
 
     def _learn(self, names: list[bytes], token_ids: list[int], table: list[int]) -> None:
-        """Note what the first blocks of a text hold, all of which are full."""
+        """Register the contents of the first blocks of a text, all of which are full."""
         if self.policy is not None:
             name_pages(names, token_ids, len(table), self.block_tokens)
             for name, block in zip(names, table, strict=True):
                 self._known.learn(block, (self.policy, name))
 
     def _found(self, prompt: Prompt) -> list[int]:
-        """The known blocks with which a prompt begins."""
+        """Return the known blocks that a prompt begins with."""
         found: list[int] = []
         while self.policy is not None and len(found) < self._full(prompt):
             name_pages(prompt.page_names, prompt.token_ids, len(found) + 1, self.block_tokens)
@@ -303,18 +302,18 @@ class BlockManager:
         sequence.cached = 0
 
     def _held(self, table: list[int]) -> list[int]:
-        """The blocks of a table, each once."""
+        """Return the blocks that a table holds, each once."""
         if self._window is None:
             return table
         return list(dict.fromkeys(block for block in table if block != GONE))
 
     def _needed(self, sequence: Sequence, steps: int) -> tuple[int, int]:
-        """The first block that a sequence's next token sees, and the end of those for so many steps."""
+        """Return the first table index that the next token attends to, and the end for ``steps`` steps."""
         place = sequence.cached if sequence.row is None else sequence.own_tokens
         return self._seen_from(place), self.blocks_for(sequence.own_tokens_after(steps))
 
     def _extended(self, table: list[int], first: int, end: int) -> list[int]:
-        """A table up to ``end`` blocks, of which those from ``first`` on are needed at once."""
+        """Return a table extended to ``end`` blocks; those from ``first`` on are needed at once."""
         most = self._at_once((end - first) * self.block_tokens)
         new = iter(self.take(max(0, min(end, first + most) - len(table))))
         table = table.copy()
@@ -324,7 +323,7 @@ class BlockManager:
         return table
 
     def _leave_behind(self, table: list[int], first: int, holders: int) -> None:
-        """Give back the blocks of a table that stand before the first needed one and not behind it."""
+        """Release the blocks that a table lists before index ``first`` and not again after it."""
         if not first:
             return
         needed = set(table[first:])
@@ -335,9 +334,9 @@ class BlockManager:
 
 
 class Pools:
-    """The pools of a model whose layers see differently far, or some of which carry a state.
+    """The pools of a model whose layers have different windows, or some of whose layers carry a state.
 
-    It is a `qerl.rollout.paged.scheduler.SequenceMemory` whose numbers are those of each pool.
+    It is a `qerl.rollout.paged.scheduler.SequenceMemory` whose amounts are `Units`, one number per pool.
     """
 
     policy: Hashable | None
@@ -349,7 +348,7 @@ class Pools:
 
     @property
     def free(self) -> Units:
-        """Number of blocks that nobody holds, of each pool."""
+        """Number of blocks without a holder, per pool."""
         return Units(pool.free for pool in self._pools)
 
     def check(self, prompt: Prompt, limit: int) -> None:
@@ -380,7 +379,7 @@ class Pools:
         return {block: source for pool in self._pools for block, source in pool.copies(sequence).items()}
 
     def learn(self, sequence: Sequence) -> None:
-        """See `SequenceMemory.learn`; nothing is (`has_prefixes`)."""
+        """See `SequenceMemory.learn`; does nothing, as several pools keep no prefixes (`has_prefixes`)."""
 
     def reserve(self, sequence: Sequence, steps: int) -> None:
         """See `SequenceMemory.reserve`."""
@@ -394,8 +393,10 @@ class Pools:
 
 
 def has_prefixes(held: Items[Pool]) -> bool:
-    """Whether prefixes are kept in a cache with these pools: without windows and states, which would have to
-    be there in all pools at one place."""
+    """Return True if a cache with these pools keeps prefixes, as only one without windows and states does.
+
+    With several pools, a prefix would have to be present up to the same token in all of them.
+    """
     return [*held] == [None]
 
 
@@ -407,14 +408,14 @@ def memory_of(
     known: KnownPages | None = None,
     policy: Hashable | None = None,
 ) -> BlockManager | Pools:
-    """The blocks of a cache with these pools, all of them free.
+    """Return the bookkeeping of a cache with these pools, with all blocks free.
 
     Args:
-        counts: Blocks of each pool.
-        held: What each holds.
+        counts: Number of blocks of each pool.
+        held: Content of each pool's blocks.
         block_tokens: Tokens of a block.
-        pass_tokens: Tokens that a pass of prefill computes at most.
-        known, policy: As of `BlockManager`, for a cache that `has_prefixes`.
+        pass_tokens: Maximum tokens of a prefill pass.
+        known, policy: As in `BlockManager`; used only if the cache `has_prefixes`.
     """
     if has_prefixes(held):
         return BlockManager(counts[0], block_tokens, 0, None, pass_tokens, known, policy)

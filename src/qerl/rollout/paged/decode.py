@@ -1,13 +1,13 @@
 """Decode steps of fixed numbers of rows, each captured once and replayed.
 
-Everything a step needs is on the GPU and is advanced there by the kernel that draws (see rows), so replaying
-the graph n times decodes n tokens without the host. How a row draws is among that, so the steps serve all
-temperatures, filters and stop tokens.
+All inputs of a step are on the GPU and are advanced there by the sampling kernel (see rows), so replaying the
+graph n times decodes n tokens without the host. They include each row's sampling parameters, so a step serves
+all temperatures, filters and stop tokens.
 
-A step takes as long as its rows say, used or not, so there are steps of many sizes, each captured when it is
-first needed. Every round takes the smallest that holds what runs. To move to another costs some copies on the
-GPU, a hundredth of a round; a smaller step saves a tenth to a third of it, from the first sequence that ends
-with nobody waiting to the last long ones that are alone.
+The time of a step depends on its number of rows, used or not, so there are steps of many sizes, each captured
+when it is first needed. Every round uses the smallest that holds the running sequences. Switching costs some
+copies on the GPU, a hundredth of a round; a smaller step saves a tenth to a third of a round, from the first
+sequence that ends with an empty queue to the last long ones that run alone.
 """
 
 from collections import abc
@@ -32,22 +32,22 @@ from qerl.rollout.paged.weights import Decoder, Kind, kinds_of
 from qerl.rollout.session import Sequence
 
 LONG, FEW = 64, 8
-"""Pages of a table from which on it is a long one, and rows up to which they are few."""
+"""Minimum pages of a long table, and maximum rows of a small step."""
 
 MOST_SPLITS, MOST_PROMPT_SPLITS = 8, 32
-"""The most splits of an item, and of one at a prompt that has a launch of its own."""
+"""Maximum splits of a work item, and of an item at a prompt that has a launch of its own."""
 
 APART = 96
-"""Rows from which on prompts are read in a launch of their own; behind long ones it is `FEW`. With 64 rows
-behind 256 tokens one launch is 0.7 % faster, and with 8 it is 2.2 %; with 32 it is 2.3 % slower
+"""Minimum rows for reading prompts in a launch of their own; for long prompts it is `FEW`. After 256 tokens a
+single launch is 0.7 % faster with 64 rows and 2.2 % faster with 8, but 2.3 % slower with 32
 (ways-7b-apart-few-h200.json)."""
 
 PROMPT_PAGES = 8
-"""Pages of a prompt that has a launch of its own which a split has at least."""
+"""Minimum pages per split of a prompt that has a launch of its own."""
 
 
 def kinds_apart(sizes: Sizes, device: torch.device) -> list[Kind]:
-    """The kinds of a model's attention that have larger tiles for prompts in a launch of their own."""
+    """Return the kinds of attention that have larger tiles for prompts in a launch of their own."""
     return [
         kind
         for kind in kinds_of(sizes)
@@ -56,18 +56,18 @@ def kinds_apart(sizes: Sizes, device: torch.device) -> list[Kind]:
 
 
 def prompts_apart(kinds: abc.Iterable[Kind], rows: int, running: abc.Collection[Sequence]) -> bool:
-    """Whether a step reads prompts in a launch of their own, see `qerl.kernels.decode.attend`.
+    """Return True if a step reads prompts in a launch of their own, see `qerl.kernels.decode.attend`.
 
-    That is worth it where a prompt's samples are, in the mean, more than a small tile holds. 7B on an H200,
-    groups of 8 (ways-7b-long-prompts-h200.json, ways-7b-longest-prompts-h200.json): behind 8192 tokens 8, 32
-    and 64 rows are 15, 110 and 79 % faster, behind 32,768 tokens 8 and 64 rows 74 and 239 %. Where each row
-    has a prompt of its own, of 1024 tokens, 96 to 256 rows are 2 % slower (ways-7b-own-prompts-h200.json).
+    That pays off if prompts have on average more samples than a small tile holds. 7B on an H200, groups of 8
+    (ways-7b-long-prompts-h200.json, ways-7b-longest-prompts-h200.json): after prompts of 8192 tokens 8, 32
+    and 64 rows are 15, 110 and 79 % faster, after 32,768 tokens 8 and 64 rows 74 and 239 %. If each row has
+    a prompt of its own, of 1024 tokens, 96 to 256 rows are 2 % slower (ways-7b-own-prompts-h200.json).
     Prompts between 256 and 8192 tokens were not timed with fewer than `APART` rows.
 
     Args:
-        kinds: Of attention, those of `kinds_apart`.
-        rows: Of the step.
-        running: What runs there.
+        kinds: Kinds of attention, as `kinds_apart` returns them.
+        rows: Rows of the step.
+        running: The running sequences.
     """
     prompts = {sequence.prompt for sequence in running}
     small_tiles = [attention.decode_rows(kind.group) // kind.group for kind in kinds]
@@ -78,20 +78,20 @@ def prompts_apart(kinds: abc.Iterable[Kind], rows: int, running: abc.Collection[
 
 
 def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int, most: int) -> int:
-    """Into how many splits the keys of an attention item are divided, so that few rows still fill the GPU.
+    """Return the number of splits of an attention item's keys, such that few rows still fill the GPU.
 
-    It is a power of two, and no more than a table has pages: a split without a page has nothing to read, and
-    its part of the result is combined like the others. Twice as many as fill the GPU cost more to combine
-    than they gain, but behind long contexts. 7B on an H200 (attention-splits-7b-h200.json): one row behind
-    256 tokens is 2.9 % faster with 4 splits than with 8, eight rows behind 4096 tokens are 11 % faster with 8
-    than with 4, behind 1024 tokens 1 % slower.
+    It is a power of two, and at most the number of pages of a table: a split without a page reads nothing,
+    but its result is combined like the others. Twice the number that fills the GPU costs more to combine than
+    it gains, except after long contexts. 7B on an H200 (attention-splits-7b-h200.json): after 256 tokens one
+    row is 2.9 % faster with 4 splits than with 8; after 4096 tokens eight rows are 11 % faster with 8 than
+    with 4, after 1024 tokens 1 % slower.
 
     Args:
-        rows: Of the step.
-        kv_heads: Heads of keys.
-        multiprocessors: Of the GPU.
+        rows: Rows of the step.
+        kv_heads: KV heads.
+        multiprocessors: Multiprocessors of the GPU.
         pages: Cache blocks of the longest table.
-        most: Splits.
+        most: Maximum number of splits.
     """
     filling = multiprocessors // (rows * kv_heads)
     wanted = max(1, min(2 * filling if pages >= LONG and rows <= FEW else filling, pages))
@@ -101,11 +101,11 @@ def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int,
 def attention_cuts(
     kind: Kind, tokens: int, table_width: int, apart: bool, device: torch.device
 ) -> tuple[attention.Cut, attention.Cut]:
-    """How attention cuts items at shared prompts, and those at own tokens.
+    """Return the cuts of attention items at shared prompts, and of those at own tokens.
 
     Args:
-        kind: Of attention. One whose window hides most of a long prompt is cut as behind a short one.
-        tokens: Of the step.
+        kind: Kind of attention. If its window hides most of a long prompt, it is cut as for a short one.
+        tokens: Tokens of the step.
         table_width: Cache blocks of the longest table.
         apart: Whether prompts have a launch of their own.
         device: Where the step runs.
@@ -125,20 +125,20 @@ def attention_cuts(
 
 
 class DecodeStep:
-    """The captured step.
+    """A decode step for a fixed number of rows, captured when it is first needed.
 
     Args:
         decoder: The weights; LoRA is applied where they have it.
-        cache: Keys and values.
-        rows: Sequences that run side by side.
-        max_new: Tokens that a sequence may generate.
-        table_width: Cache blocks that a sequence may own, and a prompt too.
-        graphs: Where the step is captured.
+        cache: The KV cache.
+        rows: Number of rows.
+        max_new: Maximum tokens of a sequence.
+        table_width: Maximum cache blocks of a sequence, and of a prompt.
+        graphs: Captures the step.
 
     Attributes:
-        rows: The batch.
-        apart: Whether prompts have a launch of their own, which `attend` decides from what runs. Each way is
-            captured when it is first needed; both share rows and buffers.
+        rows: The rows of the batch.
+        apart: Whether prompts have a launch of their own, which `attend` decides from the running sequences.
+            Each way is captured when it is first needed; both share rows and buffers.
         forward: The pass over the decoder.
     """
 
@@ -167,20 +167,20 @@ class DecodeStep:
         self.rows = Rows(rows, max_new, table_width, len(cache.geometry.pools), len(kinds), device)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
         self._stats_3TB = torch.empty(3, rows, blocks, device=device)
-        # Sums of squares of logits that a cap has already divided by their rms.
+        # Sums of squares whose rms is 1, for capped logits, which are already divided by theirs.
         width, eps = decoder.sizes.hidden, decoder.eps
         self._unit_1T = torch.full((1, rows), width * (1.0 - eps), device=device)
         self._replays: dict[bool, Callable[[], None]] = {}
 
     def attend(self, running: abc.Mapping[int, Sequence]) -> None:
-        """Decide how prompts are read, and write what the attention of everything that runs reads."""
+        """Decide how prompts are read, and upload the block tables and work items of running sequences."""
         self.apart = prompts_apart(self._kinds, self.rows.count, running.values())
         self.forward.cut_as(self.apart)
         self.rows.attend(running, self._together[self.apart])
         self.forward.forget_attention()
 
     def decode(self, steps: int) -> None:
-        """Decode so many tokens of every row that has not ended."""
+        """Replay the step ``steps`` times, each time for one token of every row that has not ended."""
         replay = self._replays.get(self.apart) or self.capture()
         for _ in range(steps):
             replay()
@@ -199,8 +199,8 @@ class DecodeStep:
         )  # fmt: skip
 
     def capture(self) -> Callable[[], None]:
-        """Record the step as it attends now, which `decode` otherwise does when it first attends so."""
-        # Warming up must compile every kernel but change nothing: with all rows ended it does not.
+        """Capture the step for the present value of `apart`; `decode` calls this when first needed."""
+        # Warming up must compile every kernel but change no state: with all rows ended it changes none.
         state = self.rows.state
         done_T, limit_2T = state.done_T.clone(), state.limit_2T.clone()
         self.rows.clear()
@@ -213,16 +213,16 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """Steps of one model over one cache.
+    """The decode steps of one model and one cache.
 
     Args:
         decoder: The weights.
-        cache: Keys and values.
-        machine: Where steps are captured.
-        small_rows: Rows up to which no smaller step is taken, see `Pace`.
+        cache: The KV cache.
+        machine: The machine on which steps are captured.
+        small_rows: Rows up to which a step is not replaced with a smaller one, see `Pace`.
 
     Attributes:
-        steps: Steps by rows.
+        steps: Steps by number of rows.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int) -> None:
@@ -231,7 +231,7 @@ class DecodeGraphs:
         self.close()
 
     def close(self) -> None:
-        """Forget the present steps, and what sequences and tables those to come are made for."""
+        """Drop all steps, and reset the sequence length and table width that new steps are made for."""
         self._max_new = self._table_width = 0
         self.forget()
 
@@ -241,21 +241,21 @@ class DecodeGraphs:
         self._graphs = self._machine.graphs()
 
     def serves(self, max_new: int, table_width: int) -> bool:
-        """True if steps take sequences of so many new tokens and tables of so many blocks."""
+        """Return True if steps take ``max_new`` tokens per sequence and ``table_width`` blocks per table."""
         return max_new <= self._max_new and table_width <= self._table_width
 
     def make_room(self, max_new: int, table_width: int) -> None:
-        """Forget the present steps, and make those to come large enough for such sequences and tables."""
+        """Make steps created from now on large enough for such sequences and tables."""
         self._max_new = max(self._max_new, max_new)
         self._table_width = max(self._table_width, table_width)
 
     def fit(self, step: DecodeStep | None, scheduler: Scheduler, entering: list[Sequence]) -> DecodeStep:
-        """Switch to the smallest step that holds what runs.
+        """Switch to the smallest step that holds the running sequences, and return it.
 
         Args:
             step: The step in use; None at the start of a call.
-            scheduler: What runs; its sequences are moved into the first rows if the step changes.
-            entering: Those of them that are in no row on the GPU yet.
+            scheduler: The scheduler; it moves its sequences into the first rows if the step changes.
+            entering: Running sequences that are in no row on the GPU yet.
         """
         running = scheduler.running
         present = None if step is None else step.rows.count
@@ -272,7 +272,7 @@ class DecodeGraphs:
         return chosen
 
     def step(self, rows: int) -> DecodeStep:
-        """The step of so many rows, one of `qerl.rollout.paged.limits.ROW_COUNTS`."""
+        """Return or make the step of ``rows`` rows, one of `qerl.rollout.paged.limits.ROW_COUNTS`."""
         if rows not in self.steps:
             self.steps[rows] = DecodeStep(
                 self._decoder, self._cache, rows, self._max_new, self._table_width, self._graphs

@@ -1,11 +1,11 @@
-"""The middle of a delta net in a forward pass: from the product in front of it to the operand of that behind.
+"""A delta net in a forward pass, from its first product to the operand of its second.
 
-A decode step computes one token of each sequence in place, in three small kernels that read the product as it
-was left (`qerl.kernels.decode.delta_net`). A pass of prefill computes many tokens of a few sequences: it adds
-the product up, gathers what the convolution sees, runs the rule by chunks (`qerl.kernels.delta_rule`), and
-keeps of each sequence the state behind its last token and the last inputs of the convolution.
+A decode step computes one token of each sequence in place, in three small kernels that read the unfinished
+product (`qerl.kernels.decode.delta_net`). A prefill pass computes many tokens of a few sequences: it finishes
+the product, gathers the inputs of the convolution, runs the delta rule by chunks (`qerl.kernels.delta_rule`),
+and keeps for each sequence the state after its last token and the last inputs of the convolution.
 
-Both take decay and beta from the product's x A^T, where the two narrow linears behind them are computed.
+Both take decay and beta from the product's x A^T, which contains the results of two narrow gate linears.
 
 Shapes: T tokens of a pass, L of them that are not padding, N sequences, C channels of the convolution, W its
 taps, U key heads, V value heads, K and E their sizes, M = V E.
@@ -29,14 +29,14 @@ from qerl.rollout.paged.weights import DeltaNetWeights
 
 @dataclass(frozen=True)
 class Runs:
-    """The sequences of a pass of prefill, each with neighbouring tokens of its own.
+    """The sequences of a prefill pass, each with a run of consecutive tokens.
 
     Attributes:
-        offsets: Where the tokens of each begin in the pass, and L.
-        blocks_N: int64, where the state of each is kept.
-        position_N: int64, the position of the first token of each; 0 for one that begins without a state.
-        taps_LW: int64, what the convolution sees at each token: index into the W inputs kept of each
-            sequence, in order, and the tokens of the pass behind them; -1 for nothing.
+        offsets: Index of each sequence's first token in the pass, and L at the end.
+        blocks_N: int64, the block of each sequence's state.
+        position_N: int64, position of each sequence's first token; 0 for one that begins without a state.
+        taps_LW: int64, inputs of the convolution at each token, as indices into the W kept inputs of all
+            sequences, in order, followed by the tokens of the pass; -1 for no input.
         kept_3J: int64, last inputs to keep: sequence's block, place there, token of the pass.
     """
 
@@ -50,14 +50,14 @@ class Runs:
     def of(
         cls, blocks: list[int], positions: list[int], lengths: list[int], taps: int, device: torch.device
     ) -> "Runs":
-        """Runs of so many tokens each, from these positions on.
+        """Return the runs of sequences with these first positions and lengths.
 
         Args:
-            blocks: Where the state of each is kept.
-            positions: Of the first token of each; 0 for one that begins without a state.
-            lengths: Tokens of each.
+            blocks: Block of each sequence's state.
+            positions: Position of each sequence's first token; 0 for one that begins without a state.
+            lengths: Number of tokens of each sequence.
             taps: W.
-            device: Where the tensors are.
+            device: Device of the tensors.
         """
         ends = np.cumsum([0, *lengths])
         back_W = np.arange(taps - 1, -1, -1)
@@ -78,11 +78,11 @@ class DeltaNets:
     """Buffers for T tokens that all delta nets of a model use in turn.
 
     Args:
-        mixer: The description that all of them have.
+        mixer: Their common description.
         hidden: Width of the residual stream.
         tokens: T.
-        eps: What RMSNorms add to the mean square.
-        device: Of the buffers.
+        eps: Constant that RMSNorms add to the mean square.
+        device: Device of the buffers.
     """
 
     def __init__(self, mixer: DeltaNet, hidden: int, tokens: int, eps: float, device: torch.device) -> None:
@@ -104,16 +104,16 @@ class DeltaNets:
         position_T: torch.Tensor,
         block_T: torch.Tensor,
     ) -> None:
-        """Take the sequence of each token one token on.
+        """Advance each sequence by one token, for a decode step.
 
         Args:
-            product: Of the linears in front.
+            product: The layer's first product, unfinished.
             squares_PT: Partial sums of squares of its input.
-            weights: Of the layer.
+            weights: Weights of the layer.
             b: The product's LoRA.
-            held: What the layer keeps of sequences, `States.arrays`.
-            position_T: int32.
-            block_T: int32, the block of each token's sequence; -1 for a token that goes nowhere.
+            held: Tensors that the layer keeps of sequences, see `States.arrays`.
+            position_T: int32, position of each token.
+            block_T: int32, the block of each token's sequence; -1 for a token that is not stored.
         """
         states, inputs, recent, fades = held
         delta_inputs(
@@ -134,12 +134,12 @@ class DeltaNets:
         runs: Runs,
         dtype: torch.dtype,
     ) -> None:
-        """Take the sequences of a pass of prefill on by their tokens.
+        """Advance the sequences of a prefill pass by their tokens.
 
         Args:
             product, squares_PT, weights, b, held: As in `step`.
             runs: The sequences.
-            dtype: Of activations.
+            dtype: Dtype of activations.
         """
         mixer, (states, inputs, recent, fades), tokens = self._mixer, held, runs.offsets[-1]
         outputs = mixer.channels, mixer.values
@@ -176,13 +176,13 @@ class DeltaNets:
         inputs[block_J, place_J] = x_LC[token_J].to(inputs.dtype)
 
     def normalised(self, weights: DeltaNetWeights, y: torch.Tensor, padded_tokens: int, a: LoraA) -> None:
-        """Write the operand of the product behind, from what `step` or `run` left.
+        """Write the operand of the layer's second product, the gated norm of the output of `step` or `run`.
 
         Args:
-            weights: Of the layer.
-            y: Written, in the order of ``packed_gemm`` or [T, M].
+            weights: Weights of the layer.
+            y: The operand to write, in the order of ``packed_gemm`` or [T, M].
             padded_tokens: Tokens that ``y`` has room for in that order; 0 for [T, M].
-            a: LoRA of that product.
+            a: LoRA of the second product.
         """
         gated_norm(
             self._out_TVE, self._z_TM, weights.norm_E, y, eps=self._eps, padded_tokens=padded_tokens, a=a

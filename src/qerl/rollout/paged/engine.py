@@ -1,13 +1,13 @@
-"""The rollout engine for CUDA, on the very modules that train.
+"""The rollout engine for CUDA, which samples from the very modules that are trained.
 
-What outlives a call: weights, which are bound once (see binding), keys and values (kv_cache), and captured
-steps for a few numbers of rows (decode). A new training step costs a copy of LoRA and norm weights, never a
-recapture.
+Three things outlive a call: the weights, which are bound once (see binding), the KV cache (kv_cache), and
+decode steps captured for a few numbers of rows (decode). A training step costs a copy of LoRA and norm
+weights, never a recapture.
 
-A call is a session, which runs in rounds: decide who enters and who is preempted (scheduler), prefill what
-entered, replay the decode step a few times, look who has ended. While steps are replayed the GPU never waits
-for the host. A call that is cut off, by Ctrl-C or an error, leaves nothing taken, and the sums that its last
-pass may have left are zeroed by the next.
+A call is a session, which runs in rounds: admit and preempt sequences (scheduler), prefill the admitted ones,
+replay the decode step a few times, collect the ended sequences. While steps are replayed the GPU never waits
+for the host. A call that is interrupted, by Ctrl-C or an error, leaves no blocks taken; an unfinished pass
+leaves nothing behind, because every pass overwrites its partial sums.
 """
 
 from collections import abc
@@ -51,22 +51,23 @@ _PACE = Pace()
 
 
 class PagedEngine(RolloutEngine):
-    """Samples from a model of a described family (`qerl.families.table`) with NVFP4, MXFP4, NF4 or bf16
-    linears, with or without LoRA.
+    """Continuous-batching engine for the model families of `qerl.families.table`, with or without LoRA.
+
+    Linears may be NVFP4, MXFP4, NF4 or bf16.
 
     Args:
-        model: The model that trains. Its packed weights are reordered in place, for good.
+        model: The model that is trained. Its packed weights are reordered in place, permanently.
         pad_token_id: The only token of a completion whose first logits were not finite.
-        max_sequences: Sequences that run side by side at most, up to 512; fewer run where memory is short.
+        max_sequences: Maximum number of running sequences, up to 512; fewer run when memory is short.
         kv_cache_dtype: ``auto``: keys and values are bf16; ``fp8``: E4M3 without a scale, half the memory.
-            The trainer's are not rounded so, which the importance ratio has to correct.
-        machine: What the engine runs on: the current GPU, or a stand-in for one.
+            The trainer does not round its own, a difference that the importance ratio has to correct.
+        machine: The current GPU, or a stand-in for one.
         pace: Lengths of rounds and passes.
 
     Attributes:
-        cache: Keys and values.
+        cache: The KV cache.
         graphs: Captured decode steps.
-        prefill: Passes over prompts.
+        prefill: Prefill passes.
 
     Raises:
         QeRLError: The engine cannot run this model, or not with FP8 keys; the message says why.
@@ -112,23 +113,26 @@ class PagedEngine(RolloutEngine):
         return self._binding.decoder
 
     def release(self) -> None:
-        """Free the memory of keys and values; the next call takes it back at the same addresses.
+        """Free the memory of the KV cache; the next call takes it back at the same addresses.
 
         Captured graphs stay, with the memory they work in: the logits of the largest step, some tens of
-        megabytes for each size of a step.
+        megabytes per size of step.
         """
         with current(self._device):
             self.prefill.forget()
             self.cache.give_up()
 
     def pause(self) -> None:
-        """See ``RolloutEngine.pause``: the buffers of passes over prompts go."""
+        """See ``RolloutEngine.pause``: free the buffers of prefill passes."""
         with current(self._device):
             self.prefill.forget()
 
     def reset(self) -> None:
-        """See ``RolloutEngine.reset``: how many blocks there are decides when sequences wait, and so which
-        are computed together."""
+        """See ``RolloutEngine.reset``.
+
+        The cache is closed too, as its number of blocks decides when sequences wait, and so which share a
+        batch.
+        """
         with current(self._device):
             self._last.set_aside()
             self.graphs.close()
@@ -197,8 +201,11 @@ class PagedEngine(RolloutEngine):
         )
 
     def _read_weights(self, norm_offsets: NormOffsets) -> bool:
-        """Copy what training may have changed, and drop what was captured with buffers that were replaced;
-        gives whether there were any."""
+        """Copy the weights that training may have changed.
+
+        Returns:
+            Whether buffers were replaced, and captured steps and prefill passes dropped with them.
+        """
         if renewed := self._binding.refresh(norm_offsets):
             self.graphs.forget()
             self.prefill.forget()

@@ -1,9 +1,9 @@
-"""A mixture's layer in a forward pass: from the norm in front of it to what the residual stream adds up.
+"""A mixture of experts in a forward pass, from the norm before it to the terms of the residual stream.
 
-The norm's kernel leaves the router's logits beside its output, as it leaves x A^T of adapters. Then the
-tokens of each expert are found, and experts multiply items of a few tokens each, as many as there are
-(`qerl.kernels.decode.route`): nothing here waits for the GPU, so a decode step is captured with whatever
-experts it will take.
+The norm's kernel computes the router's logits beside its output, as it computes x A^T of adapters. Then each
+expert's tokens are grouped into items of a few tokens, and the experts multiply as many items as there are
+(`qerl.kernels.decode.route`). The host never waits for the GPU, so a captured decode step serves any choice
+of experts.
 
 Shapes: T tokens, E experts, C chosen per token, S places of all items, D hidden, I intermediate.
 """
@@ -29,10 +29,10 @@ class Mixtures:
     """Buffers for T tokens that all mixtures of a model use in turn.
 
     Args:
-        mlp: Their description.
+        mlp: Their common description.
         layers: The weights of all of them.
         tokens: T.
-        eps: What RMSNorm adds to the mean square.
+        eps: Constant that RMSNorm adds to the mean square.
         like: A tensor of the activations' dtype and device.
     """
 
@@ -47,7 +47,7 @@ class Mixtures:
         self._expert_TC = torch.zeros(tokens, mlp.chosen, dtype=torch.int32, device=device)
         self._weight_TC = torch.zeros(tokens, mlp.chosen, device=device)
         places = len(self._items.token_S)
-        # Empty places keep what they hold, which reaches no result.
+        # Empty places keep old values, which reach no result.
         self._x = torch.zeros(places * hidden, dtype=like.dtype, device=device)
         self._h = torch.zeros(places * mlp.intermediate, dtype=like.dtype, device=device)
         self._y = torch.empty(places * max(hidden, 2 * mlp.intermediate), device=device)
@@ -57,7 +57,7 @@ class Mixtures:
         self._logits = LoraSum(torch.empty(columns, tokens, mlp.experts, device=device))
 
     def logits(self, weights: RoutedWeights) -> LoraA:
-        """What the norm's kernel computes beside its output where no MLP is shared: the router's product."""
+        """Return the router's product, which the norm's kernel computes if the layer has no shared MLP."""
         return LoraA(weights.router_ED, self._logits)
 
     def __call__(
@@ -69,15 +69,15 @@ class Mixtures:
         padded: int = 0,
         xa: LoraSum = NO_SUM,
     ) -> Chosen:
-        """The results of all chosen experts.
+        """Compute the results of all chosen experts.
 
         Args:
-            weights: Of this layer.
+            weights: Weights of this layer.
             u: Output of the norm, without its 1/rms.
-            squares_PT: Of which 1/rms is made.
-            kept: Where the experts of each token are kept, None where they are not.
+            squares_PT: Partial sums of squares, from which 1/rms is computed.
+            kept: Where to keep the experts of each token; None if they are not kept.
             padded: Tokens that ``u`` has room for in the order of ``packed_gemm``; 0 for [T, D].
-            xa: The sums x A^T of a shared MLP's first product, which the router's are among.
+            xa: The sum x A^T of a shared MLP's first product, which contains the router's logits.
         """
         mlp, items, parts_PTR, first = self._mlp, self._items, self._logits.parts_PTR, 0
         if weights.shared is not None:
@@ -114,13 +114,13 @@ class Mixtures:
             add_expert_lora(x, lora, weights.scale_EL, self._items, self._xa, out_SN, weights.in_order)
 
     def _out(self, width: int) -> torch.Tensor:
-        """Room for a product; the one before is no longer read by then."""
+        """Return the output buffer for a product; the previous product there is no longer needed."""
         places = len(self._items.token_S)
         return self._y[: places * width].view(places, width)
 
 
 def _room(layers: Sequence[RoutedWeights], places: int) -> int:
-    """Numbers of x A^T of the experts' adapters, of whichever product of whichever layer has most."""
+    """Return the elements of x A^T of the experts' adapters, for the largest product of any layer."""
     loras = [lora for weights in layers for lora in (weights.gate_up_lora, weights.down_lora) if lora]
     shapes = [lora.a_GLRK.shape for lora in loras]
     return max((parts_of(places, k) * linears * places * r for _, linears, r, k in shapes), default=0)

@@ -1,14 +1,14 @@
 """One forward pass of the decoder over T tokens, for decoding (inside a CUDA graph) and for prefill alike.
 
-What a layer computes, by the names of transformers and vLLM, with ours behind them:
+A layer's computation in the names of transformers and vLLM, with ours in the comments:
 
-    proj(h) = h W^T + (h A^T) (B alpha / r)^T          # Projection: a GEMM, its partial sums added by its
-                                                       # reader with B; h A^T is left by the maker of h
-    h = rmsnorm(x, input_layernorm)                    # residual_norm; 1/rms is applied behind the next GEMM
+    proj(h) = h W^T + (h A^T) (B alpha / r)^T          # Projection: a GEMM; the kernel that reads it adds its
+                                                       # partial sums and B; the one that makes h adds h A^T
+    h = rmsnorm(x, input_layernorm)                    # residual_norm; 1/rms is applied after the next GEMM
     q, k, v = qkv_proj(h)                              # Layer.mixer.qkv: fused QKV
     q, k = rope(head_norm(q), head_norm(k), position)  # rope_kv, as the layer's description says (Heads)
-    kv_cache[place] = k, v                             # the page and the place in it
-    y = paged_attention(q, kv_cache, block_tables)     # attend, combine_splits: the prompt's pages, its own
+    kv_cache[place] = k, v                             # a page and a place in it
+    y = paged_attention(q, kv_cache, block_tables)     # attend, combine_splits: the prompt's and own pages
     x = x + o_proj(y)                                  # Layer.mixer.o; the sum is in the next residual_norm
 
 or, where the mixer is a delta net (`qerl.rollout.paged.delta_net`),
@@ -31,11 +31,10 @@ or, where that is a mixture (`qerl.rollout.paged.experts`), with the router's lo
     x = x + sum(weight * y)                            # the sum is in the next residual_norm
 
 Launches per layer: GEMM, rope_kv, attend (two with many tokens), combine_splits, GEMM, residual_norm, GEMM,
-act_mul, GEMM, residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each
-GEMM. A norm behind attention or MLP, one of all heads together, and a bias elsewhere than at q, k and v cost
-a sum_product each. A mixture has route, arrange, spread, GEMM, act_items and GEMM in the place of GEMM,
-act_mul and GEMM.
-See qerl.kernels.decode.common for how LoRA and normalisation ride along.
+act_mul, GEMM, residual_norm. LoRA adds none where packed_gemm.cu multiplies, else add_parts before each GEMM.
+A norm after attention or MLP, a norm over all heads together, and a bias other than that of q, k and v cost
+one sum_product each. A mixture has route, arrange, spread, GEMM, act_items and GEMM instead of GEMM, act_mul
+and GEMM. See qerl.kernels.decode.common for how LoRA and normalisation are fused into these kernels.
 """
 
 import math
@@ -75,16 +74,16 @@ from qerl.rollout.paged.weights import (
 
 @dataclass
 class Inputs:
-    """What a pass reads, all int32.
+    """Inputs of a forward pass, all int32.
 
     Attributes:
         token_T, position_T: The tokens and their positions.
-        limit_2T: Cached tokens that each sees: of the shared prompt, and of its own sequence, of which it is
-            the last; 0 of the latter for a token whose key and value go nowhere.
+        limit_2T: Number of cached tokens that each token attends to: of the shared prompt, and of its own
+            sequence up to itself. The latter is 0 for a token whose key and value are not stored.
         table_T: The row of block tables that lists each token's own blocks.
         tables: Block tables [G, B] of each pool.
-        items: Of each kind of attention, items [.., 4] and the tokens of each, as `attend` takes them.
-        runs: In a pass of prefill over a model with delta nets, its sequences; None where each token is of
+        items: Per kind of attention, work items [.., 4] and their tokens, as `attend` takes them.
+        runs: The sequences of a prefill pass, for models with delta nets; None if each token belongs to
             another sequence.
     """
 
@@ -108,16 +107,17 @@ class Sums(NamedTuple):
 
 @dataclass
 class Attending:
-    """Buffers of one kind of attention, in the memory that all kinds share, and its splits.
+    """Buffers of one kind of attention, in memory that all kinds share, and the cuts of its work items.
 
     Attributes:
-        number: Of the kind, in the order of :func:`qerl.rollout.paged.weights.kinds_of`.
-        pool: Of its keys and values.
-        prompts, own: How its items are cut, see :func:`qerl.kernels.decode.attend.attend`.
+        number: Index of the kind in :func:`qerl.rollout.paged.weights.kinds_of`.
+        pool: Index of the pool of its keys and values.
+        prompts, own: Cuts of items at shared prompts and at own tokens, see
+            :func:`qerl.kernels.decode.attend.attend`.
         q_THE: Queries.
-        gate_THE: What gives each head's output its gate, where it has one.
+        gate_THE: Gates of the heads' outputs before the sigmoid; None without gates.
         out_ZTHE: Outputs of splits.
-        lse_ZTH: Their log-sum-exp, this kind's own: halves that no item covers stay at -inf.
+        lse_ZTH: Log-sum-exp of splits, not shared between kinds: halves that no item covers stay at -inf.
     """
 
     number: int
@@ -131,16 +131,16 @@ class Attending:
 
 
 class Forward:
-    """Buffers for T tokens, and the pass over them.
+    """A forward pass over T tokens, with its buffers.
 
     Args:
         decoder: The weights.
         tokens: T.
-        cuts: Ways to attend, of which `cut_as` takes one, the first at the start. Of each kind of attention:
-            how items at shared prompts and at own tokens are cut.
+        cuts: Ways to attend, of which `cut_as` selects one, initially the first. Each has, per kind of
+            attention, the cuts of items at shared prompts and at own tokens.
 
     Attributes:
-        squares_PT: Sums of squares of the residual stream, of which 1/rms is made.
+        squares_PT: Partial sums of squares of the residual stream, from which 1/rms is computed.
     """
 
     def __init__(self, decoder: Decoder, tokens: int, *cuts: list[tuple[Cut, Cut]]) -> None:
@@ -157,8 +157,8 @@ class Forward:
         self.residual_TD = new(tokens, hidden)
 
         def operand(width: int) -> torch.Tensor:
-            # Flat, because each GEMM says in which order it reads. What it has room for beyond T belongs to
-            # no token: its products are not written.
+            # Flat, because each GEMM reads in an order of its own. Room beyond T belongs to no token: its
+            # products are not written.
             padded = max(tokens, *(weight.padded_tokens(tokens) for weight in weights))
             return torch.zeros(padded * width, dtype=decoder.dtype, device=device)
 
@@ -195,7 +195,7 @@ class Forward:
         self._delta_nets = _delta_nets(decoder, tokens)
         self._mixtures = _mixtures(decoder, tokens)
         self._mixture_numbers = list(accumulate((s.experts > 0 for s in decoder.sizes.specs), initial=0))
-        # By layer and not by description, whose hash takes longer than a launch.
+        # Indexed by layer and not by description, because hashing one takes longer than a launch.
         sums = _lora_sums(decoder, tokens)
         mixers = [layer.spec.mixer for layer in decoder.layers]
         self._kinds = [kinds.index(Kind.of(each)) if isinstance(each, Attention) else -1 for each in mixers]
@@ -205,11 +205,11 @@ class Forward:
         self._one_L = torch.ones(3, device=device)
 
     def cut_as(self, way: int) -> None:
-        """Attend from now on in the way of this number."""
+        """Select the way to attend by its index in ``cuts``."""
         self._attending = self._ways[way]
 
     def forget_attention(self) -> None:
-        """Forget what attended before, for tokens whose halves no item covers."""
+        """Reset the log-sum-exp of all splits to -inf, for tokens with a half that no item covers."""
         for each in self._attending:
             each.lse_ZTH.fill_(-torch.inf)
 
@@ -218,17 +218,17 @@ class Forward:
         return projection.weight.multiply(x[: used or None], self.tokens, self.scratch, xa)
 
     def _padded(self, projection: Projection) -> int:
-        """Tokens for which the operand of this weight has room, 0 if it is [T, K]."""
+        """Return how many tokens the operand of this weight has room for, 0 if it is [T, K]."""
         return projection.weight.padded_tokens(self.tokens)
 
     def _squares(self, norm: str) -> torch.Tensor:
-        """Sums of squares behind a place of a norm; none where there is no norm."""
+        """Return the sums of squares for the norm of this name; an empty tensor without a norm."""
         return self.squares_PT if norm else self._no_squares_PT
 
     def _sum(
         self, product: Product, projection: Projection, xa: LoraSum, outputs: tuple[int, ...], norm: str
     ) -> tuple[Product, torch.Tensor]:
-        """A product with its LoRA, 1/rms and bias, and sums of its squares by blocks of columns."""
+        """Finish a product: return it with LoRA, 1/rms and bias, and its sums of squares per column block."""
         width = sum(outputs)
         y_TN = self._summed[: self.tokens * width].view(self.tokens, width)
         squares_PT = torch.empty(width // block_of(outputs), self.tokens, device=y_TN.device)
@@ -272,7 +272,7 @@ class Forward:
         held: tuple[torch.Tensor, ...],
         inputs: Inputs,
     ) -> None:
-        """From the first norm's output to the mixer's."""
+        """Run a delta net, from the first norm's output to the mixer's."""
         nets, norm = self._delta_nets, spec.around.before_mixer
         assert nets is not None
         product, b = self._multiply(self.u, mixer.qkvz, sums.into_mixer), _b(mixer.qkvz, sums.into_mixer)
@@ -292,7 +292,7 @@ class Forward:
         held: tuple[torch.Tensor, ...],
         inputs: Inputs,
     ) -> None:
-        """From the first norm's output to the mixer's."""
+        """Run attention, from the first norm's output to the mixer's."""
         assert isinstance(spec.mixer, Attention)
         decoder, (k, v) = self.decoder, held[:2]
         tables_GB, (item_4, order) = inputs.tables[kind.pool], inputs.items[kind.number]
@@ -318,7 +318,7 @@ class Forward:
         )  # fmt: skip
 
     def _add_mixed(self, layer: Layer, sums: Sums) -> None:
-        """From the mixer's output to the second norm's."""
+        """Add the mixer's output projection to the residual stream, and apply the second norm."""
         last, mlp = layer.mixer.projections[1], layer.mlp
         name = "out" if isinstance(layer.mixer, DeltaNetWeights) else "o"
         of_all = mlp.shared if isinstance(mlp, RoutedWeights) else mlp
@@ -334,7 +334,7 @@ class Forward:
         )  # fmt: skip
 
     def _mlp(self, i: int, cache: KVCache) -> None:
-        """From the second norm's output to the following layer's first, or to the final norm's."""
+        """Run the MLP, from the second norm's output to that of the next layer's first norm or final norm."""
         decoder, layer = self.decoder, self.decoder.layers[i]
         if i + 1 < len(decoder.layers):
             following = decoder.layers[i + 1]
@@ -371,7 +371,7 @@ class Forward:
         )  # fmt: skip
 
     def _act(self, layer: Layer, mlp: MLPWeights, sums: Sums) -> None:
-        """From the second norm's output to the input of the down projection."""
+        """Run gate, up and activation, from the second norm's output to the down projection's input."""
         decoder, spec, norm = self.decoder, layer.spec, layer.spec.around.before_mlp
         product, b = self._multiply(self.u, mlp.gate_up, sums.gate_up), _b(mlp.gate_up, sums.gate_up)
         if outputs := spec.summed.get("gate_up"):
@@ -398,7 +398,7 @@ class Forward:
         padded_tokens: int,
         a: LoraA,
     ) -> None:
-        """Add what a part gives to the residual stream, and make the input of the next part."""
+        """Add the product of a part's last projection to the residual stream, and make the next input."""
         product, b, behind = self._multiply(x, projection, xa), _b(projection, xa), None
         if outputs := layer.spec.summed.get(name):
             product, squares_PT = self._sum(product, projection, xa, outputs, "")
@@ -411,11 +411,11 @@ class Forward:
 
 
 def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, Sums]:
-    """The sums x A^T of a pass over ``tokens`` tokens, used again by every layer of a kind.
+    """Return buffers for the sums x A^T of a pass over ``tokens`` tokens, by description of a layer.
 
-    Those of products without an adapter are empty. The parts of a sum live from the kernel that makes x to
-    the product after it, so those of all products lie in one place. Layers with one description have the
-    adapters of the first of them.
+    All layers of a description share them, and its first layer gives the ranks for all. Buffers of products
+    without an adapter are empty. The parts of a sum are needed only from the kernel that makes x to the next
+    product, so the parts of all products share one buffer.
     """
     shapes: dict[LayerSpec, list[tuple[int, int, int]]] = {}
     device = decoder.embedding_VD.device
@@ -439,12 +439,12 @@ def _lora_sums(decoder: Decoder, tokens: int) -> dict[LayerSpec, Sums]:
 
 
 def _heads_of_output(spec: LayerSpec) -> int:
-    """Heads that a mixer's last product reads, each written by a program of its own."""
+    """Return the number of heads that a mixer's last product reads, each written by its own program."""
     return spec.mixer.heads if isinstance(spec.mixer, Attention) else spec.mixer.value_heads
 
 
 def _delta_nets(decoder: Decoder, tokens: int) -> DeltaNets | None:
-    """Buffers of the delta nets of a model; None where it has none."""
+    """Return the buffers of a model's delta nets; None if it has none."""
     specs = {spec.mixer: spec for spec in (run.spec for run in decoder.sizes.runs)}
     found = {mixer: spec for mixer, spec in specs.items() if isinstance(mixer, DeltaNet)}
     if not found:
@@ -454,7 +454,7 @@ def _delta_nets(decoder: Decoder, tokens: int) -> DeltaNets | None:
 
 
 def _mixtures(decoder: Decoder, tokens: int) -> Mixtures | None:
-    """Buffers of the mixtures of a model; None where it has none."""
+    """Return the buffers of a model's mixtures; None if it has none."""
     mlp = decoder.sizes.mixture
     if mlp is None:
         return None
@@ -463,10 +463,10 @@ def _mixtures(decoder: Decoder, tokens: int) -> Mixtures | None:
 
 
 def _a(projection: Projection, xa: LoraSum) -> LoraA:
-    """What leaves x A^T for a product; nothing without an adapter."""
+    """Return the arguments of the kernel that computes x A^T for a product; `NO_A` without an adapter."""
     return NO_A if projection.lora is None else LoraA(projection.lora.a_RK, xa)
 
 
 def _b(projection: Projection, xa: LoraSum) -> LoraB:
-    """What adds (x A^T) B^T to a product; nothing without an adapter."""
+    """Return the arguments of the kernel that adds (x A^T) B^T to a product; `NO_B` without an adapter."""
     return NO_B if projection.lora is None else LoraB(xa, projection.lora.b_NR)

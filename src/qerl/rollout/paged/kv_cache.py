@@ -1,7 +1,7 @@
-"""Keys and values of all layers, and states of those that carry one, in blocks that sequences own and share.
+"""The KV cache: keys, values and states of all layers, in blocks that sequences own and share.
 
-The memory lies at fixed addresses, which captured steps remember. Between rollouts it can be given up and
-taken back; a cache that has become too small is closed, and with it go the steps that knew its addresses.
+The memory lies at fixed addresses, which captured steps contain. Between rollouts it can be given up and
+taken back; a cache that has become too small is closed, and the steps captured with its addresses go too.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from qerl.rollout.paged.memory import Memory, PlainMemory
 from qerl.rollout.paged.weights import Decoder
 
 _READ_TOGETHER = 1 << 15
-"""Tokens whose experts are gathered at a time, so that it takes some megabytes."""
+"""Tokens whose experts are gathered at a time, which takes some megabytes."""
 
 
 class KVCache:
@@ -27,15 +27,15 @@ class KVCache:
     Args:
         decoder: The model.
         dtype: Dtype of keys and values, bf16 or E4M3; that of the activations if None.
-        memory: Makes a range of so many bytes.
+        memory: Makes a memory range of a given number of bytes.
 
     Attributes:
-        layers: Tensors of each layer, of which the first axis is the block and the others are those of
-            `Pages.arrays` (keys, values, numbers of experts) or of `States.arrays`.
+        layers: Tensors of each layer. The first axis is the block, the others are those of `Pages.arrays`
+            (keys, values, numbers of experts) or of `States.arrays`.
         blocks: Number of blocks of each pool.
         geometry: Shape and size of a block.
-        known: Which of them hold what, by content.
-        is_limited: True if the blocks were reserved for a call that wanted more of them than its budget gave.
+        known: Blocks with known content.
+        is_limited: True if the call that reserved the blocks wanted more of them than its budget allowed.
     """
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype | None, memory: Callable[[int], Memory]) -> None:
@@ -52,26 +52,25 @@ class KVCache:
 
     @classmethod
     def of_blocks(cls, decoder: Decoder, blocks: Units, dtype: torch.dtype | None = None) -> "KVCache":
-        """A cache of zeros with so many blocks of each pool in memory of torch's allocator, beside the
-        model."""
+        """Return a cache of zeros with these numbers of blocks, in torch's memory on the model's device."""
         cache = cls(decoder, dtype, lambda size: PlainMemory(size, decoder.embedding_VD.device))
         cache._allocate(blocks)
         return cache
 
     @property
     def given_up(self) -> bool:
-        """Whether keys and values were lost by `give_up`, and `take_back` has not been called."""
+        """True if the memory was freed by `give_up` and has not been taken back."""
         return self._memory.given_up
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are free once the cache is closed."""
+        """Bytes that closing the cache frees."""
         return 0 if self.given_up else self.geometry.bytes(self.blocks)
 
     def serves(self, wanted: Units, least: Units) -> bool:
-        """True if a call can run with the blocks there are.
+        """Return True if a call can run with the present blocks.
 
-        One that took all it may take is not made anew for a call that wants more: sequences wait instead.
+        A cache limited by its budget is not replaced for a call that wants more: sequences wait instead.
 
         Args:
             wanted, least: As in `reserve`.
@@ -79,13 +78,13 @@ class KVCache:
         return self.blocks >= (least if self.is_limited else wanted)
 
     def check_affordable(self, least: Units, budget: int) -> None:
-        """Refuse what a budget cannot hold.
+        """Raise if a budget does not hold one sequence.
 
         Args:
             least, budget: As in `reserve`.
 
         Raises:
-            QeRLError: The budget does not hold one sequence.
+            QeRLError: It does not.
         """
         if budget < (needed := self.geometry.bytes(least)):
             raise QeRLError(
@@ -94,12 +93,12 @@ class KVCache:
             )
 
     def reserve(self, wanted: Units, least: Units, budget: int) -> None:
-        """Take memory for a call, as much as it wants or as the budget gives.
+        """Allocate blocks for a call, as many as it wants or as its budget allows.
 
         Args:
-            wanted: Blocks of each pool that the call would have.
-            least: Blocks of the sequence that fills most.
-            budget: Bytes that keys and values may take.
+            wanted: Blocks of each pool that the call wants.
+            least: Blocks of the sequence that needs most.
+            budget: Bytes that the cache may take.
 
         Raises:
             QeRLError: The budget does not hold one sequence.
@@ -115,13 +114,13 @@ class KVCache:
         self._memory.give_up()
 
     def take_back(self) -> None:
-        """Have memory under the addresses again, if it was given up."""
+        """Put zeroed memory under the addresses again, if it was given up."""
         if self._memory.given_up:
             self._memory.take_back()
             self._clear()
 
     def close(self) -> None:
-        """Free memory and addresses; the cache has no block then."""
+        """Free memory and addresses; the cache then has no blocks."""
         self._memory.close()
         self._set(PlainMemory(0, self._device), self._none)
 
@@ -147,17 +146,17 @@ class KVCache:
 
     @property
     def kept_choices(self) -> torch.Tensor | None:
-        """The experts of the tokens of each block, uint8 [blocks, block tokens, mixtures, chosen]; None where
-        none are kept."""
+        """Experts of the tokens of each block, uint8 [blocks, block tokens, mixtures, chosen]; None if not
+        kept."""
         keeper = self.geometry.layer_of_choices
         return None if keeper is None else self.layers[keeper][2]
 
     def choices(self, blocks: list[list[int]], tokens: list[int]) -> np.ndarray:
-        """The experts of the tokens in lists of blocks, uint8 [tokens, mixtures, chosen].
+        """Read the experts of the tokens in lists of blocks, uint8 [tokens, mixtures, chosen].
 
         Args:
-            blocks: Of the pool that keeps them (`KVGeometry.pool_of_choices`).
-            tokens: How many of the tokens in each list are read, from the first on.
+            blocks: Lists of blocks of the pool that keeps the experts (`KVGeometry.pool_of_choices`).
+            tokens: Number of tokens to read of each list, from the first on.
         """
         assert self.kept_choices is not None
         kept_SMC = self.kept_choices.flatten(0, 1)
@@ -174,12 +173,10 @@ class KVCache:
         return found_NMC
 
     def copy(self, sources: Mapping[int, int | None]) -> None:
-        """Let blocks have what others have, in all layers of the pool of states; in a cache without states,
-        of the first pool.
+        """Copy blocks in all layers of the pool of states; in a cache without states, of the first pool.
 
         Args:
-            sources: Of each block the one whose content it takes; None for that of nobody who has read a
-                token: zeros.
+            sources: Target block -> source block; None for zeros, the state before the first token.
         """
         pools = self.geometry.pools
         pool = pools.index("state") if "state" in pools else 0
@@ -196,10 +193,10 @@ class KVCache:
             tensor.index_copy_(0, to_N, tensor.index_select(0, from_N))
 
     def _clear(self) -> None:
-        """Fresh memory may hold NaN, which a masked key would carry into a product with zero."""
+        """Zero the memory: NaN in it would survive the product of a masked key with zero."""
         self._memory.tensor((self.geometry.bytes(self.blocks),), torch.uint8).zero_()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of blocks as numbers of one byte, which are copied whatever they stand for."""
+    """Return a tensor of blocks as bytes, which can be copied whatever their dtype."""
     return tensor.flatten(1).view(torch.uint8)

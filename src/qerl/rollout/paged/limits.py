@@ -1,17 +1,17 @@
-"""What the paged engine may take: rows, memory, and the arithmetic of its keys and values.
+"""Limits of the paged engine: rows, memory, and the size arithmetic of its KV cache.
 
-The engine reserves memory by these numbers and functions, and the plan predicts by the same ones. Nothing
-here needs torch or a GPU.
+The engine reserves memory with these numbers and functions, and the plan predicts with the same ones.
+Nothing here needs torch or a GPU.
 
 Keys and values lie in blocks of `PAGE` tokens. A prompt is cached once for all its samples, without its last
 token, which the first decode step reads; each sample has blocks of its own for the tokens it generates.
 
-Layers that see as far as each other share a pool: a block of it holds its tokens in all of them. A model has
-a pool of layers that see everything, or one of layers with a window, or both. In a pool with a window nobody
-needs more blocks than the window and the longest pass of prefill fill (`window_blocks`).
+Layers with the same window share a pool: a block of it holds its tokens in all of them. A model has a pool of
+layers that attend to all tokens, or one per window, or both. In a pool with a window no sequence needs more
+blocks than the window and the longest prefill pass fill (`window_blocks`).
 
 Layers that carry a state (delta nets) have a pool too. A block of it is the state of one sequence, or of one
-prompt without its last token, whatever number of tokens it has read.
+prompt without its last token, however many tokens it has read.
 """
 
 from bisect import bisect_right
@@ -34,43 +34,44 @@ of 384 longer than two of 256 (rollout-7b-h200-8ab9739.json).
 """
 
 PREFILL_TOKENS = (64, 512, 2048)
-"""Tokens that passes of prefill are made for."""
+"""Token counts that prefill passes are built for."""
 
 MAX_ROWS = ROW_COUNTS[-1]
-"""Sequences that decode side by side at most."""
+"""Maximum number of running sequences."""
 
 ROW_TOKEN_BYTES = 16
-"""Bytes of a row for each token that it may generate: its uniform number, the token, its log-probability and
-the entropy (`qerl.rollout.paged.rows`)."""
+"""Bytes of a row per token that it may have: its uniform number, the token, its log-probability and the
+entropy (`qerl.rollout.paged.rows`)."""
 
 CACHE_SHARE = 0.6
-"""Share of the memory beside the model and its training state that keys and values may take."""
+"""Share of the memory left by the model and its training state that the KV cache may take."""
 
 MAX_SHARE_OF_FREE = 0.95
-"""Share of the memory that is free at the moment that keys and values may take."""
+"""Share of the currently free memory that the KV cache may take."""
 
 Pool = int | Literal["state"] | None
-"""What layers keep of a sequence: keys and values of a window of so many tokens, those of all its tokens
-(None), or a state."""
+"""Content that layers keep per sequence: keys and values of a window of this many tokens, those of all its
+tokens (None), or a state."""
 
 CONTEXT_BYTES = 1_200_000_000
 """CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured.
 
 The parts of x A^T (`qerl.rollout.paged.forward`) are counted neither here nor by the plan: with R ranks
 mostly 12 T ceil(D / 128) R bytes, for T = 2048 and a 7B 0.02 GB at rank 32 and 0.18 at 256, for a 32B 0.03
-and 0.25. Each number of tokens that passes are made for has its own. They lie in what `CACHE_SHARE` leaves.
+and 0.25. Every size of pass has its own. They fit in the memory that `CACHE_SHARE` leaves.
 """
 
 
 def experts_bytes(sizes: Sizes, rows: int, rank: int = 0) -> int:
-    """Bytes that the engine keeps for experts beside their weights: biases in fp32, and of each number of
-    tokens that it makes passes for inputs and results, as `qerl.rollout.paged.experts.Mixtures` allocates
-    them for experts in four bits.
+    """Return the bytes that the engine keeps for experts beside their weights.
+
+    These are biases in fp32 and, for every size of pass, inputs and results as
+    `qerl.rollout.paged.experts.Mixtures` allocates them for experts in four bits.
 
     Args:
-        sizes: Of the model.
-        rows: Sequences that decode side by side.
-        rank: Padded rank of the experts' own adapters, of which x A^T is counted; 0 without.
+        sizes: Sizes of the model.
+        rows: Maximum number of running sequences.
+        rank: Padded rank of the experts' own adapters, whose x A^T is counted; 0 without adapters.
     """
     mlp, hidden = sizes.mixture, sizes.hidden
     if mlp is None:
@@ -92,37 +93,39 @@ TRAINED_BYTES = 4 + 8 + 2
 
 
 def count_for(rows: int) -> int:
-    """The smallest of `ROW_COUNTS` that holds so many rows."""
+    """Return the smallest of `ROW_COUNTS` that is at least ``rows``."""
     return next(count for count in ROW_COUNTS if count >= rows)
 
 
 def state_bytes(rows: int, tokens: int) -> int:
-    """Bytes of the rows' state, which stays: of the step that so many rows begin with, and of all smaller
-    ones, through which they go as sequences end.
+    """Return the bytes of the rows' state in the step for ``rows`` rows and all smaller steps.
+
+    The batch goes through the smaller steps as sequences end, and the state of each step stays allocated.
 
     Args:
-        rows: Sequences that run side by side.
-        tokens: That each may generate.
+        rows: Maximum number of running sequences.
+        tokens: Maximum tokens of each.
     """
     return ROW_TOKEN_BYTES * tokens * sum(count for count in ROW_COUNTS if count <= count_for(rows))
 
 
 def rows_of_step(running: int, present: int | None, small: int) -> int:
-    """Rows of the step that a round is decoded with: the fewest that hold what runs.
+    """Return the rows of the step for a round: the fewest that hold the running sequences.
 
-    Those that wait for a row have been admitted by then, as far as memory allows, so no row is kept for them.
+    Waiting sequences have been admitted before if memory allows, so no row is kept for them.
 
     Args:
-        running: Sequences that run.
+        running: Number of running sequences.
         present: Rows of the step in use; None at the start of a call.
-        small: Rows up to which no smaller step is taken, see `qerl.rollout.paged.scheduler.Pace`.
+        small: Rows up to which a step is not replaced with a smaller one, see
+            `qerl.rollout.paged.scheduler.Pace`.
     """
     least = running if present is None else max(running, min(present, small))
     return count_for(least)
 
 
 class Units(tuple[int, ...]):
-    """Blocks of each pool. They add up pool by pool, and are more than others if they are in any pool."""
+    """Number of blocks per pool. Units add up pool by pool, and exceed others if they do so in any pool."""
 
     __slots__ = ()
 
@@ -150,12 +153,12 @@ class Units(tuple[int, ...]):
 
 
 def window_blocks(tokens: int, pool: Pool, pass_tokens: int, block_tokens: int = PAGE) -> int:
-    """Blocks that so many neighbouring tokens need at once in a pool.
+    """Return the number of blocks that consecutive tokens need at once in a pool.
 
     Args:
-        tokens: Of a prompt, or of a sequence itself.
-        pool: What it holds.
-        pass_tokens: Tokens that a pass of prefill computes at most.
+        tokens: Number of tokens, of a prompt or of a sequence's own.
+        pool: Content of the pool.
+        pass_tokens: Maximum tokens of a prefill pass.
         block_tokens: Tokens of a block.
     """
     if pool == "state":
@@ -165,14 +168,14 @@ def window_blocks(tokens: int, pool: Pool, pass_tokens: int, block_tokens: int =
 
 
 class Array(NamedTuple):
-    """Shape of a tensor in one block, and bytes per number."""
+    """Shape of a tensor in one block, and bytes per element."""
 
     shape: tuple[int, ...]
     item_bytes: int
 
     @property
     def bytes(self) -> int:
-        """Bytes of it."""
+        """Bytes in one block."""
         return prod(self.shape) * self.item_bytes
 
 
@@ -180,12 +183,12 @@ class Pages(NamedTuple):
     """Keys and values of a layer.
 
     Attributes:
-        pool: Of the layer.
-        heads: Of keys, and as many of values.
-        size: Numbers of a head per token.
-        item_bytes: 2 for bf16, 1 for E4M3.
-        choices: (mixtures of the model, experts that each token takes in one), which are kept beside the
-            keys of this layer; None for those of another, or of a model without.
+        pool: Index of the layer's pool.
+        heads: Number of KV heads.
+        size: Elements of a head per token.
+        item_bytes: Bytes per element: 2 for bf16, 1 for E4M3.
+        choices: (mixtures of the model, experts per token in each) if this layer's blocks also keep the
+            experts of each token; None for other layers, and for models without mixtures.
     """
 
     pool: int
@@ -196,19 +199,19 @@ class Pages(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Keys and values of a block, [kv heads, block tokens, head size], and the numbers of the experts
-        [block tokens, mixtures, chosen], a byte each."""
+        """Arrays of a block: keys and values [kv heads, block tokens, head size], and the numbers of the
+        experts [block tokens, mixtures, chosen], one byte each, if they are kept here."""
         keys = (Array((self.heads, PAGE, self.size), self.item_bytes),) * 2
         return keys if self.choices is None else (*keys, Array((PAGE, *self.choices), 1))
 
 
 class States(NamedTuple):
-    """What a delta net keeps of a sequence.
+    """State of a delta net per sequence.
 
     Attributes:
-        pool: Of the layer.
-        net: Its description.
-        item_bytes: Those of the activations, in whose dtype state and inputs are.
+        pool: Index of the layer's pool.
+        net: Description of the delta net.
+        item_bytes: Bytes per element of the activations, whose dtype state and inputs have.
     """
 
     pool: int
@@ -217,10 +220,13 @@ class States(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """A sequence's state [value heads, key size, value size]; the last inputs of its convolution [taps,
-        channels], that of position p at p modulo taps; and of the tokens since a position that is a multiple
-        of `STATE_TOKENS` what the state does not hold yet: keys and what is written under them [tokens,
-        numbers], and in fp32 sums of decays [tokens, value heads]."""
+        """Arrays of a sequence.
+
+        These are the state [value heads, key size, value size]; the last inputs of the convolution [taps,
+        channels], that of position p at p modulo taps; and for the tokens since the last multiple of
+        `STATE_TOKENS`, which the state does not hold yet, keys and the values written under them [tokens,
+        numbers], and in fp32 sums of decays [tokens, value heads].
+        """
         net, recent = self.net, STATE_TOKENS - 1
         return (
             Array((net.value_heads, net.key_size, net.value_size), self.item_bytes),
@@ -231,7 +237,7 @@ class States(NamedTuple):
 
     @property
     def moved_bytes(self) -> float:
-        """Bytes that a decode step reads and writes of a sequence, on average over positions."""
+        """Bytes that a decode step reads and writes per sequence, on average over positions."""
         state, inputs, *recent = (array.bytes for array in self.arrays)
         return state * (1 + 1 / STATE_TOKENS) + inputs + sum(recent) * (1 / 2 + 1 / STATE_TOKENS)
 
@@ -241,10 +247,10 @@ class KVGeometry:
     """Shape and size of a model's cache.
 
     Attributes:
-        pools: What each holds.
-        layers: What each layer has there.
-        layer_of_choices: The layer whose pages keep the experts of each token, of all mixtures of the model;
-            None where none are kept.
+        pools: Content of each pool.
+        layers: Content of each layer's blocks.
+        layer_of_choices: Index of the layer whose blocks keep the experts of each token in all mixtures of
+            the model; None if they are not kept.
     """
 
     pools: tuple[Pool, ...]
@@ -253,12 +259,12 @@ class KVGeometry:
 
     @classmethod
     def of(cls, sizes: Sizes, item_bytes: int, state_bytes: int = 2) -> "KVGeometry":
-        """The cache of a model of these sizes.
+        """Return the cache geometry of a model of these sizes.
 
         Args:
-            sizes: Of the model.
-            item_bytes: Bytes per number of keys and values: 2 for bf16, 1 for E4M3.
-            state_bytes: Bytes per number of states, which are in the activations' dtype.
+            sizes: Sizes of the model.
+            item_bytes: Bytes per element of keys and values: 2 for bf16, 1 for E4M3.
+            state_bytes: Bytes per element of states, which have the activations' dtype.
         """
         pools = tuple(dict.fromkeys(_pool_of(spec.mixer) for spec in sizes.specs))
         specs, keeper = sizes.specs, _layer_of_choices(sizes)
@@ -276,7 +282,7 @@ class KVGeometry:
 
     @cached_property
     def pool_of_choices(self) -> int | None:
-        """The pool whose blocks keep the experts of each token; None where none are kept."""
+        """Index of the pool whose blocks keep the experts of each token; None if they are not kept."""
         return None if self.layer_of_choices is None else self.layers[self.layer_of_choices].pool
 
     @cached_property
@@ -288,12 +294,15 @@ class KVGeometry:
         return tuple(sizes)
 
     def bytes(self, blocks: tuple[int, ...]) -> int:
-        """Bytes of so many blocks of each pool."""
+        """Return the bytes of ``blocks``, a number of blocks per pool."""
         return sum(count * each for count, each in zip(blocks, self.block_bytes, strict=True))
 
     def affordable(self, wanted: Units, least: Units, budget: int) -> Units:
-        """Blocks of each pool in the budget: those that are wanted, or as many beyond the least as their
-        share of all that is wanted beyond it; fewer than the least where not even those fit."""
+        """Return the blocks of each pool that a budget in bytes allows.
+
+        These are all wanted blocks if they fit, else the least plus the same share of what is wanted beyond
+        it in each pool; none if not even the least fits.
+        """
         room, more = budget - self.bytes(least), self.bytes(wanted) - self.bytes(least)
         if more <= room:
             return wanted
@@ -303,8 +312,11 @@ class KVGeometry:
 
 
 def _layer_of_choices(sizes: Sizes) -> int | None:
-    """The first layer with attention without a window, whose pages stay as long as the sequence, of a model
-    with mixtures of at most 256 experts; None where there is none."""
+    """Return the index of the first layer that attends to all tokens, if the model has mixtures.
+
+    The blocks of such a layer stay as long as the sequence. None without such a layer, without mixtures, or
+    for more than 256 experts.
+    """
     if sizes.mixture is None or sizes.mixture.experts > 256:
         return None
     return next((i for i, spec in enumerate(sizes.specs) if _pool_of(spec.mixer) is None), None)
@@ -316,17 +328,17 @@ def _pool_of(mixer: Attention | DeltaNet) -> Pool:
 
 @dataclass(frozen=True)
 class BlockDemand:
-    """Blocks that the sequences of a call fill at their longest.
+    """Blocks that the sequences of a call fill at their maximum lengths.
 
     Attributes:
         prompt_tokens: Tokens of the longest prompt.
-        completion_tokens: Tokens that a completion may have.
+        completion_tokens: Maximum tokens of a completion.
         samples: Completions per prompt.
-        pools: Of the cache.
-        pass_tokens: Tokens that a pass of prefill computes at most.
-        ahead_tokens: Tokens of a sequence for which the scheduler keeps room: those of a round and of the
-            rounds that it leaves free.
-        tail: Tokens of its prompt that a sequence has in its own blocks at most.
+        pools: Content of each pool of the cache.
+        pass_tokens: Maximum tokens of a prefill pass.
+        ahead_tokens: Tokens per sequence for which the scheduler keeps room: those of one round and of its
+            spare rounds.
+        tail: Maximum tokens of its prompt that a sequence has in its own blocks.
     """
 
     prompt_tokens: int
@@ -338,8 +350,10 @@ class BlockDemand:
     tail: int = 0
 
     def ahead(self, positions: int) -> "BlockDemand":
-        """A demand that holds this one and many that may follow: lengths are the next powers of two, as far
-        as the model's positions go, and no sequence shares its prompt."""
+        """Return a demand that covers this one and many later ones.
+
+        Lengths are the next powers of two, at most ``positions``, and no sequence shares its prompt.
+        """
         prompt, completion = (
             min(positions, 1 << (tokens - 1).bit_length())
             for tokens in (self.prompt_tokens, self.completion_tokens)
@@ -348,24 +362,27 @@ class BlockDemand:
 
     @property
     def table_width(self) -> int:
-        """Blocks that a row of the block table must list, those of a prompt or those of a sample."""
+        """Maximum number of blocks that a row of the block table lists, of a prompt or of a sample."""
         own = self.tail + self.completion_tokens
         return max(-(-(self.prompt_tokens - 1) // PAGE), -(-own // PAGE), 1)
 
     @property
     def least(self) -> Units:
-        """Blocks without which not even one sequence can run."""
+        """Blocks that a single sequence needs to run."""
         return self._blocks(1, 1, self.pass_tokens)
 
     def blocks(self, rows: int) -> Units:
-        """Blocks with which that many rows never wait for one another: one prompt more than their groups
-        need, because a group's first samples may end while the last still wait. Behind a window a row has
-        what it needs to decode; one that is computed again needs more for a moment, and may have to wait."""
+        """Return the blocks with which ``rows`` rows never wait for one another.
+
+        They hold one prompt more than the groups need, because a group's first samples may end while its last
+        still wait. In a pool with a window a row gets the blocks that decoding needs; a sequence that is
+        computed again needs more for a moment, and may have to wait.
+        """
         decoding = self._blocks(rows, -(-rows // self.samples) + 1, self.ahead_tokens + PAGE)
         return Units(map(max, decoding, self.least))
 
     def _blocks(self, rows: int, prompts: int, own_tokens: int) -> Units:
-        """Those of rows that compute so many of their own tokens at once."""
+        """Return the blocks of rows and prompts if rows compute ``own_tokens`` of their tokens at once."""
         return Units(
             rows * window_blocks(self.tail + self.completion_tokens, pool, own_tokens)
             + prompts * window_blocks(self.prompt_tokens - 1, pool, self.pass_tokens)
@@ -373,8 +390,10 @@ class BlockDemand:
         )
 
     def rows(self, geometry: KVGeometry, budget: int, most: int) -> int:
-        """Rows, up to ``most``, that never wait for one another with this budget in bytes; 0 if none can
-        run."""
+        """Return how many rows, at most ``most``, never wait for one another with this budget in bytes.
+
+        0 if not even one sequence can run.
+        """
         if geometry.bytes(self.least) > budget:
             return 0
         return max(1, bisect_right(range(1, most + 1), budget, key=lambda n: geometry.bytes(self.blocks(n))))
@@ -387,18 +406,18 @@ def cache_budget(
     free: int | None = None,
     share: float = CACHE_SHARE,
 ) -> int:
-    """Bytes that keys and values may take.
+    """Return the bytes that the KV cache may take.
 
-    A run holds the model, and gradients, moments and a copy of what it trains. These are counted whether they
-    are there yet or not: a resumed run must get the cache, and so the order in which sequences run, of one
+    A run holds the model, and for trained parameters gradients, moments and a copy. These count even before
+    they are allocated: a resumed run must get the same cache, and so the same order of sequences, as a run
     that was not stopped.
 
     Args:
         total: Bytes of the GPU.
         model_bytes: Bytes of parameters and buffers.
         trained: Number of trained parameters.
-        free: Bytes that are free at the moment; None where that is not known.
-        share: Share of what is left beside all that, less where several engines share a GPU.
+        free: Bytes that are currently free; None if unknown.
+        share: Share of the remaining memory, smaller if several engines share a GPU.
     """
     budget = share * (total - model_bytes - TRAINED_BYTES * trained - CONTEXT_BYTES)
     if free is not None:

@@ -1,4 +1,4 @@
-"""What the paged engine asks of the machine: whether a model runs, memory, and steps that are replayed.
+"""The machine under the paged engine: whether a model can run, memory, and captured steps.
 
 `Cuda` is a GPU. Tests have another machine, on which Triton's interpreter runs the same kernels on the CPU.
 """
@@ -18,31 +18,31 @@ from qerl.rollout.paged.memory import Memory, SwitchedMemory
 
 
 class Graphs(Protocol):
-    """Recorded steps that share one pool of memory, none of which runs at the same time as another."""
+    """Captured steps that share one pool of memory and never run at the same time."""
 
     def capture(self, run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """Record what ``run`` launches; the result launches it again."""
+        """Capture the launches of ``run``, and return a function that replays them."""
 
 
 class Machine(Protocol):
-    """What the engine runs on."""
+    """A machine that the engine runs on."""
 
     def why_not(self, model: nn.Module) -> str | None:
-        """Why this model cannot run here; None where it can."""
+        """Return why this model cannot run here; None if it can."""
 
     def cache_bytes(self, model: nn.Module, freed: int = 0) -> int:
-        """Bytes that keys and values may take.
+        """Return the bytes that the KV cache may take.
 
         Args:
-            model: The model beside which they lie.
+            model: The model that shares the memory.
             freed: Bytes that are held now and will be free by then.
         """
 
     def memory(self, size: int) -> Memory:
-        """A range of ``size`` bytes at fixed addresses."""
+        """Return a range of ``size`` bytes at fixed addresses."""
 
     def graphs(self) -> Graphs:
-        """A new pool for recorded steps."""
+        """Return a new pool for captured steps."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Cuda:
     """The current GPU.
 
     Attributes:
-        cache_share: Share of the memory beside the model and its training state that keys and values may
-            take.
+        cache_share: Share of the memory left by the model and its training state that the KV cache may take.
     """
 
     cache_share: float = CACHE_SHARE
@@ -61,7 +60,7 @@ class Cuda:
         return why_not(model)
 
     def cache_bytes(self, model: nn.Module, freed: int = 0) -> int:
-        """A share of what a run leaves, or of what is free now if that is less."""
+        """Return a share of the memory that a run leaves, or of the memory now free if that is less."""
         torch.cuda.empty_cache()
         gpu = torch.device("cuda", torch.cuda.current_device())
         held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -70,11 +69,11 @@ class Cuda:
         return cache_budget(total_bytes(gpu), held, trained, free, self.cache_share)
 
     def memory(self, size: int) -> Memory:
-        """Memory that can be given up and taken back."""
+        """Return memory that can be given up and taken back."""
         return SwitchedMemory(size)
 
     def graphs(self) -> Graphs:
-        """CUDA graphs."""
+        """Return a new pool of CUDA graphs."""
         return CudaGraphs()
 
 
@@ -100,5 +99,5 @@ class CudaGraphs:
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which steps of one GPU are captured; torch's own is of the GPU that captured first."""
+    """Return the capture stream of one GPU; torch's own default belongs to the GPU that captured first."""
     return torch.cuda.Stream(device)

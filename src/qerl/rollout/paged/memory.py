@@ -5,7 +5,7 @@ captured CUDA graph holds addresses, so memory that comes back elsewhere would c
 The driver's virtual memory management separates the two: a range of addresses is reserved once, and physical
 memory is put under it and taken away again (CUDA driver API, "Virtual Memory Management").
 
-torch's allocator keeps what training freed; when the driver has too little left, it is asked to let go.
+torch's allocator keeps memory that training freed; its cache is emptied when the driver has too little left.
 """
 
 import math
@@ -27,7 +27,7 @@ class Memory(Protocol):
         """True if there is no memory under the addresses."""
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-        """A view of the range from byte ``offset`` on."""
+        """Return a view of the range from byte ``offset`` on."""
 
     def give_up(self) -> None:
         """Free the memory, keep the addresses."""
@@ -40,11 +40,11 @@ class Memory(Protocol):
 
 
 class PlainMemory:
-    """Bytes of torch's allocator, which stay until they are closed.
+    """Memory of torch's allocator, which stays until it is closed.
 
     Args:
         size: Number of bytes.
-        device: Where they lie.
+        device: Device of the memory.
     """
 
     given_up = False
@@ -75,7 +75,7 @@ class SwitchedMemory:
         size: Number of bytes.
 
     Raises:
-        QeRLError: The GPU has not that much memory left.
+        QeRLError: The GPU has too little free memory.
     """
 
     def __init__(self, size: int) -> None:
@@ -98,11 +98,11 @@ class SwitchedMemory:
 
     @property
     def given_up(self) -> bool:
-        """Whether there is no memory under the addresses; reading or writing there is then an error."""
+        """True if there is no memory under the addresses; reading or writing there is then an error."""
         return not self._handle
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-        """A view of the range from byte ``offset`` on; it does not keep the range alive."""
+        """Return a view of the range from byte ``offset`` on; it does not keep the range alive."""
         size = math.prod(shape) * dtype.itemsize
         if offset + size > self.size:
             raise QeRLError(f"A tensor of {size} bytes at {offset} exceeds a range of {self.size}.")
@@ -110,7 +110,7 @@ class SwitchedMemory:
         return whole[offset : offset + size].view(dtype).view(shape)
 
     def give_up(self) -> None:
-        """Free the memory under the addresses; what it held is lost."""
+        """Free the memory under the addresses; its content is lost."""
         if self._handle:
             torch.cuda.synchronize(self._device)
             self._call("cuMemUnmap", self._address, self.size)
@@ -121,7 +121,7 @@ class SwitchedMemory:
         """Put memory of undefined content under the addresses again.
 
         Raises:
-            QeRLError: The GPU has not that much memory left, or the driver refuses; nothing is held then.
+            QeRLError: The GPU has too little free memory, or the driver refuses; no memory is held then.
         """
         if self._handle:
             return
@@ -159,7 +159,7 @@ class SwitchedMemory:
 
 
 class _Range:
-    """Bytes at an address, in the form in which torch takes memory that is not its own."""
+    """Bytes at an address, in the form in which torch accepts memory of other allocators."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,10 +1,10 @@
-"""Keys and values of prompts, of what others wrote, and of what was given up, in passes of bounded length.
+"""Prefill of prompts, appended tokens and evicted sequences, in passes of bounded length.
 
-All spans that have something to compute are laid end to end and cut into passes, so short prompts share a
-pass and a long one takes several. Within a pass every layer first writes all keys and values, then attends,
-which is why a span may continue in the next pass, or read a prompt computed in the same one. A state is one
-per sequence: where layers carry one, prompts are run first and their states copied, then what goes on from
-them.
+All spans are laid end to end and cut into passes, so short prompts share a pass and a long one takes several.
+Within a pass every layer first writes all keys and values, then attends, which is why a span may continue in
+the next pass, or read a prompt computed in the same one. A state belongs to one sequence: if layers carry
+states, prompts are run first, then their states are copied, then the sequences that start from the copies
+are run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,14 +32,14 @@ class Piece(NamedTuple):
 
 
 class Prefill:
-    """Runs spans through the decoder.
+    """Prefill passes over spans.
 
     Args:
         decoder: The weights; LoRA is applied where they have it.
-        pass_tokens: Numbers of tokens that a pass is made for, ascending.
+        pass_tokens: Token counts that passes are built for, ascending.
 
     Attributes:
-        passes: Passes over the decoder, by tokens.
+        passes: Forward passes by token count.
     """
 
     def __init__(self, decoder: Decoder, pass_tokens: tuple[int, ...]) -> None:
@@ -51,7 +51,7 @@ class Prefill:
         self.passes: dict[int, Forward] = {}
 
     def forget(self) -> None:
-        """Drop the buffers of all passes; the next span makes them anew."""
+        """Drop the buffers of all passes; the next span makes new ones."""
         self.passes.clear()
 
     def run(self, spans: Sequence[Span], cache: KVCache) -> None:
@@ -65,7 +65,7 @@ class Prefill:
         if size not in self.passes:
             self.passes[size] = Forward(self._decoder, size, self._cuts)
         forward = self.passes[size]
-        # A padded token's key goes nowhere, because it sees none of its own.
+        # The key of a padding token is not stored, because its limit of own tokens is 0.
         columns_6S = np.zeros((6, size), np.int32)
         token_S, position_S, shared_S, own_S, table_S, order_S = columns_6S
         order_S[:] = np.arange(size)
@@ -97,7 +97,7 @@ class Prefill:
         forward(cache, inputs)
 
     def _runs(self, pieces: list[Piece], pool: int) -> Runs:
-        """The sequences of a pass, whose states lie in a pool; each has one piece."""
+        """Return the sequences of a pass, each with one piece and its state in this pool."""
         taps = next(s.mixer.taps for s in self._decoder.sizes.specs if isinstance(s.mixer, DeltaNet))
         return Runs.of(
             [piece.span.blocks[pool][0] for piece in pieces],
@@ -109,7 +109,7 @@ class Prefill:
 
 
 def _tables(pieces: list[Piece], pool: int) -> np.ndarray:
-    """Block tables of a pass in one pool: of each piece its own, and behind it its prompt's."""
+    """Return the block tables of a pass in one pool: per piece its own table, then that of its prompt."""
     spans = [piece.span for piece in pieces]
     rows = [each.get(pool, []) for span in spans for each in (span.blocks, span.prompt_blocks)]
     tables_GB = np.zeros((len(rows), max(1, *map(len, rows))), np.int32)
@@ -119,8 +119,7 @@ def _tables(pieces: list[Piece], pool: int) -> np.ndarray:
 
 
 def _items(pieces: list[Piece], together: int) -> list[list[int]]:
-    """Attention items of so many tokens at most: each piece at its own keys, and at its prompt if it has
-    one."""
+    """Return work items of at most ``together`` tokens: a piece at its own keys, and at its prompt if any."""
     items: list[list[int]] = []
     begin = 0
     for number, (span, start, stop) in enumerate(pieces):
@@ -133,7 +132,7 @@ def _items(pieces: list[Piece], together: int) -> list[list[int]]:
 
 
 def _passes(spans: Sequence[Span], most: int) -> Iterator[list[Piece]]:
-    """Yields the pieces of each pass, of so many tokens together at most."""
+    """Yield the pieces of each pass, at most ``most`` tokens per pass."""
     pieces: list[Piece] = []
     room = most
     for span in spans:

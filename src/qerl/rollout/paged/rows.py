@@ -1,10 +1,10 @@
-"""The rows of the batch on the GPU: who sits where, what each has generated, and what its attention reads.
+"""The rows of the decode batch on the GPU: their state, outputs, block tables and attention work items.
 
-A row is a place for one sequence. What a decode step needs of it (token, position, where its key goes, how
-far it sees) is on the GPU and is advanced there by the kernel that draws, so the host writes a row when a
-sequence enters it, reads it when the sequence leaves, and in between looks who has ended.
+A row is a slot for one sequence. Its state (token, position, place of its key, tokens that it attends to) is
+on the GPU and is advanced there by the sampling kernel, so the host writes a row when a sequence enters it,
+reads it when the sequence leaves, and in between looks which rows have ended.
 
-Shapes: T rows, S of them, M tokens that a row may generate, B blocks of a table, K stop tokens.
+Shapes: T rows, S of them, M maximum tokens of a row, B blocks of a table, K stop tokens.
 """
 
 import math
@@ -33,16 +33,16 @@ class Rows:
     Args:
         count: T.
         max_new: M.
-        table_width: Blocks that a sequence may own, and a prompt too.
-        pools: Of the cache.
-        kinds: Of attention.
-        device: Where they are.
+        table_width: Maximum blocks of a sequence, and of a prompt.
+        pools: Number of pools of the cache.
+        kinds: Number of kinds of attention.
+        device: Device of the tensors.
 
     Attributes:
-        state: What the kernel that draws advances.
-        settings: How each row draws, and which tokens end it.
-        inputs: What a pass reads. Of each of its tables [2 T, B] the first half are prompts of groups, the
-            second each row's own blocks; items [2 T, 4] and their order [2 T] likewise.
+        state: State that the sampling kernel advances.
+        settings: Sampling parameters and stop tokens of each row.
+        inputs: Inputs of the forward pass. The first half of each table [2 T, B] lists the blocks of prompts,
+            the second each row's own blocks; items [2 T, 4] and their order [2 T] are divided likewise.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Rows:
         """Write the state of sequences that enter rows.
 
         Args:
-            sequences: Those admitted, with rows and blocks; what they have already, but for its last token,
-                is in the cache when they are decoded.
+            sequences: Admitted sequences, with rows and blocks. All their tokens but the last must be in the
+                cache when they are decoded.
         """
         if not sequences:
             return
@@ -111,13 +111,13 @@ class Rows:
 
     @staticmethod
     def _column(sequence: Sequence) -> list[int]:
-        """What the row's tensors hold, in the order of `place`; the last two are the limits."""
+        """Return the values of a row in the order of `place`; the last two are the limits."""
         shared, own = sequence.prompt.shared_tokens, sequence.own_tokens
         counts = sequence.generated, sequence.max_tokens
         return [sequence.last_token, shared + own, *counts, 0, shared, own + 1]
 
     def _write_outputs(self, sequences: list[Sequence]) -> None:
-        """What they have from before, drawn or written, in three uploads for all of them."""
+        """Upload the tokens that sequences already have, drawn or appended, in three copies for all."""
         if not sequences:
             return
         most = max(len(sequence.token_ids) for sequence in sequences)
@@ -139,17 +139,17 @@ class Rows:
             self._end(list(preempted))
 
     def _end(self, rows: list[int]) -> None:
-        """Let rows draw no more and write nowhere."""
+        """Mark rows as ended, so that they draw no tokens and write no keys."""
         if rows:
             at = torch.tensor(rows, device=self._device)
             self.state.done_T.index_fill_(0, at, 1)
             self.state.limit_2T[1].index_fill_(0, at, 0)
 
     def move(self, source: "Rows", rows: dict[int, int]) -> None:
-        """Continue sequences of other rows.
+        """Move sequences here from the rows of another step.
 
         Args:
-            source: The rows where they ran; all of these here have ended.
+            source: The rows of the other step; all rows here must have ended.
             rows: Row there -> row here.
         """
         if not rows:
@@ -162,14 +162,14 @@ class Rows:
                 getattr(mine, tensor.name).index_copy_(dim, here, moved)
 
     def attend(self, running: abc.Mapping[int, Sequence], together: abc.Sequence[int]) -> None:
-        """Write block tables and attention work items of everything that runs.
+        """Upload block tables and attention work items of all running sequences.
 
         A group's samples read their prompt together, in items of as many tokens as a tile takes; each sample
         reads its own tokens alone.
 
         Args:
             running: Sequences by row.
-            together: Of each kind of attention, tokens that one work item may hold.
+            together: Maximum tokens of a work item, per kind of attention.
         """
         numbers = {prompt: i for i, prompt in enumerate({each.prompt: None for each in running.values()})}
         for pool, to in enumerate(self.inputs.tables):
@@ -187,7 +187,7 @@ class Rows:
     def _items(
         self, running: abc.Mapping[int, Sequence], numbers: abc.Mapping[Prompt, int], together: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Work items of one kind of attention, of so many tokens at most, and the rows of each."""
+        """Return work items of one kind of attention, of at most ``together`` tokens each, and their rows."""
         item_4 = np.zeros((2 * self.count, 4), np.int32)
         order = np.zeros(2 * self.count, np.int32)
         own_4 = item_4[self.count :]
@@ -210,14 +210,14 @@ class Rows:
         return item_4, order
 
     def read(self, running: abc.Mapping[int, Sequence]) -> tuple[dict[int, int], list[int], list[int]]:
-        """Look who has ended, and read what those have generated.
+        """Find the rows that have ended, and read their tokens.
 
-        What was drawn behind the place where a sequence's stops end its turn counts as not drawn. Its keys
-        and values lie behind those of the sequence, where what comes next is written.
+        Tokens drawn after the point where a sequence's stops end its turn are discarded. Their keys and
+        values lie behind those of the sequence, where its next tokens overwrite them.
 
         Returns:
-            Tokens generated so far by row, the rows that have ended, and those of them of which more was
-            computed: what `Scheduler.advance` takes.
+            Number of tokens by row, the rows that have ended, and the ended rows for which more tokens were
+            computed: the arguments of `Scheduler.advance`.
         """
         done, counts = torch.stack([self.state.done_T, self.state.generated_T]).tolist()
         generated = {row: counts[row] for row in running}
@@ -236,7 +236,7 @@ class Rows:
         return generated, list(ended), overrun
 
     def _cuts(self, running: abc.Mapping[int, Sequence], generated: abc.Mapping[int, int]) -> dict[int, Cut]:
-        """Where stops end turns, by row."""
+        """Return where stops end turns, by row."""
         asked = {row: each for row, each in running.items() if each.stops and generated[row] > each.generated}
         readers = {row: each for row, each in asked.items() if any(stop.reads_tokens for stop in each.stops)}
         if readers:
@@ -245,7 +245,7 @@ class Rows:
         return {row: cut for row, cut in cuts.items() if cut}
 
     def _fetch_new(self, rows: dict[int, Sequence], generated: abc.Mapping[int, int]) -> None:
-        """Read the tokens of the round, to go on behind those of the rounds before."""
+        """Read the tokens of this round, and append them to those of earlier rounds."""
         known = torch.tensor([sequence.generated for sequence in rows.values()], device=self._device)
         new = max(generated[row] - sequence.generated for row, sequence in rows.items())
         places = known[:, None] + torch.arange(new, device=self._device)
@@ -268,14 +268,14 @@ class Rows:
 
 
 def write_settings(settings: RowSettings, at: torch.Tensor, params: abc.Sequence[SamplingParams]) -> None:
-    """Write how rows draw, of each that is named.
+    """Write the sampling parameters of some rows.
 
-    Of more stop tokens than `STOP_TOKENS` a row takes the first.
+    A row takes only the first `STOP_TOKENS` of its stop tokens.
 
     Args:
-        settings: Of all rows.
-        at: int64 [S], rows.
-        params: Of each of them.
+        settings: Settings of all rows.
+        at: int64 [S], the rows.
+        params: Sampling parameters of each of them.
     """
     numbers, counts = [], []
     for own in params:

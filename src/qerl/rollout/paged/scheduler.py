@@ -1,20 +1,20 @@
-"""Which sequences run in which rows, and who has memory: plain Python, no tensors, no model.
+"""Scheduling of sequences over batch rows and cache memory: plain Python, no tensors, no model.
 
-Time is cut into rounds of a few decode steps. Before a round the scheduler admits waiting sequences into free
-rows, gives every running sequence the memory that the round can need, and, when there is not enough,
-preempts the sequence admitted last: its memory is freed, its tokens are kept, and it waits in front of all
-others to be prefilled again. Where memory is short, whoever enters takes what those that run are about to
-need; so room for some of their rounds is left free at admission. After a round the scheduler is told what
-each row generated.
+Time is divided into rounds of a few decode steps. Before a round the scheduler gives every running sequence
+the memory that the round can need, and admits waiting sequences into free rows. When memory runs short, it
+preempts the running sequence that was started last: its memory is freed, its tokens are kept, and it moves to
+the front of the queue to be prefilled again. Admission leaves memory free for some more rounds of the running
+sequences, because a new sequence would otherwise take what they are about to need. After a round the
+scheduler records what each row generated.
 
-A sequence whose turn has ended leaves its row and keeps its memory while others write to it. What it is given
-is prefilled behind what is cached. Whoever lacks memory takes it from such sequences before any that runs
-is preempted: they are not decoding, and may never go on. What memory is, and how samples have their prompt's,
-`SequenceMemory` says.
+A sequence whose turn has ended leaves its row and keeps its memory while others append tokens to it, which
+are prefilled behind the cached ones. When memory runs short, idle sequences lose theirs before any running
+sequence is preempted: they are not decoding, and may never resume. `SequenceMemory` defines memory, and how
+samples share that of their prompt.
 
 A prompt is prefilled without its last token; each sequence decodes that token itself, into its own first
-block. So prefill needs no sampling, and a prompt of one token needs no prefill. Nor does what memory finds of
-a prompt, because others that ended have computed it.
+block. So prefill needs no sampling, and a prompt of one token needs no prefill. Neither does a prefix that
+the memory still holds from an earlier sequence.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ if TYPE_CHECKING:  # the contract that sequences come from needs torch
 
 @dataclass(frozen=True)
 class Pace:
-    """How a call is cut into rounds, passes and steps: lengths that change how fast it runs, not what it
-    samples. The fastest on an H100 are the defaults.
+    """Sizes of rounds, prefill passes and decode steps, which change the speed of a call and not its samples.
+
+    The defaults are the fastest on an H100.
 
     Attributes:
-        round_steps: Decode steps between two plans of the scheduler.
-        spare_rounds: Rounds whose blocks admission leaves free for the sequences that run.
-        small_rows: Rows up to which a decode step hardly takes longer than with one; a step of so many rows
-            is not exchanged for a smaller one.
-        prefill_tokens: Tokens that a prefill pass is made for, ascending.
+        round_steps: Decode steps per round.
+        spare_rounds: Rounds of memory that admission leaves free for the running sequences.
+        small_rows: Rows up to which a decode step takes hardly longer than with one row; a step of at most
+            this many rows is not replaced with a smaller one.
+        prefill_tokens: Token counts that prefill passes are built for, ascending.
     """
 
     round_steps: int = 16
@@ -53,15 +54,15 @@ class Pace:
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring tokens whose keys and values are to be computed.
+    """Consecutive tokens to prefill.
 
     Attributes:
         token_ids: The tokens.
         position: Position of the first token.
-        blocks: Blocks that take keys and values, by pool.
-        prompt_blocks: Blocks of a prompt that stands before all of the tokens.
-        prompt_tokens: Tokens in those; 0 for a prompt itself.
-        start: Place in the blocks where the first token goes; those before it are computed, and seen.
+        blocks: Blocks that keys and values are written to, by pool.
+        prompt_blocks: Blocks of the prompt that precedes the tokens, by pool; empty for a prompt itself.
+        prompt_tokens: Tokens read from ``prompt_blocks``; 0 for a prompt itself.
+        start: Index of the first token in ``blocks``; the tokens before it are cached, and attended to.
     """
 
     token_ids: list[int]
@@ -74,13 +75,13 @@ class Span:
 
 @dataclass
 class Round:
-    """What to do before the next decode steps.
+    """Plan of a round: preemptions, prefill and admissions before its decode steps.
 
     Attributes:
-        preempted: Sequences that lost their memory, by the row that each was in.
-        prompts: Prompts whose memory was just given out and must be computed.
-        copies: Blocks that begin as copies of others once prompts are computed, see `SequenceMemory.copies`.
-        admitted: Sequences that enter a row; of what they have, that which is not cached must be computed.
+        preempted: Preempted sequences, by the row that each was in.
+        prompts: Prompts that were just given memory and must be computed.
+        copies: Blocks to copy once prompts are computed, see `SequenceMemory.copies`.
+        admitted: Sequences that enter a row; those of their tokens that are not cached must be computed.
     """
 
     preempted: dict[int, Sequence] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Round:
     admitted: list[Sequence] = field(default_factory=list)
 
     def prompt_spans(self) -> list[Span]:
-        """What to prefill of prompts, before the sequences that read them."""
+        """Return the spans of prompts, to prefill before the sequences that read them."""
         return [
             Span(prompt.token_ids[prompt.found : -1], prompt.found, prompt.blocks, start=prompt.found)
             for prompt in self.prompts
@@ -97,7 +98,7 @@ class Round:
         ]
 
     def own_spans(self) -> list[Span]:
-        """What to prefill of sequences."""
+        """Return the spans of the admitted sequences' own tokens."""
         spans = []
         for sequence in self.admitted:
             if sequence.cached < sequence.own_tokens:
@@ -109,26 +110,26 @@ class Round:
 
     @property
     def prefilled_tokens(self) -> int:
-        """Tokens of prompts that enter, and those of sequences that are computed otherwise than as drawn."""
+        """Tokens of new prompts that were not found in memory, and uncached own tokens of sequences."""
         own = sum(sequence.own_tokens - sequence.cached for sequence in self.admitted)
         return own + sum(len(prompt.token_ids) - prompt.found for prompt in self.prompts)
 
 
-Amount = Any  # an int, or Units: what adds up and compares
+Amount = Any  # an int or Units, which add up and compare alike
 
 
 class SequenceMemory(Protocol):
-    """Who holds how much of the memory in which a model keeps what it has read of sequences.
+    """Bookkeeping of the memory in which a model keeps keys, values and states of sequences.
 
-    Amounts are numbers, or `qerl.rollout.paged.limits.Units` where there are several kinds of memory, which
-    add up and compare alike. Keys and values in pages are one kind (`qerl.rollout.paged.blocks`), whose unit
-    is a page. The state of a mixer that carries one is another, whose unit is the state of one sequence; it
-    is overwritten by every token, and a page is not. The numbers lie in `KVCache`.
+    Amounts are integers, or `qerl.rollout.paged.limits.Units` where there are several pools of memory, which
+    add up and compare alike. The unit is a block (`qerl.rollout.paged.blocks`): a page of keys and values,
+    or the state of one sequence, for mixers that carry one; every token overwrites a state, but not a page.
+    The tensors are in `KVCache`.
 
     Attributes:
-        count: Units in all.
-        rewinds: True if a sequence can go on from any of its tokens, False if from the last one alone.
-        policy: Name of the policy, if what sequences have computed is kept for prompts that begin alike.
+        count: Units in total.
+        rewinds: True if a sequence can resume from any of its tokens, False if only from the last computed.
+        policy: Name of the policy if computed prefixes are kept for later prompts, else None.
     """
 
     count: Amount
@@ -137,59 +138,62 @@ class SequenceMemory(Protocol):
 
     @property
     def free(self) -> Amount:
-        """Units that nobody holds."""
+        """Units that no sequence holds."""
 
     def check(self, prompt: Prompt, limit: int) -> None:
-        """Raise for a prompt of which one sequence with so many tokens of its own exceeds all memory.
+        """Raise if one sequence of a prompt, with ``limit`` tokens of its own, exceeds the whole memory.
 
         Raises:
             QeRLError: It does.
         """
 
     def held(self, sequence: Sequence) -> Amount:
-        """Units that a sequence holds beside its prompt's."""
+        """Return the units that a sequence holds, without those of its prompt."""
 
     def missing(self, sequence: Sequence, steps: int) -> Amount:
-        """Units that a sequence lacks for so many steps; it never needs more than its last token does."""
+        """Return the units that a sequence lacks for ``steps`` steps, at most up to its token limit."""
 
     def prompt_missing(self, sequence: Sequence) -> Amount:
-        """Units that the prompt of a sequence lacks; 0 where another sequence has it there."""
+        """Return the units that a sequence's prompt lacks; 0 if a sequence already holds the prompt."""
 
     def copy(self, sequence: Sequence) -> bool:
-        """Let an entering sequence have what its prompt left, unless it has it still.
+        """Give an entering sequence a share of its prompt's memory, unless it still has one.
 
         Returns:
-            Whether the prompt must be computed first.
+            Whether that memory is new, so that the prompt must be computed first.
         """
 
     def copies(self, sequence: Sequence) -> dict[int, int | None]:
-        """Blocks of a sequence that enters with nothing computed whose content must be copied from its
-        prompt's, by those; from None where the prompt has none because all of it is the last token."""
+        """Return the blocks to copy for an entering sequence: own block -> the prompt's block.
+
+        Empty if the sequence has cached tokens. The source is None where the prompt has no block because its
+        last token is all of it.
+        """
 
     def learn(self, sequence: Sequence) -> None:
-        """Note what a sequence whose turn has ended has computed, for prompts that begin alike."""
+        """Register what an ended sequence has computed, for later prompts with the same prefix."""
 
     def reserve(self, sequence: Sequence, steps: int) -> None:
-        """Give a sequence what it lacks for so many steps, which must be free.
+        """Give a sequence the units that it lacks for ``steps`` steps; they must be free.
 
         Raises:
-            QeRLError: It is not.
+            QeRLError: They are not.
         """
 
     def give_up(self, sequence: Sequence) -> None:
-        """Take back all that a sequence holds, its share of its prompt's included."""
+        """Release everything that a sequence holds, including its share of its prompt's memory."""
 
 
 class Scheduler:
     """Continuous batching over a fixed number of rows.
 
     Args:
-        memory: What sequences hold keys and values in.
-        rows: Sequences that run side by side.
-        pace: Length of a round, and the rounds for which room is left.
+        memory: Memory of the sequences' keys, values and states.
+        rows: Maximum number of running sequences.
+        pace: Steps per round, and rounds for which memory is left free.
 
     Attributes:
-        waiting: Sequences without a row, in the order in which they will enter.
+        waiting: Queued sequences, in the order in which they will enter.
         running: Sequences by row.
         idle: Sequences whose turn has ended and that were not finished, by index.
     """
@@ -201,10 +205,10 @@ class Scheduler:
         self.idle: dict[int, Sequence] = {}
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue those of new sequences that have room.
+        """Queue the new sequences that have room for tokens.
 
         Raises:
-            QeRLError: A prompt whose one sequence would not fit an empty cache; none is queued.
+            QeRLError: One of the sequences would not fit in an empty cache; none is queued.
         """
         with_room = [sequence for sequence in sequences if sequence.room]
         for sequence in with_room:
@@ -212,32 +216,32 @@ class Scheduler:
         self.waiting.extend(with_room)
 
     def resume(self, sequence: Sequence) -> None:
-        """Queue an idle sequence to which others have written, before all that have not begun."""
+        """Queue an idle sequence for its next turn, ahead of all sequences that have no tokens yet."""
         del self.idle[sequence.index]
         sequence.generated = len(sequence.token_ids)
         begun = sum(1 for waiting in self.waiting if waiting.generated)
         self.waiting.insert(begun, sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Let go of an idle sequence and of its memory; one that never had room is none."""
+        """Drop an idle sequence and release its memory; do nothing for one that never had room."""
         if self.idle.pop(sequence.index, None):
             self.memory.give_up(sequence)
 
     @property
     def present(self) -> list[Sequence]:
-        """Sequences that run, wait or are idle: all but those that were finished."""
+        """Running, waiting and idle sequences: all that were not finished."""
         return [*self.running.values(), *self.waiting, *self.idle.values()]
 
     @property
     def busy(self) -> bool:
-        """True while any sequence is to be decoded."""
+        """True while any sequence is running or waiting."""
         return bool(self.waiting or self.running)
 
     def next_round(self) -> Round:
-        """Decide who runs in the next round, and give out its memory.
+        """Choose the sequences of the next round and give them memory.
 
         Raises:
-            QeRLError: Nobody can, because the cache went to others.
+            QeRLError: No sequence fits, because other users of the GPU have taken the cache's memory.
         """
         planned = Round()
         self._grow_running(planned)
@@ -253,15 +257,15 @@ class Scheduler:
     def advance(
         self, generated: dict[int, int], ended: abc.Iterable[int], overrun: abc.Container[int] = ()
     ) -> None:
-        """Record a round.
+        """Record the results of a round.
 
-        Sequences that ended, which have their tokens by then, keep their memory until they go on or are
-        finished, or others need the room. One that overran gives it up where memory does not rewind.
+        Sequences that ended must have their tokens by now. They keep their memory until they go on or are
+        finished, or other sequences need it. One that overran releases it if the memory does not rewind.
 
         Args:
-            generated: Tokens that sequences have, by row.
+            generated: Number of tokens of each running sequence, by row.
             ended: Rows whose sequences ended their turn.
-            overrun: Those of them of which more tokens were computed than the sequences have.
+            overrun: The ended rows for which more tokens were computed than the sequence keeps.
         """
         for row, count in generated.items():
             self.running[row].generated = count
@@ -274,7 +278,7 @@ class Scheduler:
                 self.memory.give_up(sequence)
 
     def suspend(self, memory: SequenceMemory) -> None:
-        """Give up all memory, and go on with other; those that run wait in front of all."""
+        """Release all memory and continue with ``memory``; running sequences go to the front of the queue."""
         for sequence in sorted(self.running.values(), key=lambda s: -s.index):
             self._preempt(sequence)
         for sequence in (*self.idle.values(), *self.waiting):
@@ -295,13 +299,13 @@ class Scheduler:
         return moved
 
     def reclaim(self, entering: Sequence | None = None) -> bool:
-        """Take the memory of one sequence that does not run; it will be computed again.
+        """Evict one sequence that is not running; it will be computed again.
 
-        Idle ones come first, the latest started before all. Those that wait come last, and never for a
-        sequence that enters beside others, which can wait as well.
+        Idle sequences are evicted first, starting with the one started last. Waiting ones follow, from the
+        end of the queue, but never for a sequence that enters beside running ones, as it can wait too.
 
         Returns:
-            False if there is none.
+            False if no such sequence holds memory.
         """
         held = [sequence for sequence in self.idle.values() if self.memory.held(sequence)]
         if not held and (entering is None or not self.running):
@@ -347,14 +351,14 @@ class Scheduler:
             planned.admitted.append(sequence)
 
     def _make_room(self, entering: Sequence, spare: Amount) -> bool:
-        """Have the memory free that a sequence lacks to enter.
+        """Free the memory that a sequence lacks to enter, if it may enter now.
 
         Args:
-            entering: The first that waits.
-            spare: Memory to leave for those that run; what idle sequences hold counts as left.
+            entering: The first waiting sequence.
+            spare: Memory to leave for running sequences; memory of idle sequences counts as free.
 
         Returns:
-            False if it has to wait.
+            False if the sequence has to wait.
         """
         idle = sum(self.memory.held(sequence) for sequence in self.idle.values())
         if self.running and self._needed(entering) + spare > self.memory.free + idle:
@@ -365,15 +369,15 @@ class Scheduler:
         return True
 
     def _needed(self, sequence: Sequence) -> Amount:
-        """Memory that a waiting sequence and its prompt lack for the next round."""
+        """Return the memory that a waiting sequence and its prompt lack for the next round."""
         return self.memory.prompt_missing(sequence) + self._missing(sequence)
 
     def _missing(self, sequence: Sequence, rounds: int = 1) -> Amount:
-        """Memory that a sequence lacks for so many rounds."""
+        """Return the memory that a sequence lacks for the next ``rounds`` rounds."""
         return self.memory.missing(sequence, rounds * self.pace.round_steps)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take row and memory of a running sequence, which waits in front of all others."""
+        """Take the row and memory of a running sequence, and put it at the front of the queue."""
         assert sequence.row is not None
         del self.running[sequence.row]
         sequence.row = None

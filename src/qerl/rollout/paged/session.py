@@ -1,15 +1,16 @@
-"""Rounds of the paged engine: who enters, what is prefilled, a few decode steps, who has ended.
+"""Rounds of the paged engine: admit sequences, prefill, run a few decode steps, collect ended sequences.
 
-Between turns a sequence's keys and values stay in its blocks, so what others write is prefilled behind them,
-and while they write the rows are used by others. A session begins with the cache that the last one left; one
-that turns out too small is replaced with all captured steps, and what lay in it is computed again. So a
-session that grows takes more at once than its sequences need (`BlockDemand.ahead`). Pages that are known by
-what they hold stay so until the cache is replaced or given up, whichever session they are from
+Between turns a sequence's keys and values stay in its blocks, so tokens that others append are prefilled
+behind them, and meanwhile its row serves another sequence. A session begins with the cache of the previous
+one. A cache that turns out too small is replaced, together with all captured steps, and its content is
+computed again; so a growing session reserves more at once than its sequences need (`BlockDemand.ahead`).
+Blocks of known prefixes stay known across sessions, until the cache is replaced or given up
 (`qerl.rollout.paged.blocks`).
 
-A session that is entered again goes on with the blocks, tables and rows that it had when it was left, on
-weights that the engine has read anew. Where the memory was given up meanwhile its sequences wait and are
-computed again, in the cache as it was, or in a smaller one if others hold too much by then.
+A session that is entered again continues with the blocks, tables and rows that it had when it was left, on
+weights that the engine has read again. If the memory was given up or the captured steps were dropped
+meanwhile, its sequences are computed again, in the same cache, or in a smaller one if too little GPU memory
+is free by then.
 """
 
 from collections.abc import Callable, Hashable
@@ -32,14 +33,14 @@ from qerl.rollout.stops import StopTokens
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What outlives a session.
+    """The parts of the engine that outlive a session.
 
     Attributes:
-        cache: Keys and values.
+        cache: The KV cache.
         graphs: Captured decode steps.
-        prefill: Passes over what is not decoded.
-        budget: Bytes that keys and values may take once so many more bytes are free.
-        max_sequences: Sequences that run side by side at most.
+        prefill: Prefill passes.
+        budget: Returns the bytes that the cache may take once this many more bytes are freed.
+        max_sequences: Maximum number of running sequences.
         pace: Lengths of rounds and passes.
     """
 
@@ -52,16 +53,16 @@ class EngineParts:
 
 
 class PagedSession(TrackedSession):
-    """See `qerl.rollout.engine.Session`.
+    """A session of the paged engine, see `qerl.rollout.engine.Session`.
 
     Args:
         params: Sampling parameters of sequences without their own.
-        positions: Positions that the model has.
-        pad_token_id: Stands in for a turn whose first logits were not finite.
-        parts: Of the engine; their weights are those of this session.
-        growing: Whether to take memory for sequences that are still to come.
+        positions: Number of positions of the model.
+        pad_token_id: The only token of a turn whose first logits were not finite.
+        parts: The engine's parts, with the weights of this session.
+        growing: Whether to reserve memory for sequences that are started later.
         longest_prompt: As in `RolloutEngine.session`.
-        policy: Its name where prefixes are kept, else None.
+        policy: Name of the policy if prefixes are kept, else None.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class PagedSession(TrackedSession):
         self._growing, self._longest_prompt = growing and longest_prompt is None, longest_prompt or 0
         self._scheduler = Scheduler(self._memory(), parts.max_sequences, parts.pace)
         self._step: DecodeStep | None = None
-        self._samples = 0  # of each prompt, at least
+        self._samples = 0  # minimum per prompt
 
     def _add(self, sequences: list[Sequence]) -> None:
         with_room, present = [each for each in sequences if each.room], self._scheduler.present
@@ -93,7 +94,7 @@ class PagedSession(TrackedSession):
                 sequence.stops += (StopTokens(left),)
 
     def _hold(self, sequences: list[Sequence], samples: int) -> None:
-        """Have a cache for some sequences, at least so many of which share a prompt; see `_reserve`."""
+        """Reserve a cache for these sequences, at least ``samples`` of which share each prompt."""
         sizes = {(len(each.prompt.token_ids), each.max_tokens) for each in sequences}
         longest, limit = (max(column) for column in zip(*sizes, strict=True))
         longest = max(longest, self._longest_prompt)
@@ -110,14 +111,14 @@ class PagedSession(TrackedSession):
         self._scheduler.finish(sequence)
 
     def enter(self, renewed: bool, longest_prompt: int | None, policy: Hashable | None) -> None:
-        """Go on after it was left.
+        """Continue the session after it was left.
 
         Args:
-            renewed: Whether captured steps were dropped since, because the weights are elsewhere.
+            renewed: Whether captured steps were dropped since, because weight buffers were replaced.
             longest_prompt: As in `RolloutEngine.session`.
-            policy: Its present name.
+            policy: Present name of the policy.
         """
-        if policy != self._policy:  # what its sequences have is of both
+        if policy != self._policy:  # its sequences have keys and values of both
             self._policy = self._scheduler.memory.policy = None
         self._longest_prompt = max(self._longest_prompt, longest_prompt or 0)
         given_up = self._parts.cache.given_up
@@ -127,7 +128,7 @@ class PagedSession(TrackedSession):
             self._hold(self._scheduler.present, self._samples)
 
     def _suspend(self) -> None:
-        """Let all sequences wait, of which what the cache held will be computed again."""
+        """Preempt all running sequences and release all blocks; their content will be computed again."""
         self._read()
         self._scheduler.suspend(self._memory())
 
@@ -138,7 +139,7 @@ class PagedSession(TrackedSession):
         self._step = None
 
     def give_up_idle(self) -> None:
-        """Give up the blocks of sequences that wait for others, as when memory were short."""
+        """Evict all sequences that are not running, as if memory were short."""
         while self._scheduler.reclaim():
             pass
 
@@ -166,7 +167,7 @@ class PagedSession(TrackedSession):
         return ended
 
     def _keep_choices(self, sequences: list[Sequence], generated: list[int]) -> None:
-        """Read the experts of all tokens that were computed of sequences, before their blocks may go."""
+        """Read the experts of all computed tokens of the sequences, before their blocks may be released."""
         cache = self._parts.cache
         pool = cache.geometry.pool_of_choices
         if pool is None or not sequences:
@@ -182,7 +183,7 @@ class PagedSession(TrackedSession):
             sequence.choices = found[begin : ends[2 * i + 1]].copy()  # a view would keep all of them
 
     def _prefill(self, planned: Round) -> None:
-        """Compute what enters; what sequences have copies of is copied before they go on from it."""
+        """Prefill prompts, copy their blocks to the sequences that need copies, then prefill sequences."""
         prefill, cache = self._parts.prefill, self._parts.cache
         if not planned.copies:
             prefill.run(planned.prompt_spans() + planned.own_spans(), cache)
@@ -198,22 +199,22 @@ class PagedSession(TrackedSession):
         return BlockDemand(prompt, own, samples, pools, passes, ahead, tail)
 
     def _memory(self) -> SequenceMemory:
-        """The blocks of the cache as it is, held by nobody."""
+        """Return the bookkeeping of the present cache, with all blocks free."""
         cache, passes = self._parts.cache, self._parts.pace.prefill_tokens
         pools, known = cache.geometry.pools, cache.known
         return memory_of(cache.blocks, pools, PAGE, passes[-1], known, self._policy)
 
     def _reserve(self, demand: BlockDemand, least: Units, rows: int) -> None:
-        """Have a cache for all sequences, taken back, made or enlarged; steps that knew another are dropped.
+        """Take back the present cache if it serves these sequences, else replace it and drop captured steps.
 
         Args:
-            demand: Of those that are there.
-            least: Blocks of the one that fills most.
-            rows: How many of them can run side by side.
+            demand: Blocks that the sequences need.
+            least: Blocks of the sequence that needs most.
+            rows: How many of them can run at once.
 
         Raises:
-            QeRLError: One of them does not fit; what was there before goes on as if nobody had asked, or, if
-                the memory went to others meanwhile, waits for a cache.
+            QeRLError: One of them does not fit. Earlier sequences go on unaffected, or, if the cache's
+                memory has gone to others meanwhile, wait for a cache.
         """
         parts, taken = self._parts, demand
         steps_serve = parts.graphs.serves(demand.completion_tokens, demand.table_width)
@@ -226,13 +227,13 @@ class PagedSession(TrackedSession):
         parts.graphs.forget()
         parts.prefill.forget()
         parts.cache.close()
-        self._suspend()  # before what may fail: nobody holds what is closed
+        self._suspend()  # before anything that may fail: no sequence may hold blocks of a closed cache
         parts.cache.reserve(taken.blocks(rows), least, parts.budget(0))
         parts.graphs.make_room(taken.completion_tokens, taken.table_width)
         self._scheduler.suspend(self._memory())
 
     def _taken_back(self) -> bool:
-        """Have the memory of the cache as it was again; False if others have come to hold too much of it."""
+        """Take back the cache's memory; return False if too little GPU memory is free for it."""
         try:
             self._parts.cache.take_back()
         except QeRLError:

@@ -1,12 +1,12 @@
 """The decoder's weights as the decode step reads them.
 
-Built once over a loaded model. Packed weights are moved, not copied: afterwards the layers that train read
-the same tensors. LoRA matrices are copied into stacked bf16 buffers before each rollout (megabytes), RMSNorm
+Built once over a loaded model. Packed weights are moved, not copied: afterwards the trained layers read the
+same tensors. LoRA matrices are copied into stacked bf16 buffers before each rollout (megabytes), RMSNorm
 weights into fp32 buffers that may carry noise; both are written in place, so captured graphs stay valid.
 
 Shapes: D hidden, N out-features, K in-features, I intermediate, R padded rank, E head size, H query heads, V
-vocabulary, M positions, P pairs of numbers that are turned; of a delta net C channels of the convolution, W
-its taps, V value heads, E their size.
+vocabulary, M positions, P pairs of rotated numbers; of a delta net C channels of the convolution, W its taps,
+V value heads, E their size.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ from qerl.kernels.weights.product import GemmWeight
 
 @dataclass
 class Lora:
-    """LoRA of one GEMM, bf16: A of all parts stacked, B on top of each other and scaled by alpha / r.
+    """LoRA of one GEMM, bf16: A and B of all its linears stacked, B scaled by alpha / r.
 
     Attributes:
-        a_RK: Below all A there may be rows of other narrow linears of the same input, which have no B.
-        b_NR: None where there is no adapter, and `a_RK` has such rows alone.
+        a_RK: All A, and below them optional rows of other narrow linears of the same input, which have no B.
+        b_NR: All B; None without an adapter, in which case `a_RK` has only rows of such narrow linears.
     """
 
     a_RK: torch.Tensor
@@ -45,7 +45,7 @@ class Projection:
 
     Attributes:
         lora: None without an adapter.
-        bias_N: Of all its linears; None where they have none.
+        bias_N: Biases of all its linears; None if they have none.
     """
 
     weight: GemmWeight
@@ -55,11 +55,11 @@ class Projection:
 
 @dataclass
 class AttentionWeights:
-    """What `qerl.families.layer.Attention` computes with.
+    """Weights of a `qerl.families.layer.Attention`.
 
     Attributes:
-        heads: What happens to heads between product and attention.
-        cos_MP, sin_MP: fp32, of the positions; empty without rotary embedding.
+        heads: Operations on heads between product and attention.
+        cos_MP, sin_MP: fp32, of the positions; a single zero without rotary embedding.
         sink_H: fp32; None without sinks.
     """
 
@@ -78,14 +78,14 @@ class AttentionWeights:
 
 @dataclass
 class DeltaNetWeights:
-    """What `qerl.families.layer.DeltaNet` computes with.
+    """Weights of a `qerl.families.layer.DeltaNet`.
 
     Attributes:
-        qkvz: Its adapter's A has both linears of gates below those of LoRA, b and then a, so their products
-            with the input come with x A^T.
-        taps_WC: Of the convolution, fp32; the last row is that of the present token.
-        rates_V: fp32, what softplus(a + offset) is multiplied by to give the logarithm of decay.
-        offsets_V: fp32.
+        qkvz: Below LoRA's rows, its A has the rows of both gate linears, b and then a, so their products with
+            the input come with x A^T.
+        taps_WC: Taps of the convolution, fp32; the last row is that of the present token.
+        rates_V: fp32, factors of softplus(a + offset) in the logarithm of the decay.
+        offsets_V: fp32, the offsets in it.
         norm_E: Weight of the norm of each value head's output, fp32.
     """
 
@@ -104,7 +104,7 @@ class DeltaNetWeights:
 
 @dataclass
 class MLPWeights:
-    """What `qerl.families.layer.GatedMLP` computes with."""
+    """Weights of a `qerl.families.layer.GatedMLP`."""
 
     gate_up: Projection
     down: Projection
@@ -117,16 +117,16 @@ class MLPWeights:
 
 @dataclass
 class RoutedWeights:
-    """What `qerl.families.layer.RoutedMLP` computes with.
+    """Weights of a `qerl.families.layer.RoutedMLP`.
 
     Attributes:
         router_ED: In the activations' dtype; frozen.
-        shared: Of the MLP that all tokens go through, whose gate_up has the router's rows and its gate's
-            below A of its adapter; None without one.
+        shared: Weights of the MLP that all tokens go through; below its adapter's A, gate_up has the rows of
+            the router and of the shared MLP's gate. None without such an MLP.
         router_bias_E: fp32; None without biases.
         gate_up_bias_EN: fp32; None without biases.
-        down_bias_ED: fp32, over the factor of each expert's result; None without biases.
-        gate_up_lora, down_lora: Of the experts themselves; None without adapters there.
+        down_bias_ED: fp32, divided by the scale of each expert's result; None without biases.
+        gate_up_lora, down_lora: Adapters of the experts themselves; None without.
     """
 
     router_ED: torch.Tensor
@@ -141,7 +141,7 @@ class RoutedWeights:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Its GEMMs that are computed for every token."""
+        """The GEMMs that are computed for every token."""
         return () if self.shared is None else self.shared.projections
 
 
@@ -150,8 +150,8 @@ class Layer:
     """One decoder layer, with the weights of the norms around its two parts.
 
     Attributes:
-        before_mixer_D, before_mlp_D: fp32, what the input of each part is multiplied by; ones without a norm.
-        behind_mixer_D, behind_mlp_D: fp32; None without a norm there.
+        before_mixer_D, before_mlp_D: fp32, factors of each part's normed input; ones without a norm.
+        behind_mixer_D, behind_mlp_D: fp32, factors of each part's normed output; None without a norm.
         scalar_1: fp32, multiplies the layer's result; None without.
     """
 
@@ -174,7 +174,7 @@ class Kind(NamedTuple):
     """Layers whose attention has the same shape, and so the same buffers and work items.
 
     Attributes:
-        window: Tokens that a token sees; None for all.
+        window: Number of tokens that a token attends to; None for all.
         gated: True if each head's output has a gate.
     """
 
@@ -186,7 +186,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, mixer: Attention) -> "Kind":
-        """That of a layer with this mixer."""
+        """Return the kind of a layer with this mixer."""
         return cls(mixer.window, mixer.heads, mixer.kv_heads, mixer.head_size, mixer.gated)
 
     @property
@@ -196,19 +196,19 @@ class Kind(NamedTuple):
 
 
 def kinds_of(sizes: Sizes) -> tuple[Kind, ...]:
-    """The kinds of a model's layers with attention, each once."""
+    """Return the distinct kinds of a model's attention layers."""
     mixers = [run.spec.mixer for run in sizes.runs]
     return tuple(dict.fromkeys(Kind.of(mixer) for mixer in mixers if isinstance(mixer, Attention)))
 
 
 @dataclass
 class Decoder:
-    """A whole model.
+    """Weights of a whole model.
 
     Attributes:
         embedding_VD, head_VD: bf16, the same tensor when tied.
-        embedding_scale: What embeddings are multiplied by.
-        sizes: Of the model, by its config.
+        embedding_scale: Factor of the embeddings.
+        sizes: Sizes of the model, from its config.
         eps: What RMSNorm adds to the mean square.
     """
 
@@ -222,12 +222,12 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, keys and values: bf16 on a GPU, fp32 in Triton's interpreter."""
+        """Dtype of activations, and by default of keys and values: bf16 on a GPU, fp32 in the interpreter."""
         return self.embedding_VD.dtype
 
 
 def look_ahead(layers: Sequence[Layer]) -> None:
-    """Tells each weight in NVFP4 what the kernels after its product read in a forward pass."""
+    """Tell each NVFP4 weight what the kernels after its product read, which some GPUs prefetch."""
     projections = [projection for layer in layers for projection in layer.projections]
     for each, following in pairwise(projections):
         if isinstance(each.weight, NVFP4Stack):
