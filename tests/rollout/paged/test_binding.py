@@ -53,6 +53,28 @@ def test_one_copy_of_the_weights(plain):
         assert module.weight_packed.untyped_storage().data_ptr() == storage.data_ptr()
 
 
+def test_a_head_that_is_replaced_is_read_anew_and_those_before_stay_as_they_were(plain):
+    model = load_model(plain, "nvfp4", torch.bfloat16, "cpu")
+    binding, heads = Binding(model, positions=64), [model.lm_head.weight]
+    for dtype, is_new in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False)):
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(64, 128).to(dtype))
+        before = [head.clone() for head in heads]
+        assert binding.refresh({}) is is_new
+        assert torch.equal(binding.decoder.head_VD, model.lm_head.weight.bfloat16())
+        assert all(torch.equal(*pair) for pair in zip(heads, before, strict=True))
+        heads.append(model.lm_head.weight)
+
+
+def test_a_head_in_another_dtype_from_the_start_is_no_new_buffer(plain):
+    model = load_model(plain, "nvfp4", torch.bfloat16, "cpu")
+    model.lm_head.float()
+    binding = Binding(model, positions=64)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    assert not binding.refresh({})
+    assert torch.equal(binding.decoder.head_VD, model.lm_head.weight.bfloat16())
+
+
 def test_noise_and_adapter_are_copied_not_merged(plain):
     model = add_lora(load_model(plain, "nvfp4", torch.float32, "cpu"), rank=4, alpha=8, dropout=0.0)
     binding = Binding(model, positions=64)

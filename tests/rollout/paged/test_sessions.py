@@ -11,6 +11,7 @@ if torch.cuda.is_available():
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry, Pages
 from qerl.rollout.paged.scheduler import Pace, Scheduler
@@ -62,6 +63,13 @@ def test_turns_draw_what_one_turn_would_have_drawn(model, monkeypatch, kept):
     assert [turns for *_, turns in found.values()] == [2, 2]
     # The prompts, and for each what was written and the token before it; or all but the last token.
     assert session.prefilled_tokens == (4 + 2 * 3 if kept else 4 + 4 + 5 + 6)
+
+
+def test_a_last_round_has_no_more_steps_than_tokens_are_left(model, monkeypatch):
+    steps, decode = [], DecodeStep.decode
+    monkeypatch.setattr(DecodeStep, "decode", lambda self, count: (steps.append(count), decode(self, count)))
+    found = paged(model).generate(PROMPTS, 1, SamplingParams(max_tokens=5, seed=5)).completions
+    assert steps == [2, 2, 1] and [len(each.token_ids) for each in found] == [5, 5]
 
 
 def test_a_longer_prompt_comes_while_others_run(model):

@@ -216,14 +216,14 @@ class Binding:
         self._copies: list[tuple[torch.Tensor, nn.Module, str]] = []
         self._rotary: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
         self._positions = positions
-        self._copied: set[str] = set()  # embedding or head, if replaced since
+        self._copied: set[str] = set()  # embedding or head, if training holds it in another dtype
         self._names = {module: name for name, module in self._base.named_modules()}
         self._sizes = sizes = Sizes.of(config)
         self.decoder = Decoder(
-            embedding_VD=self._of_vocabulary(body.embed_tokens),
+            embedding_VD=self._of_vocabulary("embedding_VD", body.embed_tokens),
             layers=[self._layer(*each) for each in zip(body.layers, sizes.specs, strict=True)],
             final_norm_D=self._norm(body.norm),
-            head_VD=self._of_vocabulary(self._base.get_output_embeddings()),
+            head_VD=self._of_vocabulary("head_VD", self._base.get_output_embeddings()),
             sizes=sizes,
             eps=config.rms_norm_eps,
             embedding_scale=_embedding_scale(body.embed_tokens, sizes),
@@ -295,9 +295,11 @@ class Binding:
                     f"{widths[name]}; draw the noise with an AdaptiveNoise built for this model."
                 )
 
-    def _of_vocabulary(self, module: nn.Module) -> torch.Tensor:
+    def _of_vocabulary(self, name: str, module: nn.Module) -> torch.Tensor:
         """Return the weight itself, or a copy if training holds it in another dtype than the rest."""
-        return cast(torch.Tensor, module.weight).data.to(self._dtype)
+        weight = cast(torch.Tensor, module.weight).data
+        (self._copied.discard if weight.dtype == self._dtype else self._copied.add)(name)
+        return weight.to(self._dtype)
 
     def _renew_vocabulary(self) -> bool:
         """Bind embedding and head again if they were replaced (a head cast to fp32, an adapter's own).
@@ -317,8 +319,7 @@ class Binding:
             if weight.dtype != held.dtype and name in self._copied:
                 held.copy_(weight)
                 continue
-            self._copied.add(name)
-            setattr(self.decoder, name, self._of_vocabulary(module))
+            setattr(self.decoder, name, self._of_vocabulary(name, module))
             changed = True
         return changed
 

@@ -156,7 +156,7 @@ class PagedSession(TrackedSession):
         step.rows.place(planned.admitted)
         step.attend(scheduler.running)
         self._prefill(planned)  # last, because uploads would wait for it
-        most = max(sequence.max_tokens for sequence in scheduler.running.values())
+        most = max(sequence.max_tokens - sequence.generated for sequence in scheduler.running.values())
         step.decode(min(parts.pace.round_steps, most))
         if meanwhile is not None:
             meanwhile()
