@@ -1,11 +1,11 @@
 """Calls of user code with a time limit: reward functions, tools and environments.
 
-The kind of the call decides between the ways.
+There is one module per kind of call:
 
-* What computes in this process is called in this thread, one call at a time, and interrupted by an alarm
-  (:mod:`qerl.calls.alarm`). Some reward libraries need the main thread, whose alarm they use.
-* What math-verify compares, which an alarm cannot always interrupt, is compared in a process of its own
+* Functions that compute run in this thread, one at a time, and are interrupted by an alarm
+  (:mod:`qerl.calls.alarm`). Some reward libraries need the main thread, because they use its alarm.
+* Comparisons by math-verify, which an alarm cannot always interrupt, run in a subprocess
   (:mod:`qerl.calls.symbolic`).
-* What waits for something is called beside this thread (:mod:`qerl.calls.beside`): coroutines on one event
-  loop, which a client that is kept between calls belongs to, and plain functions in a thread per call.
+* Functions that wait for something run beside this thread (:mod:`qerl.calls.beside`): coroutines on one event
+  loop, so that a client can be kept between calls, and plain functions in one thread per call.
 """

@@ -1,8 +1,8 @@
-"""Calls in this thread that are interrupted when their time is up.
+"""Calls in this thread that are interrupted at their time limit.
 
 The limit uses the process's real-time interval timer (SIGALRM). Given up:
 
-* Signals reach the main thread alone. In any other thread, and on Windows, there is no limit.
+* Signals reach only the main thread. In any other thread, and on Windows, there is no limit.
 * Python runs a signal handler between two bytecodes. A single call into C that does not return (a huge
   integer power, a regular expression that backtracks for hours) is interrupted only once it returns.
 * A function that catches BaseException swallows the interruption, which is therefore repeated every
@@ -19,17 +19,17 @@ Result = TypeVar("Result")
 
 
 class TimeUp(BaseException):
-    """Raised in code whose time is up.
+    """Raised in code that has exceeded its time limit.
 
-    It is no Exception: sympy and many reward functions catch those and would carry on.
+    It is not a subclass of Exception: sympy and many reward functions catch Exception and would carry on.
     """
 
 
 def call_within(seconds: float, call: Callable[[], Result]) -> Result:
     """Return the result of ``call()``, or interrupt it after ``seconds``.
 
-    Where calls cannot be interrupted (:func:`can_interrupt`) there is no limit. A timer and a handler that
-    were active before are put back, less the time that has passed.
+    Where calls cannot be interrupted (:func:`can_interrupt`) there is no limit. A previously active timer and
+    handler are restored, less the elapsed time.
 
     Raises:
         TimeoutError: The call took longer than ``seconds``.
@@ -50,7 +50,7 @@ def call_within(seconds: float, call: Callable[[], Result]) -> Result:
             running = True
             return call()
         finally:
-            # From here on an alarm finds nothing to stop, until the timer is disarmed.
+            # From here on until the timer is disarmed, an alarm does nothing.
             running = False
     except TimeUp:
         raise TimeoutError(f"no result within {seconds:g} s") from None
@@ -63,5 +63,5 @@ def call_within(seconds: float, call: Callable[[], Result]) -> Result:
 
 
 def can_interrupt() -> bool:
-    """True in the main thread of a POSIX process, the only place where an alarm works."""
+    """Return True in the main thread of a POSIX process, the only place where an alarm works."""
     return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()

@@ -1,16 +1,16 @@
 """Calls beside this thread, each with a time limit: coroutines on an event loop, plain functions in threads.
 
-The loop runs in a thread of its own, so calls go on while this thread decodes. A coroutine is cancelled at
-its limit. A plain function runs in a thread of its own, which Python cannot end: the call fails at its limit,
-and :class:`TimeUp` is raised in the thread, which ends as soon as it is back in Python code.
+The loop runs in its own thread, so calls go on while this thread decodes. A coroutine is cancelled at its
+limit. A plain function runs in its own thread, which Python cannot end: the call fails at its limit, and
+:class:`TimeUp` is raised in the thread, which ends as soon as it is back in Python code.
 
-A coroutine that does not await holds up the loop and all calls on it. Whatever waits for calls therefore also
-watches whether the loop turns (:meth:`Beside.watch`), and interrupts the step that holds it up.
+A coroutine that does not await blocks the loop and all calls on it. Code that waits for calls therefore also
+checks whether the loop makes progress (:meth:`Beside.watch`), and interrupts a step that blocks it.
 
-Given up: a call that hangs inside of C (a socket without a timeout, a long sleep) cannot be interrupted
-outside of the main thread, and is left behind until it returns. Such threads are counted, and where there are
-too many of them further calls fail at once. A loop that such a call holds up is left behind too: the calls on
-it are lost, and the next ones get a new loop, to which clients of the old one do not belong.
+Given up: a call that hangs inside C (a socket without a timeout, a long sleep) cannot be interrupted outside
+the main thread, and its thread is abandoned until the call returns. Such threads are counted; when there are
+too many, further calls fail at once. A loop that such a call blocks is abandoned too: the calls on it are
+lost, and later calls get a new loop, on which clients of the old one cannot be used.
 """
 
 import asyncio
@@ -31,19 +31,19 @@ from qerl.calls.alarm import TimeUp
 Result = TypeVar("Result")
 
 AT_ONCE = 32
-"""Calls that hold a slot at the same time."""
+"""Maximum number of calls that hold a slot at the same time."""
 
 STUCK = 64
-"""Threads that may hang before further calls fail at once."""
+"""Number of hanging threads at which further calls fail at once."""
 
 GRACE_S = 0.25
-"""Seconds that a coroutine has to be cancelled in."""
+"""Seconds within which a cancelled coroutine should end."""
 
-_HELD_GRACE_S = 1.0  # that a step of the loop has to end in, once it is interrupted
+_HELD_GRACE_S = 1.0  # seconds within which an interrupted step of the loop should end
 
 
 class EndsProcess(BaseException):
-    """Wraps SystemExit or KeyboardInterrupt raised by a call, which a loop would obey.
+    """Wraps SystemExit or KeyboardInterrupt raised by a call, which would stop the event loop.
 
     Attributes:
         cause: The exception that was raised.
@@ -55,17 +55,17 @@ class EndsProcess(BaseException):
 
 
 class StillRunsError(TimeoutError):
-    """The time of a call is up, and it may still be running."""
+    """A call exceeded its time limit and may still be running."""
 
 
 class Beside:
-    """An event loop for calls, in a thread that is started when it is needed; used from one thread.
+    """An event loop for calls, in a thread that is started on first use; to be used from one thread.
 
     Args:
         at_once, stuck: See `AT_ONCE` and `STUCK`.
 
     Attributes:
-        slots: Semaphore for callers that bound how many of their calls go on at once.
+        slots: Semaphore with which callers limit the number of their concurrent calls.
     """
 
     def __init__(self, at_once: int = AT_ONCE, stuck: int = STUCK) -> None:
@@ -77,9 +77,9 @@ class Beside:
         self._turned, self._since, self._interrupted = threading.Event(), 0.0, False
 
     def start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
-        """The future of a coroutine, which begins now and may use :meth:`call`.
+        """Start a coroutine, which may use :meth:`call`, and return its future.
 
-        It is cancelled if its loop had to be left behind; cancelling it gives up its calls.
+        The future is cancelled if its loop has to be abandoned; cancelling it cancels its calls.
         """
         if self._turning is None:
             self._turning, self.slots = _LoopThread(), asyncio.Semaphore(self._at_once)
@@ -87,18 +87,18 @@ class Beside:
             self._turned.set()
             weakref.finalize(self, self._turning.stop)
         for left in [*self._left]:
-            left.interrupt()  # it may have swallowed the first one
+            left.interrupt()  # it may have swallowed the first interruption
         future = asyncio.run_coroutine_threadsafe(work, self._turning.loop)
         self._open.add(future)
         future.add_done_callback(self._open.discard)
         return future
 
     def result(self, future: "Future[Result]", held_s: Callable[[], float]) -> Result:
-        """The result of a coroutine that was started, once it has ended.
+        """Wait for a started coroutine, and return its result.
 
         Args:
-            future: Of :meth:`start`.
-            held_s: Gives the seconds after which a step of the loop is interrupted.
+            future: From :meth:`start`.
+            held_s: Returns the seconds after which a step of the loop is interrupted.
         """
         while not future.done():
             self.watch(held_s())
@@ -106,9 +106,9 @@ class Beside:
         return future.result()
 
     def watch(self, held_s: float) -> None:
-        """Interrupt a step of the loop that takes longer than ``held_s`` seconds; called again and again.
+        """Interrupt a step of the loop that takes longer than ``held_s`` seconds; to be called repeatedly.
 
-        If it does not end then, the loop is left behind.
+        If the interrupted step does not end, the loop is abandoned.
         """
         if self._turning is None:
             return
@@ -124,16 +124,17 @@ class Beside:
             self._leave_loop()
 
     async def call(self, function: Callable[[], Any], seconds: float | None) -> Any:
-        """The result of a function, or of the coroutine that it makes; awaited within :meth:`start`.
+        """Call a function and return its result; to be awaited by coroutines given to :meth:`start`.
 
         Args:
-            function: Plain, called in a thread, or a coroutine function (:func:`is_async`).
-            seconds: Time limit; None for none.
+            function: A plain function, called in a thread, or a coroutine function (:func:`is_async`).
+            seconds: Time limit; None for no limit.
 
         Raises:
-            TimeoutError: Its time is up; StillRunsError if it has not ended yet, as plain functions have not.
-            EndsProcess: It raised an exception that ends the process.
-            RuntimeError: Too many calls hang for another thread.
+            TimeoutError: The call exceeded its limit; StillRunsError if it is still running, as plain
+                functions always are.
+            EndsProcess: The function raised an exception that ends the process.
+            RuntimeError: Too many threads hang to start another.
         """
         try:
             return await self._limited(function, seconds)
@@ -142,18 +143,18 @@ class Beside:
             raise TimeoutError(f"{limit}nothing was awaited") from None
 
     def close(self) -> None:
-        """Give up all calls, and end the loop."""
+        """Cancel all calls, and stop the loop."""
         thread = self._turning
         self._leave_loop()
         if thread is not None:
             thread.join(_HELD_GRACE_S)
-            thread.interrupt()  # a step that holds it up
+            thread.interrupt()  # a step that blocks the loop
             thread.join(_HELD_GRACE_S)
 
     async def _limited(self, function: Callable[[], Any], seconds: float | None) -> Any:
         thread = None if is_async(function) else self._start_thread(function)
         work = asyncio.ensure_future(self._awaited(function)) if thread is None else thread.outcome
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio may log it
         try:
             await asyncio.wait({work}, timeout=seconds)
             if work.done():
@@ -169,14 +170,14 @@ class Beside:
         raise error(f"no result within {seconds:g} s")
 
     async def _awaited(self, function: Callable[[], Any]) -> Any:
-        """The result of a coroutine function."""
-        if self._turning is None or asyncio.get_running_loop() is not self._turning.loop:  # it is left behind
+        """Await a coroutine function, and return its result."""
+        if self._turning is None or asyncio.get_running_loop() is not self._turning.loop:  # was abandoned
             raise asyncio.CancelledError
         task = asyncio.current_task()
         try:
             return await function()
         except TimeUp:
-            self._since, self._interrupted = time.monotonic(), False  # others' steps have their own time
+            self._since, self._interrupted = time.monotonic(), False  # the next step gets its full time
             raise
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -200,7 +201,7 @@ class Beside:
 
 
 class _LoopThread(threading.Thread):
-    """The thread of an event loop, which turns until it is stopped, then cancels what is left."""
+    """The thread of an event loop; when stopped, it cancels the remaining tasks."""
 
     def __init__(self) -> None:
         super().__init__(name="qerl-calls", daemon=True)
@@ -208,7 +209,7 @@ class _LoopThread(threading.Thread):
 
     def run(self) -> None:
         while not self._stopped:
-            with contextlib.suppress(TimeUp):  # raised in the loop itself, as the step that was meant ended
+            with contextlib.suppress(TimeUp):  # raised in the loop itself, after the step had ended
                 self.loop.run_forever()
         with contextlib.suppress(TimeUp, RuntimeError):  # interrupted, or stopped once more
             if tasks := asyncio.all_tasks(self.loop):
@@ -219,21 +220,21 @@ class _LoopThread(threading.Thread):
         self.loop.close()
 
     def interrupt(self) -> None:
-        """Raise TimeUp in the step that goes on."""
+        """Raise TimeUp in the running step."""
         _raise_in(self)
 
     def stop(self) -> None:
-        """End the loop once it turns."""
+        """Stop the loop after its current step."""
         self._stopped = True
-        with contextlib.suppress(RuntimeError):  # it has been closed
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
             self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class _CallThread(threading.Thread):
-    """One call of a plain function, made on the loop that waits for it.
+    """The thread of one call of a plain function, created on the event loop that waits for it.
 
     Attributes:
-        outcome: Future of its result.
+        outcome: Future of the function's result.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -244,7 +245,7 @@ class _CallThread(threading.Thread):
         self._lock, self._calling = threading.Lock(), True
 
     def run(self) -> None:
-        with contextlib.suppress(TimeUp, RuntimeError):  # it is late, or the loop has been closed
+        with contextlib.suppress(TimeUp, RuntimeError):  # interrupted, or the loop has been closed
             try:
                 tell, what = self.outcome.set_result, self._function()
             except TimeUp:
@@ -256,21 +257,21 @@ class _CallThread(threading.Thread):
             self._loop.call_soon_threadsafe(lambda: self.outcome.done() or tell(what))
 
     def interrupt(self) -> None:
-        """Raise TimeUp in the function if it still runs."""
+        """Raise TimeUp in the function if it is still running."""
         with self._lock:
             if self._calling:
                 _raise_in(self)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True for a coroutine function, a partial of one, or an object whose ``__call__`` is one."""
+    """Return True for a coroutine function, a partial of one, or an object whose ``__call__`` is one."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _harmless(error: BaseException) -> BaseException:
-    """The exception of a call in a form that neither a future nor a loop takes for its own."""
+    """Wrap an exception of a call that a future or an event loop would treat specially."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return EndsProcess(error)
     if isinstance(error, StopIteration | asyncio.CancelledError):
@@ -279,6 +280,6 @@ def _harmless(error: BaseException) -> BaseException:
 
 
 def _raise_in(thread: threading.Thread) -> None:
-    # The number of a thread that has ended may be another one's by now.
+    # The id of a thread that has ended may have been reused by another.
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))

@@ -1,18 +1,18 @@
-r"""Whether two LaTeX expressions are equal by math-verify, decided in a process that ends itself in time.
+r"""Comparison of two LaTeX expressions by math-verify, in a subprocess with limits on CPU time and memory.
 
-What a policy writes may take for ever to evaluate: ``9^{99999999}``, ``12!!`` and ``(x+1)^{9999}`` are short
-answers, and math-verify computes them inside of calls into C, which no alarm in this process interrupts
-(:mod:`qerl.calls.alarm`). One such sample would hold up a run until somebody ends it. So expressions are
-compared in a process of their own, one for each process that asks, started when it is first asked. It sets a
-timer on its processor time before each pair, and the kernel ends it where that runs out; its memory has a
-bound too. The next pair starts another one.
+Answers of a policy may take forever to evaluate: ``9^{99999999}``, ``12!!`` and ``(x+1)^{9999}`` are short,
+and math-verify computes them inside calls into C, which no alarm in this process interrupts
+(:mod:`qerl.calls.alarm`). One such sample would block a run until it is killed by hand. So expressions are
+compared in a subprocess, one per calling process, started at the first call. It sets a timer on its CPU time
+before each pair, and the kernel kills it when the timer expires; its memory is limited too. The next pair
+starts another subprocess.
 
-The time is that of the processor, of which a busy machine takes no more. Limits of whoever asks are of the
-clock, and contain the start of the process, some seconds on a busy machine; one that runs out there loses
-nothing but that answer, since the start goes on.
+The limit is on CPU time, which does not grow on a busy machine. Callers' own limits are on wall-clock time
+and include the start of the subprocess, some seconds on a busy machine; a caller whose limit expires then
+loses only that answer, since the start goes on.
 
-This module is what runs there too, and imports nothing of the project: starting takes as long as importing
-math-verify does, a second or two.
+The subprocess runs this module, which imports nothing of the project: starting takes as long as importing
+math-verify, a second or two.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 SECONDS = 3.0
-"""Processor time for one pair; most take a hundredth of a second."""
+"""Maximum CPU time per pair; most pairs take a hundredth of a second."""
 
 MEMORY = 4 << 30
-"""Bytes of address space."""
+"""Maximum address space in bytes."""
 
 _READY = "ready"
 
 
 class _Process:
-    """A process that compares."""
+    """A subprocess that compares expressions."""
 
     def __init__(self) -> None:
         paths = [*filter(None, sys.path), str(Path(__file__).parents[2])]
@@ -59,7 +59,7 @@ class _Process:
         return self._process.poll() is not None
 
     def wait_until_ready(self) -> None:
-        """Wait for the start; interrupted, it goes on, and so may the next one who waits."""
+        """Wait until the subprocess is ready; an interrupted wait can be repeated, as the start goes on."""
         if not self._ready and self._replies.readline().strip() != _READY:
             raise RuntimeError(
                 f"math-verify, which compares answers, cannot be started (exit status {self.status()}); what "
@@ -68,23 +68,23 @@ class _Process:
         self._ready = True
 
     def ask(self, question: str) -> str:
-        """The reply to a question; empty where the process has ended over it."""
+        """Send a question and return the reply; empty if the subprocess ended before replying."""
         try:
             with contextlib.suppress(BrokenPipeError):
                 self._questions.write(question + "\n")
                 self._questions.flush()
             return self._replies.readline()
-        except BaseException:  # the alarm of whoever asks, after which a reply would be of a former question
+        except BaseException:  # the caller's alarm; a later reply would answer an earlier question
             self._process.kill()
             self._process.wait()
             raise
 
     def status(self) -> int:
-        """Exit status, once it has ended."""
+        """Wait for the subprocess to end, and return its exit status."""
         return self._process.wait()
 
     def forget(self) -> None:
-        """In a fork of the process that has started it, which alone asks and waits for it."""
+        """Close the pipes in a forked child; only the process that started the subprocess uses it."""
         for pipe in (self._questions, self._replies):
             with contextlib.suppress(OSError):
                 pipe.close()
@@ -97,15 +97,16 @@ _warned: list[str] = []
 
 
 def equal_expressions(answer: str, reference: str) -> bool:
-    """True if math-verify parses both and finds them equal; false too where it takes longer than `SECONDS`
-    or more than `MEMORY`, which is logged once.
+    """Return True if math-verify parses both expressions and finds them equal.
+
+    The result is False if this takes more than `SECONDS` or `MEMORY`, which is logged once.
 
     Args:
-        answer, reference: LaTeX without the dollar signs around it.
+        answer, reference: LaTeX without the surrounding dollar signs.
 
     Raises:
-        ValueError: math-verify failed, or something else than its own limits ended it, twice.
-        RuntimeError: It cannot be started.
+        ValueError: math-verify failed, or its subprocess died twice for another reason than its time limit.
+        RuntimeError: The subprocess cannot be started.
     """
     question = json.dumps([answer, reference])
     with _LOCK:
@@ -119,7 +120,7 @@ def equal_expressions(answer: str, reference: str) -> bool:
                 reply = json.loads(line)
                 break
             reply = {"ended": process.status()}
-            _held[:] = [_Process()]  # it starts while others are busy
+            _held[:] = [_Process()]  # starts while the caller does other work
             if reply["ended"] == -signal.SIGPROF:
                 break
             if not again:
@@ -141,7 +142,7 @@ def equal_expressions(answer: str, reference: str) -> bool:
 
 
 def _after_fork() -> None:
-    """A forked process starts one of its own: two that read one pipe would get each other's replies."""
+    """Make a forked child start its own subprocess: two readers of one pipe would mix up replies."""
     global _LOCK
     _LOCK = threading.Lock()
     for process in _held:
@@ -153,21 +154,21 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _serve(questions: TextIO, replies: TextIO, seconds: float) -> None:
-    """Answer questions until there are no more."""
+    """Answer questions until the input ends."""
     from math_verify import parse, verify
 
-    # It warns that its timeouts are off, which is deliberate: the timer is the only one.
+    # math-verify warns that its timeouts are off, which is deliberate: the timer below is the only one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def equal(answer: str, reference: str) -> bool:
         gold, found = (parse(f"${text}$", parsing_timeout=None) for text in (reference, answer))
         return bool(verify(gold, found, timeout_seconds=None))
 
-    equal("1+x", "x+1")  # what is imported by the first call
-    for name in (signal.SIGINT, signal.SIGTERM):  # they are the parent's affair, with which this one ends
+    equal("1+x", "x+1")  # triggers lazy imports
+    for name in (signal.SIGINT, signal.SIGTERM):  # the parent handles them, and this process ends with it
         signal.signal(name, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    with contextlib.suppress(ValueError, OSError):  # not every system has this bound
+    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     print(_READY, file=replies, flush=True)
     for line in questions:
@@ -183,5 +184,5 @@ def _serve(questions: TextIO, replies: TextIO, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    _replies, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no reply
+    _replies, sys.stdout = sys.stdout, sys.stderr  # output that a library prints is no reply
     _serve(sys.stdin, _replies, float(sys.argv[1]))

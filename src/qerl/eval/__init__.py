@@ -1,1 +1,1 @@
-"""Scoring policies: `run` is what commands call, `policy` what is scored, `evaluate` gives the numbers."""
+"""Scoring of policies: commands call `run`, `policy` loads what is scored, `evaluate` computes the scores."""

@@ -1,17 +1,19 @@
 """Accuracy on a task, with an interval.
 
-One sample per problem, decoded greedily, is the usual accuracy. With K samples per problem, avg@K is the mean
-over problems of the share that is right, and pass@k for k <= K is the unbiased estimator 1 - C(K - c, k) /
-C(K, k) with c right samples (arXiv 2107.03374); `qerl.eval.interval` gives 95 % intervals of both.
+One sample per problem, decoded greedily, gives the usual accuracy. With K samples per problem, avg@K is the
+mean over problems of the share of right samples, and pass@k for k <= K is the unbiased estimator
+1 - C(K - c, k) / C(K, k) with c right samples (arXiv 2107.03374); `qerl.eval.interval` gives 95 % intervals
+of both.
 
-Base model and trained model are scored by the same function, from the prompts and with the accuracy reward of
-training. A completion without a final answer counts as wrong; the share that has one is reported, since a
-model can gain accuracy by answering better or merely by answering in the form asked for.
+Base model and trained model are scored by the same function, with the prompts and the accuracy reward of
+training. A completion without a final answer counts as wrong; the share with an answer is reported, since a
+model can gain accuracy by answering better or merely by using the requested format.
 
-Problems are sampled a slice at a time, and each slice is judged and kept (`qerl.eval.record`) before the next
-begins. A slice is at least as many completions as the engine wants at once (the paged one 4096), so little
-time goes into waiting for the last long completion: slices of 1024 in 512 rows took 14 to 20 % longer
-(lognormal lengths, simulated with `bench.tail`). Given up: up to one slice of work after an interruption.
+Problems are sampled in slices, and each slice is judged and saved (`qerl.eval.record`) before the next
+begins. A slice has at least the number of completions that the engine recommends per call (the paged engine
+4096), so little time is spent waiting for the last long completion: slices of 1024 in 512 rows took 14 to
+20 % longer (lognormal lengths, simulated with `bench.tail`). Given up: up to one slice of work is lost at an
+interruption.
 """
 
 from datetime import UTC, datetime
@@ -43,7 +45,7 @@ from qerl.tasks.together import guarded
 
 
 def held_out(task: Task, limit: int | None = None) -> Dataset:
-    """The held-out problems of a task: all of them, or the first ``limit``.
+    """Return the held-out problems of a task: all of them, or the first ``limit``.
 
     Raises:
         QeRLError: There are none.
@@ -69,23 +71,23 @@ def evaluate(
     source: dict[str, Any] | None = None,
     conversations: Conversations | None = None,
 ) -> EvalResult:
-    """The score of a policy on some problems of a task; completions are sampled, judged and kept.
+    """Sample, judge and record completions of problems of a task, and return the policy's score.
 
     Args:
         engine: Samples from the policy.
-        tokenizer: With a chat template.
+        tokenizer: A tokenizer with a chat template.
         task: Judges answers.
         problems: From `held_out`.
         samples: Completions per problem (K).
         params: Sampling parameters.
         console: Shows progress.
-        record: Keeps the completions, and may hold those of an interrupted evaluation.
-        chat: Renders prompts; None renders them without arguments of the template.
-        source: Description of the policy, kept in the result.
-        conversations: With tools or an environment; None samples one turn for each completion.
+        record: Stores the completions; may already hold those of an interrupted evaluation.
+        chat: Renders prompts; None renders them without template arguments.
+        source: Description of the policy, stored in the result.
+        conversations: Conversations with tools or an environment; None samples one turn per completion.
 
     Raises:
-        QeRLError: A prompt cannot be rendered, the engine refuses, or the record cannot be written.
+        QeRLError: A prompt cannot be rendered, the engine rejects the call, or the record cannot be written.
     """
     if samples < 1:
         raise QeRLError(f"samples is {samples}; at least one completion per problem is needed.")
@@ -122,7 +124,7 @@ def evaluate(
 
 
 def _scored(task: Task, rows: list[dict[str, Any]], found: list[Said]) -> list[Row]:
-    """One row per completion."""
+    """Judge completions, and return one row per completion."""
     accuracy = guarded(task.rewards[0])
     scored = []
     for row, said in zip(rows, found, strict=True):
@@ -144,7 +146,7 @@ def _scored(task: Task, rows: list[dict[str, Any]], found: list[Said]) -> list[R
 
 
 def _judge(accuracy: GuardedReward, row: dict[str, Any], text: str | list[Message]) -> tuple[bool, bool]:
-    """True if a completion is right, and True if it could be judged within the time limit."""
+    """Return whether a completion is right, and whether it could be judged without error or timeout."""
     columns = {name: [value] for name, value in row.items() if name != "prompt"}
     scores = accuracy([row["prompt"]], [text], **columns)
     return scores == [1.0], accuracy.last.failed == 0
@@ -158,7 +160,7 @@ def _result(
     params: SamplingParams,
     source: dict[str, Any],
 ) -> EvalResult:
-    """The score that follows from the rows; `strata` has the stratum of each problem."""
+    """Compute the score from the rows; ``strata`` has the stratum of each problem."""
     right = [row["right"] for row in rows]
     counts = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
     return EvalResult(
@@ -184,13 +186,13 @@ def _result(
 
 
 def _closed(rows: list[Row]) -> dict[str, float]:
-    """The share of completions whose thoughts the model closed, and the budget."""
+    """Return the shares of completions whose thoughts the model closed and the budget closed."""
     closed = [row["thoughts_closed_by"] for row in rows]
     return {by: closed.count(by) / len(closed) for by in ("model", "budget")}
 
 
 def _by_stratum(strata: list[str], counts: list[int], samples: int) -> dict[str, Stratum]:
-    """Scores by stratum, sorted by name."""
+    """Return scores by stratum, sorted by name."""
     parts: dict[str, list[int]] = {name: [] for name in sorted(set(strata))}
     for name, count in zip(strata, counts, strict=True):
         parts[name].append(count)
@@ -201,7 +203,7 @@ def _by_stratum(strata: list[str], counts: list[int], samples: int) -> dict[str,
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that decide what is sampled."""
+    """Return the versions of the libraries that affect sampled tokens."""
     libraries = (torch, transformers, peft)
     return {"qerl": __version__} | {p.__name__: str(p.__version__) for p in libraries}
 

@@ -1,25 +1,25 @@
-"""95 % intervals of an accuracy that keep their promise for few problems and few right answers, too.
+"""95 % intervals of an accuracy that keep their coverage for few problems and few right answers, too.
 
 With one sample per problem the answers are n independent trials, and the interval is Wilson's with continuity
-correction (Newcombe 1998, method 4), a closed form close to the exact one of Clopper and Pearson.
+correction (Newcombe 1998, method 4), a closed form close to the exact interval of Clopper and Pearson.
 
 With K samples per problem the nK answers are not independent: a hard problem is hard for all of its samples.
 They are worth n / r independent trials, where r is the variance of the problems' shares s_1..s_n of right
-answers as a part of the largest variance that shares with this mean p can have::
+answers relative to the maximum variance of shares with the same mean p::
 
     r = var(s) / (p (1 - p))          1/K, no difference between problems, to 1, each all right or all wrong
 
-The sample gives r only as far as it has problems with a right answer, or with a wrong one, whichever are
-fewer. One more problem that is all right or all wrong is therefore added to these a problems, and the same
-closed form is taken for n / r' trials::
+The estimate of r depends on the problems with a right answer or those with a wrong one, whichever are fewer.
+One more problem that is all right or all wrong is therefore added to these a problems, and the same closed
+form is used for n / r' trials::
 
     r' = (a r + 1) / (a + 1),  n <= n / r' <= nK
 
-So 30 problems that are all wrong are 30 trials for any K, and the interval has a width where all shares are
-the same. In simulations (`tests/eval/test_interval.py`) with 10 to 200 problems, K of 1, 4 and 16, accuracies
-from 2 to 98 % and difficulties from equal to all or nothing it covers in 94.5 % of the cases or more, where a
-normal interval over problems covers in 87 % and less. Given up: it is up to a fifth wider than needed where
-few problems are right or wrong.
+So 30 problems that are all wrong are 30 trials for any K, and the interval has a positive width even if all
+shares are equal. In simulations (`tests/eval/test_interval.py`) with 10 to 200 problems, K of 1, 4 and 16,
+accuracies from 2 to 98 % and difficulties from equal to all or nothing, its coverage is at least 94.5 %; that
+of a normal interval over problems is 87 % or less. Given up: the interval is up to a fifth wider than needed
+if few problems are right or wrong.
 """
 
 import math
@@ -30,24 +30,24 @@ Z95 = 1.959964
 
 
 def accuracy_interval(counts: Sequence[int], samples: int) -> tuple[float, float]:
-    """95 % interval of the accuracy over a population of problems.
+    """Return the 95 % interval of the accuracy over a population of problems.
 
     Args:
-        counts: Right samples of each problem, at least one problem.
-        samples: Samples of each problem (K).
+        counts: Number of right samples of each problem, at least one problem.
+        samples: Samples per problem (K).
     """
     return score_interval(fmean(counts) / samples, effective_trials(counts, samples))
 
 
 def pass_interval(counts: Sequence[int], samples: int, k: int) -> tuple[float, float]:
-    """95 % interval of pass@k over a population of problems.
+    """Return the 95 % interval of pass@k over a population of problems.
 
-    A problem's share is its chance to be solved within k samples (`pass_at`), and K samples are worth at most
-    K / k trials; the rest is as for the accuracy.
+    A problem's share is its probability to be solved within k samples (`pass_at`), and its K samples are
+    worth at most K / k trials; the rest is as for the accuracy.
 
     Args:
-        counts: Right samples of each problem, at least one problem.
-        samples: Samples of each problem (K).
+        counts: Number of right samples of each problem, at least one problem.
+        samples: Samples per problem (K).
         k: 1 (the accuracy's interval) to K.
     """
     shares = [pass_at(samples, count, k) for count in counts]
@@ -55,13 +55,12 @@ def pass_interval(counts: Sequence[int], samples: int, k: int) -> tuple[float, f
 
 
 def effective_trials(counts: Sequence[int], samples: int) -> float:
-    """Number of independent trials that the samples are worth, from n to n * K."""
+    """Return the number of independent trials that the samples are worth, from n to n * K."""
     return _trials([count / samples for count in counts], samples)
 
 
 def _trials(shares: Sequence[float], max_each: float) -> float:
-    """Number of independent trials that the problems' shares are worth; each is worth ``max_each`` at
-    most."""
+    """Return the number of independent trials that the shares are worth, at most ``max_each`` per problem."""
     problems, mean = len(shares), fmean(shares)
     if max_each == 1 or problems == 1 or not 0 < mean < 1:
         return float(problems)
@@ -72,10 +71,11 @@ def _trials(shares: Sequence[float], max_each: float) -> float:
 
 
 def mean_interval(shares: Sequence[float], bounds: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """95 % interval of the mean of independent shares, from their own intervals.
+    """Return the 95 % interval of the mean of independent shares, from their own intervals.
 
-    The distances of a share to its two bounds are added in squares, each side for itself (Zou and Donner
-    2008, of which Newcombe's interval of a difference is a case), so it is as lopsided as its parts.
+    The distances of the shares to their bounds are added in squares, separately for lower and upper bounds
+    (Zou and Donner 2008, a generalisation of Newcombe's interval of a difference), so the result is as
+    asymmetric as its parts.
 
     Args:
         shares: For example a policy's accuracy on each of several tasks.
@@ -88,10 +88,10 @@ def mean_interval(shares: Sequence[float], bounds: Sequence[tuple[float, float]]
 
 
 def score_interval(share: float, trials: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share with continuity correction; the trials need not be a whole number.
+    """Return Wilson's 95 % interval of a share with continuity correction; ``trials`` may be fractional.
 
-    A share within half a trial of 0 or 1 counts as 0 or 1: the formula, made for whole trials, would end
-    short of the bound there.
+    A share within half a trial of 0 or 1 counts as 0 or 1: the formula, derived for whole trials, would not
+    reach the bound there.
     """
     spread = Z95**2
     centre, scale = 2 * trials * share + spread, 2 * (trials + spread)
@@ -107,5 +107,5 @@ def score_interval(share: float, trials: float) -> tuple[float, float]:
 
 
 def pass_at(samples: int, right: int, k: int) -> float:
-    """Chance that at least one of k completions drawn from the K sampled ones is right."""
+    """Return the probability that at least one of k completions drawn from the K sampled ones is right."""
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)

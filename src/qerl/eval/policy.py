@@ -1,12 +1,12 @@
-"""From names to a policy that is ready to answer, as it was trained.
+"""Loading of a policy for evaluation, with the settings of its training run.
 
-Training writes config.yaml and policy.json beside a saved policy (`qerl.trainer.resume.provenance`). From
-there evaluation takes what it is not told: format and rounding of the weights, dtype, task with its options,
-length of a completion, arguments of the chat template. What the user says wins.
+Training writes config.yaml and policy.json beside a saved policy (`qerl.trainer.resume.provenance`).
+Evaluation takes settings that the user does not give from there: format and rounding of the weights, dtype,
+task with its options, length of a completion, arguments of the chat template. The user's values win.
 
-How the policy is loaded is decided first (`qerl.models.decide`); the model is loaded after that (`load`), and
-an adapter has to prove that it is in use. Policies that differ in the adapter alone, such as the checkpoints
-of a run, share one loaded base (`OneAtATime`).
+Settings for loading are decided first (`qerl.models.decide`); the model is loaded after that (`load`), and an
+adapter is checked to change the logits. Policies that differ only in the adapter, such as the checkpoints of
+a run, share one loaded base (`OneAtATime`).
 """
 
 import gc
@@ -49,18 +49,17 @@ _READ = (
 """Settings of a run that evaluation reads."""
 
 _LEFT_OUT = ("max_completion_length", "temperature")
-"""Those of them that a run's config.yaml leaves out where they stand at their defaults."""
+"""Settings in `_READ` that a run's config.yaml omits if they have their defaults."""
 
 
 def choices_of(source: Source) -> Choices:
-    """Settings of the run that made an adapter, or of the run that tuned a whole model.
+    """Return the settings of the run that trained an adapter, or that trained all weights of a model.
 
-    They lie beside the adapter or the weights, also those of a .gguf file that `qerl export` wrote; for an
+    They are stored beside the adapter or the weights, or beside a .gguf file that `qerl export` wrote; for an
     older checkpoint-N folder, in the run folder above it.
 
     Raises:
-        QeRLError: A config.yaml cannot be read or has a value of a wrong kind, or the folder holds no
-            adapter.
+        QeRLError: A config.yaml cannot be read or has a value of a wrong kind, or the folder has no adapter.
     """
     folder = Path(source.model).expanduser() if source.adapter is None else source.adapter
     if source.adapter is None and folder.suffix == ".gguf" and folder.is_file():
@@ -72,7 +71,7 @@ def choices_of(source: Source) -> Choices:
 
 
 def _read_run(folder: Path, whole: bool) -> tuple[dict[str, Any], Path | None]:
-    """Settings of the run that saved a policy, and their file; ``whole`` says that it has no adapter."""
+    """Return settings of the run that saved a policy, and their file; ``whole``: it has no adapter."""
     for place in policy_folders(folder):
         settings = read_settings(place)
         if settings is None:
@@ -100,20 +99,20 @@ class Policy:
     loading: Loading
 
     def stopping(self, params: SamplingParams, asked: Request) -> SamplingParams:
-        """The sampling parameters with stop tokens, stop strings and the budget of thinking.
+        """Return the sampling parameters with stop tokens, stop strings and the thinking budget added.
 
         Raises:
-            QeRLError: There is a budget of thinking and the model does not think.
+            QeRLError: There is a thinking budget and the model does not think.
         """
         stops = stops_of(asked, self.tokenizer)
         return replace(params, stop_token_ids=self.stop_token_ids, stops=stops)
 
 
 def load(loading: Loading, console: Console) -> Policy:
-    """Model, adapter, tokenizer and engine.
+    """Load model, adapter and tokenizer, and create the engine.
 
     Raises:
-        QeRLError: Something cannot be loaded, or the adapter changes nothing.
+        QeRLError: One of them cannot be loaded, or the adapter does not change the logits.
     """
     check_model(loading.model, loading.weights, loading.trust_remote_code)
     tokenizer = load_tokenizer(loading.model, trust_remote_code=loading.trust_remote_code)
@@ -126,15 +125,14 @@ def load(loading: Loading, console: Console) -> Policy:
 
 
 class OneAtATime:
-    """Loads policies one after the other; the next one takes over the base model of the former where it
-    can."""
+    """Loads policies one after the other; a policy reuses the base model of the previous one if possible."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._policy: Policy | None = None
 
     def get(self, loading: Loading) -> Policy:
-        """The policy loaded in this way; the former one must not be used afterwards.
+        """Load a policy and return it; the previous one must not be used afterwards.
 
         Raises:
             QeRLError: As :func:`load`.
@@ -163,13 +161,13 @@ def _differ_in_weights_of_adapters(former: Loading, loading: Loading) -> bool:
 
 
 def prove_adapter(model: PeftModel, prompt_ids: list[int]) -> float:
-    """Largest absolute difference of the logits with the adapter on and off.
+    """Return the maximum absolute difference of the logits with the adapter on and off.
 
-    An evaluation that loads an adapter and then scores the base model looks like any other: the released QeRL
-    code did that. So no difference is an error.
+    An evaluation that loads an adapter but then scores the base model looks like any other: the released QeRL
+    code did that. So equal logits are an error.
 
     Args:
-        model: With an active adapter.
+        model: A model with an active adapter.
         prompt_ids: Any prompt of at least one token.
 
     Raises:

@@ -1,11 +1,11 @@
-"""The score of a policy on a task, and an evaluation on disk, which an interrupted call continues.
+"""The score of a policy on a task, and the files of an evaluation, from which an interrupted call continues.
 
-A folder holds settings.json (everything that decides the completions) and completions.jsonl, to which each
-slice of problems is added when it is scored. When all are there result.json is written and settings.json,
-whose content is in it, is removed. The same call with the same settings goes on behind the last whole slice.
-A slice is one call of the engine, so the completions are those of an uninterrupted evaluation, to the bit on
-the same machine. Other settings are refused, and so is a folder with a finished evaluation: nothing is
-overwritten.
+A folder holds settings.json (everything that determines the completions) and completions.jsonl, to which each
+slice of problems is appended when scored. When all slices are there, result.json is written and
+settings.json, whose content it includes, is removed. The same call with the same settings continues after the
+last complete slice. A slice is one call of the engine, so the completions are those of an uninterrupted
+evaluation, to the bit on the same machine. Different settings and a folder with a finished evaluation are
+errors: nothing is overwritten.
 """
 
 import json
@@ -24,7 +24,7 @@ COMPLETIONS_FILE = "completions.jsonl"
 
 Row = dict[str, Any]
 _RESULT_KEYS = {"right", "judged", "answer", "finish_reason", "tokens", "thoughts_closed_by"}
-"""What a result is counted from."""
+"""Keys of a row from which the result is computed."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class EvalResult:
         pass_intervals: 95 % interval of each.
         answered: Share of completions that state a final answer.
         failed: Completions that could not be judged, by error or time limit; they count as wrong.
-        errors: Completions that ended because logits were not finite; they count by what they say so far.
+        errors: Completions that ended because logits were not finite; they are judged by the text so far.
         truncated: Share of completions that reached max_tokens.
         mean_tokens: Mean length of a completion.
         settings: Sampling parameters.
         source: Description of the policy.
-        versions: Of the libraries that matter.
+        versions: Versions of libraries that affect the completions.
         date: UTC, ISO 8601.
-        strata: Scores by stratum, such as ``steps_2``; empty where the task has none.
+        strata: Scores by stratum, such as ``steps_2``; empty if the task has none.
         thoughts_closed_by: Share of completions whose thoughts were closed by ``budget`` or, where it closed
-            none, by ``model``; empty without a budget of thinking.
+            none, by ``model``; empty without a thinking budget.
     """
 
     task: str
@@ -80,7 +80,7 @@ class EvalResult:
     thoughts_closed_by: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:
-        """The score as one line for people."""
+        """Return the score as one human-readable line."""
         low, high = (100 * bound for bound in self.interval)
         kind = "accuracy" if self.samples == 1 else f"avg@{self.samples}"
         line = f"{self.task}: {kind} {100 * self.accuracy:.1f} % (95 % interval {low:.1f} to {high:.1f}, "
@@ -107,17 +107,17 @@ class EvalResult:
 
 
 class Record:
-    """The scored completions, in memory and, where there is a folder, on disk.
+    """The scored completions, in memory and, with a folder, on disk.
 
     Args:
-        folder: None keeps them in memory alone.
-        settings: Everything that decides the completions, as plain JSON values.
+        folder: Folder of the evaluation; None keeps the completions only in memory.
+        settings: Everything that determines the completions, as plain JSON values.
 
     Attributes:
-        rows: One per completion, problems in order, the samples of a problem next to each other.
+        rows: One per completion; problems in order, samples of a problem next to each other.
 
     Raises:
-        QeRLError: The folder cannot be written, holds a finished evaluation, or one with other settings.
+        QeRLError: The folder cannot be written, or has a finished evaluation or one with other settings.
     """
 
     def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
@@ -129,7 +129,10 @@ class Record:
                 self._open(folder)
 
     def problems_at_a_time(self, wanted: int, samples: int) -> int:
-        """Problems in a slice: the wanted number, or that of the evaluation which goes on here."""
+        """Return the number of problems per slice: ``wanted``, or that of the evaluation being continued.
+
+        Rows of an incomplete slice are dropped.
+        """
         size = self._settings.setdefault("problems_at_a_time", wanted)
         whole = len(self.rows) // (size * samples) * (size * samples)
         self.rows = self.rows[:whole]
@@ -140,7 +143,7 @@ class Record:
         return size
 
     def add(self, rows: list[Row]) -> None:
-        """Keep the completions of one slice."""
+        """Store the completions of one slice."""
         self.rows += rows
         if self.folder is not None:
             path = self.folder / COMPLETIONS_FILE
@@ -148,7 +151,7 @@ class Record:
                 file.write("".join(map(_line, rows)))
 
     def finish(self, result: EvalResult) -> None:
-        """Keep the result."""
+        """Write the result, and remove the settings file."""
         if self.folder is not None:
             with self._writing():
                 write_whole(self.folder / RESULT_FILE, json.dumps(asdict(result), indent=2) + "\n")
@@ -197,7 +200,7 @@ class Record:
 
 
 def _read_rows(path: Path) -> list[Row]:
-    """Rows of the file, without an incomplete one behind its last newline."""
+    """Return the rows of the file, without an incomplete one after its last newline."""
     *lines, _ = path.read_bytes().split(b"\n")
     try:
         return [json.loads(line) for line in lines]

@@ -1,6 +1,6 @@
 """A request for an evaluation: a task with its sampling settings, or a suite of several tasks.
 
-A suite is a YAML file, of this package (by its name) or the user's own (by its path)::
+A suite is a YAML file, either of this package (by name) or the user's own (by path)::
 
     about: What it is.
     tasks:
@@ -8,8 +8,8 @@ A suite is a YAML file, of this package (by its name) or the user's own (by its 
       aime24: {samples: 16}
       mine: {task: "jsonl:my/test.jsonl", limit: 100}
 
-Each entry has the fields of `Request`; its name is its task unless it names another one. What the command
-line says holds for all tasks and wins.
+Each entry has the fields of `Request`; its name is its task unless it has the field `task`. Values from the
+command line apply to all tasks and win.
 """
 
 from dataclasses import dataclass, fields
@@ -33,7 +33,7 @@ from qerl.settings.library import named_file, nearest, read_mapping
 SUITES = Path(__file__).parent / "suites"
 
 MAX_SAMPLES = 2**16
-"""Completions of a problem at most, which one call of the engine samples before any of them is kept."""
+"""Maximum completions per problem; one call of the engine samples all of them before any is stored."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class Request:
     """A task and its sampling settings; None takes the run's value, else the default.
 
     Attributes:
-        task: As in a recipe; required where no run has one.
-        task_options: As in a recipe; those of the run count for its own task alone.
-        tools, environment, environment_options: As in a recipe; those of the run count for its own task
-            alone.
-        max_tool_calling_iterations: Turns of the policy that are answered; else as many as its tokens allow.
-        samples: Completions for each problem, at most `MAX_SAMPLES`.
-        temperature: Else 0 for one sample and 0.6 for several.
+        task: As in a recipe; required if no run provides one.
+        task_options: As in a recipe; those of the run apply only to its own task.
+        tools, environment, environment_options: As in a recipe; those of the run apply only to its own task.
+        max_tool_calling_iterations: Maximum number of the policy's turns that are answered; by default as
+            many as its tokens allow.
+        samples: Completions per problem, at most `MAX_SAMPLES`.
+        temperature: By default 0 for one sample and 0.6 for several; never taken from the run.
         top_p: Without effect at temperature 0.
-        max_tokens: Longest completion.
+        max_tokens: Maximum length of a completion in tokens.
         stop_strings, thinking_budget, thinking_end: As in a recipe.
-        limit: First problems only; None for all.
-        seed: Of the sampling.
+        limit: Number of first problems to score; None for all.
+        seed: Seed of the sampling.
 
     Raises:
-        QeRLError: A value is of another kind or out of its range.
+        QeRLError: A value is of the wrong kind or out of its range.
     """
 
     task: Text | None = None
@@ -82,7 +82,7 @@ class Request:
 
     @property
     def ends(self) -> dict[str, Any]:
-        """The settings that end or interrupt completions beside stop tokens, as far as they are set."""
+        """Settings other than stop tokens that end or interrupt completions, without unset ones."""
         thinking = () if self.thinking_budget is None else ("thinking_budget", "thinking_end")
         return {name: value for name in ("stop_strings", *thinking) if (value := getattr(self, name))}
 
@@ -92,8 +92,8 @@ class Suite:
     """Tasks that are scored together.
 
     Attributes:
-        about: A description in a sentence.
-        requests: By the task's name in the suite.
+        about: A description in one sentence.
+        requests: Requests by the task's name in the suite.
     """
 
     name: str
@@ -102,16 +102,16 @@ class Suite:
 
 
 def packaged() -> dict[str, Path]:
-    """Files of the package's suites by name."""
+    """Return the files of the package's suites by name."""
     return {path.stem: path for path in sorted(SUITES.glob("*.yaml"))}
 
 
 def load_suite(word: str, given: dict[str, Any] | None = None) -> Suite:
-    """The suite named on the command line.
+    """Load the suite named on the command line.
 
     Args:
-        word: A suite of the package, or the path of a file in .yaml.
-        given: Fields of all requests, which win over the suite's.
+        word: A suite of the package, or the path of a .yaml file.
+        given: Fields for all requests, which win over the suite's.
 
     Raises:
         QeRLError: There is no such suite, or an entry has an unknown field or a wrong value.

@@ -1,9 +1,9 @@
-"""Evaluation and single answers, from names to numbers: what `qerl eval` and `qerl generate` do.
+"""Implementation of `qerl eval` and `qerl generate`: evaluations and single answers.
 
-A policy is scored as it was trained: what the user does not say is taken from config.yaml of the run
-(`qerl.eval.policy`), and one line names every value and its origin. Whatever can be refused without the model
-is refused before it is loaded: settings, task and data, output folder, an adapter that is damaged or belongs
-to another model.
+A policy is scored as it was trained: settings that the user does not give come from config.yaml of the run
+(`qerl.eval.policy`), and one line lists every value and its origin. All checks that do not need the model run
+before it is loaded: settings, task and data, output folder, an adapter that is damaged or belongs to another
+model.
 """
 
 import contextlib
@@ -31,22 +31,22 @@ from qerl.settings.recipe import FIELDS
 from qerl.tasks import Task, get_task
 
 _OF_TURNS = ("tool_timeout", "tool_errors", "tool_output_limit")
-"""What the run alone says of its tools and environment."""
+"""Settings of tools and environment that only the run can give."""
 
 EVAL_TOKENS, ANSWER_TOKENS = 4096, 256
-"""Longest completion where neither the user nor a run says one: of a problem, of `qerl generate`."""
+"""Maximum tokens of a completion if neither user nor run gives a value: for `qerl eval`, `qerl generate`."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """An evaluation with nothing left open; no model is loaded yet.
+    """An evaluation with all settings decided; no model is loaded yet.
 
     Attributes:
         asked: The task and its sampling settings.
-        params: The same for an engine, without what only the loaded policy knows.
+        params: Sampling parameters without stop tokens and stops, which need the loaded policy.
         problems: The problems to score.
         turns: Tools and environment, as `conversations_of` takes them; empty for completions of one turn.
-        source: What decides the policy and the problems, as it stands in the result.
+        source: Everything that determines the policy and the problems, as stored in the result.
     """
 
     asked: Request
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the completions, as plain JSON values."""
+        """Everything that determines the completions, as plain JSON values."""
         return {
             "task": self.asked.task,
             "samples": self.asked.samples,
@@ -70,13 +70,13 @@ class Job:
 
 
 class Problems:
-    """Tasks with the problems to score, each loaded once."""
+    """Cache of tasks and their problems to score, each loaded once."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, tuple[Task, Dataset]] = {}
 
     def of(self, spec: str, options: dict[str, Any], limit: int | None) -> tuple[Task, Dataset]:
-        """A task and its problems.
+        """Return a task and its problems.
 
         Raises:
             QeRLError: The task is unknown, or its problems cannot be loaded.
@@ -89,12 +89,13 @@ class Problems:
 
 
 def evaluate_model(source: Source, request: Request, out: Path | None, console: Console) -> EvalResult:
-    """The score of a policy on the held-out problems of a task, which is printed, too.
+    """Score a policy on the held-out problems of a task; print and return the score.
 
     Args:
         source: The policy.
         request: The task and its sampling settings.
-        out: Folder for result and completions; an interrupted evaluation there goes on. None keeps nothing.
+        out: Folder for result and completions; an interrupted evaluation there is continued. None stores
+            nothing.
         console: Shows progress and result.
 
     Raises:
@@ -106,10 +107,10 @@ def evaluate_model(source: Source, request: Request, out: Path | None, console: 
 
 
 def prepare(source: Source, request: Request, problems: Problems, console: Console) -> Job:
-    """The evaluation asked for, with nothing left open; its values and their origins are printed.
+    """Decide all settings of an evaluation, and print their values and origins.
 
     Raises:
-        QeRLError: Anything that can be refused without the model.
+        QeRLError: Any error that can be found without loading the model.
     """
     choices = choices_of(source)
     asked, params = _sampled(request, choices)
@@ -128,7 +129,7 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
 
 
 def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalResult:
-    """The result of a job with its policy, which is printed, too.
+    """Run a job with its loaded policy; print and return the result.
 
     Raises:
         QeRLError: As :func:`qerl.eval.evaluate.evaluate`.
@@ -166,14 +167,14 @@ def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalRes
 
 
 def answer(source: Source, prompt: str, request: Request, console: Console, system: str | None = None) -> str:
-    """The policy's reply to one user message.
+    """Return the policy's reply to one user message.
 
     Args:
         source: The policy.
         prompt: The message.
-        request: Sampling settings; its task gives the system message that asks for the answer's form.
-        console: Shows what answers.
-        system: The system message; None takes that of the task, if there is one, and "" has none.
+        request: Sampling settings; its task provides the system message that describes the answer format.
+        console: Shows the settings of the policy.
+        system: The system message; None takes that of the task, if there is one, and "" uses none.
 
     Raises:
         QeRLError: Anything the user can fix.
@@ -203,7 +204,11 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
 
 
 def _sampled(request: Request, choices: Choices) -> tuple[Request, SamplingParams]:
-    """The request and its parameters with nothing left open; a budget out of reach is refused."""
+    """Return the request with all settings decided, and its sampling parameters.
+
+    Raises:
+        QeRLError: The thinking budget is not below the length limit.
+    """
     tokens = choices.take("max_tokens", request.max_tokens, EVAL_TOKENS, key="max_completion_length")
     default = 0.0 if request.samples == 1 else 0.6
     temperature = choices.take("temperature", request.temperature, default, key="")
@@ -222,7 +227,7 @@ def _sampled(request: Request, choices: Choices) -> tuple[Request, SamplingParam
 
 
 def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
-    """Name and options; the run's options belong to the run's task."""
+    """Return the task's name and options; the run's options apply only to the run's task."""
     name = choices.take("task", request.task, None)
     if name is None:
         raise QeRLError("No task is given and no run says one; pass --task, for example --task gsm8k.")
@@ -232,7 +237,7 @@ def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
 
 
 def _turns(request: Request, choices: Choices, spec: str) -> dict[str, Any]:
-    """Tools and environment, as `conversations_of` takes them; those of the run belong to its own task."""
+    """Return tools and environment as `conversations_of` takes them; the run's apply to its own task only."""
     same = spec == choices.of_run.get("task")
 
     def take(name: str, given: Any, default: Any) -> Any:
@@ -253,7 +258,7 @@ def _turns(request: Request, choices: Choices, spec: str) -> dict[str, Any]:
 
 
 def _say(choices: Choices, params: SamplingParams, loading: Loading, console: Console) -> None:
-    """Print one line with the values and their origins, and a doubt about the adapter's base."""
+    """Print one line with the values and their origins, and a warning if the adapter's base is in doubt."""
     trained_at = choices.of_run.get("temperature", params.temperature)
     of_run = "" if trained_at == params.temperature else f" The run sampled at temperature {trained_at}."
     console.print(f"Settings: {choices}.{of_run}", markup=False, highlight=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """Completions of an evaluation: one turn of the policy, or a conversation with tools and an environment.
 
-Both are given as `Said`, so what is judged and kept does not depend on it. Tools and environments stand for
-an evaluation as they do for training (`qerl.agents.conversations`).
+Both are returned as `Said`, so judging and storing them is the same. Tools and environments work in an
+evaluation as they do in training (`qerl.agents.conversations`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,18 @@ from qerl.environments.registry import get_environment, get_tool
 from qerl.rollout.engine import RolloutEngine, SamplingParams, WhenEnded
 
 MAX_CONVERSATIONS = 1024
-"""Largest number of conversations in one call: each may have an environment of its own."""
+"""Maximum number of conversations per call, because each may have its own environment."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """A completion as it is judged.
+    """A completion in the form in which it is judged.
 
     Attributes:
-        text: The completion's text, or of a conversation all its messages.
+        text: The completion's text, or all messages of a conversation.
         tokens: Number of tokens that the policy drew.
         end: Why it ended: a `FinishReason`, or an `EndReason` of a trajectory.
-        thoughts: Who closed thoughts in it, where there is a budget of thinking; else None.
+        thoughts: Whether the model or the thinking budget closed its thoughts; None without a budget.
     """
 
     text: str | list[Message]
@@ -48,16 +48,16 @@ def in_one_turn(
     seeds: Sequence[int] | None = None,
     ended: WhenEnded | None = None,
 ) -> list[Said]:
-    """Completions of one turn each, in which a budget may close the policy's thoughts.
+    """Sample completions of one turn each; a thinking budget may close the policy's thoughts.
 
     Args:
         engine: Samples from the policy.
-        tokenizer: Of the policy.
-        prompts: Token ids of each.
-        samples: Completions of each.
-        params: Sampling parameters; a budget of thinking is among the stops.
-        seeds: One for each completion; None derives them from ``params`` and the completions' places.
-        ended: As for `RolloutEngine.generate`; not called where there is a budget.
+        tokenizer: Tokenizer of the policy.
+        prompts: Token ids of each prompt.
+        samples: Completions per prompt.
+        params: Sampling parameters; a thinking budget is among the stops.
+        seeds: One per completion; None derives them from ``params`` and the completions' indices.
+        ended: As in `RolloutEngine.generate`; not called with a thinking budget.
     """
     if thinking_of(params.stops) is None:
         found = engine.generate(prompts, samples, params, seeds=seeds, ended=ended).completions
@@ -77,24 +77,24 @@ def in_conversations(
     params: SamplingParams,
     seeds: Sequence[int],
 ) -> list[Said]:
-    """Conversations about some problems, the samples of a problem next to each other.
+    """Sample conversations about some problems; samples of a problem are next to each other.
 
     Args:
-        conversations: Made by `conversations_of`.
+        conversations: From `conversations_of`.
         engine: Samples from the policy.
         rows: The problems.
-        samples: Conversations of each.
+        samples: Conversations per problem.
         params: Sampling parameters.
-        seeds: One for each conversation.
+        seeds: One per conversation.
     """
     opened = conversations.open([row for row in rows for _ in range(samples)])
     if conversations.endpoints:
         played = conversations.play(engine, params, None, seeds, fixed=False)
-        engine.release()  # of keys and values that nobody finds any more
+        engine.release()  # keys and values kept as prefixes, which are not needed any more
         return [_said(trajectory.messages, trajectory) for trajectory in played]
     prompts = conversations.prompt_ids(opened)
     once = prompts[::samples]
-    if prompts != [prompt for prompt in once for _ in range(samples)]:  # each sample was shown its own
+    if prompts != [prompt for prompt in once for _ in range(samples)]:  # samples have their own prompts
         once, samples = prompts, 1
     found = conversations.sample(engine, params, None, once, samples, seeds)
     return [_said(trajectory.messages, trajectory) for trajectory in found]
@@ -112,10 +112,10 @@ def conversations_of(
     tool_errors: ToolErrors,
     tool_output_limit: int,
 ) -> Conversations:
-    """The conversations of a policy with tools and an environment, named as in a recipe.
+    """Create the conversations of a policy with tools and an environment, named as in a recipe.
 
     Raises:
-        QeRLError: A tool or the environment cannot be made, or the model's template has no tools.
+        QeRLError: A tool or the environment cannot be created, or the model's template has no tools.
     """
     make = None if environment is None else get_environment(environment, environment_options)
     others = check_others([get_tool(spec) for spec in tools], make)

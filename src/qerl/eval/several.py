@@ -1,14 +1,14 @@
 """Several evaluations in one call: the tasks of a suite, for one or more policies.
 
-Whatever can be refused is refused before a model is loaded: every task's problems are at hand, every adapter
-is checked, every folder is opened. An average over the tasks that happened to load would be another number
-under the same name, so a task that cannot be loaded ends the call. Each evaluation has a folder of its own,
-OUT/POLICY/TASK, and the table is in OUT/suite.json; an interrupted call goes on where it stopped.
+All checks run before a model is loaded: every task's problems are loaded, every adapter is checked, every
+folder is opened. An average over only the tasks that could be loaded would be a different number under the
+same name, so a task that cannot be loaded ends the call. Each evaluation has its own folder, OUT/POLICY/TASK,
+and the table is in OUT/suite.json; an interrupted call continues where it stopped.
 
-The average of a policy gives each task the same weight, however many problems it has, and its interval takes
+The average of a policy gives each task the same weight, however many problems it has, and its interval treats
 the problems of the tasks as independent (`qerl.eval.interval.mean_interval`). The best policy has the highest
-average. Of many equally good policies one is the best by chance, so the verdict says where the next one lies
-within the best one's interval; and the best score is flattered by the choice, so a last score wants other
+average. Among many equally good policies one is best by chance, so the verdict says if the second lies within
+the interval of the best. The best score is biased upwards by the selection, so a final score needs other
 problems.
 """
 
@@ -41,8 +41,8 @@ class Standing:
     """The results of one policy on all tasks.
 
     Attributes:
-        label: The policy's name; no two have the same.
-        results: By the task's name.
+        label: The policy's name, unique among the policies.
+        results: Results by the task's name.
     """
 
     label: str
@@ -50,7 +50,7 @@ class Standing:
 
     @property
     def average(self) -> float:
-        """Mean accuracy over tasks, a share of one."""
+        """Mean accuracy over tasks, from 0 to 1."""
         return fmean(result.accuracy for result in self.results.values())
 
     @property
@@ -60,7 +60,7 @@ class Standing:
         return mean_interval([one.accuracy for one in scored], [one.interval for one in scored])
 
     def as_json(self) -> dict[str, Any]:
-        """Scores of the policy, as plain JSON values."""
+        """Return the scores of the policy as plain JSON values."""
         return {
             "policy": self.label,
             "average": self.average,
@@ -72,12 +72,12 @@ class Standing:
 
 
 def best_first(standings: Sequence[Standing]) -> list[Standing]:
-    """The policies by falling average; of equal ones the earlier first."""
+    """Return the policies by descending average, ties in the given order."""
     return sorted(standings, key=lambda standing: -standing.average)
 
 
 def table(standings: Sequence[Standing]) -> Table:
-    """A row for each policy, a column for each task and one for the average, in per cent."""
+    """Return a table in per cent: a row per policy, a column per task and, for several tasks, the average."""
     tasks = list(standings[0].results)
     grid = Table(title="accuracy in % (95 % interval)")
     grid.add_column("policy", overflow="fold")
@@ -95,7 +95,7 @@ def table(standings: Sequence[Standing]) -> Table:
 
 
 def verdict(standings: Sequence[Standing]) -> str:
-    """A sentence that names the best of several policies and says whether that may be chance."""
+    """Return a sentence that names the best of several policies and says if that may be chance."""
     best, second, *_ = best_first(standings)
     text = f"Best: {best.label}, {_percent(best.average, best.interval)} %"
     if second.average == best.average:
@@ -114,18 +114,18 @@ def _percent(share: float, interval: tuple[float, float]) -> str:
 def evaluate_all(
     sources: Sequence[Source], suite: Suite, out: Path | None, console: Console
 ) -> list[Standing]:
-    """The standings of policies on the tasks of a suite, in the order given; their comparison is printed.
+    """Score policies on the tasks of a suite, print their comparison, and return it in the order given.
 
     Args:
         sources: The policies, which differ in the adapter.
         suite: The tasks.
-        out: Folder for results and completions, None for none.
+        out: Folder for results and completions; None stores nothing.
         console: Shows progress and results.
 
     Raises:
         QeRLError: Anything the user can fix.
     """
-    labels = [""]  # alone it needs no name
+    labels = [""]  # a single policy needs no name
     if len(sources) > 1:
         labels = path_labels([source.adapter or Path(source.model) for source in sources], "adapter")
     problems = _load(suite)
@@ -162,7 +162,7 @@ def _say(label: str, name: str, console: Console) -> None:
 
 
 def _load(suite: Suite) -> Problems:
-    """The problems of all tasks that are named."""
+    """Load the problems of all requests that name a task."""
     problems, failed = Problems(), {}
     for name, request in suite.requests.items():
         if request.task is not None:
@@ -183,7 +183,7 @@ def _load(suite: Suite) -> Problems:
 
 
 def _refuse_different_tasks(jobs: dict[tuple[str, str], Job]) -> None:
-    """Refuse policies whose runs had different tasks, where the task is taken from the runs."""
+    """Raise if the task is taken from the policies' runs and these had different tasks."""
     by_name: dict[str, Job] = {}
     for (_, name), job in jobs.items():
         first = by_name.setdefault(name, job)
@@ -196,23 +196,23 @@ def _refuse_different_tasks(jobs: dict[tuple[str, str], Job]) -> None:
 
 
 def _place(key: tuple[str, str], labels: Sequence[str], suite: Suite) -> list[str]:
-    """Path of an evaluation's folder below --out."""
+    """Return the path of an evaluation's folder below --out, as parts."""
     label, name = key
     return [part for part in (label if len(labels) > 1 else "", name if suite.name else "") if part]
 
 
 def _finished(folder: Path | None, job: Job) -> EvalResult | None:
-    """The finished result in a folder, None if there is none.
+    """Return the finished result in a folder, or None if there is none.
 
     Raises:
-        QeRLError: It belongs to another evaluation.
+        QeRLError: The result belongs to another evaluation.
     """
     if folder is None or not (folder / RESULT_FILE).is_file():
         return None
     result = read_result(folder, EvalResult)
     then = {"samples": result.samples, **result.settings, **result.source, "versions": result.versions}
     now: dict[str, Any] = json.loads(json.dumps(job.settings))
-    for name in now.keys() - {"task", "stop_token_ids"}:  # which only the loaded model tells
+    for name in now.keys() - {"task", "stop_token_ids"}:  # the ids need the loaded model
         if now[name] != then.get(name):
             raise QeRLError(
                 f"{folder} holds a finished evaluation with {name} {then.get(name)!r}, not {now[name]!r}; "
@@ -222,7 +222,7 @@ def _finished(folder: Path | None, job: Job) -> EvalResult | None:
 
 
 def _conclude(standings: Sequence[Standing], suite: Suite, out: Path | None, console: Console) -> None:
-    """Print and keep the comparison of the policies."""
+    """Print the comparison of the policies, and write it to disk."""
     several = len(standings) > 1
     if several or len(suite.requests) > 1:
         console.print(table(standings))

@@ -1,1 +1,1 @@
-"""LoRA over packed linears: PEFT's layers, what each kind computes, and the update's product."""
+"""LoRA over packed linears: adapters through PEFT, their supported kinds, fused products in the update."""

@@ -1,16 +1,15 @@
 """LoRA on packed layers, through PEFT.
 
-PEFT knows how to wrap its own list of layer types; a custom one is announced to each `LoraConfig` by a hook
-that is not saved with the adapter. So adapters are made by `add_lora` and read by `load_adapter`, which set
-the hook, and what is saved is a plain PEFT adapter: it loads with `PeftModel.from_pretrained` on the 16-bit
-model that the packed one came from.
+PEFT wraps a fixed list of layer types; a custom type is registered on each `LoraConfig` by a hook that is not
+saved with the adapter. So adapters are created by `add_lora` and read by `load_adapter`, which set the hook,
+and the saved files are a plain PEFT adapter: it loads with `PeftModel.from_pretrained` on the 16-bit model
+from which the packed one was made.
 
 An adapter of a wrapper's text decoder (`qerl.families.towers`) is saved under the wrapper's names, so it
-loads on the model as it was published: with PEFT on the wrapper's class, and in vLLM. Here either naming is
-read.
+loads on the model as published: with PEFT on the wrapper's class, and in vLLM. Both namings are read here.
 
-An adapter's matrices are FP32 over a base of any dtype. Merging is refused: the sum rounded to four bits
-again would lose most of what was learned, since a typical update is smaller than the rounding step.
+An adapter's matrices are FP32 over a base of any dtype. Merging raises: rounding the sum to four bits again
+would lose most of what was learned, since a typical update is smaller than the rounding step.
 """
 
 import copy
@@ -54,13 +53,13 @@ from qerl.seeding import derive_seed
 leave_separate_experts()
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT writes in front of the names of the base model's modules."""
+"""Prefix that PEFT adds to the names of the base model's modules."""
 
 _NEEDS_DENSE = (
     "use_dora", "use_qalora", "use_bdlora", "velora_config", "monteclora_config", "kasa_config",
     "arrow_config", "megatron_config", "layer_replication", "target_parameters",
 )  # fmt: skip
-"""Fields of `LoraConfig` for variants that read or replace the weight of the layer."""
+"""Fields of `LoraConfig` for variants that read or replace the layer's weight."""
 
 
 def add_lora(
@@ -72,20 +71,20 @@ def add_lora(
     seed: int = 0,
     share_experts: bool = False,
 ) -> PeftModel:
-    """The model, frozen, with fresh adapters on its linear layers; ``B = 0``, so it computes what it did.
+    """Freeze a model and add new adapters to its linear layers; ``B = 0``, so its outputs do not change.
 
     Args:
         model: Any causal LM, packed or dense; changed in place.
         rank: r, at least 1.
         alpha: The update is scaled by ``alpha / rank``.
-        dropout: Probability with which an adapter's input is dropped in training.
+        dropout: Dropout probability of an adapter's input in training.
         target_modules: Last parts of the names of the layers to adapt; None adapts every linear layer of the
             decoder.
-        seed: Decides A; the same for every process of a run.
-        share_experts: As for `adapt`.
+        seed: Determines A; must be the same in every process of a run.
+        share_experts: As in `adapt`.
 
     Raises:
-        QeRLError: The rank or dropout is out of range, or the model lacks one of these layers.
+        QeRLError: The rank or dropout is out of range, or the model lacks one of the target modules.
     """
     config = LoraConfig(
         r=rank,
@@ -100,20 +99,20 @@ def add_lora(
 def adapt(
     model: PreTrainedModel, config: LoraConfig, seed: int = 0, share_experts: bool = False
 ) -> PeftModel:
-    """The model, frozen, with the fresh adapter that a `LoraConfig` of PEFT describes.
+    """Freeze a model and add the new adapter that a `LoraConfig` of PEFT describes.
 
     Args:
         model: Any causal LM, packed or dense; changed in place.
-        config: As for `peft.get_peft_model`, which leaves unnamed layers to the family's default (query and
-            value projections for most) and takes "all-linear" as every linear layer of the decoder. The
+        config: As for `peft.get_peft_model`: without target modules, the family's default layers are adapted
+            (query and value projections for most); "all-linear" adapts every linear layer of the decoder. The
             object is not changed.
-        seed: Decides A; the same for every process of a run.
-        share_experts: True if the experts of a layer get one adapter (`qerl.lora.experts.share`). Those that
-            PEFT makes for each of them wait in the CPU's memory until then.
+        seed: Determines A; must be the same in every process of a run.
+        share_experts: Whether the experts of a layer share one adapter (`qerl.lora.experts.share`). PEFT
+            first creates one per expert; these stay in CPU memory.
 
     Raises:
-        QeRLError: The config is no causal LM's, asks for what packed weights cannot do, names a layer that
-            the model does not have, or PEFT refuses it.
+        QeRLError: The config is not for causal LMs, needs dense weights although these are packed, names a
+            layer that the model does not have, or is rejected by PEFT.
     """
     check_lora(config)
     packed = [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
@@ -138,7 +137,7 @@ def adapt(
 
 @contextmanager
 def _on_host() -> Iterator[None]:
-    """A block in which the matrices that PEFT makes stay in the CPU's memory."""
+    """Keep the matrices that PEFT creates inside the context in CPU memory."""
     place = "_move_adapter_to_device_of_base_layer"
     with mock.patch.object(BaseTunerLayer, place, lambda *_, **__: None):
         yield
@@ -152,17 +151,17 @@ def _to_device(model: PeftModel) -> None:
 
 
 def add_adapter(model: PeftModel, name: str, config: LoraConfig, seed: int = 0, empty: bool = False) -> None:
-    """Put one more adapter beside those of a model, which stay active.
+    """Add another adapter to a model, without changing which adapters are active.
 
     Args:
-        model: With an adapter from `adapt` on every layer that the new one adapts; changed in place.
-        name: Of the new adapter.
-        config: As for `adapt`.
-        seed: Decides A, as in `adapt`.
-        empty: True if its matrices are left without memory, on the meta device.
+        model: A model with an adapter from `adapt` on every layer that the new one adapts; changed in place.
+        name: Name of the new adapter.
+        config: As in `adapt`.
+        seed: Determines A, as in `adapt`.
+        empty: Whether its matrices are created on the meta device, without memory.
 
     Raises:
-        QeRLError: PEFT refuses it.
+        QeRLError: PEFT rejects the config.
     """
     with _making(model, seed):
         model.add_adapter(name, copy.deepcopy(config), low_cpu_mem_usage=empty)
@@ -177,10 +176,10 @@ def _check_head(model: PeftModel) -> None:
 
 
 def check_lora(config: Any) -> None:
-    """Refuse a ``peft_config`` that no model can be trained with here.
+    """Raise if no model can be trained here with this ``peft_config``.
 
     Raises:
-        QeRLError: It is not a `LoraConfig`, or one of another task, with activation tokens, or that learns
+        QeRLError: The config is not a `LoraConfig`, is for another task, is for activated LoRA, or trains
             nothing.
     """
     if not isinstance(config, LoraConfig):
@@ -196,8 +195,7 @@ def check_lora(config: Any) -> None:
 
 
 def _check_packed(config: LoraConfig, packed: list[str]) -> None:
-    """Refuse what reads, changes or trains the dense weight of a layer; ``packed`` names the layers
-    without one."""
+    """Raise if a config reads, changes or trains dense weights of the layers named in ``packed``."""
     advice = "load the model with weights: bf16"
     for saved in config.modules_to_save or ():
         if name := next((name for name in packed if f"{saved}." in f"{name}."), None):
@@ -216,15 +214,15 @@ def _check_packed(config: LoraConfig, packed: list[str]) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = False) -> PeftModel:
-    """The model with a saved LoRA adapter; its own weights stay frozen.
+    """Add a saved LoRA adapter to a model, whose own weights stay frozen.
 
     Args:
         model: The model that the adapter was trained on, packed or dense; changed in place.
-        folder: Written by `PeftModel.save_pretrained`, here or elsewhere.
-        trainable: True if the adapter goes on training, in FP32; else it is frozen too.
+        folder: Folder written by `PeftModel.save_pretrained`, here or elsewhere.
+        trainable: Whether the adapter is trained further, in FP32; otherwise it is frozen too.
 
     Raises:
-        QeRLError: Files are missing or damaged, it is no LoRA adapter, or it belongs to another model.
+        QeRLError: Files are missing or damaged, the adapter is no LoRA, or it belongs to another model.
     """
     folder = Path(folder)
     with _reading(folder):
@@ -244,16 +242,15 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
 
 
 def add_frozen_adapter(model: PeftModel, name: str, folder: Path) -> None:
-    """Read a saved LoRA adapter beside those of a model, which stay active; it does not train, and has no
-    dropout.
+    """Load a saved LoRA adapter into a model, frozen and without dropout; active adapters stay active.
 
     Args:
-        model: With an adapter on every layer that the saved one adapts; changed in place.
-        name: Of the adapter in the model.
-        folder: As for `load_adapter`.
+        model: A model with an adapter on every layer that the saved one adapts; changed in place.
+        name: Name of the adapter in the model.
+        folder: As in `load_adapter`.
 
     Raises:
-        QeRLError: As `load_adapter`, or it adapts a layer that has no adapter in the model.
+        QeRLError: As in `load_adapter`, or the adapter adapts a layer that has no adapter in the model.
     """
     base = model.get_base_model()
     with _reading(folder):
@@ -284,7 +281,7 @@ def add_frozen_adapter(model: PeftModel, name: str, folder: Path) -> None:
 
 
 def _saved_config(folder: Path, model: nn.Module) -> tuple[LoraConfig, set[str]]:
-    """The config of a saved adapter for this base model, and the names of its matrices there."""
+    """Return the config of a saved adapter, for this base model, and the names of its matrices there."""
     file = adapter_file(folder)
     config = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, LoraConfig):
@@ -298,13 +295,12 @@ def _saved_config(folder: Path, model: nn.Module) -> tuple[LoraConfig, set[str]]
     with safe_open(file, framework="pt") as weights:
         stored = {own_name(name, model) for name in weights.keys()}  # noqa: SIM118
     if of_wrapper(model) and isinstance(config.target_modules, str):
-        config.target_modules = set(_targets_of(stored, model))  # the pattern is for the wrapper's names
+        config.target_modules = set(_targets_of(stored, model))  # the saved pattern has the wrapper's names
     return _with_own_layers(config, model), stored
 
 
 def exchange_adapter(model: PeftModel, folder: Path) -> None:
-    """Replace the weights of a model's adapter, read by `load_adapter`, by those of another one of the same
-    config.
+    """Replace the weights of an adapter from `load_adapter` by those of another with the same config.
 
     Raises:
         QeRLError: The files are damaged or do not fit.
@@ -320,10 +316,10 @@ def exchange_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def adapter_file(folder: Path) -> Path:
-    """The file with an adapter's matrices.
+    """Return the path of the file with an adapter's matrices.
 
     Raises:
-        QeRLError: The folder is no adapter's.
+        QeRLError: The folder has no adapter.
     """
     file = folder / ADAPTER_FILE
     for path in (folder / ADAPTER_CONFIG_FILE, file):
@@ -339,7 +335,7 @@ def adapter_file(folder: Path) -> Path:
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise for an adapter that diverged or is damaged, without loading a model.
+    """Raise if an adapter diverged or is damaged, without loading a model.
 
     Raises:
         QeRLError: A matrix has NaN or Inf, or the files are missing or damaged.
@@ -354,7 +350,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def _with_own_layers(config: LoraConfig, model: nn.Module) -> LoraConfig:
-    """The config, told which adapter goes around which layer; bitsandbytes' linears are left to PEFT."""
+    """Register on a config which adapter class wraps which layer; bitsandbytes linears are left to PEFT."""
     layers: dict[type[nn.Module], type[LoraLinear]] = {PackedLinear: PackedLoraLinear}
     if all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear)):
         layers[nn.Linear] = DenseLoraLinear
@@ -364,7 +360,7 @@ def _with_own_layers(config: LoraConfig, model: nn.Module) -> LoraConfig:
 
 @contextmanager
 def _making(model: PreTrainedModel | PeftModel, seed: int) -> Iterator[None]:
-    """A block in which an adapter's A depends on the seed alone, and PEFT's refusals are a sentence."""
+    """Make A depend only on the seed inside the context, and turn PEFT's exceptions into a QeRLError."""
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _quiet():
         torch.manual_seed(derive_seed("lora", seed))
@@ -378,7 +374,7 @@ def _making(model: PreTrainedModel | PeftModel, seed: int) -> Iterator[None]:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """A block in which files of an adapter that are damaged, or do not fit the model, are a sentence."""
+    """Turn exceptions from adapter files that are damaged or do not fit the model into a QeRLError."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -392,7 +388,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without PEFT's warnings of a custom layer type, and of missing keys, which are an error here."""
+    """Suppress PEFT's warnings about custom layer types and about missing keys, which are an error here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unsupported layer type")
         warnings.filterwarnings("ignore", "Found missing adapter keys")
@@ -400,21 +396,21 @@ def _quiet() -> Iterator[None]:
 
 
 def own_name(stored: str, base: nn.Module) -> str:
-    """Name of a matrix of a saved adapter as PEFT has it around this base model."""
+    """Return PEFT's name, around this base model, of a saved adapter's matrix."""
     wrapped = f"{PEFT_PREFIX}{WRAPPED}"
     return stored.replace(wrapped, f"{PEFT_PREFIX}model.", 1) if of_wrapper(base) else stored
 
 
 def stored_name(own: str, base: nn.Module) -> str:
-    """Name under which a matrix of an adapter around this base model is saved."""
+    """Return the name under which a matrix of an adapter around this base model is saved."""
     inner = f"{PEFT_PREFIX}model."
     return own.replace(inner, f"{PEFT_PREFIX}{WRAPPED}", 1) if of_wrapper(base) else own
 
 
 def stored_targets(targets: Collection[str], base: nn.Module) -> str | list[str]:
-    """``target_modules`` of a saved adapter around this base model.
+    """Return the ``target_modules`` to save with an adapter around this base model.
 
-    Of a wrapper's text decoder they are a pattern, since towers of images have layers of the same names.
+    For a wrapper's text decoder they are a pattern, since image towers have layers of the same names.
     """
     if not of_wrapper(base):
         return list(targets)
@@ -423,7 +419,7 @@ def stored_targets(targets: Collection[str], base: nn.Module) -> str | list[str]
 
 
 def _targets_of(own: Collection[str], base: nn.Module) -> list[str]:
-    """The adapted modules by the last parts of their names, or by whole names where others end so too."""
+    """Return the last name parts of the adapted modules, or whole names if other linears end the same."""
     found = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in own if ".lora_" in name}
     ends = {name.rpartition(".")[2] for name in found}
     linears = (name for name, module in base.named_modules() if hasattr(module, "in_features"))
@@ -432,13 +428,13 @@ def _targets_of(own: Collection[str], base: nn.Module) -> list[str]:
 
 
 def _state(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The matrices of the adapter, by the names of PEFT."""
-    layers = False if of_wrapper(model.get_base_model()) else "auto"  # as `_OfWrapper` saves it
+    """Return the matrices of the adapter by PEFT's names."""
+    layers = False if of_wrapper(model.get_base_model()) else "auto"  # as `_OfWrapper` saves them
     return get_peft_model_state_dict(model, save_embedding_layers=layers)
 
 
 class _OfWrapper(PeftModelForCausalLM):
-    """PEFT's model around a wrapper's text decoder: its adapters are files for the wrapper."""
+    """PEFT's model around a wrapper's text decoder, whose adapters are saved for the wrapper."""
 
     def save_pretrained(
         self,
@@ -449,12 +445,12 @@ class _OfWrapper(PeftModelForCausalLM):
         is_main_process: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As PEFT, under the wrapper's names.
+        """Save as PEFT does, under the wrapper's names.
 
-        Embeddings are left out: PEFT would look for the size of the vocabulary in the wrapper's config.
+        Embeddings are left out: PEFT would look for the vocabulary size in the wrapper's config.
 
         Raises:
-            QeRLError: Pickles are asked for, which are not renamed.
+            QeRLError: ``safe_serialization`` is false; pickles are not renamed.
         """
         if not safe_serialization:
             raise QeRLError("An adapter of a text decoder is saved as safetensors; leave safe_serialization.")
@@ -474,22 +470,22 @@ class _OfWrapper(PeftModelForCausalLM):
             (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True))
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """As PEFT, from either naming."""
+        """Load as PEFT does, from either naming."""
         kwargs.setdefault("key_mapping", self.get_base_model()._checkpoint_conversion_mapping)
         return super().load_adapter(*args, **kwargs)
 
 
 def _finished(model: PeftModel) -> PeftModel:
-    """The model, ready to be saved and to be trained by several processes."""
+    """Prepare a model for saving and for training by several processes, and return it."""
     if of_wrapper(model.get_base_model()):
         model.__class__ = _OfWrapper
     return _skip_packed_buffers_in_ddp(model)
 
 
 def _skip_packed_buffers_in_ddp(model: PeftModel) -> PeftModel:
-    """Keep DistributedDataParallel from broadcasting the base weights at start and on every forward pass.
+    """Keep DistributedDataParallel from broadcasting the base weights at start and in every forward pass.
 
-    Every process has read the same bytes from the same file, they never change, and Gloo cannot send FP8.
+    Every process reads the same bytes from the same file, they never change, and Gloo cannot send FP8.
     """
     names = [
         f"{module_name}.{name}"

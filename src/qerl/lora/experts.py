@@ -1,16 +1,16 @@
-"""Adapters on experts that are linears of their own, kept from PEFT's merging.
+"""Adapters on experts that are separate linears, and protection from PEFT's merging.
 
-For a mixture PEFT rewrites an adapter's config and matrices to those of transformers' merged experts, by the
-model's type alone. Where the experts are linears of their own (`qerl.families.experts`), there is nothing to
-be merged: both functions of PEFT then leave everything as it is. The adapter is saved with a pair of matrices
-for each linear, `mlp.experts.3.gate_proj.lora_A.weight`. Around transformers' own model PEFT merges those if
-all layers are mixtures (Qwen3-MoE, OLMoE). Where other linears have the same last names (a dense layer,
-shared experts), it takes their adapters for those of experts without a word; so that is said here.
+For a mixture, PEFT rewrites an adapter's config and matrices to those of transformers' merged experts, based
+only on the model's type. If the experts are separate linears (`qerl.families.experts`), nothing is merged:
+both PEFT functions are patched to change nothing. The adapter is saved with a pair of matrices per linear,
+`mlp.experts.3.gate_proj.lora_A.weight`. Around transformers' own model PEFT merges those if all layers are
+mixtures (Qwen3-MoE, OLMoE). If other linears have the same last names (a dense layer, shared experts), PEFT
+silently mistakes their adapters for those of experts; so a warning is logged here.
 
-Experts may have an adapter each, or all of a layer the same one (`share`): its matrices are then one
-parameter in the place of each expert's, so it is optimised once and costs what an adapter of one MLP costs,
-and it is saved under the name of each expert, as loaders elsewhere look for it. Kernels that multiply all
-experts of a layer at once ask for the matrices of all (`ExpertLora`).
+Experts may have an adapter each, or all experts of a layer the same one (`share`): each matrix is then one
+parameter of all experts, so it is optimised once and costs as much as an adapter of one MLP. It is saved
+under the name of each expert, as other loaders expect. Kernels that multiply all experts of a layer at once
+use the matrices of all (`ExpertLora`).
 
 Shapes: E experts, G experts or 1 where they share an adapter, R rank, K inputs, N outputs of a linear.
 """
@@ -56,13 +56,13 @@ def _matrices_unless_separate(
 
 
 def leave_separate_experts() -> None:
-    """Let PEFT, in this process, merge adapters of experts only where the experts are merged."""
+    """Patch PEFT in this process to merge adapters of experts only if the experts are merged."""
     theirs.convert_peft_config_for_transformers = _config_unless_separate
     theirs.convert_peft_adapter_state_dict_for_transformers = _matrices_unless_separate
 
 
 def warn_of_merging(model: PeftModel) -> None:
-    """Say so where PEFT may take adapters beside the experts for theirs, around transformers' own model."""
+    """Warn if PEFT, around transformers' own model, may mistake another linear's adapter for an expert's."""
     experts = {f"{name}.": module for name, module in experts_of(model)}
     routed = {
         name.split(".")[1] for module in experts.values() for name, _ in module.named_modules() if "." in name
@@ -87,12 +87,12 @@ def warn_of_merging(model: PeftModel) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ExpertLora:
-    """The active adapters of one linear of all experts of a layer.
+    """The active adapters of one linear, such as ``up_proj``, of all experts of a layer.
 
     Attributes:
         all_a: G matrices A [R, K], fp32.
         all_b: G matrices B [N, R], fp32.
-        scaling: What B A x is multiplied by.
+        scaling: Factor of B A x.
     """
 
     all_a: list[torch.Tensor]
@@ -101,8 +101,10 @@ class ExpertLora:
 
     @classmethod
     def of(cls, experts: Experts, name: str) -> "ExpertLora | None":
-        """That of the linears of this name, for which :func:`why_not_together` finds nothing; None where
-        they have no active adapter."""
+        """Return the adapters of the linears of this name, or None if they have no active adapter.
+
+        :func:`why_not_together` must be None for the experts.
+        """
         layers = _layers(experts, name)
         if not isinstance(layers[0], BaseTunerLayer) or (active := active_adapter(layers[0])) is None:
             return None
@@ -116,12 +118,12 @@ class ExpertLora:
 
     @property
     def rank(self) -> int:
-        """R."""
+        """Rank R of the adapters."""
         return len(self.all_a[0])
 
 
 def held_rank(experts: Experts, name: str) -> tuple[int, int]:
-    """G and the largest R of the adapters on the linears of this name, active or not; (0, 0) without."""
+    """Return G and the largest R of the adapters on the linears of this name, active or not, or (0, 0)."""
     layers = _layers(experts, name)
     if not isinstance(layers[0], BaseTunerLayer):
         return 0, 0
@@ -131,9 +133,11 @@ def held_rank(experts: Experts, name: str) -> tuple[int, int]:
 
 
 def why_not_together(experts: Experts) -> str | None:
-    """Why the adapters of a layer's experts are not computed together, as the end of a sentence; None where
-    they are, and where there are none. Asked before every use, it compares experts cheaply and asks
-    `qerl.lora.kinds.why_not` of one of them."""
+    """Return why the adapters of a layer's experts cannot be computed together, as the end of a sentence.
+
+    None if they can, or if there are none. Called before every use, so it compares experts cheaply and calls
+    `qerl.lora.kinds.why_not` for one of them.
+    """
     for name in LINEARS:
         layers = _layers(experts, name)
         if len({_state(layer) for layer in layers}) > 1:
@@ -148,13 +152,13 @@ def _layers(experts: Experts, name: str) -> list[LoraLinear]:
 
 
 def _matrix(layer: nn.Module, of: str, adapter: str) -> torch.Tensor:
-    """A or B of an adapter, past the attributes of modules, which take a microsecond each."""
+    """Return A or B of an adapter, bypassing attribute access of modules, which takes a microsecond each."""
     matrices = cast(nn.Module, layer._modules[of])
     return cast(torch.Tensor, cast(nn.Module, matrices._modules[adapter])._parameters["weight"])
 
 
 def _state(layer: nn.Module) -> tuple[Any, ...]:
-    """All that decides what a layer with an adapter computes, but for its matrices."""
+    """Return everything that determines what an adapted layer computes, except its matrices."""
     own = layer.__dict__
     if not isinstance(layer, BaseTunerLayer) or "lora_variant" not in own:
         return (type(layer),)
@@ -178,18 +182,18 @@ def _is_shared(layers: Sequence[LoraLinear], name: str) -> bool:
 
 
 def is_shared(model: nn.Module, name: str) -> bool:
-    """Whether the experts of a layer share their adapter of this name."""
+    """Return True if the experts of any layer share their adapter of this name."""
     return any(_is_shared(layers, name) for layers in _adapted(model, name))
 
 
 @torch.no_grad()
 def share(model: nn.Module, name: str = "default", strict: bool = True) -> None:
-    """Give all experts of a layer the adapter of its first one, as the same parameters.
+    """Make all experts of a layer use the adapter parameters of its first expert.
 
     Args:
-        model: With an adapter of that name; a model without adapted experts is left as it is.
-        name: Of the adapter.
-        strict: False to leave experts as they are whose adapters are not the same.
+        model: A model with an adapter of that name; a model without adapted experts is left unchanged.
+        name: Name of the adapter.
+        strict: Whether to raise if adapters of a layer differ; otherwise that layer is left unchanged.
 
     Raises:
         QeRLError: The experts of a layer have different adapters.
@@ -209,8 +213,10 @@ def share(model: nn.Module, name: str = "default", strict: bool = True) -> None:
 
 
 def state_of(model: PeftModel) -> dict[str, Any] | None:
-    """The state of a model to be saved, with adapters in the CPU's memory, where PEFT copies a shared one for
-    each expert; None where none is shared, which leaves it to PEFT."""
+    """Return the state dict with which to save a model that has shared adapters; None if none is shared.
+
+    Adapters are in CPU memory, where PEFT copies a shared one for each expert. None leaves the state to PEFT.
+    """
     if not any(is_shared(model, name) for name in model.peft_config):
         return None
     state, host = dict(model.state_dict()), dict[int, torch.Tensor]()
@@ -223,7 +229,7 @@ def state_of(model: PeftModel) -> dict[str, Any] | None:
 
 
 def _adapted(model: nn.Module, name: str) -> Iterator[list[LoraLinear]]:
-    """The linears of one name of all experts of each layer, of which one has an adapter of that name."""
+    """Yield, per layer and linear, the linears of all experts, if any has an adapter of that name."""
     for _, experts in experts_of(model):
         for linear in LINEARS:
             layers = _layers(experts, linear)
@@ -236,7 +242,7 @@ def _holds(layer: nn.Module, name: str) -> bool:
 
 
 def _differ(layers: Sequence[LoraLinear], name: str) -> bool:
-    """Whether adapters are not the same: any A is where B is zero."""
+    """Return True if adapters differ; where all B are zero, A may differ."""
     if not all(_holds(layer, name) for layer in layers):
         return True
     if len({(layer.r[name], layer.scaling[name]) for layer in layers}) > 1:

@@ -1,9 +1,9 @@
-"""The formula of a layer with an adapter, checked before it is computed in another way than PEFT's.
+"""Check that an adapted layer computes plain LoRA, before a kernel other than PEFT's computes it.
 
-PEFT's layers can do much besides ``W x + s B A x``: other kinds of adapters, variants of LoRA, biases,
-several adapters at once. The paged engine and the update have kernels for that one formula, so they ask here
-first. Where the answer is no, the layer is left to PEFT, or the engine is refused with the reason; never is
-another formula computed silently.
+PEFT's layers can compute more than ``W x + s B A x``: other kinds of adapters, variants of LoRA, biases,
+several adapters at once. The paged engine and the update have kernels only for that formula, so they check
+here first. If the layer computes anything else, it is left to PEFT, or the engine is refused with the reason;
+a different formula is never computed silently.
 """
 
 from typing import cast
@@ -13,10 +13,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 def why_not(layer: BaseTunerLayer) -> str | None:
-    """The reason why the layer computes something else than ``W x``, or ``W x + s B A x`` of one adapter,
-    as the end of a sentence that begins with the layer's name; else None."""
+    """Return why a layer computes neither ``W x`` nor ``W x + s B A x`` of one adapter; None if it does.
+
+    The reason completes a sentence that begins with the layer's name.
+    """
     if layer.merged:
-        # PEFT takes the sum apart in its next forward pass, which another kernel would not.
+        # PEFT unmerges the adapter in its next forward pass; another kernel would not.
         return "has an adapter that is merged and disabled at once" if layer.disable_adapters else None
     if layer.disable_adapters:
         return None
@@ -35,7 +37,7 @@ def why_not(layer: BaseTunerLayer) -> str | None:
 
 
 def active_adapter(layer: BaseTunerLayer) -> str | None:
-    """Name of the adapter that a layer without :func:`why_not` adds; None where it is its base layer's."""
+    """Return the adapter that a layer adds for which :func:`why_not` is None; None if it adds none."""
     if layer.merged or layer.disable_adapters:
         return None
     return next(iter(_active(layer)), None)

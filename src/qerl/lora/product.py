@@ -1,28 +1,28 @@
-"""Linear layers and their LoRA on a GPU as one node of autograd: ``y = x W^T + b + (x A^T) (s B)^T``.
+"""Linear layers and their LoRA on a GPU as one autograd node: ``y = x W^T + b + (x A^T) (s B)^T``.
 
 PEFT computes the adapter in FP32 beside the layer: it casts the activations up, adds in FP32 and casts down,
 some eight passes over tensors of tokens x width, which at long contexts costs as much as the layer's own
 product. Here both are 16-bit products with FP32 accumulation, with A and s B rounded to the activations'
-dtype, as in the rollout engine: the policy that trains rounds like the policy that samples. A and B stay FP32
-where the optimizer sees them, and so do their gradients.
+dtype, as in the rollout engine: the trained policy rounds like the sampling policy. The parameters A and B
+that the optimizer updates stay FP32, and so do their gradients.
 
-Layers with the same input (q, k and v; gate and up) are one layer here, as in the rollout engine: their rows
-stand one below the other, so do their A, and their B form the blocks of a diagonal. x is read once, and its
-gradient is one product instead of a sum of several. The zeros beside the blocks cost less than that: R more
-columns per layer of the group in products that are thousands wide.
+Layers with the same input (q, k and v; gate and up) are treated as one layer, as in the rollout engine: their
+W and their A are stacked by rows, and their B are block-diagonal. x is read once, and its gradient is one
+product instead of a sum of several. The zeros beside the blocks cost less than that: R more columns per layer
+of the group in products that are thousands wide.
 
-Adding a low-rank product to y costs a pass over y, a memory-bound eighth of the product's time. Where y is
-wider than x it rides along instead: x gets R more columns, x A^T, W gets R more columns, s B, and one product
-does both. Backward does the same with dy and A where dx is the wider one.
+Adding a low-rank product to y costs a pass over y, a memory-bound eighth of the product's time. If y is wider
+than x, both are one product instead: x is extended by the R columns x A^T, and W by the R columns s B.
+Backward does the same with dy and A if dx is wider than dy.
 
 The dense W is written into a workspace shared by all layers, for this one product: nothing dequantised is
-kept for backward, which writes it again. Kept are x and x A^T. A packed W is written over a factor, so that
-it is exact (`qerl.fp4.linear`), and the product is multiplied by that before it is rounded; A and s B that
-ride along are divided by it. Layers that share a global scale, as those of a fused product do in checkpoints
-made for engines, have it in common; otherwise each W is rounded to the activations' dtype.
+kept for backward, which dequantises again. Only x and x A^T are saved. A packed W is written divided by a
+factor, so that it is exact (`qerl.fp4.linear`), and the product is multiplied by the factor before rounding;
+A or s B in the same product is divided by it. Layers that share a global scale, as those of a fused product
+do in checkpoints made for engines, have one factor; otherwise each W is rounded to the activations' dtype.
 
-Layers that are told so (`PackedLinear.fp8_gradients`) have dy W in FP8. The adapter's part of dx, and its own
-gradients, stay products in 16 bits, so that part is added.
+Layers with `PackedLinear.fp8_gradients` compute dy W in FP8. The adapter's part of dx and its own gradients
+remain 16-bit products, so that part is added separately.
 
 Shapes: B batch, T tokens, N outputs, K inputs, R rank; N and R of a whole group where layers are joined.
 """
@@ -45,20 +45,19 @@ from qerl.lora.kinds import active_adapter, why_not
 
 
 def is_16bit_cuda(x: torch.Tensor) -> bool:
-    """True for 16-bit CUDA tensors, the only ones that the update's kernels accept."""
+    """Return True for 16-bit CUDA tensors, the only ones that the update's kernels accept."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 NO_ADAPTER = "no adapter is active"
-"""Why a layer that is its base layer alone is not fused."""
+"""The reason why a layer without an active adapter is not fused."""
 
 
 def fused_forward(x_BTK: torch.Tensor, *modules: nn.Module) -> torch.Tensor | None:
-    """The layers' outputs side by side [B, T, N], or None where each must be called by itself.
+    """Return the layers' concatenated outputs [B, T, N], or None if each layer must be called by itself.
 
-    Each is called by itself where tensors are not 16-bit on CUDA, where :func:`why_not_fused` says so, and
-    where one of several layers has a hook, which a fused product would pass by (`qerl.noise` finds its norms
-    by such hooks).
+    None if the input is not 16-bit on CUDA, if :func:`why_not_fused` gives a reason, or if one of several
+    layers has a hook, which a fused product would bypass (`qerl.noise` finds its norms by such hooks).
     """
     if not is_16bit_cuda(x_BTK) or (len(modules) > 1 and any(_has_hooks(module) for module in modules)):
         return None
@@ -84,12 +83,11 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def why_not_fused(layer: nn.Module, training: bool) -> str | None:
-    """The reason why a layer must be called by itself even on 16-bit CUDA tensors; None where it is one
-    product.
+    """Return why a layer must be called by itself even on 16-bit CUDA tensors; None if it can be fused.
 
     Args:
         layer: A linear layer, with or without an adapter.
-        training: True if dropout counts.
+        training: Whether dropout is active.
     """
     if not isinstance(layer, LoraLinear):
         return OTHER_LAYER if isinstance(layer, BaseTunerLayer) else "a layer has no adapter"
@@ -108,7 +106,7 @@ def why_not_fused(layer: nn.Module, training: bool) -> str | None:
 
 
 class DenseLoraLinear(LoraLinear):
-    """``base(x) + B A x * alpha / r`` around a 16-bit or FP32 linear; one product on a GPU."""
+    """LoRA around a 16-bit or FP32 linear, ``base(x) + B A x * alpha / r``; a fused product on a GPU."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         fused = None if args or kwargs else fused_forward(x, self)
@@ -116,7 +114,7 @@ class DenseLoraLinear(LoraLinear):
 
 
 class PackedLoraLinear(DenseLoraLinear):
-    """The same around a `PackedLinear`."""
+    """LoRA around a `PackedLinear`, as in `DenseLoraLinear`."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         raise QeRLError(
@@ -179,7 +177,7 @@ class _LoraProduct(torch.autograd.Function):
 def _adapter(
     matrices: Sequence[torch.Tensor], scalings: Sequence[float], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The A [R, K] and s B [N, R] of a group, from all A and then all B of its layers."""
+    """Return A [R, K] and s B [N, R] of a group; ``matrices`` are all A, then all B of its layers."""
     all_a, all_b = matrices[: len(scalings)], matrices[len(scalings) :]
     if len(scalings) == 1:
         b_NR = torch.empty_like(all_b[0], dtype=dtype)
@@ -194,7 +192,7 @@ def _adapter(
 def _split_gradients(
     da_RK: torch.Tensor, db_NR: torch.Tensor, matrices: Sequence[torch.Tensor], scalings: Sequence[float]
 ) -> list[torch.Tensor]:
-    """Gradients of all A and then all B of a group's layers; those between the blocks are dropped."""
+    """Return gradients of all A, then all B of a group's layers; those outside the blocks are dropped."""
     all_b = matrices[len(scalings) :]
     all_da = da_RK.split([b.shape[1] for b in all_b])
     all_db = [block * scaling for block, scaling in zip(_blocks(db_NR, all_b), scalings, strict=True)]
@@ -202,7 +200,7 @@ def _split_gradients(
 
 
 def _blocks(whole_NR: torch.Tensor, all_b: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yields the part of a group's matrix that has each layer's outputs and ranks."""
+    """Yield each layer's block of a group's matrix: the rows of its outputs, the columns of its rank."""
     row = column = 0
     for b in all_b:
         n, r = b.shape
@@ -211,7 +209,7 @@ def _blocks(whole_NR: torch.Tensor, all_b: Sequence[torch.Tensor]) -> Iterator[t
 
 
 def _bias(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor | None:
-    """Biases [N] of a group, zero where a layer has none; None where no layer has one."""
+    """Return the biases [N] of a group, zero for layers without one; None if no layer has a bias."""
     if all(base.bias is None for base in bases):
         return None
     parts = [like.new_zeros(base.out_features) if base.bias is None else base.bias for base in bases]
@@ -219,7 +217,7 @@ def _bias(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor | None:
 
 
 def _weights(bases: Sequence[Base]) -> tuple[list[Weight], float]:
-    """The weights of a group over a factor that they have in common, and that factor."""
+    """Return the weights of a group divided by a common factor, and that factor (1 if there is none)."""
     if all(isinstance(base, PackedLinear) for base in bases):
         exact = [cast(PackedLinear, base).exact() for base in bases]
         factors = {factor for _, factor in exact}
@@ -229,13 +227,13 @@ def _weights(bases: Sequence[Base]) -> tuple[list[Weight], float]:
 
 
 def _in_fp8(bases: Sequence[Base]) -> list[PackedLinear]:
-    """The layers of a group where all of them have gradients in FP8, else none."""
+    """Return the layers of a group if all of them have FP8 gradients, otherwise an empty list."""
     told = [base for base in bases if isinstance(base, PackedLinear) and base.fp8_gradients]
     return told if len(told) == len(bases) else []
 
 
 def _dense(weights: Sequence[Weight], like: torch.Tensor) -> torch.Tensor:
-    """The dense W [N, K] of a group, for one product."""
+    """Return the dense W [N, K] of a group; a workspace is overwritten by the next product."""
     if len(weights) == 1 and isinstance(weights[0], torch.Tensor):
         return weights[0].to(like.dtype)
     rows = sum(weight.shape[0] for weight in weights)
@@ -245,7 +243,7 @@ def _dense(weights: Sequence[Weight], like: torch.Tensor) -> torch.Tensor:
 
 
 def _write_dense(weights: Sequence[Weight], out_NK: torch.Tensor) -> None:
-    """Write the dense W of each layer into part of the workspace, one below the other."""
+    """Write the dense W of each layer into part of the workspace, stacked by rows."""
     for weight, rows in zip(weights, out_NK.split([weight.shape[0] for weight in weights]), strict=True):
         if isinstance(weight, torch.Tensor):
             rows.copy_(weight)

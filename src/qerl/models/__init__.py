@@ -1,1 +1,1 @@
-"""From a name to a loaded model: the Hub, GGUF files, chat templates, and whether two copies are one base."""
+"""From a model name to a loaded model: the Hub, GGUF files, chat templates, fingerprints of base models."""

@@ -1,4 +1,4 @@
-"""The cache of converted and quantised models, each made there once."""
+"""The cache folder of converted and quantised models, each created once."""
 
 import os
 from collections.abc import Callable
@@ -10,18 +10,17 @@ from qerl.atomic import new_folder
 
 
 def cache_folder() -> Path:
-    """Folder of converted models: ``$QERL_CACHE``, else ``~/.cache/qerl``."""
+    """Return the folder of converted models: ``$QERL_CACHE``, else ``~/.cache/qerl``."""
     return Path(os.environ.get("QERL_CACHE") or Path.home() / ".cache" / "qerl")
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Folder of the cache with what ``make`` wrote into it, made on the first call and found on the next.
+    """Return a folder of the cache, filled by ``make`` on the first call and reused afterwards.
 
-    Processes that ask at the same time wait for the one that makes it; the folder appears under its name only
-    when it is complete.
+    Concurrent processes wait for the one that fills it; the folder appears under its name only when complete.
 
     Args:
-        name: Of the folder; another content needs another name.
+        name: Name of the folder; different content needs a different name.
         make: Writes the content into an empty folder.
     """
     folder = cache_folder() / name

@@ -1,20 +1,20 @@
-"""Prompts as a model's chat template renders them: one place for training, evaluation and single answers.
+"""Rendering of prompts by a model's chat template, shared by training, evaluation and single answers.
 
-A task asks for its form in a system message, and templates differ in what they do with one. Most write it,
-Gemma's first templates and Mistral's older ones raise an error, and some drop it without a word, so that the
-model is rewarded for a form that its prompt never mentions. Here the template is tried with a mark in every
-message. A system message that does not come out is folded: it is put in front of the next user message, as
-templates without a system role do themselves. Any other message that does not come out, and a template that
+A task describes its answer format in a system message, and templates treat system messages differently. Most
+render them, Gemma's first templates and Mistral's older ones raise an error, and some drop them silently, so
+that the model is rewarded for a format that its prompt never mentions. Here the template is tested with a
+marker in every message. If the template rejects or omits a system message, it is folded: put before the next
+user message, as templates without a system role do themselves. Any other missing message, or a template that
 cannot be rendered, is an error before the run starts.
 
-Folding happens in the data set, because TRL renders the prompts of a training run itself: from messages that
-the template takes as they are, both get the same tokens.
+Folding happens in the dataset, because TRL renders the prompts of a training run itself: the template accepts
+the folded messages unchanged, so both get the same tokens.
 
 Templates of reasoning models write ``<think>`` at the end of the prompt, so a completion begins within the
-thinking. :attr:`Chat.opening` says so; a task that knows it judges the whole turn of the assistant.
+thinking. :attr:`Chat.opening` has this text, so that a task can judge the whole turn of the assistant.
 
-Given up: the template is tried once for each sequence of roles, so one that drops a system message because of
-its content is not found out.
+Given up: the template is tested once per sequence of roles, so a template that drops a system message because
+of its content is not detected.
 """
 
 import inspect
@@ -42,7 +42,7 @@ _ENDED = {"return_dict": True, "add_generation_prompt": False}
 
 _FOLDED = "the prompt as its template takes it"
 
-# What transformers' function takes itself; a template's own arguments have other names.
+# Parameters of transformers' function itself; a template's own arguments have other names.
 _TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
     "documents",
     "kwargs",
@@ -50,7 +50,7 @@ _TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template
 
 
 def fold_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages without system messages: the text of each begins the user message that follows it."""
+    """Return the messages with each system message's text moved to the start of the next user message."""
     folded: list[Message] = []
     pending: list[str] = []
     for message in messages:
@@ -65,14 +65,14 @@ def fold_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message's content, whose parts are joined.
+    """Return a message's content as text, with its parts joined.
 
     Args:
-        content: Text, or parts as models for images take them.
-        where: What has the message.
+        content: Text, or a list of parts, as for vision models.
+        where: Source of the message, for the error.
 
     Raises:
-        QeRLError: A part is an image or anything else that is no text.
+        QeRLError: A part is an image or anything else but text.
     """
     texts = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
@@ -88,7 +88,7 @@ def text_of(content: Any, where: str) -> str:
 
 
 def content_of(message: Mapping[str, Any], where: str) -> str:
-    """The content of a message as text; arguments and errors as `text_of`, and none is refused, too."""
+    """Return the content of a message as text, as `text_of` does; missing content is an error, too."""
     content = message.get("content")
     if content is None:
         raise QeRLError(
@@ -99,14 +99,14 @@ def content_of(message: Mapping[str, Any], where: str) -> str:
 
 
 def plain_message(message: Mapping[str, Any], where: str) -> Message:
-    """Role and content of a message that says nothing else, the content as text.
+    """Return only role and content of a message, the content as text.
 
     Args:
-        message: Its keys may be more where they hold nothing, as in a data set of which other rows have them.
-        where: What has the message.
+        message: Other keys are allowed if their values are empty, as in a dataset where other rows use them.
+        where: Source of the message, for the error.
 
     Raises:
-        QeRLError: Another key holds something, as `tool_calls` or `reasoning_content` do, or as `content_of`.
+        QeRLError: Another key, such as `tool_calls` or `reasoning_content`, has a value; or as `content_of`.
     """
     others = [
         name
@@ -122,15 +122,15 @@ def plain_message(message: Mapping[str, Any], where: str) -> Message:
 
 
 class Chat:
-    """The chat template of a tokenizer, with the arguments that every prompt of a run gets.
+    """The chat template of a tokenizer, with fixed arguments for all prompts of a run.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: A tokenizer with a chat template.
         template_kwargs: The template's own arguments, such as ``enable_thinking``; TRL's field
             ``chat_template_kwargs``.
 
     Raises:
-        QeRLError: An argument is one that transformers takes itself.
+        QeRLError: An argument is a parameter of transformers' ``apply_chat_template`` itself.
     """
 
     def __init__(
@@ -148,17 +148,17 @@ class Chat:
 
     @cached_property
     def opening(self) -> str:
-        """The end of a prompt that belongs to the assistant's turn: ``<think>`` where it opens one, else
-        nothing."""
+        """The part of the assistant's turn that ends a prompt: ``<think>`` if the template opens one, else
+        an empty string."""
         mark = _MARK.format(0)
         turn = self._render([{"role": "user", "content": mark}]).rpartition(mark)[2]
         return THINK if turn.rfind(THINK) > turn.rfind("</think>") else ""
 
     def messages(self, prompt: Sequence[Message]) -> list[Message]:
-        """The messages as the template takes them: themselves, or with the system message folded.
+        """Return the messages as the template accepts them: unchanged, or with system messages folded.
 
         Raises:
-            QeRLError: The template cannot be rendered, or leaves out a message, or one is no text.
+            QeRLError: The template cannot be rendered or omits a message, or a message is not text.
         """
         for message in prompt:
             if isinstance(message["content"], list):
@@ -169,7 +169,7 @@ class Chat:
         return fold_system(prompt) if self._folds[roles] else list(prompt)
 
     def ids(self, prompt: Sequence[Message]) -> list[int]:
-        """Token ids of a prompt, the assistant's turn opened.
+        """Return the token ids of a prompt, including the start of the assistant's turn.
 
         Raises:
             QeRLError: As for :meth:`messages`.
@@ -177,12 +177,11 @@ class Chat:
         return self._apply(self.messages(prompt), return_dict=True)["input_ids"]
 
     def turns(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Token ids of a whole conversation, and which of them the assistant writes, its end of turn among
-        them.
+        """Return the token ids of a conversation and a mask of the assistant's tokens, end of turn included.
 
-        That is what the template marks with ``{% generation %}``. Where it marks nothing, a turn is what
-        stands between the tokens of the prompt before it and those of the conversation that ends with it,
-        both of which must stand in the whole conversation unchanged.
+        The mask comes from ``{% generation %}`` in the template. Without it, a turn consists of the tokens
+        after the prompt before the turn, up to the end of the conversation that ends with the turn; both must
+        be unchanged prefixes of the whole conversation.
 
         Raises:
             QeRLError: As for :meth:`messages`; or the template marks no token, or rewrites earlier turns.
@@ -206,14 +205,14 @@ class Chat:
         return whole, written
 
     def whole(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a whole conversation; errors as for :meth:`messages`."""
+        """Return the token ids of a whole conversation; errors as for :meth:`messages`."""
         return self._apply(self.messages(messages), **_ENDED)["input_ids"]
 
     def before(self, prompt: Sequence[Message], whole: list[int]) -> int:
-        """Number of tokens of a prompt with which a conversation begins.
+        """Return the number of tokens of a prompt that is a prefix of a conversation.
 
         Raises:
-            QeRLError: It begins with others.
+            QeRLError: The prompt's tokens are no prefix of ``whole``.
         """
         ids = self.ids(prompt)
         if whole[: len(ids)] != ids:
@@ -229,7 +228,7 @@ class Chat:
         )
 
     def check(self, prompt: Sequence[Message]) -> None:
-        """Render the messages as they are.
+        """Raise if the template cannot render the messages as they are.
 
         Raises:
             QeRLError: The template cannot be rendered.
@@ -237,7 +236,7 @@ class Chat:
         self._render(list(prompt))
 
     def dataset(self, rows: Dataset) -> Dataset:
-        """The rows with the column ``prompt`` as :meth:`messages` gives it.
+        """Return the rows with the column ``prompt`` passed through :meth:`messages`.
 
         Raises:
             QeRLError: As for :meth:`messages`, for any of the rows.
@@ -246,7 +245,7 @@ class Chat:
         after = [self.messages(prompt) for prompt in before]
         if after == before:
             return rows
-        # Without its last column a data set would have no rows either, so the new one comes first.
+        # The new column is added first: a dataset that loses its last column also loses its rows.
         return rows.add_column(_FOLDED, after).remove_columns("prompt").rename_column(_FOLDED, "prompt")
 
     def _must_fold(self, roles: tuple[str, ...]) -> bool:
@@ -270,11 +269,11 @@ class Chat:
     def _writes_all(self, marked: list[Message]) -> bool:
         try:
             return not self._lost(marked, marked)
-        except QeRLError:  # why, shows when the folded messages are rendered
+        except QeRLError:  # the cause is reported when the folded messages are rendered
             return False
 
     def _lost(self, marked: list[Message], sent: list[Message]) -> list[int]:
-        """Numbers of the marked messages that are missing in the template's text of the sent ones."""
+        """Return indices of the marked messages that are missing when the template renders ``sent``."""
         rendered = self._render(sent)
         return [i for i, message in enumerate(marked) if message["content"] not in rendered]
 
@@ -286,7 +285,7 @@ class Chat:
             return self._tokenizer.apply_chat_template(
                 messages, **{"add_generation_prompt": True, **options}, **self._kwargs
             )
-        except Exception as error:  # a template is a program of the model's author
+        except Exception as error:  # a template is code, which may raise anything
             raise QeRLError(
                 f"The chat template of {self._name} cannot render a prompt ({type(error).__name__}: "
                 f"{first_line(error)}); fix the template (chat_template.jinja beside the model), or use "

@@ -1,8 +1,8 @@
-"""How a policy is loaded: by the user's values, else those of the run that made it, else defaults.
+"""Settings for loading a policy: the user's values, else those of the run that trained it, else defaults.
 
-All of it is decided (`decide`) before a model is loaded (`Loading.load`), and the origin of each value is
-kept (`Choices`) and printed once. Names of code that is not QeRL's must come from the user, because a folder
-may be anybody's.
+All settings are decided (`decide`) before a model is loaded (`Loading.load`), and the origin of each value is
+recorded (`Choices`) and printed once. Names of code outside QeRL must come from the user, because a folder is
+not trusted.
 """
 
 import hashlib
@@ -29,17 +29,18 @@ ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Source:
-    """A policy's origin; None takes the value of the run that made it, else the default.
+    """The user's settings of a policy; None takes the value of the run that trained it, else the default.
 
     Attributes:
         model: Hub id, local folder or .gguf file.
         adapter: Folder of a PEFT adapter, or None.
-        weights: Format of the linears; else that in which a quantised checkpoint is held, else nvfp4.
-        rounding: For checkpoints that are not packed yet; else mse.
-        dtype: Of everything that is not quantised; else auto: bfloat16 on a GPU, float32 on a CPU.
-        chat_template_kwargs: Arguments of the chat template; else none.
-        trust_remote_code: True if Python code that comes with the checkpoint may run; never taken from a run,
-            since an adapter's files may be anybody's.
+        weights: Format of the linears; by default that of a quantised checkpoint, otherwise nvfp4.
+        rounding: Rounding for checkpoints that are not packed yet; by default mse.
+        dtype: Dtype of everything that is not quantised; by default auto: bfloat16 on a GPU, float32 on a CPU
+            or for a run that trained all weights.
+        chat_template_kwargs: Arguments of the chat template; by default none.
+        trust_remote_code: Whether Python code that comes with the checkpoint may run; never taken from a run,
+            since an adapter's files are not trusted.
     """
 
     model: str
@@ -52,11 +53,11 @@ class Source:
 
 
 class Choices:
-    """Values, each from the first of a flag, the run and a default, with their origins.
+    """Values with their origins, each from a flag, else from the run, else a default.
 
     Args:
-        of_run: Settings of the run that made the policy; none where it is unknown.
-        where: The config.yaml with them.
+        of_run: Settings of the run that trained the policy; None if unknown.
+        where: The config.yaml with these settings.
     """
 
     def __init__(self, of_run: Mapping[str, Any] | None = None, where: Path | None = None) -> None:
@@ -65,16 +66,16 @@ class Choices:
         self._said: dict[str, tuple[Any, str]] = {}
 
     def take(self, name: str, given: Any, default: Any, key: str | None = None) -> Any:
-        """A value; ``given`` and the run's value count unless they are None.
+        """Return ``given``, else the run's value, else the default, and record its origin.
 
         Args:
-            name: The flag's name.
-            given: The user's value.
-            default: Where there is neither.
-            key: The run's name for it, if it is another one; empty where the run does not count.
+            name: Name of the flag.
+            given: The user's value, or None.
+            default: Value if there is neither.
+            key: Name of the setting in the run, if different; empty to ignore the run.
 
         Raises:
-            QeRLError: The run's value names code that is not QeRL's.
+            QeRLError: The run's value names code outside QeRL.
         """
         of_run = self.of_run.get(name if key is None else key)
         if given is not None:
@@ -86,16 +87,16 @@ class Choices:
         return self.note(name, default, "default")
 
     def note(self, name: str, value: Any, origin: str) -> Any:
-        """The value; its origin is kept, in the place of an earlier one of this name."""
+        """Record the origin of a value, replacing an earlier one of this name, and return the value."""
         if value not in (None, {}, []):
             self._said[name] = value, origin
         return value
 
     def refuse_foreign(self, of_run: Any, instead: str) -> None:
-        """Refuse a value of the run that names code which is not QeRL's; ``instead`` is the advice.
+        """Raise if a value of the run names code outside QeRL; ``instead`` is the advice in the error.
 
         Raises:
-            QeRLError: It does.
+            QeRLError: The value names such code.
         """
         name = foreign_code(of_run)
         if name is not None:
@@ -114,7 +115,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Loading:
-    """A decided way to load a policy; no rounding where none is done or known."""
+    """Decided settings for loading a policy; ``rounding`` is None if nothing is rounded or it is unknown."""
 
     model: LocalModel
     adapter: Path | None
@@ -125,7 +126,7 @@ class Loading:
     trust_remote_code: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that decides the policy and its prompts, hashes of the files included."""
+        """Return everything that determines the policy and its prompts, including hashes of the files."""
         return {
             "model": self.model.name,
             "fingerprint": checkpoint_fingerprint(self.model.folder),
@@ -139,7 +140,7 @@ class Loading:
         }
 
     def load(self) -> PreTrainedModel:
-        """The model without its adapter, on the GPU if there is one.
+        """Load the model without its adapter, on the GPU if there is one.
 
         Raises:
             QeRLError: As `load_model`.
@@ -155,10 +156,10 @@ class Loading:
 
 
 def decide(source: Source, choices: Choices) -> Loading:
-    """The way to load the policy; a model and an adapter that do not belong together are refused here.
+    """Decide how to load a policy, without loading it.
 
     Raises:
-        QeRLError: The model is not found, the adapter is damaged, or it was trained on another rounding.
+        QeRLError: The model is not found, the adapter is damaged or was trained on another rounding.
     """
     model = find_model(source.model)
     config, quantization = read_config(model.folder)
@@ -186,7 +187,7 @@ def decide(source: Source, choices: Choices) -> Loading:
 
 
 def _check_rounding(model: str, packed: str | None, trained: str | None) -> None:
-    """Refuse a packed model of another rounding than the adapter's, if both are known."""
+    """Raise if a packed model's rounding is not that of the adapter's training, if both are known."""
     if packed is not None and trained is not None and packed != trained:
         raise QeRLError(
             f"{model} was packed with {packed} rounding, but the adapter was trained on {trained}; name the "
@@ -196,5 +197,5 @@ def _check_rounding(model: str, packed: str | None, trained: str | None) -> None
 
 
 def digest(content: bytes) -> str:
-    """A hash of the content in 32 characters."""
+    """Return a hash of the content, 32 characters."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,19 +1,20 @@
-"""Identity of a base model, whatever its name and storage.
+"""Fingerprints of base models, independent of name and storage.
 
-An adapter that is put on another base than its own still runs and is still scored, on noise. Names cannot
-tell: folders are moved, a Hub id becomes a snapshot folder, and a packed copy has a name of its own. So a
-base is known by what every copy of it keeps in 16 bits: the weights of its norms and a part of its token
-embeddings. These are rounded to bfloat16 first, so that a model loaded in FP32 equals its file. Quantising
-leaves them alone; fine-tuning of all weights does not, and neither do methods that move scales from weights
-into norms, on whose result the adapter of the original would be wrong too.
+An adapter on another base than its own still runs and is still scored, but its results are noise. Names do
+not identify a base: folders are moved, a Hub id becomes a snapshot folder, and a packed copy has its own
+name. So a base is identified by weights that every copy keeps in 16 bits: its norms and a part of its token
+embeddings. These are rounded to bfloat16 first, so that a model loaded in FP32 matches its file. Quantising
+does not change them. Fine-tuning of all weights does, and so do methods that move scales from weights into
+norms; the original's adapter would be wrong on their results, too.
 
-A copy into whose linear layers an adapter was merged has the norms and embeddings of the original. Where both
-are in 16 bits, a row of each linear layer tells them apart (`linears_fingerprint`); quantised weights do not.
+A copy with an adapter merged into its linear layers has the norms and embeddings of the original. If both
+have 16 bits, a row of each linear layer distinguishes them (`linears_fingerprint`); for quantised weights
+nothing does.
 
-Training writes both into an adapter's policy.json, so `check_base` can tell, before a model is loaded, if the
-adapter belongs to it. For an adapter without that file the base named in its adapter_config.json is looked
-at, if it is on this machine. Where it is not, other names may be the same model, so the result is a warning
-and no error; so it is for a base whose linear layers alone differ.
+Training writes both fingerprints into an adapter's policy.json, so `check_base` can decide before loading
+whether the adapter belongs to a model. For an adapter without that file, the base named in its
+adapter_config.json is read, if it is on this machine. If it is not, another name may be the same model, so
+the result is a warning, not an error; so it is for a base that differs only in its linear layers.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ _EMBEDDING_ROWS = 512
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Hash of a base model; None where it has neither embeddings nor norms of a known name.
+    """Return the hash of a base model, or None if it has no embeddings or norms of a known name.
 
     Args:
         tensors: Names and weights, in any order; only embeddings and norms are read.
@@ -52,7 +53,7 @@ def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 
 
 def checkpoint_fingerprint(folder: Path) -> str | None:
-    """Hash of the base model in a folder, read from its files without loading it.
+    """Return the hash of the base model in a folder, read from its files without loading the model.
 
     Raises:
         QeRLError: The folder is not a complete checkpoint.
@@ -61,7 +62,7 @@ def checkpoint_fingerprint(folder: Path) -> str | None:
 
 
 def linears_fingerprint(folder: Path) -> str | None:
-    """Hash of a row of each projection of the base model in a folder; None where any are quantised.
+    """Return a hash of one row of each projection of the base model in a folder; None if any is quantised.
 
     Raises:
         QeRLError: The folder is not a complete checkpoint.
@@ -77,7 +78,7 @@ def linears_fingerprint(folder: Path) -> str | None:
 
 
 def folder_here(name: str) -> Path | None:
-    """Folder of the model of this name; None where it is not on this machine, or not whole."""
+    """Return the local folder of a model; None if the model is not on this machine or incomplete."""
     path = Path(name).expanduser()
     try:
         if path.is_dir() or path.is_file():
@@ -89,7 +90,7 @@ def folder_here(name: str) -> Path | None:
 
 
 def check_base(adapter: Path, model: str | LocalModel) -> str:
-    """A warning where an adapter may not belong to a base model; empty where it does.
+    """Return a warning if an adapter may not belong to a base model, or an empty string.
 
     Args:
         adapter: Folder of a PEFT adapter.
@@ -132,7 +133,7 @@ def _same_name(named: str, model: str) -> bool:
 
 
 def _fingerprint_here(named: str) -> str | None:
-    """Fingerprint of a model on this machine; None where it is not here, or not whole."""
+    """Return the fingerprint of a model; None if the model is not on this machine or incomplete."""
     folder = folder_here(named)
     try:
         return None if folder is None else checkpoint_fingerprint(folder)

@@ -1,9 +1,9 @@
-"""GGUF checkpoints, turned once into the safetensors folder that everything else reads.
+"""Conversion of GGUF checkpoints, once per file, to the safetensors folder that everything else reads.
 
-transformers can load a GGUF file, but the result is not a checkpoint to go on with: it refuses to be saved,
-its tokenizer has BOS and EOS exchanged and no padding token, and some pre-tokenizers lose a step. The
-conversion fixes these from the file's own metadata and keeps the result in a cache folder, because it takes
-some 20 seconds even for 135 million parameters.
+transformers can load a GGUF file, but the result is not a usable checkpoint: it cannot be saved, its
+tokenizer has BOS and EOS exchanged and no padding token, and some pre-tokenizers lose a step. The conversion
+fixes these from the file's own metadata and keeps the result in a cache folder, because it takes some 20
+seconds even for 135 million parameters.
 
 Weights are stored in bfloat16, the type of the checkpoints that GGUF files are made from. The rounding error
 of the GGUF's own format stays: the converted model is the dequantised one, not the original.
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def gguf_to_folder(gguf: Path) -> Path:
-    """Folder with the same model as safetensors in bfloat16, its config and its tokenizer, converted once.
+    """Return a folder with the model as bfloat16 safetensors, its config and its tokenizer, converted once.
 
     Args:
         gguf: The file, in any quantisation that transformers can dequantise.
@@ -62,7 +62,7 @@ def _convert(gguf: Path, folder: Path) -> None:
             str(gguf.parent),
             gguf_file=gguf.name,
             dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),  # a newer one would keep what it has kernels for
+            quantization_config=GgufConfig(dequantize=True),  # newer versions keep formats with kernels
         )
     except (ValueError, KeyError, NotImplementedError, OSError) as error:
         raise QeRLError(
@@ -77,8 +77,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _read_metadata(gguf: Path) -> dict[str, object]:
-    """The ``tokenizer.ggml`` fields that name special tokens and the pre-tokenizer."""
-    from gguf import GGUFReader  # slow to import, and needed for the conversion alone
+    """Return the ``tokenizer.ggml`` fields that name special tokens and the pre-tokenizer."""
+    from gguf import GGUFReader  # slow to import, and needed only for the conversion
 
     try:
         fields = GGUFReader(gguf).fields
@@ -91,7 +91,7 @@ def _read_metadata(gguf: Path) -> dict[str, object]:
 
 
 def _mend_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, object]) -> None:
-    """Undo the errors of the conversion in transformers 5.17."""
+    """Correct the errors of the tokenizer conversion in transformers 5.17."""
     tokenizer.clean_up_tokenization_spaces = False  # decoding would drop the space before punctuation
     token = {name: tokenizer.convert_ids_to_tokens(i) for name, i in metadata.items() if isinstance(i, int)}
     if "eos_token_id" in token:
@@ -109,12 +109,12 @@ def _mend_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, obje
 
 
 def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    # model.save_pretrained refuses because the config says "quantized with GGUF", which is true no longer.
+    # model.save_pretrained raises because the config says "quantized with GGUF", which is no longer true.
     save_torch_state_dict(
         model.state_dict(), folder, shared_tensors_to_discard=list(model._tied_weights_keys or ())
     )
     config = model.config
-    vars(config).pop("quantization_config", None)  # which some versions leave there
+    vars(config).pop("quantization_config", None)  # some versions leave it there
     config.architectures = [type(model).__name__]
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config.update(special)

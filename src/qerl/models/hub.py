@@ -1,7 +1,7 @@
-"""From the name of a model to a folder on disk.
+"""Resolution of a model name to a local folder.
 
-Everything past this point (loading, quantising, prescanning shards) reads a local folder of safetensors, so a
-name is resolved once, here: a folder is itself, a GGUF file is converted, and a Hub id is downloaded into the
+Everything else (loading, quantising, prescanning shards) reads a local folder of safetensors, so a name is
+resolved once, here: a folder is used as it is, a GGUF file is converted, and a Hub id is downloaded into the
 Hub's own cache. Without network that cache is used, after one attempt that fails within seconds.
 """
 
@@ -27,22 +27,22 @@ from qerl.models.smollm2 import HUB_ID, PACKAGE, packaged_smollm2
 from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 HUB_TIMEOUT = 5.0
-"""Seconds to wait for the Hub's first answer before it counts as out of reach."""
+"""Seconds to wait for the Hub's first response before it counts as unreachable."""
 
-# What describes a model: enough to plan its memory.
+# Files that describe a model, enough to plan its memory.
 CONFIG = ["config.json", "hf_quant_config.json"]
-# Configs, tokenizers and safetensors, Python files for those who ask for remote code; never pickles.
+# Configs, tokenizers and safetensors, Python files for trust_remote_code; never pickles.
 READ = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-# Exports to other frameworks lie in subfolders; "consolidated" files are a second copy of the weights.
+# Exports to other frameworks are in subfolders; "consolidated" files are a second copy of the weights.
 SKIP = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model whose name has been resolved; it may stand for the name, and the Hub is asked no more.
+    """A resolved model name; functions that take a name accept it, and do not contact the Hub again.
 
     Attributes:
-        name: The user's name for it, which is also written beside weights.
+        name: The name that the user gave, which is also written beside weights.
         folder: Local folder of its safetensors, config and tokenizer.
     """
 
@@ -54,19 +54,19 @@ class LocalModel:
 
 
 def find_model(name: str | Path) -> LocalModel:
-    """The model of a name, downloaded where needed; arguments and errors as `local_checkpoint`."""
+    """Resolve a model name, downloading the model if needed; arguments and errors as `local_checkpoint`."""
     return LocalModel(str(name), local_checkpoint(name))
 
 
 def local_checkpoint(name: str | Path | LocalModel) -> Path:
-    """Local folder of the model's safetensors, config and tokenizer.
+    """Return the local folder of a model's safetensors, config and tokenizer.
 
     Args:
-        name: Local folder, ``.gguf`` file, Hub id (``owner/model``), or a model that has been found.
+        name: Local folder, ``.gguf`` file, Hub id (``owner/model``), or a resolved model.
 
     Raises:
         QeRLError: The name is none of these, the model does not exist or is gated, neither the Hub nor its
-            cache has safetensors of it, or it is an adapter or has one beside it.
+            cache has safetensors of it, or the folder is an adapter or also contains one.
     """
     if isinstance(name, LocalModel):
         return name.folder
@@ -79,10 +79,10 @@ def local_checkpoint(name: str | Path | LocalModel) -> Path:
 
 
 def local_config(name: str | Path | LocalModel) -> Path:
-    """Local folder of the model's config; of a model on the Hub nothing else is downloaded.
+    """Return the local folder of a model's config; for a model on the Hub only the config is downloaded.
 
     Raises:
-        QeRLError: As `local_checkpoint`, or it is a ``.gguf`` file, which has no config.json.
+        QeRLError: As `local_checkpoint`, or the name is a ``.gguf`` file, which has no config.json.
     """
     if isinstance(name, LocalModel):
         return name.folder
@@ -95,7 +95,7 @@ def local_config(name: str | Path | LocalModel) -> Path:
 
 
 class Unreachable(Exception):
-    """Neither the Hub nor its cache gave the files; the message is the cause."""
+    """Neither the Hub nor its cache has the files; the message is the cause."""
 
 
 def download(
@@ -104,19 +104,19 @@ def download(
     kind: Literal["model", "dataset"] = "model",
     skip: list[str] | None = None,
 ) -> Path:
-    """Folder in the Hub's cache with the files of a repository that match the patterns.
+    """Download the files of a repository that match the patterns, and return their folder in the Hub's cache.
 
-    Without network it is the cache as it is, after one attempt that fails within seconds.
+    Without network the cache is used as it is, after one attempt that fails within seconds.
 
     Args:
         name: Id on the Hub, ``owner/name``.
-        patterns: Wanted files, as `fnmatch` patterns.
+        patterns: `fnmatch` patterns of files to download.
         kind: Kind of the repository.
-        skip: Patterns of wanted files that are left out.
+        skip: Patterns of files to leave out nevertheless.
 
     Raises:
-        QeRLError: The id is none, the repository does not exist, or it is gated.
-        Unreachable: Neither the Hub nor the cache can give the files.
+        QeRLError: The id is invalid, or the repository does not exist or is gated.
+        Unreachable: Neither the Hub nor the cache has the files.
     """
     try:
         return Path(
@@ -137,7 +137,7 @@ def download(
     except RepositoryNotFoundError as error:
         raise QeRLError(f"There is no folder and no Hub {kind} named {name}; check the name.") from error
     except (OSError, httpx.HTTPError) as error:
-        # Offline a disk that is full or a cache that cannot be read still has a cause of its own.
+        # A full disk or an unreadable cache is reported as the cause even when offline.
         offline = isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled)
         cause = first_line(error) if str(error).strip() else ""
         raise Unreachable(
@@ -146,7 +146,7 @@ def download(
 
 
 def hub_answers() -> bool:
-    """True if the Hub can be reached; False within seconds where it cannot."""
+    """Return True if the Hub can be reached, False within seconds if it cannot."""
     try:
         return not get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT).is_error
     except (OSError, httpx.HTTPError):
@@ -155,26 +155,26 @@ def hub_answers() -> bool:
 
 @contextmanager
 def hub_errors_said(what: str, then: str) -> Iterator[None]:
-    """A block in which a Hub that does not answer or refuses ends in a sentence that begins and ends so."""
+    """Turn Hub errors in the context into a QeRLError that begins with ``what`` and ends with ``then``."""
     try:
         yield
-    except (OSError, ValueError, httpx.HTTPError) as error:  # ValueError: an id that is none
+    except (OSError, ValueError, httpx.HTTPError) as error:  # ValueError: an invalid id
         raise QeRLError(f"{what} ({first_line(error)}); see to the network, {then}.") from error
 
 
 def _from_hub(name: str, patterns: list[str], needed: str) -> Path:
-    """Folder in the Hub's cache with the files of these patterns, of which one at least is needed."""
+    """Return the folder in the Hub's cache with files of these patterns, at least one matching ``needed``."""
     try:
         folder = download(name, patterns, skip=SKIP)
     except Unreachable as error:
         return _without_hub(name, needed, error)
-    if not any(folder.glob(needed)):  # offline, the cache may have the config alone
+    if not any(folder.glob(needed)):  # offline, the cache may have only the config
         return _without_hub(name, needed, None)
     return _checked_folder(folder, name)
 
 
 def _checked_folder(folder: Path, name: str | Path) -> Path:
-    """The folder, if it holds a model and nothing that would change its weights when it is loaded."""
+    """Return the folder if it has a model, and no adapter that would be loaded with it; raise otherwise."""
     adapts = (folder / ADAPTER_CONFIG_FILE).is_file()
     if (folder / "config.json").is_file():
         if adapts:

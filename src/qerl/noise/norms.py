@@ -1,26 +1,26 @@
-"""Selection of the norms that get noise, and their weights w + Z.
+"""Selection of the norms that get noise, and replacement of their weights by w + Z.
 
-Three decisions, each against a way in which this went wrong elsewhere:
+Three decisions, each against a known failure of other implementations:
 
 - Norms are found by data flow, not by class: a norm is perturbed if its output enters a linear layer. A list
   of class names goes stale with each new family and then silently perturbs nothing; finding nothing is an
   error here.
-- Noisy norms are FP32, weight and product. In bf16 the spacing just above 1 is 2^-7: w + Z is w for Z of
-  5e-4, and x_hat * (w + Z) is x_hat * w if x_hat was rounded to bf16 before.
-- Clean weights are never written. The norm gets another Parameter for as long as there is noise; nothing can
+- Noisy norms are FP32, weight and product. In bf16 the spacing just above 1 is 2^-7: w + Z equals w for Z of
+  5e-4, and x_hat * (w + Z) equals x_hat * w if x_hat was rounded to bf16 before.
+- Clean weights are never written. The norm gets another Parameter while there is noise; nothing can
   accumulate, and the clean tensor is the same object with the same bits afterwards.
 
-A norm behind attention or MLP (all of OLMo 2 and 3, every second one of Gemma 2 to 4) gets no noise. In front
-of a linear W it is noise of W: W diag(w + Z) has each column scaled. Behind a block its output is added to
-the residual stream, and Z would scale what the block adds for all later layers. That is noise of no linear:
-what the last one of the block gives is normalised before.
+A norm after attention or MLP (all of OLMo 2 and 3, every second one of Gemma 2 to 4) gets no noise. Before a
+linear W, Z is noise on W: W diag(w + Z) has each column scaled. After a block, the norm's output is added to
+the residual stream, so Z would scale the block's contribution for all later layers. That is not noise on any
+linear: the output of the block's last linear is normalised before Z applies.
 
-A norm that is given a gate beside its input (behind the recurrence of a gated delta net) gets none either:
-its weight is one for all heads, so Z would move as many columns of the linear behind it together.
+A norm that takes a gate as a second input (after the recurrence of a gated delta net) gets none either: all
+heads share its weight, so Z would scale the corresponding columns of the next linear together.
 
 The experts of a mixture count as one linear, since tokens are gathered before each expert multiplies them; so
-the norm in front of them and of their router gets noise. Given up: experts that are one tensor, in a model
-that the caller has built; a norm that only they and a router read is not perturbed.
+the norm before the experts and their router gets noise. Given up: experts stored as one tensor, in a model
+that the caller has built; a norm that feeds only such experts and a router is not perturbed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,21 +39,21 @@ _TAKES_FLOAT32 = "_qerl_takes_float32_weight"
 
 
 def find_noise_norms(model: nn.Module) -> list[str]:
-    """Names of the norms whose output feeds a linear layer, found by running two tokens through the model.
+    """Return the names of norms whose output feeds a linear layer, by running two tokens through the model.
 
-    A norm is a module without children whose only parameter is a 1-D ``weight``. It counts when memory that
-    it returned is the input of a module with ``in_features`` and ``out_features`` (nn.Linear, packed linears
-    and LoRA wrappers have both) outside the output embedding. That leaves out q_norm/k_norm, whose output
-    goes to the rotary embedding, norms after a block, whose output goes into a sum, and the final norm. Norms
-    that are called with a gate as well are left out, too.
+    A norm is a module without children whose only parameter is a 1-D ``weight``. It is selected if its output
+    memory is the input of experts or of a module with ``in_features`` and ``out_features`` (nn.Linear, packed
+    linears and LoRA wrappers have both) outside the output embedding. This excludes q_norm/k_norm, whose
+    output goes to the rotary embedding, norms after a block, whose output goes into a sum, and the final
+    norm. Norms that are called with a gate are excluded, too.
 
-    Modes, RNG state and parameters of the model are as before afterwards.
+    Modes, RNG state and parameters of the model are unchanged afterwards.
 
     Returns:
         Qualified names inside the base model (see ``qerl.families.parts.base_model``), in module order.
 
     Raises:
-        QeRLError: There is no such norm, so noise would do nothing.
+        QeRLError: There is no such norm, so noise would have no effect.
     """
     base = base_model(model)
     head = base.get_output_embeddings()
@@ -74,7 +74,7 @@ def find_noise_norms(model: nn.Module) -> list[str]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """True for a module without children whose only parameter is a 1-D ``weight``."""
+    """Return True for a module without children whose only parameter is a 1-D ``weight``."""
     parameters = dict(module.named_parameters(recurse=False))
     return (
         parameters.keys() == {"weight"}
@@ -86,10 +86,10 @@ def is_norm(module: nn.Module) -> bool:
 def _norms_feeding(
     base: PreTrainedModel, norms: Mapping[str, nn.Module], linears: list[nn.Module]
 ) -> set[str]:
-    """Names of the norms whose output, or a view of it, enters one of the linears."""
+    """Return the names of the norms whose output, or a view of it, enters one of the linears."""
     producer: dict[int, str] = {}
     found: set[str] = set()
-    alive = []  # freed memory would go to the next tensor, which would then pass for the norm's output
+    alive = []  # otherwise freed memory could be reused by another tensor and mistaken for a norm's output
 
     def record(name: str, _norm: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if len(args) > 1:  # a gate
@@ -114,7 +114,7 @@ def _norms_feeding(
 
 
 def takes_float32_weight(norm: nn.Module) -> None:
-    """Mark a norm that, given an FP32 weight, computes in FP32 by itself and rounds once at its end."""
+    """Mark a norm that computes in FP32 and rounds once at the end if its weight is FP32."""
     object.__setattr__(norm, _TAKES_FLOAT32, True)
 
 
@@ -124,18 +124,18 @@ def _weight(norm: nn.Module) -> nn.Parameter:
 
 @contextmanager
 def noisy_norms(model: nn.Module, offsets: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside the block the named norms have w + Z in place of w.
+    """Replace the weight w of the named norms by w + Z inside the context.
 
-    Each norm holds an FP32 Parameter w + Z meanwhile, computes in FP32 and returns the dtype of its input.
-    The clean Parameter objects return when the body ends, also when it raises; they are never written.
+    Each norm then holds an FP32 Parameter w + Z, computes in FP32 and returns the dtype of its input. The
+    clean Parameter objects are restored when the body ends or raises; they are never written.
 
     Args:
         model: The model, PEFT-wrapped or not.
-        offsets: Z by norm name, as ``AdaptiveNoise.offsets`` returns it, or [B, 1, D] with a Z for each row
-            of a batch [B, T, D]; empty leaves the model as it is.
+        offsets: Z by norm name, as ``AdaptiveNoise.offsets`` returns it, or [B, 1, D] with one Z per row of a
+            batch [B, T, D]; empty leaves the model unchanged.
 
     Raises:
-        QeRLError: A name that the model does not have, or a Z of another width than the norm's weight.
+        QeRLError: The model has no norm of a given name, or a Z has another width than its norm's weight.
     """
     base = base_model(model)
     modules = dict(base.named_modules())
@@ -172,11 +172,11 @@ def _noisy(norm: nn.Module, offset: torch.Tensor) -> Iterator[None]:
 
 
 class _InFloat32:
-    """Hooks that let a norm compute in FP32 and round once, to the dtype that came in, at the end.
+    """Hooks that make a norm compute in FP32 and round once, at the end, to the dtype of its input.
 
-    A norm fed with bf16 rounds x_hat to bf16 before it multiplies (as transformers' do), and a bf16 number
-    times 1 + 5e-4 rounds back to itself, whatever the precision of the weight. Rounded once, the product
-    keeps Z on average: about one entry in ten moves by a whole spacing.
+    A norm with bf16 input rounds x_hat to bf16 before it multiplies (as those of transformers do), and a bf16
+    number times 1 + 5e-4 rounds back to itself, whatever the precision of the weight. Rounded only once, the
+    product keeps Z on average: about one entry in ten moves by a whole spacing.
     """
 
     def widen(self, _norm: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

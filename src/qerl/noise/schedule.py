@@ -16,7 +16,7 @@ SCHEDULES: tuple[str, ...] = get_args(NoiseKind)
 class NoiseSchedule:
     """sigma by training step.
 
-    The run of M steps is cut into K stages of floor(M / K) steps; steps left over belong to the last stage.
+    The run of M steps is divided into K stages of floor(M / K) steps; remaining steps belong to the last one.
     Stage 0 has no noise. Noisy stage k = 1..K-1 has, with t = (k - 1) / (K - 2) running from 0 to 1,
 
         exponential   sigma_start * (sigma_end / sigma_start)^t
@@ -29,7 +29,7 @@ class NoiseSchedule:
 
     Paper and released code differ. The paper's exponent is (k - 1) / (K - 1), which never reaches sigma_end
     (with K = 10 and 1e-2 -> 1e-4 the last stage has 1.7e-4); the released code's is (k - 1) / (K - 2), as
-    here. The paper gives a formula for the exponential shape alone; the other shapes are ours between the
+    here. The paper gives a formula only for the exponential shape; the other shapes are ours, between the
     same two ends.
 
     Attributes:
@@ -73,11 +73,11 @@ class NoiseSchedule:
             )
 
     def stage(self, step: int) -> int:
-        """Stage 0..K-1 of a 0-based optimizer step."""
+        """Return the stage, 0..K-1, of a 0-based optimizer step."""
         return min(step // (self.total_steps // self.stages), self.stages - 1)
 
     def sigma(self, step: int) -> float:
-        """Standard deviation of Z at a 0-based optimizer step; 0 in stage 0."""
+        """Return the standard deviation of Z at a 0-based optimizer step; 0 in stage 0."""
         stage = self.stage(step)
         if stage == 0:
             return 0.0

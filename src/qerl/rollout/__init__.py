@@ -1,5 +1,6 @@
-"""Sampling completions from the policy that trains.
+"""Sampling of completions from the policy that is trained.
 
-``engine`` is the contract, ``select`` chooses an engine, ``sampling`` turns logits into tokens. ``portable``
-runs any causal LM of transformers on any device; ``paged`` is the engine for Hopper GPUs.
+``engine`` has the interface and draws tokens from logits, ``session`` tracks sequences sampled in turns,
+``stops`` ends turns, ``select`` chooses an engine. ``portable`` runs any causal LM of transformers on any
+device; ``paged`` is the engine for Hopper GPUs.
 """

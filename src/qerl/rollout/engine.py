@@ -1,20 +1,21 @@
-"""What a rollout engine is: prompts in, sampled tokens with their log-probabilities out.
+"""The interface of rollout engines: prompts in, sampled tokens with their log-probabilities out.
 
-A completion is sampled in one go (`RolloutEngine.generate`) or in turns (`Session`), between which others
-write: a tool's result, a user's answer. Both are the same work, the second with pauses.
+A completion is sampled in one go (`RolloutEngine.generate`) or in turns (`Session`). Between turns the caller
+appends tokens, such as a tool's result or a user's answer. Both are the same work, the second with pauses.
 
-An engine runs on the very modules that train. It never copies, syncs or merges weights: LoRA parameters are
+An engine runs on the modules that are trained. It never copies, syncs or merges weights: LoRA parameters are
 read where the optimizer writes them, and parameter noise is handed to each call as offsets of RMSNorm
 weights. The engine knows nothing of trainers, tasks or rewards.
 
 **Drawing.** Tokens are drawn by inverting the cumulative distribution at one uniform number. Each sequence
 has its own stream of uniforms, keyed by (seed, prompt, sample), and uses exactly one number per token, so
-what a sequence draws does not depend on which others share its batch, when they finish, or how the work was
-cut into waves. ``torch.multinomial`` could not promise that: it takes numbers from one stream for the whole
+its tokens do not depend on which others share its batch, when they finish, or how the sequences were split
+into waves. ``torch.multinomial`` could not guarantee that: it takes numbers from one stream for the whole
 batch.
 
-Order of the filters: temperature, then top-k, then top-p over what top-k left, then min-p. They decide which
-tokens can be drawn; log-probabilities are those before them (`qerl.rollout.engine.Completion` says why).
+Order of the filters: temperature, then top-k, then top-p over the tokens that top-k kept, then min-p. Filters
+decide which tokens can be drawn; log-probabilities are computed before top-k, top-p and min-p
+(`qerl.rollout.engine.Completion` says why).
 
 Shapes: B sequences, V vocabulary, C candidates (the most probable tokens, descending).
 """
@@ -48,17 +49,17 @@ NormOffsets = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen.
+    """Sampling parameters of a completion.
 
     Attributes:
-        max_tokens: Tokens that a completion may have at most, its stop token included; at least 1.
+        max_tokens: Maximum number of tokens in a completion, stop token included; at least 1.
         temperature: Divides the logits; 0 takes the most probable token.
         top_p: Keeps the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: Keeps this many most probable tokens; 0 keeps all.
-        min_p: Keeps tokens at least this share as probable as the most probable one; 0 keeps all.
+        min_p: Keeps tokens with at least this fraction of the highest token probability; 0 keeps all.
         stop_token_ids: A completion ends with the first of these, which it includes.
         seed: Same seed, same samples, whatever else is in the batch.
-        stops: What else ends a completion, such as texts (`qerl.rollout.stops`).
+        stops: Other conditions that end a completion, such as stop strings (`qerl.rollout.stops`).
     """
 
     max_tokens: int
@@ -86,12 +87,12 @@ class SamplingParams:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Its values as plain ones, without the stops, which whoever made them can name."""
+        """All fields except `stops`, as plain values."""
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "stops"}
 
     @property
     def filtered(self) -> bool:
-        """Whether tokens are left out before one is drawn; greedy decoding leaves none out."""
+        """True if top-p, top-k or min-p may exclude tokens; greedy decoding excludes none."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -102,18 +103,18 @@ class Completion:
     Attributes:
         token_ids: Sampled tokens, the stop token included when there is one; never empty.
         logprobs: Natural log-probability of each token under softmax(logits / temperature), noise included,
-            before top-k, top-p and min-p; greedy: at temperature 1. A policy restricted to the tokens that a
-            filter left has a probability larger by 1 / (their mass), a factor that is the same for all of
-            them and that the trainer's restricted policy has as well, nearly. Both leave it out: with it on
-            one side alone every importance weight would be too small by that factor.
+            before top-k, top-p and min-p; greedy: at temperature 1. Restricting the policy to the filtered
+            tokens would multiply each of their probabilities by 1 / (their mass). The factor is nearly the
+            same for the trainer's restricted policy, so both sides omit it: applied on one side only, it
+            would make every importance ratio too small by that factor.
         entropies: Entropy in nats of the same distribution.
-        finish_reason: ``stop`` (a stop token, or a stop such as a text, whose tokens stay), ``length``
-            (max_tokens reached), ``error`` (logits not finite; the tokens before stay, and where there are
-            none one pad token of log-probability 0 stands in) or ``pause`` (a stop after which others write
-            and the turn goes on).
-        choices: Of a mixture, where the engine keeps them: experts of each token that was computed, those of
-            the prompt and of earlier turns among them, but not of the last token, which nothing has read;
-            uint8 [tokens, mixtures, experts per token].
+        finish_reason: ``stop`` (a stop token or another stop, such as a stop string; its tokens are kept),
+            ``length`` (max_tokens reached), ``error`` (logits not finite; earlier tokens are kept, and if
+            there are none, one pad token of log-probability 0 stands in) or ``pause`` (a stop after which the
+            caller appends tokens and the turn goes on).
+        choices: For mixture-of-experts models, if the engine records them: the experts of each computed
+            token, including those of the prompt and of earlier turns, but not of the last token, which the
+            model has not read; uint8 [tokens, mixtures, experts per token].
     """
 
     token_ids: list[int]
@@ -125,12 +126,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Begun:
-    """What a sequence has when it is started because an earlier session drew it (`Session.leave`).
+    """The state of a sequence from an earlier session (`Session.leave`), from which a new session continues.
 
     Attributes:
-        token_ids, logprobs, entropies: Of its first tokens, as in `Completion`; they may be empty.
-        finish_reason: Why it has ended, as in `Completion`; None for a sequence that goes on.
-        choices: Of one that has ended, as in `Completion`.
+        token_ids, logprobs, entropies: Of the tokens so far, as in `Completion`; they may be empty.
+        finish_reason: Why the sequence has ended, as in `Completion`; None if it goes on.
+        choices: Experts of an ended sequence, as in `Completion`.
     """
 
     token_ids: list[int]
@@ -142,12 +143,12 @@ class Begun:
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """All completions of one call, prompts in the order given, the samples of a prompt next to each other.
+    """All completions of one call: prompts in the order given, samples of a prompt next to each other.
 
     Attributes:
         completions: ``len(prompts) * samples_per_prompt`` of them.
-        prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples that run together, and
-            the portable engine computes once what all prompts that run together begin with.
+        prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples that run together. The
+            portable engine also computes a prefix that is common to all prompts of a wave only once.
         generated_tokens: Tokens sampled.
         seconds: Wall-clock time of the call.
     """
@@ -159,7 +160,7 @@ class RolloutResult:
 
 
 WhenEnded = Callable[[int, Completion], None]
-"""Is told of a finished completion: its place in `RolloutResult.completions`, and it."""
+"""Callback for a finished completion: its index in `RolloutResult.completions`, and the completion."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,8 @@ class Ended:
 
     Attributes:
         index: The sequence, as `Session.start` numbered it.
-        completion: What the policy drew in this turn and nothing else, the stop token included. It is empty,
-            with the reason ``length``, only for a sequence that had no room from its start.
+        completion: Only the tokens that the policy drew in this turn, stop token included. It is empty, with
+            the reason ``length``, only for a sequence that had no room from the start.
     """
 
     index: int
@@ -177,27 +178,28 @@ class Ended:
 
 
 class Session(ABC):
-    """Sequences that go on: tokens that the policy draws, tokens that others write, drawn ones again.
+    """Sequences sampled in turns: the policy draws tokens, the caller appends tokens, the policy draws again.
 
-    All of a session's sequences are drawn with one state of the policy and one noise, each with sampling
-    parameters of its own. A session that was left can be entered again with another state: that draws what
-    follows, behind keys and values that earlier states have computed. What the policy draws and what others
-    write count together towards a sequence's limit, its ``SamplingParams.max_tokens`` or the positions that
-    its prompt leaves if these are fewer.
+    All sequences of a session are drawn with one state of the policy and one noise, each with its own
+    sampling parameters. A session that was left can be entered again with another policy state, which draws
+    the tokens that follow, on top of keys and values that earlier states computed. Drawn and appended tokens
+    count together towards a sequence's limit: ``SamplingParams.max_tokens``, or the positions that its prompt
+    leaves if these are fewer.
 
     The uniform number of a token is keyed by the seed, the number of its prompt in the session, the sample,
-    and the token's place in the completion, or by a seed of the sequence's own and that place. So a sequence
-    draws the same whatever else is in the batch, in whichever order turns end, and whether its keys and
-    values were kept between turns or computed again (up to rounding, which depends on the batch as it does in
+    and the token's index in the completion, or by the sequence's own seed and that index. So a sequence draws
+    the same tokens whatever else is in the batch, in whichever order turns end, and whether its keys and
+    values were kept between turns or recomputed (up to rounding, which depends on the batch as it does in
     `RolloutEngine.generate`).
 
-    Made by `RolloutEngine.session`. Used from one thread.
+    Created by `RolloutEngine.session`. Used from one thread.
 
     Attributes:
-        prefilled_tokens: Tokens that were computed otherwise than as they were drawn: prompts, once for all
-            their samples that run together, what others wrote, and what had to be computed again.
-        over: Whether it cannot be entered again: it was left by `leave` or by an error, or the engine was
-            reset or has opened another session since. Unless it was an error, `leave` says what it has.
+        prefilled_tokens: Tokens that were prefilled: prompts (once for all their samples that run together),
+            appended tokens, and recomputed tokens.
+        over: Whether the session cannot be entered again: it was ended by `leave` or by an error, or the
+            engine was reset or has opened another session since. Unless it was an error, `leave` returns the
+            sequences whose turn has not ended.
     """
 
     prefilled_tokens: int
@@ -212,88 +214,89 @@ class Session(ABC):
         seeds: Sequence[int] | None = None,
         begun: Sequence[Begun] | None = None,
     ) -> list[int]:
-        """Begin sequences; they are decoded by `next`.
+        """Start new sequences, which `next` decodes.
 
         Args:
             prompts: Token ids of each prompt, without padding; every prompt has at least one token.
-            samples_per_prompt: Sequences for each prompt; they share its prefill.
-            params: For each sequence, in the order of what is returned, parameters of its own: it draws what
-                it would draw in a session with these alone. None gives all of them the session's.
-            seeds: For each sequence, in the same order, a seed of its own in the place of its parameters': it
-                draws what it would draw alone in a session with this seed.
-            begun: For each sequence, in the same order, what it has already; the keys and values of that are
-                computed anew. One that has ended is among those that the following `next` returns.
+            samples_per_prompt: Sequences per prompt; they share its prefill.
+            params: Sampling parameters of each sequence, in the order of the returned numbers. A sequence
+                draws the same tokens as in a session with these parameters for all. None uses the session's.
+            seeds: Seed of each sequence, in the same order, instead of the seed of its parameters. A sequence
+                draws the same tokens as when it is alone in a session with this seed.
+            begun: State of each sequence, in the same order; its keys and values are recomputed. A sequence
+                that has already ended is returned by the following `next`.
 
         Returns:
-            The numbers of the new sequences, prompts in the order given, the samples of a prompt next to each
+            The numbers of the new sequences, prompts in the order given, samples of a prompt next to each
             other; the session counts from 0.
 
         Raises:
-            QeRLError: An empty prompt list, an empty prompt, another number of parameters, seeds or
-                beginnings than of sequences, or no memory for one of them; what was started before goes on.
+            QeRLError: The prompt list or a prompt is empty, the number of parameters, seeds or beginnings is
+                not that of the sequences, or memory for one of them is missing; earlier sequences go on.
         """
 
     @abstractmethod
     def go_on(self, index: int, token_ids: Sequence[int]) -> None:
-        """Append what others wrote to a sequence whose turn has ended, and begin its next turn.
+        """Append tokens to a sequence whose turn has ended, and begin its next turn.
 
         Args:
             index: The sequence.
-            token_ids: What they wrote, fewer tokens than `room`; it may be empty.
+            token_ids: The tokens to append, fewer than `room`; may be empty.
 
         Raises:
-            QeRLError: The tokens leave no room for a drawn one, the sequence's turn has not ended, or it was
-                finished.
+            QeRLError: The tokens leave no room for a drawn one, or the sequence's turn has not ended, or the
+                sequence was finished.
         """
 
     @abstractmethod
     def room(self, index: int) -> int:
-        """Tokens that a sequence whose turn has ended may still have, drawn or written; 0 after logits that
-        were not finite.
+        """Return how many more tokens, drawn or appended, a sequence between turns may have.
+
+        This is 0 after logits that were not finite.
 
         Raises:
-            QeRLError: It was finished.
+            QeRLError: The sequence was finished.
         """
 
     @abstractmethod
     def finish(self, index: int) -> None:
-        """Say that a sequence whose turn has ended will not go on: all that is held of it is given up.
+        """Finish a sequence whose turn has ended, and free everything that is held for it.
 
         Raises:
             QeRLError: Its turn has not ended.
         """
 
     def length(self, index: int) -> int:
-        """Tokens that a sequence has at present, drawn or written.
+        """Return the current number of tokens of a sequence, drawn or appended.
 
         Raises:
-            QeRLError: It was finished, or these sessions do not go on.
+            QeRLError: The sequence was finished, or sessions of this class cannot be entered again.
         """
         raise QeRLError(_not_going_on(self, "length"))
 
     def leave(self) -> dict[int, Begun]:
-        """What each sequence has whose turn has not ended, by its number; the session is over then.
+        """End the session, and return the state of each sequence whose turn has not ended, by its number.
 
-        It may be called outside of the session's context, also once another session was opened.
+        It may be called outside of the session's context, even after another session was opened.
 
         Raises:
-            QeRLError: These sessions do not go on.
+            QeRLError: Sessions of this class cannot be entered again.
         """
         raise QeRLError(_not_going_on(self, "leave"))
 
     @abstractmethod
     def next(self, one_round: bool = False, meanwhile: Callable[[], None] | None = None) -> list[Ended]:
-        """Decode until at least one sequence has ended its turn; with nothing to decode the list is empty.
+        """Decode until at least one turn has ended, and return the ended turns; empty if nothing is running.
 
         Args:
-            one_round: Decode the few steps of a round of the engine and no more, so that others can start
-                sequences before any has ended; the list may then be empty while the session is `busy`.
-            meanwhile: Called in each round once its work was given to the device, before that is waited for;
-                it must ask nothing of the session. Whatever it lets run beside the device holds nothing up.
+            one_round: Decode a single round of the engine, so that more sequences can be started before any
+                has ended; the list may then be empty while the session is `busy`.
+            meanwhile: Called in each round after its work was submitted to the device, before the host waits
+                for it; must not call the session. Work that it does in parallel with the device is free.
         """
 
     def next_finished(self, one_round: bool = False) -> list[Ended]:
-        """As `next`, for sequences of one turn, each of which is finished."""
+        """Decode as `next` does, and finish each sequence that is returned, for sequences of one turn."""
         ended = self.next(one_round)
         for turn in ended:
             self.finish(turn.index)
@@ -302,7 +305,7 @@ class Session(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether `next` has something to decode."""
+        """True if `next` has anything to decode or return."""
 
 
 def _not_going_on(session: Session, method: str) -> str:
@@ -313,10 +316,10 @@ def _not_going_on(session: Session, method: str) -> str:
 
 
 def check_goes_on(session: Session) -> None:
-    """Refuse a session that cannot be kept over an update.
+    """Raise if a session cannot continue across an update of the policy.
 
     Raises:
-        QeRLError: It has no `length` or no `leave`, or its `start` does not take `begun`.
+        QeRLError: The session has no `length` or no `leave`, or its `start` does not take `begun`.
     """
     for method in ("length", "leave"):
         if getattr(type(session), method) is getattr(Session, method):
@@ -330,20 +333,20 @@ def check_goes_on(session: Session) -> None:
 
 
 def takes(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a function can be given an argument by name; one that hands all on is taken to."""
+    """Return True if a function accepts an argument by name; ``**kwargs`` counts as accepting it."""
     parameters = inspect.signature(function).parameters
     return argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 class RolloutEngine(ABC):
-    """Samples completions from the policy in its present state.
+    """Samples completions from the current state of the policy.
 
     Attributes:
-        model: The model that it samples from, PEFT-wrapped or not, which a trainer compares with the one that
-            it trains; None for an engine without a model, whose samples are scripted.
-        rows_per_call: Completions that a call should have where there are many to make: with fewer, part of
-            its time goes into waiting for the last ones.
-        keeps_prefixes: Whether sessions that name their policy find what sequences have computed.
+        model: The model to sample from, PEFT-wrapped or not, which the trainer compares with the one that it
+            trains; None for an engine without a model, whose samples are scripted.
+        rows_per_call: Recommended number of completions per call: with fewer, more of the call's time is
+            spent waiting for the last ones.
+        keeps_prefixes: Whether sessions that name their policy reuse keys and values of common prefixes.
     """
 
     model: nn.Module | None = None
@@ -364,17 +367,17 @@ class RolloutEngine(ABC):
 
         Args:
             prompts: Token ids of each prompt, without padding; every prompt has at least one token.
-            samples_per_prompt: Completions for each prompt; they share its prefill.
+            samples_per_prompt: Completions per prompt; they share its prefill.
             params: Sampling parameters.
-            norm_offsets: Noise added to RMSNorm weights for this call alone; the weights themselves are never
+            norm_offsets: Noise added to RMSNorm weights for this call only; the weights themselves are never
                 written.
             seeds: As in `Session.start`.
-            ended: Called with each completion as soon as it is finished, in this thread, and while others are
-                still decoded; decoding waits for it, so it should begin work and not do it.
+            ended: Called with each completion as soon as it is finished, in this thread, while others are
+                still decoded; decoding waits for the call, so it should start work and not do it.
 
         Raises:
-            QeRLError: An empty prompt list, an empty prompt, a prompt that with its completion exceeds the
-                positions the model has, or another number of seeds than of completions.
+            QeRLError: The prompt list or a prompt is empty, a prompt with its completion exceeds the model's
+                positions, or the number of seeds is not that of completions.
         """
 
     def session(
@@ -386,28 +389,29 @@ class RolloutEngine(ABC):
         going_on: Session | None = None,
         policy: Hashable | None = None,
     ) -> AbstractContextManager[Session]:
-        """Sample in turns; leaving the context gives up all sequences, unless it is entered again.
+        """Open a session for sampling in turns.
 
-        Within it neither the model may change nor another method of the engine be called.
+        Leaving the context drops all sequences, unless the session is entered again. Within the context the
+        model must not change and no other method of the engine may be called.
 
         Args:
-            params: Sampling parameters of the sequences that are started without their own.
+            params: Sampling parameters of sequences that are started without their own.
             norm_offsets: Noise, as in `generate`.
-            growing: Whether more sequences, of other prompts and lengths, are to be expected while these are
-                decoded. An engine that takes memory by what was started then takes some more at once.
-            longest_prompt: Tokens of the longest prompt that will be started, where that is known and no more
-                sequences will go on side by side than are started first: then memory is taken for these.
-            going_on: The last session of this engine, which is entered again with the policy and the noise as
-                they are now. Its sequences keep what they have; their keys and values, unless `release` was
-                called, are not computed again, whatever became of the weights.
-            policy: A name of the policy as it is now, noise included; an engine that does not keep prefixes
-                (`keeps_prefixes`) ignores it. What sequences have computed is kept then when their turn has
-                ended, and others that begin with the same tokens take it, in this session and in those of an
-                equal name that follow, until `release` or `reset` is called. None keeps and takes nothing, as
-                does a session that is entered again with another name than it had.
+            growing: Whether more sequences, of other prompts and lengths, will be started while the first are
+                decoded. An engine that sizes memory by the first sequences then reserves more at once.
+            longest_prompt: Tokens of the longest prompt that will be started, if that is known and no more
+                sequences will run concurrently than are started first; memory is then reserved for these.
+            going_on: The last session of this engine, to enter again with the current policy and noise. Its
+                sequences keep their tokens; their keys and values are not recomputed unless `release` was
+                called, even if the weights have changed.
+            policy: A name of the policy's current state, noise included; an engine that does not keep
+                prefixes (`keeps_prefixes`) ignores it. Keys and values of a sequence whose turn has ended are
+                then kept, and sequences that begin with the same tokens reuse them, in this session and in
+                later ones of an equal name, until `release` or `reset` is called. None keeps and reuses
+                nothing, nor does a session that is entered again with a name other than its first.
 
         Raises:
-            QeRLError: The engine samples whole completions alone, or another session was opened since.
+            QeRLError: The engine samples whole completions only, or ``going_on`` is over or another engine's.
         """
         raise QeRLError(
             f"{type(self).__name__} samples whole completions alone; trajectories of several turns, "
@@ -419,22 +423,21 @@ class RolloutEngine(ABC):
         """Free the memory that only `generate` and sessions need; the next call takes it back."""
 
     def pause(self) -> None:  # noqa: B027 - an engine may need all that it holds
-        """Free of that memory what the last session can go on without; keys and values stay."""
+        """Free the part of that memory that the last session does not need to go on; keys and values stay."""
 
     def reset(self) -> None:  # noqa: B027 - an engine may keep nothing of earlier calls
-        """Free all that was sized by earlier calls, so that the next is computed as the first one of a new
-        process would be."""
+        """Free everything that earlier calls sized, so that the next call runs as the first of a process."""
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that no engine samples from rightly, before anything is built around it.
+    """Raise if no engine samples correctly from this model; to be called before anything is built around it.
 
     Args:
         model: A transformers causal LM, PEFT-wrapped or not.
 
     Raises:
-        QeRLError: It is no decoder-only transformer with attention in every layer, or has a prompt-learning
-            adapter.
+        QeRLError: The model is no decoder-only transformer with attention in every layer, or has a
+            prompt-learning adapter.
     """
     base = base_model(model)
     if reason := why_not(base.config, type(base)):
@@ -450,10 +453,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], samples_per_prompt: int) -> None:
-    """Refuse prompts that no engine can sample from.
+    """Raise if no engine can sample from these prompts.
 
     Raises:
-        QeRLError: An empty prompt list, an empty prompt, or no sample.
+        QeRLError: The prompt list or a prompt is empty, or ``samples_per_prompt`` is below 1.
     """
     if not prompts:
         raise QeRLError("There is no prompt to sample from; pass at least one.")
@@ -465,7 +468,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], samples_per_prompt: int) -> 
 
 
 def check_one_each(what: str, given: Sequence[object], sequences: int) -> None:
-    """Refuse values of which there is not one for each sequence.
+    """Raise if the number of given values is not the number of sequences.
 
     Raises:
         QeRLError: There are more or fewer.
@@ -475,17 +478,17 @@ def check_one_each(what: str, given: Sequence[object], sequences: int) -> None:
 
 
 def check_keys(kv_cache_dtype: KvCacheDtype, sizes: Sizes) -> None:
-    """Refuse FP8 keys of a model whose keys have a bias and are not normalised behind it.
+    """Raise for an FP8 KV cache of a model whose keys have a bias and no norm after it.
 
-    On some channels such a bias is far larger than what the text adds to it. E4M3 keeps four bits of the sum,
-    so little of the text is left, and what is sampled becomes nonsense.
+    On some channels such a bias is far larger than the part of the key that depends on the text. E4M3 keeps
+    four significant bits of the sum, so little of that part is left, and samples become nonsense.
 
     Args:
-        kv_cache_dtype: Dtype of keys and values.
+        kv_cache_dtype: Dtype of the KV cache.
         sizes: Of the model.
 
     Raises:
-        QeRLError: It is ``fp8``, and the model is such a one.
+        QeRLError: The dtype is ``fp8``, and an attention layer has such keys.
     """
     mixers = [run.spec.mixer for run in sizes.runs if isinstance(run.spec.mixer, Attention)]
     if kv_cache_dtype == "fp8" and any(each.qkv_bias and not each.qk_norm for each in mixers):
@@ -498,14 +501,15 @@ def check_keys(kv_cache_dtype: KvCacheDtype, sizes: Sizes) -> None:
 def check_request(
     prompts: Sequence[Sequence[int]], samples_per_prompt: int, params: SamplingParams, positions: int | None
 ) -> None:
-    """Refuse a call that no engine can serve.
+    """Raise if no engine can serve this call.
 
     Args:
         prompts, samples_per_prompt, params: As in `RolloutEngine.generate`.
-        positions: Positions the model has, None where it sets no limit.
+        positions: The model's maximum number of positions; None if it has no limit.
 
     Raises:
-        QeRLError: An empty prompt list, an empty prompt, or a prompt that with its completion exceeds them.
+        QeRLError: The prompt list or a prompt is empty, ``samples_per_prompt`` is below 1, or a prompt with
+            its completion exceeds the positions.
     """
     check_prompts(prompts, samples_per_prompt)
     longest = max(len(prompt) for prompt in prompts)
@@ -517,16 +521,16 @@ def check_request(
         )
 
 
-# top-p needs the most probable tokens in order, but rarely many of them. 64 x 49,152 logits on 2 cores: 15 ms
-# for these candidates, 116 ms for a full sort.
+# top-p needs the most probable tokens in order, but rarely many of them. For 64 x 49,152 logits on 2 cores,
+# these candidates take 15 ms, a full sort 116 ms.
 _CANDIDATES = 1024
 
 
 class Drawn(NamedTuple):
-    """One token for each sequence.
+    """One drawn token per sequence.
 
     Attributes:
-        tokens_B: int64 token ids; without meaning where ``finite_B`` is false.
+        tokens_B: int64 token ids; undefined where ``finite_B`` is false.
         logprobs_B: fp32 log-probability in nats, under the distribution at temperature, before truncation.
         entropies_B: fp32 entropy in nats of the distribution at temperature, before truncation.
         finite_B: False where a logit was NaN or infinite.
@@ -539,11 +543,11 @@ class Drawn(NamedTuple):
 
 
 def uniform_streams(sequences: Iterable[tuple[int, int, int]], length: int) -> torch.Tensor:
-    """Uniform numbers for each sequence, one per token that it may draw.
+    """Return a stream of uniform numbers for each sequence, one number per token that it may draw.
 
     Args:
         sequences: (seed of the rollout, prompt index, sample index) of each.
-        length: Numbers wanted; a longer stream begins with the shorter one.
+        length: Numbers per sequence; a longer stream begins with the shorter one.
 
     Returns:
         fp64 [sequences, length] in [0, 1) on the CPU.
@@ -580,9 +584,9 @@ def draw_tokens(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: Sampl
 
 
 def draw_rows(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: Sequence[SamplingParams]) -> Drawn:
-    """Draw the next token of each sequence by its own parameters; see `draw_tokens`.
+    """Draw the next token of each sequence with its own parameters; see `draw_tokens`.
 
-    Rows with the same temperature and filters are drawn together, and mostly all are of that kind.
+    Rows with the same temperature and filters are drawn together; usually all rows have the same.
     """
     kinds: dict[tuple[float, ...], list[int]] = {}
     for row, own in enumerate(params):
@@ -596,17 +600,17 @@ def draw_rows(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: Sequenc
 
 
 def truncate(logprobs_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Log-probabilities in which the tokens that top-k, top-p and min-p leave out are -inf.
+    """Set the log-probabilities of tokens that top-k, top-p or min-p exclude to -inf.
 
-    The most probable token always stays. With top-p a token stays when the tokens before it have less mass
-    than ``top_p``, so the kept set is the smallest that reaches it.
+    The most probable token is always kept. With top-p a token is kept if all more probable tokens together
+    have less mass than ``top_p``, so the kept set is the smallest that reaches ``top_p``.
 
     Args:
         logprobs_BV: fp32 log-probabilities at temperature.
         params: The filters; when all of them are off the input itself is returned.
 
     Returns:
-        fp32 [B, V]: unchanged where a token stays, so they no longer sum to one; -inf for the others.
+        fp32 [B, V]: unchanged for kept tokens, so they no longer sum to one; -inf for the others.
     """
     if not params.filtered:
         return logprobs_BV
@@ -625,12 +629,12 @@ def truncate(logprobs_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _candidates(logprobs_BV: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and ids of all tokens the filters can keep, descending."""
+    """Return log-probabilities and ids [B, C] of all tokens that the filters can keep, descending."""
     vocabulary = logprobs_BV.shape[-1]
     if 0 < params.top_k < vocabulary:
         return logprobs_BV.topk(params.top_k, dim=-1)
-    # On a GPU, asking whether the candidates suffice would make the host wait, which a captured decode step
-    # cannot.
+    # On a GPU, checking whether the candidates suffice would synchronize the host, which a captured decode
+    # step cannot do.
     if params.top_p < 1 and not logprobs_BV.is_cuda:
         values_BC, tokens_BC = logprobs_BV.topk(min(_CANDIDATES, vocabulary), dim=-1)
         if bool((values_BC.double().exp().sum(dim=-1) >= params.top_p).all()):
@@ -639,17 +643,18 @@ def _candidates(logprobs_BV: torch.Tensor, params: SamplingParams) -> tuple[torc
 
 
 def _invert_cdf(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """First token whose cumulative probability exceeds the uniform; never one of probability zero."""
+    """Return the first token whose cumulative probability exceeds the uniform, never one of probability 0."""
     cdf_BV = probs_BV.double().cumsum(dim=-1)
-    # fp32 probabilities sum to 1 only within 1e-6, so the uniform is scaled to the sum that there is.
+    # fp32 probabilities sum to 1 only within 1e-6, so the uniform is scaled by the actual sum.
     target_B1 = uniforms_B[:, None] * cdf_BV[:, -1:]
     tokens_B1 = torch.searchsorted(cdf_BV, target_B1, right=True)
-    # NaN rows land behind the end; a valid id lets the rest of the batch go on.
+    # NaN rows land past the end; a valid id lets the rest of the batch go on.
     tokens_B1.clamp_(max=probs_BV.shape[-1] - 1)
-    # On a GPU, to ask whether a row needs what follows would make the host wait; it is done for every row.
+    # On a GPU, checking whether a row needs the correction below would synchronize; it runs for every row.
     if not probs_BV.is_cuda and not bool((probs_BV.gather(-1, tokens_B1) == 0).any()):
         return tokens_B1[:, 0]
-    # A product that rounds up to the whole sum, or a parallel sum that is not monotonic in its last bit.
+    # The cause is a product that rounds up to the whole sum, or a parallel cumsum that is not monotonic in
+    # its last bit.
     possible_BV = probs_BV > 0
     after_BV = possible_BV & (cdf_BV > target_B1)
     last_B = probs_BV.shape[-1] - 1 - possible_BV.byte().flip(-1).argmax(dim=-1)

@@ -1,8 +1,8 @@
-"""Which engine samples from a model on this machine.
+"""Selection of the rollout engine for a model on this machine.
 
-The paged engine runs wherever it can: a CUDA GPU, the packages of the extra `gpu`, a family that it knows,
-16-bit, NVFP4, MXFP4 or NF4 weights. Everything else runs on the portable engine; on a GPU, where that is
-slow, a warning says why.
+The paged engine is used wherever it can run: it needs a CUDA GPU, the packages of the extra `gpu`, a family
+that it supports, and 16-bit, NVFP4, MXFP4 or NF4 weights. Otherwise the portable engine is used; on a GPU,
+where it is slow, a warning gives the reason.
 """
 
 import warnings
@@ -26,18 +26,18 @@ def make_engine(
     max_sequences: int | None = None,
     kv_cache_dtype: KvCacheDtype = "auto",
 ) -> RolloutEngine:
-    """Make the fastest engine for a model where it is.
+    """Create the fastest engine that can run a model on its device.
 
-    The paged engine puts packed weights into another order, in place; training reads them there.
+    The paged engine reorders packed weights in place; training reads them in that order.
 
     Args:
         model: A transformers causal LM, PEFT-wrapped or not.
         pad_token_id: Any id of the vocabulary; it fills masked positions.
-        max_sequences: Sequences that are decoded at the same time at most; None leaves it to the engine.
-        kv_cache_dtype: Dtype of the paged engine's keys and values.
+        max_sequences: Maximum number of sequences decoded at the same time; None for the engine's default.
+        kv_cache_dtype: Dtype of the paged engine's KV cache.
 
     Raises:
-        QeRLError: fp8 is asked for where the paged engine cannot run.
+        QeRLError: ``kv_cache_dtype`` is ``fp8``, but the paged engine cannot run.
     """
     on_gpu = base_model(model).device.type == "cuda"
     if on_gpu:
@@ -58,7 +58,7 @@ def make_engine(
 
 
 def no_paged_engine(kv_cache_dtype: KvCacheDtype, reasons: str) -> QeRLError:
-    """The error of settings that only the paged engine can follow, where it cannot run for these reasons."""
+    """Return the error for a KV cache dtype that needs the paged engine where that engine cannot run."""
     return QeRLError(
         f"kv_cache_dtype: {kv_cache_dtype} needs the paged engine, which cannot run ({reasons}); set "
         "kv_cache_dtype: auto."
@@ -66,7 +66,7 @@ def no_paged_engine(kv_cache_dtype: KvCacheDtype, reasons: str) -> QeRLError:
 
 
 def _obstacles(model: nn.Module, fp8: bool) -> str:
-    """Why the paged engine cannot run this model on its GPU; empty if it can."""
+    """Return why the paged engine cannot run this model on its GPU; empty if it can."""
     with torch.cuda.device(base_model(model).device):
         missing = needs.obstacles(fp8)
     if missing:

@@ -1,11 +1,11 @@
-"""Books of a session: what each sequence has, what it may still have, and whose turn it is.
+"""State of a session: the tokens of each sequence, how many more it may have, and its stage.
 
-A completion is made in turns. In a turn the policy draws tokens until it stops; then others may write some,
-and the next turn begins. What both have written is one list of tokens with one limit. A whole completion is
-a session of one turn.
+A completion is sampled in turns. In a turn the policy draws tokens until it stops; then the caller may append
+tokens, and the next turn begins. Drawn and appended tokens form one list with one limit. A whole completion
+is a session of one turn.
 
-Both engines keep these books in the same way. Which sequences share a batch, and where their keys and values
-lie between turns, is each engine's own.
+Both engines track sequences with this module. Each engine decides which sequences share a batch, and where
+their keys and values are stored between turns.
 """
 
 import time
@@ -36,22 +36,22 @@ from qerl.rollout.stops import Cut, FinishReason, Stop, first_cut
 S = TypeVar("S", bound="TrackedSession")
 
 Stage = Literal["drawing", "between turns", "finished"]
-"""Whose turn it is: the policy's, that of others, nobody's any more."""
+"""Stage of a sequence: the policy draws, the caller may append tokens, or the sequence is finished."""
 
 
 @dataclass(eq=False)
 class Prompt:
-    """What sequences begin with.
+    """The prompt of one or more sequences.
 
     Attributes:
-        number: Position in the call or session, from 0.
+        number: Index in the call or session, from 0.
         token_ids: All its tokens.
-        aligned_to: In the paged engine, a multiple of so many tokens is read in the prompt's blocks; what is
-            beyond it each sequence has in its own.
-        blocks: In the paged engine, blocks of its keys and values by pool, shared by its sequences; empty
-            while none of them holds any.
-        found: In the paged engine, its first tokens that were in its blocks when these were given out.
-        page_names: In the paged engine, names of its first pages, by which they are found.
+        aligned_to: In the paged engine, sequences read the largest multiple of this many tokens from the
+            prompt's shared blocks; the rest is copied into each sequence's own blocks.
+        blocks: In the paged engine, KV cache blocks by pool, shared by its sequences; empty while none of
+            them holds any.
+        found: In the paged engine, number of leading tokens already cached when its blocks were allocated.
+        page_names: In the paged engine, names of its first pages, by which they are looked up.
     """
 
     number: int
@@ -63,44 +63,44 @@ class Prompt:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens in the blocks: all but the last, which each sequence decodes itself."""
+        """Number of tokens in the blocks: all but the last, which each sequence decodes itself."""
         return len(self.token_ids) - 1
 
     @property
     def shared_tokens(self) -> int:
-        """Those of them that its sequences read there."""
+        """Number of cached tokens that sequences read from the shared blocks."""
         return self.cached_tokens - self.tail
 
     @property
     def tail(self) -> int:
-        """How many of them, the last ones, are copied into each sequence's own blocks."""
+        """Number of last cached tokens, which are copied into each sequence's own blocks."""
         return self.cached_tokens % self.aligned_to
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion in the making.
+    """A completion in progress.
 
     Attributes:
-        index: Position in the call or session, from 0.
+        index: Index in the call or session, from 0.
         prompt: The prompt that it continues.
-        sample: Number among the prompt's sequences, from 0.
-        params: How its tokens are drawn, and which end its turns.
-        max_tokens: Tokens that it may have, drawn or written, as its parameters and the model's positions
-            say; at most 0 for one without room.
+        sample: Index among the prompt's sequences, from 0.
+        params: Sampling parameters, including the stop tokens.
+        max_tokens: Maximum number of tokens, drawn or appended, from its parameters and the model's
+            positions; at most 0 for a sequence without room.
         key: Seed, prompt and sample by which its uniform numbers are keyed.
-        stops: What the host looks for beside the stop tokens that the drawing engine looks for itself.
-        token_ids, logprobs, entropies: What it has, the latter two 0.0 where others wrote.
-        turn_start: Tokens that it had when its turn began.
+        stops: Conditions that the host checks in addition to the stop tokens, which the engine checks itself.
+        token_ids, logprobs, entropies: All tokens so far; the latter two are 0.0 for appended tokens.
+        turn_start: Number of tokens at the start of the current turn.
         finish_reason: Why its last turn ended.
-        stage: Whose turn it is.
-        generated: In the paged engine, which reads `token_ids` and the rest when the sequence leaves its row
-            (of one that has stops, the tokens after each round), tokens that it has, as the host knows it.
-        cached: Of its own tokens, which begin with the prompt's last (before which the prompt's tail stands),
-            those whose keys and values its blocks held when it left its row.
-        blocks: Blocks of its own tokens by pool, which it may keep while others write.
+        stage: See `Stage`.
+        generated: In the paged engine, the number of tokens so far as the host knows it. That engine reads
+            `token_ids` and the rest when the sequence leaves its row (with stops, tokens after each round).
+        cached: Number of tokens in its own blocks, the prompt's tail included, whose keys and values were
+            there when it left its row.
+        blocks: Blocks of its own tokens by pool, which it may keep between turns.
         row: Row of the batch while it runs.
-        choices: Experts of each token that was computed, as of `Completion.choices`.
+        choices: Experts of each computed token, as in `Completion.choices`.
     """
 
     index: int
@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Tokens that it may still have; 0 after logits that were not finite."""
+        """Number of tokens that it may still have; 0 after logits that were not finite."""
         return 0 if self.finish_reason == "error" else max(0, self.max_tokens - len(self.token_ids))
 
     @property
@@ -134,22 +134,22 @@ class Sequence:
 
     @property
     def own_tokens(self) -> int:
-        """Tokens in its own blocks before its next step: the prompt's tail and last token, and its own tokens
-        but the very last."""
+        """Number of tokens in its own blocks before its next step: the prompt's tail and last token, and its
+        own tokens, without the very last of these."""
         return self.prompt.tail + self.generated
 
     def own_tokens_after(self, steps: int) -> int:
-        """Tokens that its own blocks must hold after so many more steps, and for the token after them."""
+        """Return how many tokens its own blocks must hold for ``steps`` more steps and the token after."""
         return self.prompt.tail + min(self.generated + steps + 1, self.max_tokens)
 
     @property
     def length(self) -> int:
-        """Tokens that it has: of one that is drawing the paged engine knows the number alone, the portable
-        engine the tokens alone."""
+        """Number of tokens so far. While the sequence is drawing, only `generated` is current in the paged
+        engine, and only `token_ids` in the portable engine."""
         return max(self.generated, len(self.token_ids))
 
     def begin(self, begun: Begun) -> None:
-        """Have what was drawn before; one that has ended has no room."""
+        """Restore the state from an earlier session; a sequence that has ended gets no room."""
         self.token_ids, self.logprobs = list(begun.token_ids), list(begun.logprobs)
         self.entropies, self.generated = list(begun.entropies), len(begun.token_ids)
         if begun.finish_reason is not None:
@@ -157,13 +157,13 @@ class Sequence:
             self.max_tokens = len(begun.token_ids)
 
     def cut(self, checked: int) -> Cut | None:
-        """Where its stops end its turn, if they do; so many of its tokens are known not to."""
+        """Return where its stops end its turn, if they do; the first ``checked`` tokens are known not to."""
         if not self.stops:
             return None
         return first_cut(self.stops, self.prompt.token_ids, self.token_ids, self.turn_start, checked)
 
     def write(self, token_ids: list[int]) -> None:
-        """Append what others wrote, and begin the next turn."""
+        """Append the caller's tokens, and begin the next turn."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.entropies += [0.0] * len(token_ids)
@@ -178,14 +178,14 @@ def new_sequences(
     first_prompt: int = 0,
     aligned_to: int = 1,
 ) -> list[Sequence]:
-    """Sequences of as many samples of each prompt, numbered on.
+    """Create equally many sequences per prompt, numbered consecutively.
 
     Args:
-        prompts: Token ids of each.
-        params: Of each sequence, prompts in order, the samples of a prompt next to each other.
-        positions: Positions that the model has, None where it sets no limit.
+        prompts: Token ids of each prompt.
+        params: Of each sequence: prompts in order, samples of a prompt next to each other.
+        positions: The model's maximum number of positions; None if it has no limit.
         first, first_prompt: Numbers of the first sequence and of the first prompt.
-        aligned_to: As of `Prompt`.
+        aligned_to: As in `Prompt`.
     """
     samples = len(params) // len(prompts)
     made: list[Sequence] = []
@@ -200,12 +200,12 @@ def new_sequences(
 
 
 class TrackedSession(Session):
-    """A session that knows what its sequences have, and asks a subclass to draw.
+    """A session that tracks its sequences; a subclass draws the tokens.
 
     Args:
         params: Sampling parameters of sequences without their own.
-        positions: Positions that the model has; None where it sets no limit.
-        pad_token_id: Stands in for a turn whose first logits were not finite.
+        positions: The model's maximum number of positions; None if it has no limit.
+        pad_token_id: The only token of a turn whose first logits were not finite.
     """
 
     _aligned_to = 1
@@ -219,22 +219,22 @@ class TrackedSession(Session):
 
     @abstractmethod
     def _add(self, sequences: list[Sequence]) -> None:
-        """Queue those of new sequences that have room; what is there goes on if it raises."""
+        """Queue new sequences that have room; earlier sequences go on if this raises."""
 
     @abstractmethod
     def _resume(self, sequence: Sequence) -> None:
-        """Queue a sequence to which others have written."""
+        """Queue a sequence whose next turn has begun."""
 
     @abstractmethod
     def _drop(self, sequence: Sequence) -> None:
-        """Give up what is held of a sequence that will not go on."""
+        """Free everything that is held for a finished sequence."""
 
     def _read(self) -> None:
-        """Have what was drawn of all sequences on the host; none of them is decoded any more."""
+        """Copy the tokens drawn so far to the host; no sequence is decoded afterwards."""
 
     @abstractmethod
     def _decode(self, meanwhile: Callable[[], None] | None) -> list[Sequence]:
-        """Decode a round; gives the sequences that have ended their turn, tokens and reason up to date."""
+        """Decode a round; return the sequences whose turn has ended, with tokens and reason up to date."""
 
     def start(
         self,
@@ -300,7 +300,7 @@ class TrackedSession(Session):
         return self._unfinished(index).length
 
     def set_aside(self) -> None:
-        """Be over, and have on the host what was drawn, before others take what the engine holds."""
+        """End the session and copy its drawn tokens to the host, before another session uses the engine."""
         if not self.over:
             self._read()
             self.over = True
@@ -354,25 +354,31 @@ class TrackedSession(Session):
 
 
 class LastSession(Generic[S]):
-    """The session of an engine that may be entered again. It is not kept: whoever goes on with it keeps it,
-    and else what it holds of the device goes with its context."""
+    """A weak reference to the last session of an engine, which may be entered again.
+
+    A caller that wants to enter the session again keeps it alive; otherwise its device memory is freed when
+    its context ends.
+    """
 
     def __init__(self) -> None:
         self._session: Callable[[], S | None] = lambda: None
 
     @property
     def session(self) -> S | None:
-        """It, if somebody has it still."""
+        """The last session, or None if it was garbage-collected."""
         return self._session()
 
     def set_aside(self) -> None:
-        """Let it be over, if somebody has it still."""
+        """End the last session if it still exists."""
         if (session := self.session) is not None:
             session.set_aside()
 
     @contextmanager
     def opened(self, session: S) -> Iterator[S]:
-        """A block of a session that was made after `set_aside`, or is entered again; an error ends it."""
+        """Make this the last session while the context is open; an error ends the session.
+
+        It was created after `set_aside`, or is entered again.
+        """
         self._session = weakref.ref(session)
         try:
             yield session
@@ -381,10 +387,10 @@ class LastSession(Generic[S]):
             raise
 
     def again(self, going_on: Session) -> S:
-        """The session, if it is the one that shall go on.
+        """Return the last session if it is ``going_on`` and can be entered again.
 
         Raises:
-            QeRLError: It is over, or of another engine.
+            QeRLError: ``going_on`` is over, or of another engine.
         """
         if (session := self.session) is None or session is not going_on or session.over:
             raise QeRLError(
@@ -402,10 +408,10 @@ def whole_completions(
     seeds: abc.Sequence[int] | None = None,
     ended: WhenEnded | None = None,
 ) -> RolloutResult:
-    """What `RolloutEngine.generate` returns: sequences of one turn.
+    """Sample whole completions, each a sequence of one turn, for `RolloutEngine.generate`.
 
     Args:
-        opened: A session in which nothing was started.
+        opened: A session without sequences.
         prompts, samples_per_prompt: As in `RolloutEngine.generate`.
         params, seeds: As in `Session.start`.
         ended: As in `RolloutEngine.generate`.

@@ -1,12 +1,12 @@
-"""What ends a turn beside stop tokens: asked on the host, of the tokens that a sequence has.
+"""Conditions other than stop tokens that end a turn, checked on the host on a sequence's tokens.
 
-Stop tokens are compared where tokens are drawn. A text is not a token: it may begin inside one and end inside
-another, and one character may be several tokens. So it is looked for in what tokens say together. The
-portable engine asks after each token, the paged engine after each round, and what a round has drawn behind
-the end is thrown away; a token's uniform number is keyed by its place, so nothing else changes.
+Stop tokens are compared where tokens are drawn. A stop string is not a token: it may begin inside one token
+and end inside another, and one character may be several tokens. So it is searched for in the decoded text.
+The portable engine checks after each token, the paged engine after each round, and tokens that a round drew
+past the end are discarded; a token's uniform number is keyed by its index, so nothing else changes.
 
-A turn ends with the token that completes the text. That token stays whole, even where it says more than the
-text: the policy drew it, and its log-probability is that of the whole token.
+A turn ends with the token that completes the string. That token is kept whole, even if its text is longer
+than the string: the policy drew it, and its log-probability is that of the whole token.
 """
 
 import re
@@ -23,23 +23,23 @@ FinishReason = Literal["stop", "length", "error", "pause"]
 """Why a turn has ended."""
 
 _MARGIN = 4
-"""Tokens before the earliest one in which a text can begin: a decoder may strip the space before the first
-token that it is given, and cannot say a character whose beginning it is not given."""
+"""Extra tokens decoded before the earliest one in which a stop string can begin: a decoder may strip the
+space before its first token, and cannot decode a character whose first byte is missing."""
 
 _HALF = "\ufffd"
-"""What a decoder says of bytes that are no whole character."""
+"""The decoder's output for bytes that are no whole character."""
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""Names of tokens that are one byte, in vocabularies that fall back to bytes."""
+"""Names of single-byte tokens, in vocabularies with byte fallback."""
 
 
 class Stop(ABC):
-    """A condition that ends turns. It keeps nothing of a sequence, so one serves all.
+    """A condition that ends turns. It holds no state per sequence, so all sequences can share one.
 
     Attributes:
-        reason: Why the turn has ended then.
-        reads_tokens: Whether it looks at the tokens. If none of a sequence's stops does, the paged engine
-            leaves its tokens on the GPU while it draws.
+        reason: Finish reason of a turn that it ends.
+        reads_tokens: Whether it reads token ids. If none of a sequence's stops does, the paged engine keeps
+            the sequence's tokens on the GPU while it draws.
     """
 
     reason: FinishReason = "stop"
@@ -49,26 +49,25 @@ class Stop(ABC):
     def end(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
     ) -> int | None:
-        """Where a turn ends.
+        """Return the length at which the turn ends, or None.
 
         Args:
-            prompt_ids: Before the sequence.
-            token_ids: What the sequence has; some or all of the turn's may be missing if no stop of the
+            prompt_ids: Token ids of the prompt.
+            token_ids: Token ids of the sequence; some or all of the turn's may be missing if no stop of the
                 sequence reads them.
-            start: How many of them it had when its turn began.
-            checked: How many of them are known not to end it, at least ``start``; more than those
-                were drawn.
+            start: Number of tokens of the sequence when its turn began.
+            checked: Number of tokens known not to end the turn, at least ``start``, fewer than it has.
 
         Returns:
-            How many tokens the sequence has when it ends, more than ``checked``; None if it goes on.
+            Number of tokens of the sequence when its turn ends, more than ``checked``; None if it goes on.
         """
 
 
 class StopTokens(Stop):
-    """Stop tokens that a row of the paged engine has no room for (`qerl.kernels.limits.STOP_TOKENS`).
+    """Stop tokens beyond those that fit in a row of the paged engine (`qerl.kernels.limits.STOP_TOKENS`).
 
     Args:
-        ids: Any of these; the turn includes it.
+        ids: The turn ends with, and includes, the first of these tokens.
     """
 
     def __init__(self, ids: Iterable[int]) -> None:
@@ -83,18 +82,18 @@ class StopTokens(Stop):
 
 
 class StopStrings(Stop):
-    """Texts that end turns, beginning and ending anywhere in tokens.
+    """Strings that end turns; they may begin and end anywhere inside tokens.
 
-    Special tokens say nothing, as in the text that rewards read, except to a text that has one in it, such as
-    ``<|im_start|>``.
+    Special tokens are skipped in decoding, as in the text that rewards read, except for strings that contain
+    one, such as ``<|im_start|>``.
 
     Args:
-        tokenizer: Says what tokens stand for.
-        strings: Any of these, within what the policy drew in the turn; the turn ends with the first token by
-            which one is complete.
+        tokenizer: Decodes the tokens.
+        strings: Searched for in the tokens that the policy drew in the turn; the turn ends with the first
+            token that completes any of them.
 
     Raises:
-        QeRLError: There is none, or one is empty.
+        QeRLError: There is no string, or one is empty.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", strings: Sequence[str]) -> None:
@@ -105,9 +104,9 @@ class StopStrings(Stop):
         named = [text for text in strings if any(token in text for token in special)]
         self._by_skipping = {True: [text for text in strings if text not in named], False: named}
         self._silent = frozenset(tokenizer.all_special_ids)
-        # Any other token says at least a byte, so a text is within as many of the last as it has bytes.
+        # Any other token is at least one byte of text, so a string of n bytes lies within the last n of them.
         self._most = max(len(text.encode()) for text in strings) + _MARGIN
-        # The token that completes a text says its last character, or bytes of it.
+        # The token that completes a string contains its last character, or bytes of it.
         self._endings = {_HALF, *(text[-1] for text in strings)}
         self._may_complete: dict[int, bool] = {}
         self._one_byte: dict[int, bool] = {}
@@ -124,17 +123,17 @@ class StopStrings(Stop):
         return None
 
     def _may_end(self, token_id: int) -> bool:
-        """Whether a token may complete a text. Most may not, which spares their rounds the decoding."""
+        """Return True if a token may complete a string; most tokens may not, which avoids decoding."""
         if token_id not in self._may_complete:
-            # Twice, because a decoder may strip the space before the first.
+            # Decoded twice, because a decoder may strip the space before the first token.
             said = self._tokenizer.decode([token_id, token_id], clean_up_tokenization_spaces=False)
             self._may_complete[token_id] = any(ending in said for ending in self._endings)
         return self._may_complete[token_id]
 
     def _earliest(self, token_ids: Sequence[int], start: int, count: int) -> int:
-        """The first token in which a text may begin that the last of so many tokens completes.
+        """Return the first index at which a string may begin that ends in token ``count - 1``.
 
-        Bytes in a row are characters together or none of them is, so it is never within such a row.
+        Consecutive byte tokens decode to characters only together, so the index is never inside such a run.
         """
         place, saying = count, 0
         while place > start and (saying < self._most or self._is_byte(token_ids[place])):
@@ -143,7 +142,7 @@ class StopStrings(Stop):
         return place
 
     def _is_byte(self, token_id: int) -> bool:
-        """Whether a token stands for one byte by its name; one that says nothing divides no row of them."""
+        """Return True for a single-byte token, by its name, and for a special token, which splits no run."""
         if token_id not in self._one_byte:
             name = self._tokenizer.convert_ids_to_tokens(token_id)
             self._one_byte[token_id] = token_id in self._silent or bool(_BYTE.fullmatch(name or ""))
@@ -162,11 +161,11 @@ class StopStrings(Stop):
 
 
 class Cut(NamedTuple):
-    """Where a turn ends, and why.
+    """The end of a turn.
 
     Attributes:
-        tokens: How many the sequence has then.
-        reason: Of the stop.
+        tokens: Number of tokens of the sequence at the end.
+        reason: Reason of the stop.
     """
 
     tokens: int
@@ -176,10 +175,10 @@ class Cut(NamedTuple):
 def first_cut(
     stops: Sequence[Stop], prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
 ) -> Cut | None:
-    """Where the first of several stops ends a turn, or None; of those that end it together the first given.
+    """Return the earliest cut by any of several stops, or None; on a tie, the cut of the first given stop.
 
     Args:
-        stops: Any of them ends the turn.
+        stops: The stops.
         prompt_ids, token_ids, start, checked: As in `Stop.end`.
     """
     found = [(stop.end(prompt_ids, token_ids, start, checked), stop.reason) for stop in stops]

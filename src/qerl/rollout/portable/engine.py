@@ -1,28 +1,28 @@
 """The rollout engine for any transformers causal LM, on any device, without compilation.
 
-A prompt is computed once and its samples share the result; finished sequences leave the batch. The
-model call, with its keys and values, is in ``runner``; here is who sits in which row, the loop, and what is
-kept of a sequence meanwhile.
+A prompt is computed once and its samples share the result; finished sequences leave the batch. The model
+call and the KV cache are in ``runner``; this module assigns sequences to rows, runs the decode loop, and
+tracks the sequences.
 
-The calls run under ``no_grad``, not ``inference_mode``: whatever a module of the training model keeps from a
-forward pass (a rotary table, a cached weight) must serve backward later; inference tensors cannot.
+The calls run under ``no_grad``, not ``inference_mode``: tensors that a module of the trained model keeps from
+a forward pass (a rotary table, a cached weight) are used in backward later; inference tensors cannot be.
 
-A call's prompts x samples are cut into waves that run one after the other. Within a wave every sequence owns
-one row of the batch. When sequences finish, the rows at the end of the batch move into the holes, so each
-finished sequence costs at most one row's copy and the batch shrinks at once; rows therefore change owners and
-results are kept by sequence, never by row.
+The prompts x samples of a call are split into waves that run one after the other. Within a wave every
+sequence owns one row of the batch. When sequences finish, the rows at the end of the batch move into the
+holes, so each finished sequence costs at most one row's copy and the batch shrinks at once; rows therefore
+change owners, and results are stored by sequence, never by row.
 
-A sequence whose turn has ended leaves its wave and its keys and values are copied out of the batch. When it
-goes on it joins the running wave, or begins the next, and only what was written is computed. Every time that
-rows join, the keys and values of the whole batch are copied; so they wait until they are a fair share of it.
-In a session that grows, new sequences join as well. Where sessions name their policy, what a sequence has
-computed when its turn has ended is kept for others that begin with the same tokens (`prefixes`).
+A sequence whose turn has ended leaves its wave, and its keys and values are copied out of the batch. When it
+goes on, it joins the running wave or begins the next, and only the appended tokens are prefilled. Each time
+rows join, the keys and values of the whole batch are copied; so rows wait until enough of them can join
+together. In a growing session, new sequences join as well. If sessions name their policy, keys and values of
+a sequence whose turn has ended are kept for sequences that begin with the same tokens (`prefixes`).
 
-Given up: in a call a free row is not refilled with a waiting prompt, because in one padded batch the
-newcomer's prefill would have to wait for, or pad to, everyone else. That is what a paged engine is for.
-Sequences that go on do join, several at a time, because each of them would else wait for the slowest sequence
-once a turn; and so do those that come later to a session that grows, whose clients wait for the slowest
-sequence of others.
+Given up: within a call a free row is not refilled with a waiting prompt, because in one padded batch the new
+row's prefill would have to wait for, or pad to, all other rows. The paged engine solves that. Sequences that
+go on do join, several at a time, because otherwise each would wait for the slowest sequence once per turn; so
+do later sequences of a growing session, whose clients would otherwise wait for the slowest sequence of other
+clients.
 """
 
 from collections import abc, deque
@@ -56,27 +56,27 @@ from qerl.rollout.portable.runner import WORTH_SHARING, Kept, Runner, grouped_de
 from qerl.rollout.session import LastSession, Sequence, TrackedSession, whole_completions
 
 KEPT_BYTES = 4 << 30
-"""Keys and values that are kept between turns, and for others that begin alike: of 64 sequences of 1,400
-tokens of SmolLM2-135M in FP32, 46 kB a token, beside about as much in the wave. A machine with 16 GB has room
-for both; whoever ends its turn when those between turns fill them is computed again."""
+"""Maximum bytes of keys and values kept between turns and for common prefixes: enough for 64 sequences of
+1,400 tokens of SmolLM2-135M in FP32, 46 kB per token, beside about as much in the wave. A machine with 16 GB
+has room for both. A sequence that no longer fits when its turn ends is recomputed."""
 
 JOINING_SHARE = 0.25
-"""Rows join a wave once they are this share of it, because its keys and values are copied then:
-0.6 GB for 64 x 200 tokens of that model, about as long as a decode step takes."""
+"""Rows join a wave once they are at least this fraction of it, because joining copies its keys and values:
+0.6 GB for 64 x 200 tokens of that model, which takes about as long as a decode step."""
 
 
 class SequenceId(NamedTuple):
-    """One completion to be made; prompts and samples are counted from 0 within the call."""
+    """A planned completion; prompts and samples are counted from 0 within the call."""
 
     prompt: int
     sample: int
 
 
 def plan_waves(prompts: int, samples_per_prompt: int, max_sequences: int) -> list[list[SequenceId]]:
-    """Cut prompts x samples into waves of at most ``max_sequences``, in order.
+    """Split prompts x samples into waves of at most ``max_sequences``, in order.
 
-    A prompt's samples stay in one wave, where they share its prefill, unless there are more of them than a
-    wave holds; then the prompt is computed once for each wave that it takes part in.
+    A prompt's samples stay in one wave, where they share its prefill, unless a wave cannot hold them all;
+    then the prompt is computed once per wave.
     """
     waves: list[list[SequenceId]] = []
     for prompt in range(prompts):
@@ -91,14 +91,14 @@ def plan_waves(prompts: int, samples_per_prompt: int, max_sequences: int) -> lis
 
 
 class Wave:
-    """Who sits in which row, and what each draws.
+    """Sequences decoded together, one per row of the batch.
 
     Args:
-        sequences: The first row's, the second row's, and so on.
+        sequences: The sequence of each row, in order.
 
     Attributes:
         rows: The sequence in each row of the batch; empty once all have left.
-        ended: Those whose turn has ended and that have not left yet.
+        ended: Sequences whose turn has ended and that are still in the batch.
     """
 
     def __init__(self, sequences: abc.Iterable[Sequence] = ()) -> None:
@@ -115,10 +115,10 @@ class Wave:
         """Append one drawn token to the sequence of each row.
 
         Args:
-            tokens, logprobs, entropies, finite: Of each row.
+            tokens, logprobs, entropies, finite: One value per row; see `Drawn`.
 
         Returns:
-            The sequences whose turn has ended, with their reasons.
+            The sequences whose turn has ended, with `finish_reason` set.
         """
         for sequence, token, logprob, entropy, is_finite in zip(
             self.rows, tokens, logprobs, entropies, finite, strict=True
@@ -142,11 +142,11 @@ class Wave:
         return list(self.ended)
 
     def compact(self) -> list[int] | None:
-        """Let the sequences whose turn has ended leave.
+        """Remove the sequences whose turn has ended.
 
         Returns:
-            For each row of the smaller batch the row it was before: itself, except where a row from the end
-            filled a hole. None when every row still runs.
+            The previous row of each row of the smaller batch: the same row, except where a row from the end
+            filled a hole. None if no sequence has ended.
         """
         if not self.ended:
             return None
@@ -164,18 +164,19 @@ class PortableSession(TrackedSession):
 
     Args:
         params: Sampling parameters of sequences without their own.
-        positions: Positions that the model has; None where it sets no limit.
-        pad_token_id: Fills masked positions, and stands in for a turn whose first logits were not finite.
+        positions: The model's maximum number of positions; None if it has no limit.
+        pad_token_id: Fills masked positions, and is the only token of a turn whose first logits were not
+            finite.
         model: The model, ready for a rollout.
-        max_sequences: Sequences that are decoded at the same time at most.
-        kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
-        growing: Whether new sequences join the wave that runs, instead of waiting for the next.
-        prefixes: What others have computed; None where no session has named its policy.
-        policy: Name of the policy, by which its prefixes are found, or None. Sequences that may find some
-            join, as where the session grows.
+        max_sequences: Maximum number of sequences decoded at the same time.
+        kept_bytes: Maximum bytes of keys and values kept between turns and as prefixes.
+        growing: Whether new sequences join the running wave instead of waiting for the next.
+        prefixes: Keys and values of ended turns; None if no session has named its policy.
+        policy: Name of the policy, by which its prefixes are looked up, or None. With a name, new sequences
+            join the running wave as if ``growing``.
 
     Attributes:
-        policy: As given.
+        policy: As given; None after the session was entered again with another name.
     """
 
     def __init__(
@@ -195,8 +196,8 @@ class PortableSession(TrackedSession):
         self._model, self._device = model, base_model(model).device
         self._max_sequences, self._kept_bytes = max_sequences, kept_bytes
         self._growing = growing or policy is not None
-        self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
-        self._joining: list[Sequence] = []  # with tokens already or, where the session grows, without
+        self._waves: deque[list[Sequence]] = deque()  # of sequences without tokens
+        self._joining: list[Sequence] = []  # with tokens or, in a growing session, without
         self._kept: dict[Sequence, Kept] = {}
         self._has_states = any(layers_with_state(base_model(model).config))
         self._uniforms: dict[Sequence, np.ndarray] = {}
@@ -225,7 +226,7 @@ class PortableSession(TrackedSession):
             self._put(sequence, self._runner.kept_of(self._wave.rows.index(sequence)))
 
     def give_up(self) -> None:
-        """Drop all keys and values; those that run are the first of all that wait to join."""
+        """Drop all keys and values, and put the running sequences at the front of those waiting to join."""
         ended = set(self._wave.ended)
         running = [sequence for sequence in self._wave.rows if sequence not in ended]
         self._joining = running + self._joining
@@ -233,9 +234,9 @@ class PortableSession(TrackedSession):
         self._kept.clear()
 
     def _decode(self, meanwhile: Callable[[], None] | None) -> list[Sequence]:
-        """See `TrackedSession._decode`; a round is one step.
+        """See `TrackedSession._decode`; a round is one decode step.
 
-        The host takes part in all of it, so there is no better time for others than before it.
+        The host takes part in the whole step, so ``meanwhile`` is called before it.
         """
         self._leave()
         if not (self._wave.rows or self._waves or self._joining):
@@ -260,7 +261,7 @@ class PortableSession(TrackedSession):
         return self._wave.record(*(column.tolist() for column in drawn))
 
     def _leave(self) -> None:
-        """Take those whose turn has ended out of the batch, with their keys and values if they may go on."""
+        """Remove sequences whose turn has ended from the batch, keeping keys and values if they may go on."""
         if self._runner is None:
             return
         leaving = set(self._wave.ended)
@@ -279,7 +280,7 @@ class PortableSession(TrackedSession):
         self._put(sequence, kept)
 
     def _put(self, sequence: Sequence, kept: Kept) -> None:
-        """Let others that begin with what a sequence has take what it has computed of that."""
+        """Store a sequence's keys and values for sequences that begin with the same tokens."""
         if self._prefixes is None:
             return
         if self.policy is not None and sequence.finish_reason != "error":
@@ -288,11 +289,11 @@ class PortableSession(TrackedSession):
 
     @property
     def _held(self) -> int:
-        """Bytes that are kept between turns."""
+        """Bytes of keys and values kept between turns."""
         return sum(kept.nbytes for kept in self._kept.values())
 
     def _begin(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Begin a wave of sequences without a token; gives the logits [B, V] of each."""
+        """Begin a wave of sequences without tokens, and return their logits [B, V]."""
         prompts = {sequence.prompt.number: sequence.prompt.token_ids for sequence in sequences}
         row_of = {number: row for row, number in enumerate(prompts)}
         self._enter(sequences)
@@ -313,10 +314,10 @@ class PortableSession(TrackedSession):
         return logits_BV
 
     def _join(self, logits_BV: torch.Tensor | None) -> torch.Tensor:
-        """Let those that wait for it join the wave, or begin one; gives the logits [B, V] of all.
+        """Add waiting sequences to the wave, or begin a wave of them; return the logits [B, V] of all rows.
 
         Args:
-            logits_BV: Of those that run, None if none does.
+            logits_BV: Logits of the running rows; None if there are none.
         """
         free = self._max_sequences - len(self._wave.rows)
         entering, self._joining = self._joining[:free], self._joining[free:]
@@ -336,7 +337,7 @@ class PortableSession(TrackedSession):
         return torch.cat(found)
 
     def _look_up(self, sequences: list[Sequence]) -> None:
-        """Let sequences of which nothing is kept have what others computed of their texts."""
+        """Look up stored prefixes for sequences whose own keys and values were not kept."""
         if self._prefixes is None or self.policy is None:
             return
         found: dict[tuple[int, ...], Kept | None] = {}
@@ -348,27 +349,29 @@ class PortableSession(TrackedSession):
                 self._kept.setdefault(sequence, kept)
 
     def _computed_with(self, sequence: Sequence) -> int:
-        """Sequences that join are computed together if this number is the same: 0 where nothing is kept. The
-        others have as many new tokens as each other, about so where no layer has a state."""
+        """Return the key by which joining sequences are batched: 0 without kept keys and values, otherwise
+        the number of new tokens, or its power-of-two bucket if no layer has a state."""
         if sequence not in self._kept:
             return 0
         new = len(sequence.prompt.token_ids) + len(sequence.token_ids) - self._kept[sequence].tokens
         return new if self._has_states else max(new, WORTH_SHARING).bit_length()
 
     def _recompute(self, runner: Runner, sequences: list[Sequence]) -> torch.Tensor:
-        """Logits [B, V] of sequences that join, from their kept keys and values if there are any; equal texts
-        that were not kept as those of two sequences are computed once."""
+        """Return logits [B, V] of joining sequences, using their kept keys and values if there are any.
+
+        Equal texts are computed once, unless each has kept keys and values of its own.
+        """
         texts = [(*sequence.prompt.token_ids, *sequence.token_ids) for sequence in sequences]
         kept = [self._kept.pop(sequence, None) for sequence in sequences]
         room = max(sequence.room for sequence in sequences)
         found = {(text, id(of)): of for text, of in zip(texts, kept, strict=True)}
         row_of = {key: row for row, key in enumerate(found)}
         rows = [row_of[text, id(of)] for text, of in zip(texts, kept, strict=True)]
-        begun = [of for of in found.values() if of is not None]  # of all or of none
+        begun = [of for of in found.values() if of is not None]  # for all texts or for none
         return self._prefill(runner, [list(text) for text, _ in found], rows, room, begun)
 
     def _enter(self, sequences: list[Sequence]) -> None:
-        """Give sequences rows behind those that run."""
+        """Assign sequences to the rows after the running ones, and draw their uniform numbers."""
         self._wave.rows += sequences
         new = [sequence for sequence in sequences if sequence not in self._uniforms]
         if new:
@@ -381,23 +384,23 @@ class PortableSession(TrackedSession):
 
 
 ROWS = 64
-"""Sequences that run at once if nobody says otherwise."""
+"""Default number of sequences that run at the same time."""
 
 
 class PortableEngine(RolloutEngine):
     """Samples from a transformers causal LM in place.
 
     Args:
-        model: The model that trains, PEFT-wrapped or not. It is used as it is at each call and left as it
-            was: same modes, same parameters.
+        model: The model that is trained, PEFT-wrapped or not. Each call uses its current state and leaves its
+            modes and parameters unchanged.
         pad_token_id: Any id of the vocabulary; it fills masked positions and is the only token of a
             completion whose first logits were not finite.
-        max_sequences: Sequences that run at once at most. Each needs memory for the keys and values of its
-            prompt and of ``max_tokens`` tokens.
-        kept_bytes: Bytes of keys and values that are kept at most, between turns and for others.
+        max_sequences: Maximum number of sequences that run at the same time. Each needs memory for the keys
+            and values of its prompt and of ``max_tokens`` tokens.
+        kept_bytes: Maximum bytes of keys and values kept between turns and as prefixes.
 
     Raises:
-        QeRLError: No sequence may run at a time, or the model cannot be sampled from.
+        QeRLError: ``max_sequences`` is below 1, or the model cannot be sampled from.
     """
 
     model: nn.Module
@@ -423,7 +426,7 @@ class PortableEngine(RolloutEngine):
         self._prefixes: Prefixes | None = None
 
     def release(self) -> None:
-        """See ``RolloutEngine.release``: the last session computes its keys and values again."""
+        """See ``RolloutEngine.release``; the last session recomputes its keys and values if it goes on."""
         if (session := self._last.session) is not None:
             session.give_up()
         self._forget()
@@ -433,7 +436,7 @@ class PortableEngine(RolloutEngine):
         self._forget()
 
     def _forget(self) -> None:
-        """Keep no prefix."""
+        """Drop all stored prefixes."""
         if self._prefixes is not None:
             self._prefixes.forget()
 
@@ -467,7 +470,7 @@ class PortableEngine(RolloutEngine):
                 self._prefixes = Prefixes(whole=any(layers_with_state(self._base.config)))
             if going_on is not None:
                 session = self._last.again(going_on)
-                if session.policy != policy:  # what its sequences have is of both
+                if session.policy != policy:  # keys and values of its sequences mix both policies
                     session.policy = None
             else:
                 self._last.set_aside()
@@ -487,12 +490,12 @@ class PortableEngine(RolloutEngine):
 
     @contextmanager
     def _ready(self, norm_offsets: NormOffsets) -> Iterator[None]:
-        """Everything about the model that differs between a rollout and training, for one call."""
+        """Put the model into its rollout configuration for one call, and restore it for training."""
         base = self._base
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(self.model))
-            if base._supports_attention_backend:  # others compare the name of their attention with "sdpa"
+            if base._supports_attention_backend:  # other models compare the attention's name with "sdpa"
                 stack.enter_context(grouped_decode(base.config))
             if norm_offsets:
                 stack.enter_context(noisy_norms(self.model, norm_offsets))

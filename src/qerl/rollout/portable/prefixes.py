@@ -1,12 +1,13 @@
-"""Keys and values of sequences whose turn has ended, found by the tokens that a new one begins with.
+"""Prefix cache: keys and values of sequences whose turn has ended, looked up by a new sequence's tokens.
 
-A request with the whole conversation until now begins with a sequence that has ended, and one of another
-trajectory with the same instructions; what both have in common need not be computed again. Found is the
-longest common beginning with any sequence, to the token, since rows can be loaded up to any of theirs. A
-layer with a state has it behind the last token alone, so there a sequence is found as a whole or not at all.
+A request that contains the conversation so far begins with an earlier sequence, and requests of different
+trajectories begin with the same instructions; keys and values of common tokens need not be recomputed. A
+lookup finds the longest common prefix with any stored sequence, exact to the token, since rows can be loaded
+up to any token. A layer with a state has it only after the last token, so for such models a stored sequence
+matches as a whole or not at all.
 
-Keys and values are those of one policy, which has a name. They are copies beside the batch, which takes
-copies of them again, so any number of rows may begin with the same.
+Entries belong to one policy, identified by its name. They are copies of rows of the batch and are copied
+again when loaded, so any number of rows may use the same entry.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,35 +18,37 @@ import numpy as np
 from qerl.rollout.portable.runner import WORTH_SHARING, Kept
 
 _MOST = 1024
-"""Sequences that are kept at most, because each is compared with each new text: some milliseconds for all."""
+"""Maximum number of entries, because each is compared with each new text: some milliseconds for all."""
 
 
 class _Ended(NamedTuple):
     policy: Hashable
     tokens: np.ndarray
     kept: Kept
-    nbytes: int  # of what is kept, which has many tensors
+    nbytes: int  # of `kept`; stored because it sums over many tensors
 
 
 class Prefixes:
-    """What sequences whose turn has ended have computed, of some policies.
+    """Keys and values of sequences whose turn has ended, for one or more policies.
 
     Args:
-        whole: Whether a sequence can be gone on with behind its last token alone.
+        whole: Whether a stored sequence can only be reused whole, because a layer has a state.
     """
 
     def __init__(self, whole: bool) -> None:
         self._whole = whole
-        self._ended: list[_Ended] = []  # the last used at the end
+        self._ended: list[_Ended] = []  # least recently used first
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
+        """Total bytes of all entries."""
         return sum(each.nbytes for each in self._ended)
 
     def find(self, policy: Hashable, text: Sequence[int]) -> Kept | None:
-        """What a policy has of the longest beginning of a text, without its last token, whose logits are
-        wanted; None where that is too short to be worth a call of the model."""
+        """Return keys and values of the longest stored prefix of a text, or None if it is too short to pay.
+
+        The last token of the text is never included, because its logits are needed.
+        """
         wanted = np.asarray(text[:-1])
         best, most = -1, WORTH_SHARING - 1
         for place, each in enumerate(self._ended):
@@ -58,15 +61,15 @@ class Prefixes:
         return Kept(most, self._ended[-1].kept.layers)
 
     def put(self, policy: Hashable, text: Sequence[int], kept: Kept) -> None:
-        """Keep what a sequence whose turn has ended has computed.
+        """Store keys and values of a sequence whose turn has ended; prefixes of it are replaced.
 
         Args:
             policy: Name of the policy, noise included.
             text: All its tokens, from the prompt's first one on.
-            kept: Of as many of them as it says.
+            kept: Keys and values of the first ``kept.tokens`` of them.
         """
         tokens = np.asarray(text[: kept.tokens])
-        if not self._whole:  # else somebody may go on behind the shorter one
+        if not self._whole:  # otherwise a later text may need the shorter sequence
             self._ended = [
                 each
                 for each in self._ended
@@ -75,18 +78,18 @@ class Prefixes:
         self._ended.append(_Ended(policy, tokens, kept, kept.nbytes))
 
     def trim(self, room: int) -> None:
-        """Let the longest unused go until the others take no more than so many bytes."""
+        """Evict least recently used entries until at most ``room`` bytes and `_MOST` entries remain."""
         held = self.nbytes
         while self._ended and (held > room or len(self._ended) > _MOST):
             held -= self._ended.pop(0).nbytes
 
     def forget(self) -> None:
-        """Let all go."""
+        """Drop all entries."""
         self._ended.clear()
 
 
 def _common(some: np.ndarray, others: np.ndarray) -> int:
-    """How many first tokens are the same."""
+    """Return the length of the common prefix."""
     length = min(len(some), len(others))
     differ = some[:length] != others[:length]
     return int(differ.argmax()) if differ.any() else length

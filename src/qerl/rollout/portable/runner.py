@@ -1,42 +1,43 @@
 """The model call: token ids in, logits of the last position out.
 
 One ``Runner`` serves one wave. It pads the prompts on the left so that all rows append at the same index of
-the cache, runs each prompt once, gives its samples a copy of the cache, and from then on feeds one token per
-row. Rows that go on from kept keys and values are computed from where these end, and may join a wave that
-decodes already.
+the cache, runs each prompt once, gives each sample a copy of its prompt's cache, and then feeds one token per
+row and step. Rows with kept keys and values are prefilled from where these end, and may join a wave that is
+already decoding.
 
-What all prompts of a wave begin with, as a system prompt or worked examples, is computed once and the rest
-behind it: of 64 problems with one worked example, 92 tokens each, 70 are the same.
+The common prefix of all prompts of a wave, such as a system prompt or worked examples, is computed once, and
+only the rest per prompt: of 64 problems with one worked example, 92 tokens each, 70 tokens are the same.
 
 Attention of one new token does not copy the cache (`grouped_decode`). With a padding mask, transformers' sdpa
 path repeats every key/value head for each query head that shares it: 3.8 ms per layer for 64 rows x 126
-tokens, 9 over 3 heads, on 2 cores. For a single query the heads of a group may as well be queries of one
-head, because they attend to the same keys under the same mask: 0.9 ms, same numbers.
+tokens, 9 query over 3 key/value heads, on 2 cores. With a single new token, the query heads that share a
+key/value head can be passed as several queries of one head, because they attend to the same keys under the
+same mask: 0.9 ms, same numbers.
 
-**Keys and values** lie in buffers that are allocated once. transformers' DynamicCache concatenates the whole
-cache with every new token in every layer: for 64 sequences of 100 tokens in a 30-layer model 0.4 GB are
-copied for each token. Its StaticCache does not copy, but makes attention read the unused end as well. Here a
+**Keys and values** are stored in buffers that are allocated once. transformers' DynamicCache concatenates the
+whole cache with every new token in every layer: for 64 sequences of 100 tokens in a 30-layer model, 0.4 GB
+are copied per token. Its StaticCache does not copy, but makes attention read the unused end as well. Here a
 layer owns [B, H, capacity, D] buffers, writes the new token in place, and returns views of the part in use.
 
-A wave goes through two phases. Prefill stores the keys and values of the unique prompts as they come.
-``repeat`` then gives each sample its own row and room for its completion; from there on tokens are written in
-place, and ``keep`` drops finished rows by moving rows from the end into the holes. A row's keys can be taken
-out, and later be loaded into the cache of another batch, or join a batch that decodes.
+A wave goes through two phases. Prefill stores the keys and values of the unique prompts as computed.
+``repeat`` then gives each sample its own row with room for its completion; from then on tokens are written in
+place, and ``keep`` drops finished rows by moving rows from the end into the holes. A row's keys and values
+can be copied out, and later be loaded into the cache of another batch, or join a batch that is decoding.
 
-All rows end at the same column: what is shorter has unused columns on its left, which are zero or padding, so
-that a key that the mask hides is at least a finite one.
+All rows end at the same column: shorter rows have unused columns on the left, which are zero or padding, so
+that masked keys are always finite.
 
-Sliding-window layers keep every position as well: the model's own mask hides those outside the window, which
-is correct with left padding and costs memory, not correctness.
+Sliding-window layers keep every position too: the model's own mask hides those outside the window, which is
+correct with left padding and costs only memory.
 
-**States.** A gated delta net keeps of a row the last inputs of its convolution and a state, however long the
-row is. Padding in front of a prompt leaves both zero, since transformers zeroes what such a layer reads
-there. Padding behind tokens would not: a state decays with each. Nor can a state go back to an earlier token.
-So rows of such models that go on are computed together only if they have equally many new tokens, and what
-prompts begin with is not shared.
+**States.** A gated delta net keeps, per row of any length, the last inputs of its convolution and a state.
+Padding before a prompt leaves both zero, since transformers zeroes such a layer's input there. Padding after
+tokens would not: the state decays with each. Nor can a state be rewound to an earlier token. So rows of such
+models that go on are computed together only if they have equally many new tokens, and common prefixes of
+prompts are not shared.
 
-Given up: sharing the prompt's pages between
-samples, and memory for completions that end early; both need a paged cache.
+Given up: sharing the prompt's pages between samples, and freeing memory of completions that end early; both
+need a paged cache.
 
 Shapes: P prompts, B rows, T tokens of the longest prompt, or cached ones, V vocabulary, H heads (of queries,
 or of keys and values), G query heads for each key/value head, D head width, C channels and W taps of a
@@ -60,16 +61,15 @@ from qerl.families.parts import base_model, layers_with_state
 from qerl.kernels.tensors import unrounded_logits
 
 OfLayer = tuple[torch.Tensor, torch.Tensor]
-"""What a layer keeps of one row: keys and values, each [H, T, D], or inputs of a convolution [C, W] and a
-state."""
+"""A layer's cache of a row: keys and values, each [H, T, D], or convolution inputs [C, W] and a state."""
 
 
 class Kept(NamedTuple):
-    """What is kept of a row.
+    """Copy of the cache of one row.
 
     Attributes:
-        tokens: How many it has computed.
-        layers: What each layer keeps of them.
+        tokens: Number of cached tokens.
+        layers: Cache of each layer.
     """
 
     tokens: int
@@ -77,14 +77,14 @@ class Kept(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         return sum(one.nbytes + other.nbytes for one, other in self.layers)
 
 
 def _right_aligned(states: Sequence[torch.Tensor], capacity: int) -> torch.Tensor:
-    """A buffer [B, H, capacity, D] with states [H, T, D] that all end where the longest ends.
+    """Copy states [H, T, D] into a buffer [B, H, capacity, D], all ending at the end of the longest.
 
-    What is in front of a shorter one is zero, what is behind is not initialised.
+    Columns before a shorter state are zero; columns after the end are uninitialised.
     """
     heads, _, width = states[0].shape
     longest = max(state.shape[1] for state in states)
@@ -107,7 +107,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self._length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Keep the prompts' keys and values, each [P, H, T, D], as they are."""
+        """Store the prompts' keys and values, each [P, H, T, D], without copying them."""
         self.keys, self.values = key_states, value_states
         self._length = key_states.shape[2]
         self.is_initialized = True
@@ -143,12 +143,12 @@ class PreallocatedLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[:rows], self.values[:rows]
 
     def take(self, row: int, tokens: int) -> OfLayer:
-        """Copies [H, tokens, D] of a row's last tokens."""
+        """Return copies [H, tokens, D] of the keys and values of a row's last tokens."""
         last = slice(self._length - tokens, self._length)
         return self.keys[row, :, last].clone(), self.values[row, :, last].clone()
 
     def load(self, rows: Sequence[OfLayer], lengths: Sequence[int], capacity: int) -> None:
-        """Begin with so many first tokens of what was taken of each row, and room for ``capacity`` tokens."""
+        """Begin with the first ``lengths[row]`` tokens of each row, and room for ``capacity`` tokens."""
         self.keys, self.values = (
             _right_aligned([each[kind][:, :n] for each, n in zip(rows, lengths, strict=True)], capacity)
             for kind in (0, 1)
@@ -157,7 +157,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def join(self, other: "PreallocatedLayer", width: int, capacity: int) -> None:
-        """Append the rows of another batch; of both the last ``width`` tokens are kept."""
+        """Append the rows of another batch; both batches keep their last ``width`` columns."""
         self.keys, self.values = (
             _right_aligned(
                 [
@@ -171,21 +171,23 @@ class PreallocatedLayer(CacheLayerMixin):
         self._length = width
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that ``query_length`` new tokens see, themselves included, and the position of the first."""
+        """Return the number of keys, ``query_length`` new ones included, and the index of the first key."""
         return self._length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens so far, left padding included."""
+        """Return the number of tokens so far, left padding included."""
         return self._length
 
     def get_max_length(self) -> int:
-        """No limit of its own (-1): the engine allocates what a wave can need."""
+        """Return -1, no limit: the engine allocates the maximum that a wave can need."""
         return -1
 
 
 class StateLayer(LinearAttentionLayer):
-    """What a gated delta net keeps: inputs of its convolution [B, C, W] and states [B, heads, ...], which
-    transformers writes in place. It takes no room for tokens."""
+    """Cache of a gated delta net: inputs of its convolution [B, C, W] and states [B, heads, ...].
+
+    transformers writes both in place. Their size does not depend on the number of tokens.
+    """
 
     @property
     def _states(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,12 +207,12 @@ class StateLayer(LinearAttentionLayer):
         self._put(*(states[:rows] for states in self._states))
 
     def take(self, row: int, tokens: int) -> OfLayer:
-        """Copies of what there is of a row, which is behind its last token."""
+        """Return copies of a row's convolution inputs and state after its last token."""
         conv_states, states = self._states
         return conv_states[row].clone(), states[row].clone()
 
     def load(self, rows: Sequence[OfLayer], lengths: Sequence[int], capacity: int) -> None:
-        """Begin with what was taken of each row, whole."""
+        """Begin with the given rows; a state has no prefix, so ``lengths`` is ignored."""
         conv_states, states = (torch.stack(kind) for kind in zip(*rows, strict=True))
         self.lazy_initialization(conv_states, states)
         self._put(conv_states, states)
@@ -222,14 +224,14 @@ class StateLayer(LinearAttentionLayer):
 
 
 class PreallocatedCache(Cache):
-    """One ``PreallocatedLayer`` or ``StateLayer`` for each layer of the model.
+    """Cache of a model: one ``PreallocatedLayer`` or ``StateLayer`` per layer.
 
     Args:
-        with_state: For each layer whether it carries a state.
-        device: Where the model is.
+        with_state: Whether each layer carries a state.
+        device: Device of the model.
 
     Attributes:
-        has_states: Whether a layer does.
+        has_states: Whether any layer carries a state.
     """
 
     def __init__(self, with_state: Sequence[bool], device: torch.device) -> None:
@@ -238,11 +240,11 @@ class PreallocatedCache(Cache):
         super().__init__(layers=list(self._own_layers))
 
     def repeat(self, rows: torch.Tensor, capacity: int) -> None:
-        """Turn the prompts' cache into the batch's.
+        """Turn the cache of the prompts into the cache of the batch.
 
         Args:
             rows: int64 [B], the prompt of each row.
-            capacity: Tokens, padding included, that a row can grow to.
+            capacity: Maximum number of tokens per row, padding included.
         """
         for layer in self._own_layers:
             layer.repeat(rows, capacity)
@@ -251,8 +253,8 @@ class PreallocatedCache(Cache):
         """Drop rows.
 
         Args:
-            sources: For each row that remains the row it was before; only rows that differ are copied. A row
-                must not come from one in front of it.
+            sources: Previous row of each row that remains; only rows that move are copied. A row's source
+                must not be before the row.
         """
         holes = [row for row, source in enumerate(sources) if row != source]
         holes_index = torch.tensor(holes, device=self._device, dtype=torch.long)
@@ -261,17 +263,17 @@ class PreallocatedCache(Cache):
             layer.keep(moves_index, holes_index, len(sources))
 
     def take(self, row: int, tokens: int) -> Kept:
-        """Copies of what all layers have of a row of so many tokens."""
+        """Return copies of all layers' cache of a row of ``tokens`` tokens."""
         return Kept(tokens, [layer.take(row, tokens) for layer in self._own_layers])
 
     def load(self, rows: Sequence[Kept], lengths: Sequence[int], capacity: int) -> None:
-        """Begin with what was taken of rows.
+        """Begin with rows that `take` returned.
 
         Args:
-            rows: What `take` returned of each.
-            lengths: How many of its first tokens each begins with, one of them at least with one; all of
-                them where a layer has a state.
-            capacity: Tokens, padding included, that a row can grow to.
+            rows: The result of `take` for each row.
+            lengths: Number of first tokens to load per row, at least 1 in one of them; all tokens if a layer
+                has a state.
+            capacity: Maximum number of tokens per row, padding included.
         """
         for number, layer in enumerate(self._own_layers):
             layer.load([row.layers[number] for row in rows], lengths, capacity)
@@ -280,16 +282,16 @@ class PreallocatedCache(Cache):
         """Append the rows of another batch.
 
         Args:
-            other: Its cache.
-            width: Tokens of the longest row of both.
-            capacity: Tokens, padding included, that a row can grow to.
+            other: Cache of the other batch.
+            width: Number of tokens of the longest row of both.
+            capacity: Maximum number of tokens per row, padding included.
         """
         for mine, theirs in zip(self._own_layers, other._own_layers, strict=True):
             mine.join(theirs, width, capacity)
 
 
 WORTH_SHARING = 64
-"""Tokens that a shared beginning must save: one more call of the model costs about as much."""
+"""Minimum number of tokens that a shared prefix must save: an extra model call costs about as much."""
 
 
 _GROUPED_DECODE = "qerl_grouped_decode"
@@ -300,16 +302,16 @@ class Runner:
 
     Args:
         model: The model, PEFT-wrapped or not, in eval mode.
-        pad_token_id: Fills the left of shorter prompts; masked, so any id does.
+        pad_token_id: Pads shorter prompts on the left; masked, so any id works.
 
     Attributes:
-        saved_tokens: Tokens of prompts that `prefill` did not compute, because they were kept or another
-            prompt has them too.
+        saved_tokens: Prompt tokens that `prefill` did not compute, because they were kept or shared with
+            another prompt.
     """
 
-    _mask: torch.Tensor  # bool [B, columns], with room for the tokens to come
+    _mask: torch.Tensor  # bool [B, columns], with room for future tokens
     _positions: torch.Tensor  # [B, 1], of each row's last token
-    _length: int  # columns that are in use
+    _length: int  # columns in use
 
     def __init__(self, model: nn.Module, pad_token_id: int) -> None:
         self._base = base = base_model(model)
@@ -330,9 +332,9 @@ class Runner:
 
         Args:
             prompts: Token ids of P prompts.
-            rows: The prompt of each row of the batch, B of them; prompts in order, and each has a row.
-            max_tokens: Tokens that a row will be given afterwards at most.
-            kept: Of each prompt, as in `resume`; empty where nothing is kept.
+            rows: Prompt index of each of the B rows; every prompt has a row, and first rows are in order.
+            max_tokens: Maximum number of tokens that a row is fed afterwards.
+            kept: Kept cache of each prompt, as in `resume`; empty if nothing is kept.
 
         Returns:
             Logits [B, V] of each row's first sampled token, in the model's dtype.
@@ -356,7 +358,7 @@ class Runner:
         return logits_PV[rows_B]
 
     def _prefill_whole(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits [P, V] behind prompts, each computed from its first token."""
+        """Return the logits [P, V] after prompts, each computed from its first token."""
         self._length = width = max(map(len, prompts))
         padding = [width - len(prompt) for prompt in prompts]
         tokens_PT = torch.tensor(
@@ -371,23 +373,22 @@ class Runner:
         return self._forward(tokens_PT, self._mask, positions_PT)
 
     def _prefill_behind(self, shared: int, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits [P, V] behind prompts whose first tokens are the same and computed once."""
+        """Return the logits [P, V] after prompts, whose common first ``shared`` tokens are computed once."""
         beginning = Runner(self._model, self._pad_token_id)
         beginning._prefill_whole([prompts[0][:shared]])
         return self.resume(prompts, [beginning.kept_of(0)] * len(prompts), 0)
 
     def resume(self, texts: Sequence[Sequence[int]], kept: Sequence[Kept], max_tokens: int) -> torch.Tensor:
-        """Compute what texts have beyond what is kept of them.
+        """Compute the tokens of texts that follow their kept cache.
 
-        All rows compute as many of their last tokens as the one that has the most to compute. To pad the
-        others instead would cost the same, and leave holes between their keys, which a sliding window would
-        count.
+        All rows compute as many of their last tokens as the row with the most to compute. Padding the others
+        instead would cost the same, and leave gaps between their keys, which a sliding window would count.
 
         Args:
             texts: Token ids of B rows.
-            kept: Of the first tokens of each, at least of one and fewer than it has; of equally many fewer in
-                all rows where a layer has a state.
-            max_tokens: Tokens that a row will be given afterwards at most.
+            kept: Cache of the first tokens of each text, of at least one and of fewer than it has; if a layer
+                has a state, all rows must have equally many tokens left.
+            max_tokens: Maximum number of tokens that a row is fed afterwards.
 
         Returns:
             Logits [B, V] of each row's next token, in the model's dtype.
@@ -409,41 +410,41 @@ class Runner:
         return self._forward(tokens_BT, self._mask[:, : self._length], positions_BT)
 
     def join(self, other: "Runner", max_tokens: int) -> None:
-        """Append the rows of another runner, of which as of this one all tokens are computed.
+        """Append the rows of another runner; both have computed all tokens of their rows.
 
         Args:
-            other: Not to be used any more.
-            max_tokens: Tokens that a row will be given afterwards at most.
+            other: The other runner; must not be used afterwards.
+            max_tokens: Maximum number of tokens that a row is fed afterwards.
         """
         self._place(torch.cat([self._positions, other._positions]) + 1, max_tokens)
         self._cache.join(other._cache, self._length, self._length + max_tokens)
 
     def kept_of(self, row: int) -> Kept:
-        """Copies of what layers have of a row's tokens."""
+        """Return a copy of all layers' cache of a row."""
         return self._cache.take(row, int(self._positions[row]) + 1)
 
     def _place(self, lengths_B1: torch.Tensor, max_tokens: int) -> None:
-        """Mask and positions of rows of so many tokens, the last of which stand side by side."""
+        """Set mask and positions for right-aligned rows of the given lengths."""
         self._length = int(lengths_B1.max())
         columns_T = torch.arange(self._length + max_tokens, device=self._device)
         self._mask = columns_T >= self._length - lengths_B1
         self._positions = lengths_B1 - 1
 
     def step(self, tokens_B: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] after one more token in each row."""
+        """Feed one token per row, and return the logits [B, V] after it."""
         self._length += 1
         self._positions = self._positions + 1
         return self._forward(tokens_B[:, None], self._mask[:, : self._length], self._positions)
 
     def keep(self, sources: Sequence[int]) -> None:
-        """Drop rows; ``sources`` names for each row that remains the row it was before."""
+        """Drop rows; ``sources`` has the previous row of each row that remains."""
         self._cache.keep(sources)
         sources_B = torch.tensor(sources, device=self._device)
         self._mask = self._mask[sources_B]
         self._positions = self._positions[sources_B]
 
     def _forward(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, V] of the last tokens."""
+        """Run the model, and return the logits [rows, V] of the last tokens."""
         with unrounded_logits(self._base):
             output = self._model(
                 input_ids=tokens,
@@ -457,7 +458,7 @@ class Runner:
 
 
 def _tokens_in_common(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with, without the last of any, whose logits are wanted."""
+    """Return the length of the prompts' common prefix, excluding last tokens, whose logits are needed."""
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
@@ -470,16 +471,15 @@ def _grouped_decode_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention [B, 1, H, D] of one new token per row; anything longer goes to transformers' own function.
+    """Compute attention [B, 1, H, D] of one new token per row; longer queries use transformers' own function.
 
     Args:
         module: The attention module that calls.
         query: [B, H, 1, D].
         key: [B, H / G, T, D].
         value: [B, H / G, T, D].
-        attention_mask: Boolean [B, 1, 1, T], True where the token may look; None where it may look
-            everywhere.
-        kwargs: ``scaling`` of the scores; a ``position_bias`` goes to transformers' function as well.
+        attention_mask: Boolean [B, 1, 1, T], True for keys that the token may attend to; None for all keys.
+        kwargs: ``scaling`` of the scores; with a ``position_bias``, transformers' function is called as well.
     """
     if query.shape[2] > 1 or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -497,7 +497,7 @@ AttentionMaskInterface.register(_GROUPED_DECODE, sdpa_mask)
 
 @contextmanager
 def grouped_decode(config: PretrainedConfig) -> Iterator[None]:
-    """Let the model of this config decode with the grouped kernel, if it uses sdpa."""
+    """Make the model of this config decode with `_grouped_decode_attention`, if it uses sdpa."""
     implementation = config._attn_implementation
     if implementation == "sdpa":
         config._attn_implementation = _GROUPED_DECODE
