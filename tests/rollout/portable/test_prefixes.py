@@ -250,6 +250,16 @@ def test_there_are_no_more_than_can_be_compared(monkeypatch):
     assert [found(prefixes, [first, 1, 2, 3, 4]) for first in range(5)] == [0, 0, 4, 4, 4]
 
 
+def test_where_entries_are_reused_whole_the_same_tokens_are_held_once():
+    prefixes = Prefixes(whole=True)
+    for text in ([1, 2], [1, 2, 3], [1, 2], [1, 2, 3]):
+        prefixes.put("a", text, Kept(len(text), []))
+    prefixes.put("b", [1, 2], Kept(2, []))
+    assert [(each.policy, each.tokens.tolist()) for each in prefixes._ended] == [
+        ("a", [1, 2]), ("a", [1, 2, 3]), ("b", [1, 2]),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_found_is_the_longest_beginning_by_hand(whole):
     chance, prefixes, texts = random.Random(1), Prefixes(whole), []

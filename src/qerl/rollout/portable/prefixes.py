@@ -61,7 +61,9 @@ class Prefixes:
         return Kept(most, self._ended[-1].kept.layers)
 
     def put(self, policy: Hashable, text: Sequence[int], kept: Kept) -> None:
-        """Store keys and values of a sequence whose turn has ended; prefixes of it are replaced.
+        """Store keys and values of a sequence whose turn has ended, in place of useless entries.
+
+        Its prefixes are replaced, or, where entries can only be reused whole, entries of the same tokens.
 
         Args:
             policy: Name of the policy, noise included.
@@ -69,12 +71,13 @@ class Prefixes:
             kept: Keys and values of the first ``kept.tokens`` of them.
         """
         tokens = np.asarray(text[: kept.tokens])
-        if not self._whole:  # otherwise a later text may need the shorter sequence
-            self._ended = [
-                each
-                for each in self._ended
-                if each.policy != policy or _common(each.tokens, tokens) < len(each.tokens)
-            ]
+        self._ended = [
+            each
+            for each in self._ended
+            if each.policy != policy
+            or _common(each.tokens, tokens) < len(each.tokens)
+            or (self._whole and len(each.tokens) < len(tokens))
+        ]
         self._ended.append(_Ended(policy, tokens, kept, kept.nbytes))
 
     def trim(self, room: int) -> None:
