@@ -1,1 +1,1 @@
-"""Trajectories of several turns: a policy that writes, and tools and environments that answer."""
+"""Trajectories of several turns: a policy that writes, and tools and environments that answer it."""

@@ -1,7 +1,7 @@
-"""Requests of OpenAI's chat API as tokens of a policy, and what it drew as answers.
+"""Conversion between OpenAI's chat API and tokens: requests to prompts, completions to answers.
 
-`qerl.endpoint` knows which messages were drawn here; this module renders the others with the policy's chat
-template, and finds text and calls of tools in what was drawn (`qerl.agents.template`).
+`qerl.endpoint` knows which messages the policy drew; this module renders the others with the policy's chat
+template, and parses text and tool calls from completions (`qerl.agents.template`).
 """
 
 import json
@@ -23,13 +23,13 @@ from qerl.rollout.engine import Completion
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of token ids, without special tokens."""
+    """Decode token ids to text, without special tokens."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 @dataclass(frozen=True)
 class _Once:
-    """A template that renders a prompt once, with which all samples of a group begin."""
+    """A template that caches rendered prompts, because the samples of a group share theirs."""
 
     template: Template
     prompts: dict[str, list[int]]
@@ -47,10 +47,10 @@ class _Once:
 
 
 class Templates:
-    """The chat template with tools and without, each made when it is needed.
+    """The chat template with tools and the one without, each made on first use.
 
     Args:
-        tokenizer: Of the policy, with a chat template.
+        tokenizer: The policy's tokenizer, with a chat template.
         template_kwargs: The template's own arguments.
     """
 
@@ -59,25 +59,25 @@ class Templates:
         self._made: dict[bool, TurnTemplate] = {}
 
     def of(self, tools: bool) -> TurnTemplate:
-        """The template.
+        """Return the template with or without tools.
 
         Raises:
-            QeRLError: It has no tools, or cannot go on with a conversation.
+            QeRLError: The template does not support tools, or cannot continue a conversation.
         """
         if tools not in self._made:
             self._made[tools] = TurnTemplate(self._tokenizer, self._kwargs, tools=tools)
         return self._made[tools]
 
     def place(self, asked: Asked, history: History, prompts: dict[str, list[int]] | None = None) -> Place:
-        """Where a request goes on.
+        """Return the place in the history at which a request continues.
 
         Args:
             asked: The request.
-            history: Of its trajectory.
-            prompts: Tokens of prompts that were rendered before, to which others are added; None renders all.
+            history: History of the request's trajectory.
+            prompts: Cache of rendered prompts, which is filled; None for no cache.
 
         Raises:
-            ApiError: The template does not take its messages.
+            ApiError: The template refuses the request's messages or tools.
         """
         if not asked.is_chat:
             assert asked.prompt is not None
@@ -89,20 +89,20 @@ class Templates:
             return history.place(asked.messages, asked.tools, template)
         except QeRLError as error:
             raise ApiError(str(error), param="tools" if asked.tools else "messages") from error
-        except Exception as error:  # templates raise their own, for roles in an order that they do not know
+        except Exception as error:  # templates raise their own, such as for an unexpected order of roles
             raise ApiError(
                 f"The chat template does not take these messages ({first_line(error)}); send others.",
                 param="messages",
             ) from error
 
     def choice(self, asked: Asked, before: Sequence[int], drawn: Completion, ends: bool) -> Choice:
-        """A continuation as its client reads it.
+        """Convert a continuation to the form that its client receives.
 
         Args:
             asked: The request.
-            before: Tokens before it.
-            drawn: What the policy drew.
-            ends: Whether it ended with a stop token.
+            before: All tokens before the continuation.
+            drawn: The continuation.
+            ends: Whether the continuation ended with a stop token.
         """
         reason: Reason = "length" if drawn.finish_reason == "length" else "stop"
         text = cut_at(decoded(self._tokenizer, drawn.token_ids), asked.stop)

@@ -1,10 +1,8 @@
-"""Conversations of the policy with tools and environments: who answers each row, and what comes of it.
+"""Conversations of the policy with tools and environments, from the rows of a data set to trajectories.
 
-Training and evaluation both sample through here, so that a problem's environment is told its row, and its
-answers become tokens, in one way. Environments are made when a call needs more of them at a time than there
-are, reset for each conversation, and kept for the next call; one in which a call still runs is replaced.
-
-Legend: B rows of a call, the samples of a group side by side.
+Training and evaluation both sample through this module, so that rows reach environments, and answers become
+tokens, in one way. Environments are made when more of them are needed at a time than exist, reset for each
+conversation, and kept for later ones; an environment in which a tool call still runs is replaced.
 """
 
 import contextlib
@@ -36,7 +34,7 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import NormOffsets, RolloutEngine, SamplingParams, Session
 
 Named = dict[str | None, EnvironmentFactory]
-"""Factories by the name in the column `environment` of a row; None names the only one."""
+"""Environment factories by the name in a row's column `environment`; the key of an only factory is None."""
 
 NO_PROMPT: list[Message] = [{"role": "user", "content": ""}]
 """The prompt of a row that has none, to which its environment adds."""
@@ -48,8 +46,8 @@ class Others:
 
     Attributes:
         tools: Functions that the model may call.
-        factories: Of environments.
-        first: An environment of each factory, made for trial.
+        factories: Environment factories.
+        first: One environment of each factory, made on trial.
     """
 
     tools: list[Tool] = field(default_factory=list)
@@ -72,7 +70,7 @@ class Others:
 
     @property
     def endpoints(self) -> bool:
-        """True if agents of their own lead the conversations."""
+        """True if external agents drive the conversations."""
         return any(map(is_endpoint, self.first.values()))
 
     @property
@@ -82,19 +80,19 @@ class Others:
 
     @property
     def judges(self) -> list[type]:
-        """Classes of environments that score their episodes, in the order in which they are given."""
+        """Environment classes that score their episodes (``get_reward``), in the order given."""
         return [*dict.fromkeys(type(each) for each in self.first.values() if hasattr(each, "get_reward"))]
 
 
 def check_others(tools: Any, environment_factory: Any) -> Others:
-    """The tools and environments of a user, checked; of each environment one is made for trial.
+    """Check the tools and environments of a user; one environment of each factory is made on trial.
 
     Args:
         tools: A function, or several; None for none.
-        environment_factory: Makes environments; several by name in a dictionary; None for none.
+        environment_factory: A factory, or several by name in a dictionary; None for none.
 
     Raises:
-        QeRLError: One of them is not what it should be, or two of them contradict each other.
+        QeRLError: A tool or environment is invalid, or two of them conflict.
     """
     functions = [check_tool(tool) for tool in ([tools] if callable(tools) else tools or [])]
     several = isinstance(environment_factory, Mapping)
@@ -119,21 +117,21 @@ def check_others(tools: Any, environment_factory: Any) -> Others:
 
 
 class Conversations:
-    """The conversations of one policy; a context, at whose end calls and environments are closed.
+    """The conversations of one policy; a context manager that closes calls and environments at its end.
 
     Args:
-        tokenizer: Of the policy; with a chat template where there are others.
+        tokenizer: The policy's tokenizer; has a chat template if there are others.
         template_kwargs: The template's own arguments.
-        others: Tools and environments; none, where there is only a budget of thinking.
+        others: Tools and environments; empty if there is only a thinking budget.
         pool: Makes the calls.
-        limits: Bounds of a conversation beside its tokens.
+        limits: Limits of a conversation besides its number of tokens.
 
     Attributes:
-        has_others, take_turns, endpoints: As `others`.
-        environments: Those of the rows that were opened last; None where there are none.
+        has_others, take_turns, endpoints: See `Others`.
+        environments: Environments of the rows that were opened last; None if there are none.
 
     Raises:
-        QeRLError: The model's template has no tools, or cannot go on with a conversation.
+        QeRLError: The model's template does not support tools, or cannot continue a conversation.
     """
 
     def __init__(
@@ -148,11 +146,11 @@ class Conversations:
         self._template = None
         if others and not others.endpoints:
             self._template = TurnTemplate(tokenizer, template_kwargs, tools=not others.texts)
-        self._endpoints = Endpoints(tokenizer, template_kwargs, pool.beside)  # listens once it is needed
+        self._endpoints = Endpoints(tokenizer, template_kwargs, pool.beside)  # listens from its first use on
         self._made = {name: [first] for name, first in others.first.items()}
-        self._idle: dict[str | None, list[Any]] = {}  # of those, what no conversation under way has
-        self._worlds: list[World] = []  # of the rows that were opened last
-        self._open: list[World] = []  # and of those beside them
+        self._idle: dict[str | None, list[Any]] = {}  # of `_made`, those that no running conversation uses
+        self._worlds: list[World] = []  # of the rows opened last
+        self._open: list[World] = []  # and of rows opened before them, with `beside`
         self.has_others, self.take_turns = bool(others), others.take_turns
         self.endpoints = others.endpoints
         self.environments: list[Any] | None = None
@@ -167,14 +165,14 @@ class Conversations:
                     close()
 
     def open(self, rows: Sequence[Mapping[str, Any]], beside: bool = False) -> list[list[Message]]:
-        """The prompt of each row with what its environment shows; each environment begins an episode.
+        """Begin an episode per row, and return each row's prompt with its environment's observation.
 
         Args:
-            rows: One for each conversation.
-            beside: Whether conversations that were opened before go on, until `close`.
+            rows: One per conversation.
+            beside: Whether conversations that were opened before continue, until `close`.
 
         Raises:
-            QeRLError: An environment cannot begin, or there is neither a prompt nor anything shown.
+            QeRLError: An environment cannot begin, or a row has neither a prompt nor an observation.
         """
         if not beside:
             self._idle = {name: list(made) for name, made in self._made.items()}
@@ -201,7 +199,7 @@ class Conversations:
         return prompts
 
     def close(self, environments: Sequence[Any]) -> None:
-        """Say that these are asked nothing any more; those in which no call runs are used again."""
+        """Release environments for reuse, except those in which a call still runs."""
         closed = {id(each) for each in environments} - self._hanging
         for name, made in self._made.items():
             self._idle[name] += [each for each in made if id(each) in closed]
@@ -220,12 +218,12 @@ class Conversations:
         return made
 
     def _world(self, environment: Any) -> World:
-        if self._template is None or not self._others.take_turns:  # a call without an answer is text
+        if self._template is None or not self._others.take_turns:  # without answers, a tool call is text
             return SilentWorld(self._tokenizer)
         return world_of(self._template, self._others.tools, environment)
 
     def prompt_ids(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """Token ids of the prompts of the rows that were opened last, each with its own tools."""
+        """Tokenize the prompts of the rows that were opened last, each with its own tools."""
         assert self._template is not None, "prompts without others are rendered by their owner"
         tools = [world.tools if isinstance(world, ToolWorld) else () for world in self._worlds]
         return [self._template.prompt_ids(*pair) for pair in zip(prompts, tools, strict=True)]
@@ -238,7 +236,7 @@ class Conversations:
         seeds: Sequence[int],
         fixed: bool,
     ) -> list[Trajectory]:
-        """The trajectories that the agents of the rows that were opened last lead; see `Endpoints.play`."""
+        """Run the agents of the rows that were opened last; see `Endpoints.play`."""
         assert self.environments is not None, "rows were opened"
         return self._endpoints.play(engine, params, norm_offsets, self.environments, seeds, fixed)
 
@@ -251,14 +249,14 @@ class Conversations:
         samples: int,
         seeds: Sequence[int] | None = None,
     ) -> list[Trajectory]:
-        """One trajectory for each conversation, the samples of a prompt next to each other.
+        """Sample one trajectory per conversation, the samples of a prompt next to each other.
 
         Args:
             engine: Samples from the policy.
-            params, norm_offsets: Of the session; a budget of thinking is among the stops.
+            params, norm_offsets: Arguments of the session; a thinking budget is among the stops.
             prompt_ids: Token ids of each prompt.
-            samples: Conversations of each.
-            seeds: One for each conversation; None derives them from ``params`` and the places.
+            samples: Number of conversations per prompt.
+            seeds: One per conversation; None derives them from ``params``, the prompt and the sample.
         """
         worlds, limits = self.worlds(len(prompt_ids) * samples), self._limits_for(params)
         with engine.session(params, norm_offsets) as session:
@@ -268,11 +266,11 @@ class Conversations:
 
     @contextlib.contextmanager
     def going_on(self, session: Session, params: SamplingParams) -> Iterator[Trajectories]:
-        """A block in which conversations are sampled in an open session, with the `worlds` of their rows.
+        """Sample conversations in an open session, within a ``with`` block; rows bring their `worlds`.
 
         Args:
-            session: Of the engine; nothing else is started in it.
-            params: Of the session.
+            session: A session of the engine; nothing else is started in it.
+            params: Sampling parameters of the session.
         """
         try:
             yield Trajectories(session, self._pool, self._limits_for(params))
@@ -281,8 +279,7 @@ class Conversations:
         self._replace_hanging()
 
     def worlds(self, count: int) -> Sequence[World]:
-        """The other sides of so many conversations: of the rows that were opened last, or none that
-        answers."""
+        """Return the worlds of the rows that were opened last; without others, ``count`` silent worlds."""
         return self._worlds if self._others else [SilentWorld(self._tokenizer) for _ in range(count)]
 
     def _limits_for(self, params: SamplingParams) -> Limits:
@@ -292,7 +289,7 @@ class Conversations:
 
     @property
     def _hanging(self) -> set[int]:
-        """Environments in which a call still runs, by identity."""
+        """Ids (`id`) of the environments in which a call still runs."""
         return {id(world.environment) for world in self._open if world.hangs}
 
     def _replace_hanging(self) -> None:
@@ -303,17 +300,17 @@ class Conversations:
 
 
 def rows_for(others: Others, dataset: Any, rows: int, max_steps: int) -> Any:
-    """The data set; where an environment has the data, rows with empty prompts for it to fill.
+    """Return the data set or, if an environment has the data, rows with empty prompts for it to fill.
 
     Args:
         others: Tools and environments.
-        dataset: What the user handed in, or None.
+        dataset: The user's data set, or None.
         rows: Number of rows in one rollout.
-        max_steps: Length of the run, where it is set.
+        max_steps: Length of the run in steps; 0 or less if not set.
 
     Raises:
-        QeRLError: There is no data set and no single environment that has the data, the length of the run is
-            not known without one, its prompts are no messages, or a row names an unknown environment.
+        QeRLError: There is no data set, and several environments or no ``max_steps``; or the prompts are not
+            messages, or a row names an unknown environment.
     """
     if dataset is None and others.factories:
         if others.several:

@@ -1,8 +1,8 @@
-"""Where a rollout's agents ask: their trajectories, and the requests that were not taken yet.
+"""The desk of a rollout: its open trajectories, and the queue of requests from their agents.
 
-The server's thread calls the desk (`qerl.endpoint.http.Desk`) and leaves requests there; the thread that
-draws (`qerl.agents.play`) takes them between two rounds of the engine. A request becomes tokens here, in the
-server's thread, which mostly is while the engine's round is on the device.
+The server's thread calls the desk (`qerl.endpoint.http.Desk`), which tokenizes and queues requests; the
+engine's thread (`qerl.agents.play`) takes them between two rounds of the engine. Tokenizing thus happens in
+the server's thread, mostly while a round runs on the device.
 """
 
 import queue
@@ -24,15 +24,15 @@ from qerl.endpoint.stops import TurnLimits
 from qerl.rollout.engine import SamplingParams
 
 MODEL = "policy"
-"""The name by which agents ask for the policy."""
+"""The model name under which agents request the policy."""
 
 _LOOK_S = 0.2
-"""Seconds between two looks at the agents' time while nothing is asked."""
+"""Seconds between two checks of the agents' time limits while no request arrives."""
 
 _GAP_S, BURST_S = 0.005, 0.5
-"""Where nothing is drawn, requests that follow each other within the first are begun together, so that the
-samples of a group share their prompt; so are those of agents that have just begun, and whose clients make
-their connections. The second bounds both waits."""
+"""Seconds. While the engine is idle, requests that follow each other within `_GAP_S` are started together, so
+that the samples of a group share their prefill; so are those of agents that have just started and whose
+clients are still connecting. `BURST_S` bounds both waits."""
 
 
 @dataclass(eq=False)
@@ -41,10 +41,10 @@ class OpenSequence:
 
     Attributes:
         index: Its number in the session.
-        limits: What its present turn may have.
-        last: Its present or last turn.
-        params: Of its sampling, without the stops of its turns.
-        seed: That its request gave; None where it gave none.
+        limits: Limits of its current turn.
+        last: Its current or last turn.
+        params: Its sampling parameters, without the stops of its turns.
+        seed: The seed in its request; None if the request has none.
     """
 
     index: int
@@ -56,13 +56,13 @@ class OpenSequence:
 
 @dataclass(eq=False)
 class Request:
-    """A request that is drawn.
+    """A queued or running request.
 
     Attributes:
-        asked, reply: It, and its answer in the making.
-        place: Where it goes on.
-        prompt_ids: Tokens before its turns.
-        choices: Those that have ended, by number.
+        asked, reply: The request as parsed, and its pending answer.
+        place: The place in the history at which the request continues.
+        prompt_ids: All tokens before its continuations.
+        choices: Continuations that have ended, by number.
     """
 
     asked: Asked
@@ -74,18 +74,18 @@ class Request:
 
 @dataclass(eq=False)
 class Episode:
-    """A trajectory under way.
+    """A running trajectory.
 
     Attributes:
-        environment: Its.
-        seed: By which its sequences are keyed.
-        key: Its clients' key.
-        history: What was said in it.
-        replies: To its requests, by what they ask for.
-        sequences: Of the engine that are not finished.
-        running: The agent, once it runs.
-        until: When its time is up, once it runs.
-        is_open: Whether requests are taken.
+        environment: Its environment.
+        seed: The seed from which those of its sequences are derived.
+        key: The API key of its clients.
+        history: Its conversations.
+        replies: Replies to its requests, by `Asked.fingerprint`.
+        sequences: Its unfinished sequences in the engine, by number.
+        running: Future of the agent, once it is scheduled.
+        until: Deadline of the agent on the monotonic clock, once it runs.
+        is_open: Whether requests are accepted.
     """
 
     environment: Endpoint
@@ -100,32 +100,32 @@ class Episode:
 
 
 class EndpointDesk:
-    """Takes the requests of a rollout's agents (`qerl.endpoint.http.Desk`); thread-safe.
+    """Queues the requests of a rollout's agents (`qerl.endpoint.http.Desk`); thread-safe.
 
     Args:
-        tokenizer: Of the policy.
-        templates: Of the policy.
+        tokenizer: The policy's tokenizer.
+        templates: The policy's chat templates.
 
     Attributes:
-        asked: Requests that were not taken yet, and whose they are.
-        rendering: Held by whoever reads or writes a history, or renders.
+        asked: Queue of requests, each with its episode.
+        rendering: Lock to hold while rendering, and while reading or writing a history.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templates: Templates) -> None:
         self._tokenizer, self._templates = tokenizer, templates
         self._lock, self.rendering = threading.Lock(), threading.Lock()
         self._episodes: dict[str, Episode] = {}
-        self._prompts: dict[str, list[int]] = {}  # of this rollout, as a template may write the date
+        self._prompts: dict[str, list[int]] = {}  # per rollout, because a template may write the date
         self._changed = threading.Event()
         self.asked: queue.SimpleQueue[tuple[Episode, Request]] = queue.SimpleQueue()
 
     def open(self, episodes: Sequence[Episode]) -> None:
-        """Take requests of some trajectories, and of those that were open before no longer."""
+        """Accept requests of these trajectories, and no longer those of the previous ones."""
         with self._lock:
             self._episodes, self._prompts = {episode.key: episode for episode in episodes}, {}
 
     def close(self, episode: Episode) -> None:
-        """Take no more requests of a trajectory; those that wait for an answer hear of it."""
+        """Refuse further requests of a trajectory, and answer the pending ones with an error."""
         with self._lock:
             episode.is_open = False
             replies = [*episode.replies.values()]
@@ -133,11 +133,12 @@ class EndpointDesk:
             reply.settle(trajectory_ended())
 
     def wait_for_burst(self, more: Callable[[], bool]) -> None:
-        """Wait until something was asked, or an agent has ended, and no more follows close behind; for want
-        of either a moment.
+        """Wait until a request has arrived or an agent has ended, and until nothing follows within `_GAP_S`.
+
+        Returns after `_LOOK_S` if nothing happens.
 
         Args:
-            more: Says whether more is to be expected, though it does not follow as close.
+            more: Returns True while further requests are expected although none has followed.
         """
         if self._changed.wait(_LOOK_S):
             until = time.monotonic() + BURST_S
@@ -148,7 +149,7 @@ class EndpointDesk:
         self._changed.clear()
 
     def wake(self) -> None:
-        """End a wait."""
+        """Wake `wait_for_burst`."""
         self._changed.set()
 
     async def models(self, key: str) -> Sequence[str]:
@@ -157,13 +158,13 @@ class EndpointDesk:
         return [MODEL]
 
     async def ask(self, key: str, asked: Asked) -> Reply:
-        """See `Desk.ask`; what was asked before has the first reply."""
+        """See `Desk.ask`; a repeated request gets the reply of the first one."""
         episode = self._episode(key)
         check_model(asked.model, [MODEL])
         reply = episode.replies.get(asked.fingerprint)
         if episode.is_open and reply is not None and not isinstance(reply.outcome, ApiError):
             return reply
-        # Samples of a group begin alike; what follows is a trajectory's own, and is not remembered.
+        # The samples of a group share their first prompt; later prompts differ, and are not cached.
         prompts = None if episode.replies else self._prompts
         with self.rendering:
             place = self._templates.place(asked, episode.history, prompts)
@@ -189,7 +190,7 @@ class EndpointDesk:
         return decoded(self._tokenizer, token_ids)
 
     def left(self, reply: Reply) -> None:
-        """See `Desk.left`; the client may ask again."""
+        """See `Desk.left`. Nothing is cancelled: the client may ask again."""
 
     def _episode(self, key: str) -> Episode:
         with self._lock:

@@ -1,22 +1,24 @@
 """Environments: the other side of a trajectory, with a state of its own.
 
-There are two kinds, told apart by one method, and a third that is a class of its own.
+There are two kinds, distinguished by one method, and a third with its own class.
 
 - **An environment with tools** is TRL's: ``reset`` begins an episode, and every other public method with a
   docstring and types is a tool that the model may call. It needs a model whose chat template has tools.
 - **A text environment** has ``respond``: it is given what the model wrote in a turn and answers in a user's
   turn, which works with any chat template. It has no tools.
-- **An endpoint** (`qerl.agents.outside.Endpoint`) leads no conversation: an agent of its own does, through
-  OpenAI's chat API.
+- **An endpoint** (`qerl.agents.outside.Endpoint`) does not drive the conversation: an external agent does,
+  through OpenAI's chat API.
 
-One that has neither is TRL's too: it only adds to the prompt, which is answered in one turn.
+An environment with neither tools nor ``respond`` is TRL's too: it only adds to the prompt, which the policy
+answers in one turn.
 
-Environments are made once for each sample of a rollout and reset before each episode. ``reset`` is given the
-columns of the row as keywords; a text that it returns is added to the row's prompt. ``get_reward``, if there
-is one, scores the episode, so that no reward function is needed.
+Environments are made once for each sample of a rollout and reset before each episode. ``reset`` receives the
+columns of the row as keywords; a text that it returns is appended to the row's prompt. ``get_reward``, if
+present, scores the episode, so that no reward function is needed.
 
-The samples of a group are compared with each other, so ``reset`` and all answers have to follow from the row
-and from what the model wrote. An environment that draws a problem at random gives each sample another one.
+The samples of a group are compared with each other, so ``reset`` and all answers must be determined by the
+row and by the model's text. An environment that draws a random problem would give each sample a different
+one.
 """
 
 import functools
@@ -83,7 +85,7 @@ def is_text(environment: Any) -> bool:
 
 
 def is_endpoint(environment: Any) -> bool:
-    """True if an agent of its own leads the conversation."""
+    """Return True if an external agent drives the conversation."""
     return isinstance(environment, Endpoint)
 
 
@@ -96,7 +98,7 @@ def tool_names(environment: Any) -> list[str]:
 
 
 def check_environment(factory: EnvironmentFactory) -> Any:
-    """An environment made for trial, checked as far as possible without an episode.
+    """Make an environment on trial, and check it as far as possible without an episode.
 
     Raises:
         QeRLError: It cannot be made, has no `reset`, or a tool lacks its docstring or types.
@@ -127,16 +129,17 @@ def check_environment(factory: EnvironmentFactory) -> Any:
 
 
 def takes_turns(environment: Any) -> bool:
-    """True if the policy may have several turns; otherwise an environment can only add to the prompt."""
+    """Return True if the policy may have several turns; other environments only add to the prompt."""
     return is_text(environment) or is_endpoint(environment) or bool(tool_names(environment))
 
 
 def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:
-    """Refuse tools that a model, which calls them by name, cannot tell apart.
+    """Raise if two tools have the same name, by which a model calls them.
 
     Args:
         tools: Functions, each checked.
-        environments: Their methods are tools, too; those of different environments never meet.
+        environments: Their methods are tools, too. Methods of different environments may share a name,
+            because a conversation has one environment.
 
     Raises:
         QeRLError: Two tools have one name.
@@ -151,11 +154,11 @@ def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:
 
 
 def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) -> str | None:
-    """The observation at the beginning of an episode, as text that a tokenizer takes.
+    """Begin an episode and return its first observation, as text that a tokenizer accepts.
 
     Args:
-        name: Of the environment's class.
-        reset: Its method.
+        name: Name of the environment's class.
+        reset: The environment's method.
         row: The columns of the data set's row.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Many trajectories at once, without a barrier: one that is answered goes on while others still wait.
+"""The loop over many concurrent trajectories, without a barrier between turns.
 
-The engine decodes in this thread. As soon as a turn has ended, its calls are made in the pool, beside the
-decoding of the others; between two ends the answers that have come are written into their trajectories, which
-go on at once. Only when nothing is left to decode does the loop wait for answers.
+The engine decodes in this thread. As soon as a turn has ended, the pool makes its calls while other rows
+decode. Each time that turns have ended, the answers that have arrived are appended to their trajectories,
+which resume at once. The loop waits for answers only when nothing is left to decode.
 
-Nothing here raises for what a policy writes or a tool does: a trajectory that has no room or no turns left,
-or whose call failed (with ``tool_errors: end``), ends with its reason.
+Nothing that a policy writes or a tool does raises here: a trajectory that has no room or no turns left, or
+whose call failed (with ``tool_errors: end``), ends with that reason.
 """
 
 import time
@@ -26,14 +26,13 @@ _PAUSE = 0.01  # seconds
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a trajectory beside its tokens.
+    """Limits of a trajectory besides its number of tokens.
 
     Attributes:
-        iterations: Largest number of turns whose calls are made; None for as many as its tokens allow.
+        iterations: Maximum number of turns whose calls are made; None for no limit but the tokens.
         tool_errors: The policy reads the error of a failed call (``text``), or its trajectory ends (``end``).
-        thinking: Interrupts turns whose thoughts are too long; one of the session's stops, or None.
-        texts_end_turns: True if a turn may have ended without the template's stop token, which is written
-            then.
+        thinking: The thinking budget, one of the session's stops; None for no budget.
+        texts_end_turns: True if a turn may end without the template's stop token, which is then appended.
     """
 
     iterations: int | None = None
@@ -51,16 +50,16 @@ def run_trajectories(
     limits: Limits,
     seeds: Sequence[int] | None = None,
 ) -> list[Trajectory]:
-    """The trajectories of some prompts, sampled to their ends, in the order of the worlds.
+    """Sample trajectories to their ends, and return them in the order of the worlds.
 
     Args:
-        session: Of the engine; nothing else is started in it.
+        session: A session of the engine; nothing else is started in it.
         prompts: Token ids of each prompt.
-        samples_per_prompt: Trajectories of each prompt.
-        worlds: The other side of each trajectory, the samples of a prompt next to each other.
+        samples_per_prompt: Number of trajectories per prompt.
+        worlds: The world of each trajectory, the samples of a prompt next to each other.
         pool: Makes the calls.
-        limits: Bounds.
-        seeds: As in `Session.start`.
+        limits: Limits of each trajectory.
+        seeds: See `Session.start`.
     """
     loop = Trajectories(session, pool, limits)
     try:
@@ -73,12 +72,12 @@ def run_trajectories(
 
 
 class Trajectories:
-    """Trajectories in a session, to which others may be added while they are sampled.
+    """The trajectories of a session; more may be started while others are sampled.
 
     Args:
-        session: Of the engine; nothing else is started in it.
-        pool: Makes the calls; whoever leaves before the end abandons them.
-        limits: Bounds.
+        session: A session of the engine; nothing else is started in it.
+        pool: Makes the calls; a caller that stops before the end has to call `ToolPool.abandon`.
+        limits: Limits of each trajectory.
     """
 
     def __init__(self, session: Session, pool: ToolPool, limits: Limits) -> None:
@@ -93,7 +92,7 @@ class Trajectories:
         worlds: Sequence[World],
         seeds: Sequence[int] | None = None,
     ) -> list[int]:
-        """Begin trajectories, and return their numbers; the arguments are those of `run_trajectories`."""
+        """Start trajectories and return their numbers; the arguments are those of `run_trajectories`."""
         indices = self._session.start(prompts, samples, seeds=seeds)
         trajectories = [Trajectory(prompt) for prompt in prompts for _ in range(samples)]
         self._of |= zip(indices, zip(trajectories, worlds, strict=True), strict=True)
@@ -101,14 +100,14 @@ class Trajectories:
 
     @property
     def busy(self) -> bool:
-        """True while any trajectory goes on."""
+        """True while any trajectory is running."""
         return self._session.busy or self._pool.pending > 0
 
     def next(self, one_round: bool = False) -> dict[int, Trajectory]:
-        """The trajectories, by number, that have ended since; at least one, unless none goes on.
+        """Return the trajectories that have ended since the last call, by number.
 
         Args:
-            one_round: As in `Session.next`.
+            one_round: See `Session.next`. Without it, at least one is returned if any is running.
         """
         while self.busy:
             for ended in self._session.next(one_round) if self._session.busy else ():
@@ -118,13 +117,13 @@ class Trajectories:
                 self._answered(index, answers)
             if self._ended or one_round:
                 if not (self._ended or self._session.busy):
-                    time.sleep(_PAUSE)  # whoever asks for one round asks again at once
+                    time.sleep(_PAUSE)  # a caller with `one_round` calls again at once
                 break
         ended_now, self._ended = self._ended, {}
         return ended_now
 
     def _turn(self, ended: Ended) -> None:
-        """Take in a turn of the policy, and make its calls or end the trajectory."""
+        """Append a turn of the policy, and submit its calls or end the trajectory."""
         trajectory, world = self._of[ended.index]
         reason = ended.completion.finish_reason
         if not ended.completion.token_ids:
@@ -140,7 +139,7 @@ class Trajectories:
         message, calls = world.read(trajectory.turn, before)
         trajectory.end_turn(message)
         if reason != "stop":
-            self._end(ended.index, reason)  # a call that it may hold is half a turn's
+            self._end(ended.index, reason)  # calls in a truncated turn are not made
         elif not calls:
             self._end(ended.index, "stop")
         elif self._limits.iterations is not None and trajectory.turns > self._limits.iterations:
@@ -150,7 +149,7 @@ class Trajectories:
             self._pool.submit(ended.index, calls)
 
     def _see_thoughts(self, trajectory: Trajectory, before: Sequence[int]) -> None:
-        """Note if the policy has closed its thoughts itself in the turn that has ended."""
+        """Record whether the policy itself closed a thinking block in the turn that has ended."""
         thinking = self._limits.thinking
         if thinking is None or trajectory.thoughts is not None:
             return
@@ -159,7 +158,7 @@ class Trajectories:
             trajectory.thoughts = "model"
 
     def _close_thoughts(self, index: int, trajectory: Trajectory) -> bool:
-        """Go on with a turn whose thoughts are too long; False if there is no room for that."""
+        """Close the thinking block of a paused turn and resume it; return False if there is no room."""
         assert self._limits.thinking is not None, "nothing else pauses a turn"
         closing_ids = self._limits.thinking.closing_ids
         if len(closing_ids) >= self._session.room(index):
@@ -170,7 +169,7 @@ class Trajectories:
         return True
 
     def _answered(self, index: int, answers: Sequence[Answer]) -> None:
-        """Write the answers into the trajectory, which goes on if it can."""
+        """Append the answers to the trajectory, and start its next turn or end it."""
         trajectory, world = self._of[index]
         failures = sum(answer.failed for answer in answers)
         trajectory.failures += failures

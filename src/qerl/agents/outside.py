@@ -1,36 +1,36 @@
-"""Agents of their own: programs that speak OpenAI's chat API to the policy, and give back a reward.
+"""External agents: programs that call the policy through OpenAI's chat API and return a reward.
 
     def agent(endpoint, row):
         client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
         said = client.chat.completions.create(model=endpoint.model, messages=row["prompt"])
         return float(row["answer"] in said.choices[0].message.content)
 
-Each trajectory of a rollout is one run of the agent, with a key of its own. The agents run in threads, on the
-event loop of `qerl.calls.beside` if they are coroutine functions, or somewhere else altogether, and ask as
-they like; one thread draws (`qerl.agents.play`). What they ask is taken in between two rounds of the engine,
-so that nobody waits for anybody: a request that continues a conversation goes on with its sequence, whose
-keys and values are kept (`Session.go_on`), and any other starts one (`qerl.endpoint.history` says which
-does), which computes what no other has computed where the engine keeps prefixes.
+Each trajectory of a rollout is one run of the agent, with its own API key. Agents run in threads, on the
+event loop of `qerl.calls.beside` if they are coroutine functions, or anywhere else, and send requests at any
+time; one thread drives the engine (`qerl.agents.play`). It takes requests between two rounds, so no request
+waits for another one to finish. A request that continues a conversation resumes its sequence, whose keys and
+values are kept (`Session.go_on`); any other request starts a sequence (`qerl.endpoint.history` decides
+which). If the engine keeps prefixes, a new sequence computes only what is not in the cache yet.
 
-An answer wakes the server and then its client, which take Python's lock from the thread that launches the
-engine's work, some milliseconds for each of them. So answers go out once the next round was given to the
-device: requests are then read and written while it computes, and not while it waits for the host. A turn
-becomes text when its answer goes out, and a request becomes tokens in the server's thread, which mostly is at
-that time too. Agents may run in a process of their own (`qerl.agents.process`), which leaves the server.
+An answer wakes the server and then its client. Each of them takes the GIL for some milliseconds from the
+thread that launches the engine's work. So answers are sent once the next round has been launched: requests
+are then read and written while the device computes, and not while it waits for the host. A turn is decoded to
+text when its answer is sent; a request is tokenized in the server's thread, mostly at that time too. Agents
+may run in a process of their own (`qerl.agents.process`); then only the server shares the GIL.
 
-**What costs what.** An agent that raises, or whose time is up, costs its own row, as a tool that fails does.
-A client that is gone costs nothing: what it asked for is drawn, and is there if it asks again. A request that
-is sent again, word by word and in the same trajectory, gets the first one's answer, so it is not drawn or
-counted twice; who wants another continuation asks for `n`, or with another `seed`. What was still being drawn
-when a trajectory ended is left out.
+**Failures and repeats.** An agent that raises or times out costs its own row, as a failing tool does. A
+client that disconnects costs nothing: its request is completed, and the answer is there if it asks again. A
+request repeated word by word in the same trajectory gets the first one's answer, so it is not drawn or
+counted twice; a client that wants another continuation sets `n` or another `seed`. Turns that are still being
+drawn when a trajectory ends are dropped.
 
 **Sampling.** In training the temperature and the filters are the run's, because the update computes the
-policy's log-probabilities with them; a request that asks for others is refused. An evaluation has no update,
-and there a request that asks has what it asks for.
+policy's log-probabilities with them; a request for other values is refused. An evaluation has no update, so a
+request gets the values that it asks for.
 
-Seeds are keyed by the trajectory and by what a request says, so the order in which requests come in does not
-matter. Which rows decode together follows from when agents answer; so a run that is repeated may differ in
-the last bit of a log-probability, and at times by a token.
+Seeds are keyed by the trajectory and the content of a request, so the order in which requests arrive does not
+matter. Which rows decode together depends on when agents send requests, so a repeated run may differ in the
+last bit of a log-probability, and occasionally in a token.
 """
 
 from typing import Any
@@ -40,19 +40,19 @@ from qerl.errors import QeRLError
 
 
 class Endpoint:
-    """The environment of an agent of its own: one run of it, and its reward.
+    """The environment of one run of an external agent, with its reward.
 
     Args:
-        agent: What runs.
-        timeout: Seconds that a trajectory may take.
-        at_once: Agents that run at the same time; the others wait for their turn.
-        host, port: Where the endpoint listens; port 0 takes a free one.
-        process: Whether it runs in a process of agents beside this one (`qerl.agents.process`).
+        agent: The function to run.
+        timeout: Time limit of a trajectory in seconds.
+        at_once: Maximum number of agents that run at the same time; the others are queued.
+        host, port: Address on which the endpoint listens; port 0 takes a free one.
+        process: Whether the agent runs in a separate process (`qerl.agents.process`).
 
     Attributes:
         row: Columns of the row.
-        reward: What the agent gave; None while there is none.
-        error: Why there is none.
+        reward: The agent's reward; None until there is one.
+        error: Why there is no reward; None unless the agent failed.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Endpoint:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is a reward, or a reason why there is none."""
+        """True once there is a reward or an error."""
         return self.reward is not None or self.error is not None
 
     def reset(self, **row: Any) -> None:
-        """Take the row; the agent begins with the rollout."""
+        """Store the row; the agent starts with the rollout."""
         self.row, self.reward, self.error = row, None, None
 
     def get_reward(self) -> float | None:
-        """The reward of the trajectory.
+        """Return the reward of the trajectory, or None if there is none yet.
 
         Raises:
             QeRLError: The agent failed.

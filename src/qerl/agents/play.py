@@ -1,8 +1,8 @@
-"""Rollouts of agents of their own: draws what they ask for, until all have ended.
+"""Rollouts of external agents: the loop that completes their requests, until all agents have ended.
 
-`Endpoints` holds what outlasts a rollout, the server and the process of agents; a `_Play` is one rollout. Its
-thread is the one that draws: it starts the agents, takes their requests from the desk (`qerl.agents.desk`)
-between two rounds of the engine, and answers them while the next one is on the device.
+`Endpoints` holds the objects that outlive a rollout, the server and the process of agents; a `_Play` is one
+rollout. Its thread drives the engine: it starts the agents, takes their requests from the desk
+(`qerl.agents.desk`) between two rounds of the engine, and answers them while the next round is on the device.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from qerl.rollout.stops import StopStrings
 from qerl.seeding import derive_seed
 
 _YOUNG = 50_000
-"""New objects after which Python's collector looks at them, in a rollout."""
+"""Number of new objects that starts a collection of Python's youngest generation, in a rollout."""
 
 
 class Endpoints:
-    """The endpoint of a policy, for one rollout after the other.
+    """The endpoint of a policy, kept over rollouts.
 
     Args:
-        tokenizer: Of the policy, with a chat template.
+        tokenizer: The policy's tokenizer, with a chat template.
         template_kwargs: The template's own arguments.
         beside: Runs agents.
     """
@@ -57,11 +57,11 @@ class Endpoints:
         self._tokenizer, self._beside = tokenizer, beside
         self._templates = Templates(tokenizer, template_kwargs)
         self._desk, self._process = EndpointDesk(tokenizer, self._templates), AgentProcess()
-        weakref.finalize(self, self._process.close)  # a trainer has no end of its own
+        weakref.finalize(self, self._process.close)  # a trainer has no close
         self._listening: Listening | None = None
 
     def close(self) -> None:
-        """End the server, and the process of agents."""
+        """Stop the server and the process of agents."""
         self._process.close()
         if self._listening is not None:
             self._listening.close()
@@ -76,14 +76,14 @@ class Endpoints:
         seeds: Sequence[int],
         fixed: bool,
     ) -> list[Trajectory]:
-        """A trajectory of each environment, whose agent has then returned, failed, or lost its time.
+        """Run the agent of each environment until it returns, fails or times out; return the trajectories.
 
         Args:
             engine: Samples from the policy.
-            params, norm_offsets: Of the session.
-            environments: Each was reset.
-            seeds: One for each.
-            fixed: Whether requests must not ask for another temperature or other filters than the session's.
+            params, norm_offsets: Arguments of the session.
+            environments: One per trajectory, already reset.
+            seeds: One per environment.
+            fixed: Whether to refuse requests whose temperature or filters differ from the session's.
         """
         first = environments[0]
         if self._listening is None:
@@ -94,7 +94,7 @@ class Endpoints:
             Episode(environment, seed, f"sk-qerl-{secrets.token_urlsafe(24)}")
             for environment, seed in zip(environments, seeds, strict=True)
         ]
-        # Nothing else has this name, so forks and late trajectories find what was computed in this rollout.
+        # A new name of the policy: forks and late trajectories reuse only prefixes computed in this rollout.
         entered = engine.session(params, norm_offsets, growing=True, policy=object())
         with _collecting_seldom(), entered as session:
             loop = _Play(
@@ -109,9 +109,9 @@ class Endpoints:
         return [self._trajectory(episode) for episode in episodes]
 
     def _trajectory(self, episode: Episode) -> Trajectory:
-        """What an update takes of an episode: its first branch, with the others as forks."""
+        """Convert an episode to its first branch, with the others as forks."""
         branches = [_as_trajectory(branch) for branch in episode.history.branches()]
-        if not branches:  # it has said nothing; a token that nobody counts stands in
+        if not branches:  # nothing was drawn; a masked token stands in
             pad = self._tokenizer.pad_token_id
             branches = [Trajectory([pad])]
             branches[0].hear([pad], [{"role": "assistant", "content": ""}])
@@ -123,14 +123,14 @@ class Endpoints:
 
 @contextlib.contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """A block in which clients and the server share Python with the thread that draws.
+    """Collect garbage less often while clients and the server share the interpreter with the engine's thread.
 
-    What a request leaves for a moment outlives collections of every 700 objects, and is counted as if it
-    stayed, until all objects of the process are walked over, half a second in which nobody else runs. With
-    longer intervals it is gone before.
+    The short-lived objects of a request survive collections after every 700 new objects, and are promoted to
+    older generations, until a full collection walks over all objects of the process: half a second in which
+    no other thread runs. With a larger threshold they are freed before they are promoted.
     """
     thresholds = gc.get_threshold()
-    if thresholds[0]:  # else somebody has turned collections off
+    if thresholds[0]:  # 0 means that collection is turned off
         gc.set_threshold(max(thresholds[0], _YOUNG), *thresholds[1:])
     try:
         yield
@@ -139,7 +139,7 @@ def _collecting_seldom() -> Iterator[None]:
 
 
 def _vocabulary_of(engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Token ids are below this."""
+    """Return the number of token ids that the model can embed."""
     if engine.model is None:
         return len(tokenizer)
     embedding: Any = engine.model.get_input_embeddings()  # type: ignore[operator]
@@ -176,12 +176,12 @@ def _too_long(have: int, room: int) -> ApiError:
 
 @dataclass(frozen=True)
 class _Start:
-    """A request for which sequences are to be started.
+    """A request that needs new sequences.
 
     Attributes:
-        episode, request: It.
-        params: Of its sampling.
-        room: Tokens that each sequence may have.
+        episode, request: The request and its episode.
+        params: Sampling parameters of the request.
+        room: Maximum number of tokens per sequence.
     """
 
     episode: Episode
@@ -210,13 +210,13 @@ class _Play:
         self._process = process
         self._open = [*episodes]
         self._drawing: dict[int, tuple[Episode, Request, int, OpenSequence]] = {}
-        self._refused: list[tuple[Episode, Request]] = []  # for want of memory, until others have ended
+        self._refused: list[tuple[Episode, Request]] = []  # for lack of memory, to try again
         self._texts: dict[tuple[str, ...], StopStrings] = {}
-        self._untold: list[Callable[[], None]] = []  # what replies are to be told
+        self._untold: list[Callable[[], None]] = []  # calls that update replies
         self._vocabulary = 0
 
     def run(self, url: str, vocabulary: int) -> None:
-        """Let agents begin, and draw until all have ended."""
+        """Start the agents, and decode until all have ended."""
         self._vocabulary = vocabulary
         self._desk.open(self._episodes)
         at_once = asyncio.Semaphore(self._episodes[0].environment.at_once)
@@ -234,13 +234,13 @@ class _Play:
             self._look()
 
     def _tell(self) -> None:
-        """Tell replies what has come of their requests."""
+        """Deliver the results that have accumulated to their replies."""
         untold, self._untold = self._untold, []
         for tell in untold:
             tell()
 
     def _beginning(self) -> bool:
-        """Whether an agent is about to begin, or has begun a moment ago and not asked yet."""
+        """Return True if an agent is about to start, or has just started and not sent a request yet."""
         running = [each for each in self._open if each.running is not None and not each.running.done()]
         begun = [each for each in running if each.until < float("inf")]
         if len(begun) < min(len(running), self._episodes[0].environment.at_once):
@@ -249,29 +249,29 @@ class _Play:
         return any(not each.replies and each.until - each.environment.timeout > moment for each in begun)
 
     def abandon(self) -> None:
-        """Give up what still goes on."""
+        """Cancel the agents that still run, and close their episodes."""
         for episode in self._open:
             if episode.running is not None:
                 episode.running.cancel()
             self._desk.close(episode)
 
     async def _agent(self, episode: Episode, url: str, at_once: asyncio.Semaphore) -> None:
-        """Run one agent and keep what it gave."""
+        """Run one agent, and store its reward or failure."""
         environment = episode.environment
         given = EndpointOf(url, episode.key, MODEL)
         asked = environment.agent, given, dict(environment.row), environment.timeout
         async with at_once:
             episode.until = time.monotonic() + environment.timeout
             ran = await (self._process.run(*asked) if environment.process else run(self._beside, *asked))
-        if not episode.is_open:  # its environment may be another trajectory's by now
+        if not episode.is_open:  # its environment may belong to another trajectory by now
             return
         if ran.reward is not None:
             environment.reward = ran.reward
-        elif ran.failure and not (ran.late and environment.reward is not None):  # which was sent
+        elif ran.failure and not (ran.late and environment.reward is not None):  # a reward was sent
             environment.error = f"The agent failed: {ran.failure}"
 
     def _look(self) -> None:
-        """End the trajectories whose agent has returned with a reward, failed, or lost its time."""
+        """End the trajectories whose agent has returned with a reward, failed, or timed out."""
         now = time.monotonic()
         self._beside.watch(self._episodes[0].environment.timeout + GRACE_S)
         for episode in [*self._open]:
@@ -281,14 +281,14 @@ class _Play:
                 environment.error = "The agent was left behind with an event loop that it held up."
             late = now > episode.until + GRACE_S
             if environment.process and not running.done():
-                late = False  # what hangs is ended with its process, for the next rollout has another
+                late = False  # `AgentProcess` kills a process that hangs; the next rollout gets another
             if late and not environment.has_ended:
                 environment.error = f"The trajectory has no reward after {environment.timeout:g} s."
             if environment.has_ended and (running.done() or late):
                 self._end(episode)
 
     def _end(self, episode: Episode) -> None:
-        """Take no more of a trajectory, and give up what the engine holds of it."""
+        """End a trajectory: refuse its requests, and finish its sequences that are not being drawn."""
         self._open.remove(episode)
         self._desk.close(episode)
         drawing = {index for index, (of, *_) in self._drawing.items() if of is episode}
@@ -303,7 +303,7 @@ class _Play:
     # Requests
 
     def _take(self) -> None:
-        """Begin what was asked since, those with one prompt behind one prefill."""
+        """Start the requests that have arrived; those with the same prompt share its prefill."""
         waiting, self._refused = self._refused, []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -326,10 +326,10 @@ class _Play:
             self._start(starts)
 
     def _begin(self, episode: Episode, request: Request) -> "_Start | None":
-        """Go on with the sequence of a request, or say what is to be started for it.
+        """Resume the sequence that a request continues, or return the sequences to start for it.
 
         Raises:
-            ApiError: It asks for what it cannot have.
+            ApiError: A token id is too large, no room is left, or the sampling parameters are refused.
         """
         asked = request.asked
         params, place = self._params_of(asked), request.place
@@ -356,15 +356,15 @@ class _Play:
         return _Start(episode, request, params, params.max_tokens - used)
 
     def _start(self, starts: Sequence["_Start"]) -> None:
-        """Start sequences, those of a prompt next to each other and every prompt with as many.
+        """Start sequences, those of a prompt next to each other, with the same number for every prompt.
 
-        What the engine has no memory for waits until others have ended, or is refused if there are none.
+        Requests that do not fit into memory wait until others have ended, or are refused if none is running.
         """
         began: list[tuple[_Start, int, TurnLimits, SamplingParams, int]] = []
         for each in starts:
             asked, params = each.request.asked, each.params
             mark: tuple[int | str, ...] = (asked.fingerprint,)
-            if asked.seed is not None:  # which draws alike, whatever ends the turn
+            if asked.seed is not None:  # draws the same, whatever ends the turn
                 mark = (asked.seed, each.request.place.before)
             for at in range(asked.n):
                 limits = TurnLimits()
@@ -397,7 +397,7 @@ class _Play:
     def _goes_on(
         self, episode: Episode, sequence: OpenSequence, place: Place, asked: Asked, params: SamplingParams
     ) -> bool:
-        """Whether a request can go on with the sequence that drew the turn before it."""
+        """Return True if a request can resume the sequence that drew the turn before it."""
         return (
             sequence.index in episode.sequences
             and sequence.index not in self._drawing
@@ -407,10 +407,10 @@ class _Play:
         )
 
     def _params_of(self, asked: Asked) -> SamplingParams:
-        """The sampling of a request, without the stops of its turns.
+        """Return the sampling parameters of a request, without the stops of its turns.
 
         Raises:
-            ApiError: It asks for another one than the run's, whose update would not know of it.
+            ApiError: In training, they differ from the run's, with which the update computes.
         """
         given = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         given = {name: value for name, value in given.items() if value is not None}
@@ -425,7 +425,7 @@ class _Play:
         return replace(self._params, **given)
 
     def _limit(self, limits: TurnLimits, request: Request, episode: Episode, choice: int) -> None:
-        """Let the turn of a sequence end as its request says."""
+        """Set the limits of a sequence's turn from its request."""
         asked, reply = request.asked, request.reply
         if asked.stop and asked.stop not in self._texts:
             self._texts[asked.stop] = StopStrings(self._tokenizer, asked.stop)
@@ -437,7 +437,7 @@ class _Play:
         limits.wanted = lambda: episode.is_open
 
     def _ended(self, ended: Ended) -> None:
-        """Take in a turn of the policy; it is answered once the engine's next round is under way."""
+        """Record a turn of the policy; it is answered once the engine's next round has been launched."""
         episode, request, choice, sequence = self._drawing.pop(ended.index)
         drawn, turn = ended.completion, sequence.last
         if not episode.is_open:
@@ -450,7 +450,7 @@ class _Play:
             self._untold.append(lambda: self._answer(episode, request, choice, turn, drawn))
 
     def _answer(self, episode: Episode, request: Request, choice: int, turn: Turn, drawn: Completion) -> None:
-        """Keep a turn, and answer its request if it was the last one of it."""
+        """Add a turn to the history, and answer its request once all its continuations have ended."""
         if not episode.is_open:
             return
         ends = drawn.token_ids[-1] in self._params.stop_token_ids

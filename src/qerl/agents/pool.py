@@ -1,14 +1,14 @@
-"""Calls of tools beside the decoding, each with a time limit, none of which can hold up a run.
+"""Tool calls that run while the engine decodes, each with a time limit, so that none can block a run.
 
-The calls of one turn run one after the other, since they act on the same environment; those of different
-trajectories at the same time (:mod:`qerl.calls.beside`), so a tool that several trajectories share must be
-safe to call from several threads. A call that runs out of time gives an error at once, and the calls behind
-it in the same turn are not tried while it may still run.
+The calls of a turn run one after the other, because they act on the same environment. Calls of different
+trajectories run concurrently (:mod:`qerl.calls.beside`), so a tool that several trajectories share must be
+thread-safe. A call that times out yields an error at once; while it may still be running, the later calls of
+its turn are not made and yield the same error.
 
-Which rows decode together decides the last bits of their logits, so a run that is repeated or resumed has to
-answer the same turns at the same time. For tools that answer at once this is ensured: `collect` waits a
-moment for the turns that have just ended, and returns answers in the order of the calls. A tool that was late
-once is not waited for again.
+Which rows decode together decides the last bits of their logits, so a repeated or resumed run has to answer
+the same turns at the same time. For tools that answer promptly this is guaranteed: `collect` waits briefly
+for the turns that have just ended, and returns answers in the order of `submit`. A tool that was late once is
+not waited for again.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ PATIENCE = 1.0
 
 @dataclass(frozen=True)
 class Call:
-    """A call to make.
+    """A tool call to make.
 
     Attributes:
         name: The name by which the model called it.
         function: None where there is no such tool.
         arguments: By name.
-        error: The reason why there is nothing to call.
+        error: Why there is no function to call; empty if there is one.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Answer:
 
     Attributes:
         text: The returned value as text, cut to the limit, or the error; None where it returned None.
-        failed: True if it raised, was unknown or ran out of time.
-        hangs: True if it may still run.
+        failed: True if the call could not be made, raised or timed out.
+        hangs: True if the call may still be running.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass(eq=False)
 class _Turn:
-    """The calls of one turn, the answers so far, and the future of its end."""
+    """The calls of one turn, their answers so far, and a future that is done when the turn is."""
 
     key: int
     calls: Sequence[Call]
@@ -75,12 +75,12 @@ class _Turn:
 
 
 class ToolPool:
-    """Runs calls of tools; used from one thread.
+    """Runs tool calls; used from one thread.
 
     Args:
-        timeout: Seconds that a call may take.
-        output_limit: Characters of an answer; the rest is cut.
-        beside: Makes the calls; None makes one.
+        timeout: Time limit of a call in seconds.
+        output_limit: Maximum number of characters of an answer; the rest is cut.
+        beside: Makes the calls; None creates one.
         patience: See `PATIENCE`.
     """
 
@@ -96,11 +96,11 @@ class ToolPool:
         self._beside = beside or Beside()
         self._turns: list[_Turn] = []
         self._fresh: list[_Turn] = []  # submitted since the last `collect`
-        self._late: set[str] = set()  # names of tools that were
+        self._late: set[str] = set()  # names of tools that were late once
 
     @property
     def beside(self) -> Beside:
-        """Makes the calls."""
+        """The `Beside` that makes the calls."""
         return self._beside
 
     @property
@@ -109,17 +109,17 @@ class ToolPool:
         return len(self._turns)
 
     def submit(self, key: int, calls: Sequence[Call]) -> None:
-        """Make the calls of a turn; `collect` gives the answers under the same key."""
+        """Start the calls of a turn; `collect` returns the answers under the same key."""
         turn = _Turn(key, calls)
         turn.ended = self._beside.start(self._make(turn))
         self._turns.append(turn)
         self._fresh.append(turn)
 
     def collect(self, wait: bool) -> list[tuple[int, list[Answer]]]:
-        """The turns that have been answered since, or ran out of time, in the order of `submit`.
+        """Return the answers of turns that have ended or timed out since the last call, in `submit` order.
 
         Args:
-            wait: Return only when there is one, if any is pending.
+            wait: Block until at least one turn is answered, if any is pending.
         """
         self._wait_for_prompt_ones()
         while True:
@@ -132,18 +132,18 @@ class ToolPool:
         return [(turn.key, [*turn.answers, *map(self._out_of_time, turn.unanswered)]) for turn in ended]
 
     def abandon(self) -> None:
-        """Give up all calls that are pending."""
+        """Cancel all pending calls."""
         for turn in self._turns:
             turn.ended.cancel()
         self._turns, self._fresh = [], []
 
     def close(self) -> None:
-        """Give up all calls, and end the event loop."""
+        """Cancel all calls and end the event loop."""
         self.abandon()
         self._beside.close()
 
     def _wait_for_prompt_ones(self) -> None:
-        """Wait a moment for the turns that were submitted last."""
+        """Wait briefly for the turns submitted since the last `collect`, and note which tools are late."""
         prompt = [turn for turn in self._fresh if not self._late & {call.name for call in turn.calls}]
         futures.wait([turn.ended for turn in prompt], self._patience)
         for turn in prompt:
@@ -152,7 +152,7 @@ class ToolPool:
         self._fresh = []
 
     async def _make(self, turn: _Turn) -> None:
-        """The calls of a turn, up to one that may still run."""
+        """Make the calls of a turn in order, up to one that times out and may still be running."""
         async with self._beside.slots:
             for call in turn.calls:
                 answer = await self._answer(call)
@@ -161,7 +161,7 @@ class ToolPool:
                     return
 
     async def _answer(self, call: Call) -> Answer:
-        """The answer to a call, and to the attempt to make a text of its result."""
+        """Make a call and convert its result to text; an exception in either becomes the answer."""
         function = call.function
         if function is None:
             return Answer(call.name, self._cut(_error(call.error)), failed=True)
@@ -179,11 +179,11 @@ class ToolPool:
             return self._out_of_time(call)
         except asyncio.CancelledError:  # the turn is given up
             raise
-        except BaseException as error:  # what would end the process ends its call
+        except BaseException as error:  # SystemExit and KeyboardInterrupt fail the call alone
             return self._failed(call, error.cause if isinstance(error, EndsProcess) else error)
 
     def _failed(self, call: Call, error: BaseException) -> Answer:
-        """An answer with an exception's message; some have none, and a tool's own may fail to give it."""
+        """Turn an exception into an answer; its message may be empty, or `str` may raise on it."""
         text = ""
         with contextlib.suppress(Exception):
             text = str(error)
@@ -203,5 +203,5 @@ class ToolPool:
 
 
 def _error(text: str) -> str:
-    """The text that the model reads of a failure."""
+    """The error text that the model reads."""
     return str({"error": text})

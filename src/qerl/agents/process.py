@@ -1,16 +1,17 @@
-"""Agents in a process of their own, beside the one that draws.
+"""Agents in a subprocess, beside the process that runs the engine.
 
-A client of OpenAI's API takes some milliseconds of the processor for a request, and in the process that draws
-each of them is Python's lock taken from the thread that launches the engine's work. Here agents have an
-interpreter of their own: all of them one, in which coroutines share an event loop and plain functions have
-threads, as :mod:`qerl.calls.beside` calls them. What an agent is given goes there as a pickle, and what comes
-back is a reward or the line of an error.
+A client of OpenAI's API takes some milliseconds of CPU time for a request, and in the engine's process it
+holds the GIL for all of them, so that the thread that launches the engine's work waits. Here all agents share
+an interpreter of their own: coroutines share an event loop, and plain functions have threads, as in
+:mod:`qerl.calls.beside`. An agent's arguments are sent there as a pickle; a reward or the first line of an
+error comes back.
 
-The process is started when an agent is first called, and runs the agent's file anew, as another module. It is
-kept for all rollouts, so clients that the file makes are too. One that ends costs the trajectories that were
-under way in it, and the next agent starts another. It ends with its questions, so with whoever asks.
+The process is started when an agent is first called, and executes the agent's file anew, as another module.
+It is kept for all rollouts, and so are clients that the file creates. If it ends, the trajectories running in
+it fail, and the next agent starts another process. It exits when its standard input is closed, and so with
+its parent.
 
-This module is what runs there too, and imports neither torch nor transformers.
+This module also runs in the subprocess, and imports neither torch nor transformers.
 """
 
 import asyncio
@@ -36,24 +37,24 @@ from qerl.errors import QeRLError, first_line
 from qerl.user_code import load_object
 
 _LOOK_S = 0.2
-"""Seconds between two looks whether an agent holds up the event loop of all."""
+"""Seconds between two checks whether an agent blocks the shared event loop."""
 
 _START_S, _END_S = 30.0, 2.0
-"""Seconds that the process has for its start and for what an agent's file imports, and to end in."""
+"""Seconds allowed for starting the process and importing an agent's file, and for its exit."""
 
 _BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from qerl.agents import process; process.main()"
-"""What the process runs, given its `sys.path`."""
+"""The program of the process; its arguments are `sys.path`."""
 
-_is_of_agents = False  # whether this process is one
+_is_of_agents = False  # whether this process is the one that runs agents
 
 
 @dataclass(frozen=True)
 class EndpointOf:
-    """What an agent is told of its trajectory.
+    """The endpoint of one trajectory, as its agent receives it.
 
     Attributes:
-        base_url: Of the endpoint, with the version, as OpenAI's clients take it.
-        api_key: Of this trajectory alone; it ends with it.
+        base_url: URL of the endpoint including the version, as OpenAI's clients take it.
+        api_key: Key of this trajectory alone, valid until the trajectory ends.
         model: The name of the policy.
     """
 
@@ -63,18 +64,18 @@ class EndpointOf:
 
 
 Agent = Callable[[EndpointOf, dict[str, Any]], Any]
-"""A function or coroutine function: given its endpoint and the columns of its row it returns the reward, or
-None where the reward is sent to the endpoint (`POST /v1/reward`), now or later."""
+"""A function or coroutine function of an endpoint and the columns of a row. It returns the reward, or None if
+the reward is sent to the endpoint (`POST /v1/reward`), now or later."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What has become of an agent.
+    """The outcome of an agent's run.
 
     Attributes:
-        reward: What it returned; None where it returned None or failed.
-        failure: Type and first line of what it raised; empty where it returned.
-        late: Whether its time was up.
+        reward: The returned reward; None if the agent returned None or failed.
+        failure: Type and first line of the exception; empty if the agent returned.
+        late: Whether the agent timed out.
     """
 
     reward: float | None = None
@@ -83,12 +84,12 @@ class Ran:
 
 
 async def run(beside: Beside, agent: Agent, endpoint: EndpointOf, row: dict[str, Any], seconds: float) -> Ran:
-    """Run an agent, within `Beside.start`; what would end the process is the agent's failure.
+    """Run an agent in a coroutine of `Beside.start`; SystemExit and KeyboardInterrupt count as failures.
 
     Args:
-        beside: Calls it.
-        agent, endpoint, row: The agent, and what it is given.
-        seconds: Its time.
+        beside: Makes the call.
+        agent, endpoint, row: The agent and its arguments.
+        seconds: Time limit of the agent.
     """
 
     async def awaited() -> Any:
@@ -109,10 +110,10 @@ async def run(beside: Beside, agent: Agent, endpoint: EndpointOf, row: dict[str,
 
 
 def named(agent: Agent) -> str:
-    """The agent as `load_object` finds it in another process: ``PATH.py:NAME``.
+    """Return the name by which `load_object` finds an agent in another process: ``PATH.py:NAME``.
 
     Raises:
-        QeRLError: It is no function at the top of a file.
+        QeRLError: The agent is no function at the top of a file, or this process is the one that runs agents.
     """
     if _is_of_agents:
         raise QeRLError(
@@ -131,10 +132,10 @@ def named(agent: Agent) -> str:
 
 
 class _Process:
-    """A process in which agents run, and those that do."""
+    """A subprocess that runs agents, and the agents running in it."""
 
     def __init__(self) -> None:
-        # As arguments, because programs that agents start, of another Python perhaps, have the environment.
+        # As arguments: PYTHONPATH would reach programs that agents start, perhaps of another Python.
         paths = [*filter(None, sys.path), str(Path(__file__).parents[2])]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BEGIN, *paths], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -147,11 +148,11 @@ class _Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it runs no more agents."""
+        """True if the process has exited."""
         return self._process.poll() is not None
 
     def begin(self, *asked: Any) -> "Future[Ran]":
-        """What becomes of an agent, given the arguments of `_serve`."""
+        """Start an agent and return the future of its outcome; `_serve` reads the arguments."""
         text, found = pickle.dumps(asked), Future[Ran]()
         with self._lock:
             self._count += 1
@@ -163,16 +164,16 @@ class _Process:
         return found
 
     def _ask(self) -> None:
-        """Hand on questions, in a thread: a process that hangs reads none, and no more fit into its pipe."""
+        """Write requests to the pipe, in a thread: a process that hangs reads none, and its pipe fills up."""
         assert self._process.stdin is not None
-        # It may have ended, which its listener says.
+        # The process may have exited, which `_listen` reports.
         with contextlib.suppress(OSError), self._process.stdin as questions:
             while (question := self._questions.get()) is not None:
                 pickle.dump(question, questions)
                 questions.flush()
 
     def _listen(self) -> None:
-        """Take in what becomes of agents, until the process ends."""
+        """Read the outcomes of agents until the process exits."""
         assert self._process.stdout is not None
         with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
             while True:
@@ -194,7 +195,7 @@ class _Process:
                 found.set_result(Ran(failure=f"the process of the agents {why}"))
 
     def close(self) -> None:
-        """End it, and what runs in it."""
+        """End the process and the agents in it."""
         self._questions.put(None)
         try:
             self._process.wait(_END_S)
@@ -202,10 +203,10 @@ class _Process:
             self.kill()
 
     def kill(self, hung: bool = False) -> None:
-        """End it at once; behind this call it has.
+        """Kill the process, and wait for its exit.
 
         Args:
-            hung: Whether that is why, which those that are lost with it are told.
+            hung: Whether it is killed because it hung, which the failures of its agents then state.
         """
         self._hung = hung
         self._process.kill()
@@ -213,19 +214,20 @@ class _Process:
 
 
 class AgentProcess:
-    """Runs agents in a process of their own, which is started when it is needed; thread-safe."""
+    """Runs agents in a subprocess, which is started on demand; thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._held = threading.Lock(), list[_Process]()
 
     async def run(self, agent: Agent, endpoint: EndpointOf, row: dict[str, Any], seconds: float) -> Ran:
-        """As `run`, there. A process that does not say in time what has become of an agent hangs, and is
-        ended with all that runs in it.
+        """Run an agent in the subprocess, as the function `run` does.
+
+        A process that does not report an agent's outcome in time hangs, and is killed with all its agents.
 
         Args:
-            agent: As `named` takes it.
-            endpoint, row: What it is given; the row is pickled.
-            seconds: Its time.
+            agent: A function at the top of a file; see `named`.
+            endpoint, row: The agent's arguments; the row must be picklable.
+            seconds: Time limit of the agent.
         """
         try:
             with self._lock:
@@ -244,7 +246,7 @@ class AgentProcess:
             )
 
     def close(self) -> None:
-        """End the process, and what runs in it."""
+        """End the process and the agents in it."""
         with self._lock:
             held, self._held = self._held, []
         for process in held:
@@ -252,7 +254,7 @@ class AgentProcess:
 
 
 def _serve(questions: BinaryIO, replies: BinaryIO) -> None:
-    """Run agents until nobody asks any more."""
+    """Run agents until the stream of requests ends."""
     beside, telling = Beside(), threading.Lock()
     asked: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
     found = functools.cache(lambda name: load_object(name, "agent"))
@@ -294,17 +296,17 @@ def _serve(questions: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Run agents for the process at the other end of standard input and output, and end with it."""
+    """Run agents for the parent process, connected by standard input and output, and exit with it."""
     global _is_of_agents
     _is_of_agents = True
     del sys.argv[1:]
-    # Agents and their programs may print, and read: what they say is no reply.
+    # Agents and their programs may print and read, which must not touch the pipes of requests and replies.
     questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)  # the pipe that it was made for would hold lines back
-    # Ctrl-C is the parent's affair, with which this one ends; programs that agents start have it again.
+    sys.stdout.reconfigure(line_buffering=True)  # it was opened on a pipe, and would buffer lines
+    # The parent handles Ctrl-C, and this process exits with it; programs that agents start get it as usual.
     signal.signal(signal.SIGINT, lambda *_: None)
     _serve(questions, replies)
-    os._exit(0)  # agents that still run are nobody's
+    os._exit(0)  # without waiting for agents that still run

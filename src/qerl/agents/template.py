@@ -1,14 +1,14 @@
-"""Turns as a chat template renders them: the policy's text as a message, the others' messages as tokens.
+"""Chat templates in conversations of several turns: parsing the policy's turns, rendering other messages.
 
-Tokens of the policy are never rendered again. The tokens between one of its turns and the next, others'
-messages with the template's own marks around them, are what the template writes of a short made-up
-conversation with those messages at its end, less what it writes of the conversation without them. That needs
-a template that writes a message the same whatever follows; where a model's own does not, the version of it
-that TRL ships for training takes its place.
+Tokens of the policy are never rendered again. The tokens between two of its turns are the other messages with
+the template's markup around them. They are computed as a difference: a short made-up conversation is rendered
+with those messages at its end and without them, and the second rendering is cut off the start of the first.
+This needs a template that is prefix-preserving, that is, renders a message the same whatever follows; if a
+model's own is not, the version of it that TRL ships for training is used.
 
-transformers finds calls of tools in the policy's text, by a description of the template that the tokenizer
-has or TRL knows. TRL's functions for both are used as they are, so that a model trained here speaks as one
-trained there.
+transformers parses tool calls in the policy's text, by a response schema that the tokenizer has or TRL knows.
+TRL's functions for both are used unchanged, so that a model trained here uses the same format as one trained
+with TRL.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ _ANSWER: list[Message] = [{"role": "user", "content": "dummy"}]
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model that cannot be told of tools.
+    """Raise if a model's chat template does not support tools.
 
     Raises:
-        QeRLError: Its chat template writes no tools and calls, or the form of its calls is unknown.
+        QeRLError: The template renders no tools and calls, or the format of its calls is unknown.
     """
     name = tokenizer.name_or_path or "the tokenizer"
     if tokenizer.chat_template is None or not supports_tool_calling(tokenizer):
@@ -55,25 +55,24 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _describe(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer TRL's description of its calls, if it has none."""
+    """Add TRL's response schema to a tokenizer that has none."""
     if not any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
         add_response_schema(tokenizer)
 
 
 class TurnTemplate:
-    """The chat template of a tokenizer in a conversation of several turns.
+    """The chat template of a tokenizer in conversations of several turns.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: A tokenizer with a chat template.
         template_kwargs: The template's own arguments.
-        tools: True if there are any; then the template must have them.
+        tools: True if there are tools; the template must then support them.
 
     Attributes:
         chat_template: Replaces the tokenizer's own template; None keeps that.
 
     Raises:
-        QeRLError: As `check_template`, with tools; or no template is known that writes a turn alike whatever
-            follows.
+        QeRLError: With tools, see `check_template`; otherwise, no prefix-preserving template is known.
     """
 
     def __init__(
@@ -90,12 +89,12 @@ class TurnTemplate:
             if not is_chat_template_prefix_preserving(tokenizer):
                 self.chat_template = get_training_chat_template(tokenizer)
         elif not self._goes_on():
-            with contextlib.suppress(ValueError):  # no version of it is known
+            with contextlib.suppress(ValueError):  # TRL has no version of it
                 self.chat_template = get_training_chat_template(tokenizer)
             self.suffix_ids(_ANSWER)
 
     def _goes_on(self) -> bool:
-        """True if a turn stays as it is when a user answers it."""
+        """Return True if a turn is rendered the same whether or not a user answers it."""
         try:
             self.suffix_ids(_ANSWER)
         except QeRLError:
@@ -103,38 +102,38 @@ class TurnTemplate:
         return True
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
-        """Tokens of a prompt that tells of these tools, functions or their JSON schemas, the assistant's turn
-        opened."""
+        """Tokenize a prompt with its tools (functions or JSON schemas), up to the start of the assistant's
+        turn."""
         return self._ids(messages, add_generation_prompt=True, tools=list(tools) or None)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The policy's text, without special tokens."""
+        """Decode the policy's tokens, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def parse(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Message:
-        """The policy's text as a message, its calls of tools under `tool_calls`.
+        """Parse a turn of the policy into a message, with tool calls under `tool_calls`.
 
         Args:
-            token_ids: The turn.
-            prefix_ids: All tokens before it.
-            tools: Those in the prompt.
+            token_ids: Tokens of the turn.
+            prefix_ids: All tokens before the turn.
+            tools: Tools in the prompt.
         """
         try:
             ids, prefix = list(token_ids), list(prefix_ids)
             return whole(parse_response(self._tokenizer, ids, prefix=prefix, tools=list(tools)))
-        except Exception:  # a parser meets whatever a policy may write; TRL reads it as text then
+        except Exception:  # a policy may write anything; like TRL, take what does not parse as text
             return {"role": "assistant", "content": self.text(token_ids)}
 
     def suffix_ids(self, messages: Sequence[Message], last: int | None = None) -> list[int]:
-        """Tokens between the end of the policy's turn and its next one: these messages, and its turn opened.
+        """Return the tokens between two turns of the policy: these messages, and the start of its next turn.
 
         Args:
-            messages: Of the others.
-            last: The turn's last token, where it may be another than the template's, which then is written as
-                well; None where the policy always draws the template's.
+            messages: The messages between the two turns.
+            last: Last token of the first turn. If it is not the template's stop token, that token is returned
+                too. None if the policy always draws the stop token.
 
         Raises:
-            QeRLError: The template writes the turn before them otherwise if they follow.
+            QeRLError: The template renders the first turn differently if these messages follow.
         """
         before: list[Message] = [
             {"role": "user", "content": "dummy"},
@@ -145,7 +144,7 @@ class TurnTemplate:
             before[1]["tool_calls"] = [{"type": "function", "function": function}]
         prefix = self._ids(before, add_generation_prompt=False)
         whole = self._ids([*before, *messages], add_generation_prompt=True)
-        # The turn ends with its stop token, which the policy drew; what the template writes behind it is new.
+        # The turn ends with its stop token, which the policy drew; what the template writes after it is new.
         stop = self._tokenizer.eos_token_id
         ends = [place for place, token in enumerate(prefix) if token == stop]
         if ends:

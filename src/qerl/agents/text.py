@@ -1,14 +1,14 @@
-"""Text that any tokenizer takes.
+"""Text that any tokenizer accepts.
 
-JSON can name half of a character (``"\\ud800"``), and Python's text can hold it, but it cannot be written in
-UTF-8: tokenizers and files refuse it. A policy that samples JSON writes such a half now and then.
+JSON can encode a lone surrogate (``"\\ud800"``), and a Python string can hold it, but UTF-8 cannot represent
+it, so tokenizers and files refuse it. A policy that samples JSON occasionally writes one.
 """
 
 from typing import Any
 
 
 def whole(value: Any) -> Any:
-    """The same value with U+FFFD for each half character, in the texts of lists and mappings too."""
+    """Return the value with U+FFFD for each lone surrogate, also in the texts of lists and mappings."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):

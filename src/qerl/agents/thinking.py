@@ -1,11 +1,11 @@
-"""A budget of thinking: a block of thoughts that is not closed in time is closed for the policy.
+"""A thinking budget: a thinking block that is still open when the budget is spent is closed for the policy.
 
-A model that thinks writes its thoughts between two tokens of its own, ``<think>`` and ``</think>``. A turn in
-which that block is still open when the budget is spent is interrupted, the closing text is written, and the
-policy goes on within its limits. The closing is masked, as any text of others is: the loss trains the
-thoughts that were cut short and the answer that followed.
+A reasoning model writes its thoughts between two tokens of its own, ``<think>`` and ``</think>``. If this
+block is still open when the budget is spent, the turn is interrupted, the closing text is appended, and the
+policy continues within its limits. The closing text is masked, like all text that the policy did not write:
+the loss trains the truncated thoughts and the answer after them.
 
-Runs and evaluations ask for the budget beside texts that end a turn; `stops_of` makes the stops of both.
+Runs and evaluations may combine the budget with stop strings; `stops_of` makes the stops of both.
 """
 
 from collections.abc import Sequence
@@ -17,28 +17,28 @@ from qerl.errors import QeRLError
 from qerl.rollout.stops import Stop, StopStrings
 
 OPENS, CLOSES = "<think>", "</think>"
-"""Of the families that think: Qwen3, DeepSeek-R1, SmolLM3 and what was made of them."""
+"""The thinking tokens of Qwen3, DeepSeek-R1, SmolLM3 and models derived from them."""
 
 CLOSING = "\n</think>\n\n"
 """The default closing text: that of Qwen3's template."""
 
 _BLANK = 4
-"""Tokens of white space between the one that opens a block and the turn, at most."""
+"""Maximum number of white space tokens between the token that opens a block and the turn."""
 
 
 class ThinkingBudget(Stop):
-    """Interrupts a turn whose thoughts are still open after a number of drawn tokens.
+    """A stop that interrupts a turn whose thinking block is still open after a number of drawn tokens.
 
     Args:
-        tokenizer: With a token that opens a block of thoughts and one that closes it.
-        tokens: Tokens of a turn before its thoughts are closed.
+        tokenizer: Has one token that opens a thinking block and one that closes it.
+        tokens: Number of drawn tokens per turn after which an open thinking block is closed.
         closing: The closing text.
 
     Attributes:
-        closing_ids: Its tokens.
+        closing_ids: Tokens of the closing text.
 
     Raises:
-        QeRLError: The tokenizer has no such tokens, or ``closing`` does not close thoughts.
+        QeRLError: The tokenizer has no such tokens, or ``closing`` does not close a thinking block.
     """
 
     reason = "pause"
@@ -71,12 +71,12 @@ class ThinkingBudget(Stop):
         return place if self._is_open(before[-_BLANK - 1 :]) else None
 
     def closed_by_policy(self, before: Sequence[int], turn: Sequence[int], written: Sequence[int]) -> bool:
-        """True if the policy itself has closed thoughts in a turn.
+        """Return True if the policy itself closed a thinking block in a turn.
 
         Args:
-            before: All tokens before it.
-            turn: Its tokens.
-            written: For each of them 1 if the policy drew it, 0 if others wrote it.
+            before: All tokens before the turn.
+            turn: Tokens of the turn.
+            written: For each token of the turn 1 if the policy drew it, 0 if others wrote it.
         """
         is_open = self._is_open(before[-_BLANK - 1 :])
         for token, own in zip(turn, written, strict=True):
@@ -86,7 +86,7 @@ class ThinkingBudget(Stop):
         return False
 
     def _is_open(self, token_ids: Sequence[int]) -> bool:
-        """True if the tokens before a turn end with the opening of a block."""
+        """Return True if the tokens before a turn open a thinking block, with only white space after it."""
         if self._opens not in token_ids:
             return False
         behind = token_ids[len(token_ids) - list(reversed(token_ids)).index(self._opens) :]
@@ -94,12 +94,12 @@ class ThinkingBudget(Stop):
 
 
 def thinking_of(stops: Sequence[Stop]) -> ThinkingBudget | None:
-    """The budget of thinking among stops, if there is one."""
+    """Return the thinking budget among these stops, or None."""
     return next((stop for stop in stops if isinstance(stop, ThinkingBudget)), None)
 
 
 class StopSettings(Protocol):
-    """Settings that say what ends or interrupts turns, by the names that recipes have for them."""
+    """Settings of the stops of a turn, named as in recipes."""
 
     @property
     def stop_strings(self) -> Sequence[str] | None: ...
@@ -112,10 +112,11 @@ class StopSettings(Protocol):
 
 
 def stops_of(asked: StopSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop, ...]:
-    """What ends or interrupts turns beside stop tokens.
+    """Return the stops that end or interrupt turns besides stop tokens.
 
     Raises:
-        QeRLError: There is a budget of thinking and the model does not think.
+        QeRLError: There is a thinking budget, and the model has no thinking tokens or the closing text does
+            not close a thinking block.
     """
     stops: list[Stop] = []
     if asked.stop_strings:

@@ -1,7 +1,7 @@
 """Tools: Python functions that a model may call, and their checks.
 
-The chat template shows a tool to the model by its JSON schema, which is read from the signature and the
-docstring in Google's style. A function that lacks either is refused before a model is loaded.
+The chat template shows a tool to the model as a JSON schema, which is made from the function's types and its
+docstring in Google style. A function that lacks either is refused before a model is loaded.
 """
 
 import functools
@@ -17,10 +17,10 @@ Tool = Callable[..., Any]
 
 
 def check_tool(tool: Tool) -> Tool:
-    """The same tool, which has all that the model is shown.
+    """Return the tool if its schema can be made for the model.
 
     Raises:
-        QeRLError: It is not callable, or lacks a name, its docstring or the types of its arguments.
+        QeRLError: The tool is not callable, or lacks a name, a docstring or types of its arguments.
     """
     if not callable(tool):
         raise QeRLError(f"A tool is a {type(tool).__name__}; pass functions.")
@@ -36,10 +36,10 @@ def check_tool(tool: Tool) -> Tool:
 
 
 def tool_name(tool: Tool) -> str:
-    """The name by which a model calls a tool.
+    """Return the name by which a model calls a tool.
 
     Raises:
-        QeRLError: It has none.
+        QeRLError: The tool has no name.
     """
     name = getattr(tool, "__name__", None)
     if isinstance(tool, functools.partial) or not name:

@@ -9,15 +9,15 @@ import numpy as np
 from qerl.rollout.engine import Completion, FinishReason
 
 Message = dict[str, Any]
-"""A message as chat templates take it: a role, a content, perhaps calls of tools."""
+"""A message as chat templates take it: a role, a content, and possibly tool calls."""
 
 EndReason = Literal["stop", "length", "turns", "tool", "error"]
-"""Why a trajectory ended: ``stop`` (the policy called nothing more, or its environment was through),
-``length`` (no room for a further token of the policy), ``turns`` (as many as it may have), ``tool`` (a call
-failed, and that ends it), ``error`` (logits that were not finite)."""
+"""Why a trajectory ended: ``stop`` (a turn without calls, or the environment ended the episode), ``length``
+(no room for another token of the policy), ``turns`` (the turn limit), ``tool`` (a failed call, with
+``tool_errors: end``), ``error`` (logits that were not finite)."""
 
 ThoughtsClosed = Literal["model", "budget"]
-"""Who closed the thoughts of a trajectory: the budget if it closed any of them, else the model itself."""
+"""The side that closed the thinking blocks: ``budget`` if it closed any of them, else ``model``."""
 
 
 @dataclass
@@ -25,21 +25,21 @@ class Trajectory:
     """The policy's turns and the others' answers, in order.
 
     Attributes:
-        prompt_ids: Tokens before it.
+        prompt_ids: Tokens of the prompt.
         token_ids: Tokens of the whole completion.
-        written: For each of them 1 if the policy drew it, 0 if others wrote it.
-        logprobs: Natural log-probability of each token under the policy that drew it, 0.0 at those of others.
-        entropies: Entropy in nats of the distribution that it was drawn from, 0.0 at those of others.
-        messages: The same as messages.
-        turn_start: Tokens before the policy's present or last turn.
+        written: For each token 1 if the policy drew it, 0 if others wrote it.
+        logprobs: Natural log-probability of each token under the policy that drew it; 0.0 for others' tokens.
+        entropies: Entropy in nats of the distribution that each token was drawn from; 0.0 for others' tokens.
+        messages: The turns and answers as messages.
+        turn_start: Number of tokens before the policy's current or last turn.
         turns: Number of the policy's turns.
-        first: Tokens of its first turn.
-        calls, failures: Calls of tools or of the environment, and how many of them failed.
-        end: Why it ended; None while it goes on.
-        thoughts: Who closed its thoughts, where there is a budget of thinking; else None.
-        choices: Experts of its tokens up to the policy's last turn, as of `Completion.choices`.
-        forks: Where an agent has written its history anew, the other conversations of the same trajectory;
-            what they have in common with it or with each other is the policy's in the first alone.
+        first: Number of tokens of the first turn.
+        calls, failures: Number of tool or environment calls, and of those that failed.
+        end: Why the trajectory ended; None while it runs.
+        thoughts: The side that closed its thinking blocks; None without a thinking budget or a closed block.
+        choices: Experts of its tokens up to the policy's last turn; see `Completion.choices`.
+        forks: Other conversations of the same trajectory, if an agent has rewritten its history. A turn that
+            several conversations share counts as the policy's only in the first of them.
     """
 
     prompt_ids: Sequence[int]
@@ -60,12 +60,12 @@ class Trajectory:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """The reason of its end, as an engine gives it for a completion."""
+        """The end reason as the finish reason of a completion."""
         return self.end if self.end in ("length", "error") else "stop"
 
     @property
     def turn(self) -> list[int]:
-        """Tokens of the policy's turn, with others' tokens within it."""
+        """Tokens of the policy's current or last turn, including others' tokens inserted into it."""
         return self.token_ids[self.turn_start :]
 
     def write(self, turn: Completion) -> None:
@@ -77,20 +77,20 @@ class Trajectory:
         self.choices = turn.choices
 
     def end_turn(self, message: Message) -> None:
-        """Count the policy's turn, which is whole, and keep it as a message."""
+        """Count the policy's completed turn, and append its message."""
         self.turns += 1
         self.messages.append(message)
         if self.turns == 1:
             self.first = len(self.token_ids)
 
     def hear(self, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """Append the others' answer, as tokens and as messages; the policy's next turn begins."""
+        """Append an answer of others, as tokens and messages; the policy's next turn begins after it."""
         self.insert(token_ids)
         self.messages += messages
         self.turn_start = len(self.token_ids)
 
     def insert(self, token_ids: Sequence[int]) -> None:
-        """Append text of others within a turn of the policy."""
+        """Append tokens of others without ending the policy's turn."""
         self.token_ids += token_ids
         for column in (self.written, self.logprobs, self.entropies):
             column += [0] * len(token_ids)

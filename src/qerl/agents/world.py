@@ -1,8 +1,8 @@
-"""Environment adapters: who answers the policy in a trajectory, and how its text is understood.
+"""Environment adapters: how the policy's turns are parsed, and how tools and environments answer them.
 
-A world belongs to one trajectory. The loop asks it for three things, all in its own thread: what the policy's
-turn says and calls (`read`), the answers as messages (`reply`), and their tokens (`TurnTemplate`). The calls
-in between are made by the pool.
+A world belongs to one trajectory. The loop uses it, in the loop's thread, to parse a turn of the policy into
+a message and calls (`read`), to turn answers into messages (`reply`), and to tokenize those
+(`TurnTemplate`). The pool makes the calls in between.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from qerl.agents.trajectory import Message
 
 
 class World(ABC):
-    """Answers the policy in one trajectory.
+    """The tools and environment that answer the policy in one trajectory.
 
     Args:
-        template: Writes turns.
-        environment: Of the trajectory, reset; None where there are tools alone.
+        template: Renders and parses turns.
+        environment: The trajectory's environment, already reset; None if there are only tools.
 
     Attributes:
         hangs: True if a timed-out call still runs, so that its environment must not be used again.
-        hears_last_turn: True if calls are made for the last turn that a limit of turns allows, though nothing
-            is answered: a text environment must be given it, tools have no use without their answer.
+        hears_last_turn: True if the last turn under a turn limit is still passed to the environment, without
+            an answer to the policy: a text environment must see it, a tool call is useless without an answer.
     """
 
     hears_last_turn = False
@@ -41,24 +41,24 @@ class World(ABC):
 
     @abstractmethod
     def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> tuple[Message, list[Call]]:
-        """The policy's turn as a message, and its calls; none ends the trajectory.
+        """Parse the policy's turn into a message and its calls; a turn without calls ends the trajectory.
 
         Args:
-            token_ids: The turn.
-            prefix_ids: All tokens before it, the prompt's among them.
+            token_ids: Tokens of the turn.
+            prefix_ids: All tokens before the turn, including the prompt.
         """
 
     @abstractmethod
     def reply(self, answers: Sequence[Answer]) -> list[Message] | None:
-        """The answers as messages to the policy; None ends the trajectory."""
+        """Return the answers as messages to the policy, or None to end the trajectory."""
 
 
 class ToolWorld(World):
-    """Tools and the methods of an environment, called as the model's chat template says.
+    """Tools and environment methods, called in the format of the model's chat template.
 
     Args:
-        template, environment: As in `World`.
-        tools: Functions beside the environment's methods.
+        template, environment: See `World`.
+        tools: Functions besides the environment's methods.
     """
 
     def __init__(self, template: TurnTemplate, tools: Sequence[Tool] = (), environment: Any = None) -> None:
@@ -88,7 +88,7 @@ class ToolWorld(World):
 
 
 class SilentWorld(World):
-    """No answers: a trajectory is one turn, in which thoughts may be closed."""
+    """A world that never answers: a trajectory is one turn, whose thinking block may be closed for it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self.environment, self.hangs = tokenizer, None, False
@@ -119,7 +119,7 @@ class TextWorld(World):
 
 
 def world_of(template: TurnTemplate, tools: Sequence[Tool], environment: Any) -> World:
-    """The world of a trajectory with these tools and this environment, either of which may be missing."""
+    """Return the world of a trajectory with these tools and this environment; either may be missing."""
     if is_text(environment):
         return TextWorld(template, environment)
     return ToolWorld(template, tools, environment)

@@ -1,8 +1,8 @@
-"""Answers in OpenAI's shapes, whole or in pieces.
+"""Response bodies in OpenAI's shapes, whole or streamed.
 
-A piece of a stream may end in the middle of a character, or of a text that will end the answer; such an end
-is held back until it is known. What calls tools is understood as a whole, so with tools a stream has one
-piece, and so has one with log-probabilities.
+The text drawn so far may end in the middle of a character or of a stop text; such an end is held back until
+it is complete. Tool calls are parsed from the whole turn, so a stream with tools has one chunk of text, as
+has one with log-probabilities or token ids.
 """
 
 import json
@@ -19,18 +19,18 @@ _HALF = "\ufffd"
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
-    """A text up to the first of some others."""
+    """Return a text up to the first stop text in it."""
     found = [place for each in stop if (place := text.find(each)) >= 0]
     return text[: min(found)] if found else text
 
 
 class Answers:
-    """The answers to one request.
+    """The response to one request, whole or as events of a stream.
 
     Args:
         asked: The request.
-        name, created: Of the answer, as of its `Reply`.
-        decode: Of the policy's tokenizer.
+        name, created: Attributes of the `Reply`.
+        decode: Decodes tokens of the policy.
     """
 
     def __init__(self, asked: Asked, name: str, created: int, decode: Decode) -> None:
@@ -45,7 +45,7 @@ class Answers:
         self._sent = [""] * asked.n
 
     def whole(self, outcome: Outcome) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of a response that is not streamed."""
         choices = [self._choice(at, each) for at, each in enumerate(outcome.choices)]
         if self._asked.return_token_ids:
             ids = {"prompt_token_ids": outcome.prompt_ids}
@@ -54,13 +54,13 @@ class Answers:
         return self._common | {"object": self._kind, "choices": choices, "usage": _usage(outcome)} | ids
 
     def first(self) -> Iterator[bytes]:
-        """The events that begin a stream."""
+        """Yield the first events of a stream."""
         if self._asked.is_chat:
             for at in range(self._asked.n):
                 yield self._event(at, {"role": "assistant", "content": ""})
 
     def more(self, drawn: Sequence[Sequence[int]]) -> Iterator[bytes]:
-        """The events of what has been drawn since the last ones.
+        """Yield events with the text drawn since the last call.
 
         Args:
             drawn: All tokens of each continuation so far.
@@ -77,7 +77,7 @@ class Answers:
                 self._sent[at] = ready
 
     def last(self, outcome: Outcome) -> Iterator[bytes]:
-        """The events that end a stream."""
+        """Yield the last events of a stream."""
         for at, choice in enumerate(outcome.choices):
             found = self._choice(at, choice)
             extra = {name: found[name] for name in ("logprobs", "token_ids") if found.get(name) is not None}
@@ -109,7 +109,7 @@ class Answers:
         return found
 
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        """Those of all tokens that were drawn; a token alone may say half of a character."""
+        """Return the log-probabilities of all drawn tokens; a single token may be part of a character."""
         texts = [self._decode([token]) for token in choice.token_ids]
         if self._asked.is_chat:
             content = [
@@ -144,7 +144,7 @@ class Answers:
 
 
 def _message(name: str, at: int, choice: Choice) -> dict[str, Any]:
-    """A message as clients read it: arguments of calls as JSON, each call with an id."""
+    """Convert a message for clients: arguments of calls as JSON text, each call with an id."""
     message = dict(choice.message)
     calls = message.pop("tool_calls", None)
     if calls:
@@ -174,12 +174,12 @@ def _usage(outcome: Outcome) -> dict[str, int]:
 
 
 def _overlap(text: str, stop: Sequence[str]) -> int:
-    """Characters at the end of a text with which one of some others may begin."""
+    """Return the length of the longest end of a text with which a stop text may begin."""
     return max(
         (size for each in stop for size in range(1, len(each)) if text.endswith(each[:size])), default=0
     )
 
 
 def event_of(body: dict[str, Any]) -> bytes:
-    """An event of a stream."""
+    """Return a body as an event of a stream."""
     return b"data: " + json.dumps(body).encode() + b"\n\n"

@@ -1,13 +1,13 @@
-"""Requests in OpenAI's shapes, read and checked, and errors in theirs.
+"""Request bodies in OpenAI's shapes, parsed and checked, and OpenAI's shape of errors.
 
-Names are OpenAI's; `top_k`, `min_p` and `return_token_ids` are those that vLLM added. A field that would
-change the answer and is not there is refused; any other unknown field is ignored, because clients send more
-of them with each version.
+Names are OpenAI's; `top_k`, `min_p` and `return_token_ids` are vLLM's additions. An unsupported field that
+would change the answer is refused; any other unknown field is ignored, because each version of a client sends
+more of them.
 
-**Messages.** Clients send back what they were given, in their own words: a content that is null or missing,
-or cut into parts; ids of calls; fields that say nothing (`refusal`, `annotations`). `messages_of` brings all
-of it into one form, in which equal messages are equal and which chat templates take: a text for a content,
-arguments of calls as objects, and the name of its tool in each tool's answer.
+**Messages.** Clients send received messages back in varying forms: with a content that is null, missing or
+split into parts; with ids of calls; with meaningless fields (`refusal`, `annotations`). `messages_of` brings
+them into one form, in which equal messages compare equal and which chat templates take: content as text,
+arguments of calls as objects, and the name of the tool in each tool's answer.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Message = dict[str, Any]
-"""A message as chat templates take it: a role, a content, perhaps calls of tools."""
+"""A message as chat templates take it: a role, a content, and possibly tool calls."""
 
 
 class ApiError(Exception):
-    """A refusal that a client receives in OpenAI's shape.
+    """An error that the client receives in OpenAI's shape.
 
     Args:
         message: One sentence: what is wrong, where, what to do.
-        status: Of HTTP. Clients send 408, 409, 429 and those from 500 on again by themselves.
+        status: HTTP status. Clients retry by themselves after 408, 409, 429 and 500 or above.
         param: The field at fault.
-        code: A word for programs.
+        code: The kind of error as a word for programs.
     """
 
     def __init__(
@@ -51,19 +51,20 @@ class Asked:
 
     Attributes:
         model: Name of the policy.
-        messages: Of a conversation, in the form of `messages_of`; empty for a text.
-        tools: As chat templates take them.
+        messages: Messages of a conversation, in the form of `messages_of`; empty for a text.
+        tools: Tools as chat templates take them.
         prompt: A text, or token ids; None for a conversation.
-        n: Continuations.
-        max_tokens: Of each; None for as many as there is room for.
-        temperature, top_p, top_k, min_p: As in `SamplingParams`; None where the client left them out.
-        seed: None where the client gave none.
+        n: Number of continuations.
+        max_tokens: Maximum number of tokens per continuation; None for all that there is room for.
+        temperature, top_p, top_k, min_p: See `SamplingParams`; None if the client left them out.
+        seed: The client's seed, or None.
         stop: Texts that end a continuation, and are not part of the answer.
-        logprobs: Whether the log-probability of each token is wanted.
-        stream: Whether the answer is wanted in pieces.
-        include_usage: Whether the last piece of a stream counts the tokens.
-        return_token_ids: Whether the tokens themselves are wanted.
-        fingerprint: Equal for requests that ask for the same, streamed or not.
+        logprobs: Whether the answer has the log-probability of each token.
+        stream: Whether the answer is streamed.
+        include_usage: Whether the last event of a stream has the token counts.
+        return_token_ids: Whether the answer has token ids.
+        fingerprint: A hash that is equal for requests with the same continuations, in whichever form they
+            are returned (`logprobs`, `stream`, `include_usage`, `return_token_ids`).
     """
 
     model: str
@@ -86,7 +87,7 @@ class Asked:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it continues a conversation."""
+        """True if the request continues a conversation."""
         return self.prompt is None
 
 
@@ -167,14 +168,14 @@ _ABSENT: dict[str, tuple[Any, str]] = {
     "best_of": (1, "nothing ranks continuations; ask for n of them"),
     "chat_template_kwargs": ({}, "the template's arguments are those of the run or server"),
 }
-"""Fields that would change the answer: what they may be all the same, and why nothing else."""
+"""Unsupported fields that would change the answer: the value accepted besides null, and why no other is."""
 
 
 def read_chat(body: bytes) -> Asked:
-    """A request for chat completions.
+    """Parse a request for chat completions.
 
     Raises:
-        ApiError: It is no such request, or asks for something that is not there.
+        ApiError: The body is invalid, or asks for something unsupported.
     """
     read = _read(_Chat, body)
     if read.top_logprobs:
@@ -214,10 +215,10 @@ def read_chat(body: bytes) -> Asked:
 
 
 def read_completion(body: bytes) -> Asked:
-    """A request for completions of a text or of token ids.
+    """Parse a request for completions of a text or of token ids.
 
     Raises:
-        ApiError: It is no such request, or asks for something that is not there.
+        ApiError: The body is invalid, or asks for something unsupported.
     """
     read = _read(_Completion, body)
     if read.logprobs:
@@ -245,10 +246,10 @@ def read_completion(body: bytes) -> Asked:
 
 
 def read_reward(body: bytes) -> float:
-    """The reward that a client gives its trajectory.
+    """Parse the reward that a client gives its trajectory.
 
     Raises:
-        ApiError: It is no number.
+        ApiError: The reward is no finite number.
     """
     return float(_read(_Reward, body).reward)
 
@@ -258,7 +259,7 @@ class _Reward(_Body):
 
 
 def _read(kind: type[Any], body: bytes) -> Any:
-    """A body, which asks for nothing that is not there."""
+    """Parse a body, and raise for unsupported fields."""
     try:
         read = kind.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -304,7 +305,7 @@ def _asked(read: Any, **own: Any) -> Asked:
 
 
 def messages_of(said: Sequence[_Said]) -> tuple[Message, ...]:
-    """Messages of a client in one form; see the head of this module.
+    """Bring the messages of a client into one form; see the head of this module.
 
     Raises:
         ApiError: A content has a part that is no text.
@@ -326,7 +327,7 @@ def messages_of(said: Sequence[_Said]) -> tuple[Message, ...]:
 
 
 def call_of(name: str, arguments: Any) -> dict[str, Any]:
-    """A call of a tool as chat templates take it; arguments that are no JSON object stay a text."""
+    """Return a tool call as chat templates take it; arguments that are no JSON object stay text."""
     if isinstance(arguments, str):
         try:
             read = json.loads(arguments)

@@ -1,24 +1,25 @@
-"""The conversations of one trajectory: which messages stand for which tokens, as a tree.
+"""The conversations of one trajectory as a tree, from messages to the tokens that were drawn.
 
-A client knows messages, the engine knows tokens, and text does not say which tokens were drawn: rendered and
-tokenized again a conversation often has others, with other log-probabilities, and a gradient of tokens that
-nobody drew. So what was drawn is kept as a `Turn` under the messages before it and the message that the
-client was sent. A request is searched for the longest beginning of this kind, which goes on token by token;
-only the messages behind it are rendered. Where a client writes its history anew (drops a turn, shortens a
-tool's answer, leaves thoughts out), the conversation divides at the last turn that it left as it was, or
-begins anew if there is none.
+A client knows messages, the engine knows tokens, and text does not determine tokens: a conversation that is
+rendered and tokenized again often has other tokens, with other log-probabilities, and the gradient would be
+of tokens that were never drawn. So the drawn tokens are kept as a `Turn`, under the messages before the turn
+and the message that the client received. The longest prefix of a request that ends with such a turn continues
+token by token; only the messages after it are rendered. If a client rewrites its history (drops a turn,
+shortens a tool's answer, leaves thoughts out), the conversation forks after the last unchanged turn, or
+starts anew if there is none.
 
     system user | turn 1 | user | turn 2 | user | turn 3
                          | user' | turn 4                     a fork: turn 1 is common to both
 
-Each leaf is a `Branch`, one row of an update. A turn that several branches begin with is drawn once and
-counts once: in the first of them its tokens are the policy's, in the others they are context.
+Each leaf is a `Branch`, one row of an update. A turn that several branches share is drawn once and counts
+once: in the first branch its tokens are the policy's, in the others they are context.
 
-Texts of `/v1/completions` are kept in the same tree: token ids continue a branch whose tokens they begin
-with, and a text one whose text it begins with if its last turn was cut off, by a length or a stop text. A
-turn that ended with the stop token is over, and no text says whether the token is still there.
+Prompts of `/v1/completions` are kept in the same tree. Token ids continue a branch whose tokens they begin
+with. A text continues a branch whose text it begins with, if the last turn was cut off by a length or a stop
+text. A turn that ended with the stop token is over: text cannot show whether the token is still there.
 
-Given up: a client that changes what it was sent, by stripping a space, say, forks its history at each turn.
+Given up: a client that alters a message it received, for example by stripping a space, forks its history at
+each turn.
 """
 
 import hashlib
@@ -32,13 +33,13 @@ from qerl.rollout.engine import Completion
 
 
 class Template(Protocol):
-    """Renders messages (`qerl.agents.template.TurnTemplate`)."""
+    """A chat template that renders messages (`qerl.agents.template.TurnTemplate`)."""
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
-        """Tokens of a conversation, with the policy's turn opened."""
+        """Tokenize a conversation, up to the start of the policy's turn."""
 
     def suffix_ids(self, messages: Sequence[Message], last: int | None = None) -> list[int]:
-        """Tokens between the end of the policy's turn, whose last token is given, and its next one."""
+        """Return the tokens between two turns of the policy, given the last token of the first turn."""
 
 
 @dataclass(eq=False)
@@ -46,14 +47,14 @@ class Turn:
     """A turn of the policy.
 
     Attributes:
-        parent: The turn that it goes on from; None for the first of a conversation.
-        given: Tokens between the parent's and its own: for a first one the prompt.
-        before: What stands before it, as a key: messages, or a text.
-        messages: Those between the parent's and its own.
-        number: By which it was begun, from 0.
-        drawn: What the policy drew; None while it draws.
-        message: What the client was sent of it.
-        handle: The owner's, such as a sequence of the engine.
+        parent: The turn that this turn continues; None for the first turn of a conversation.
+        given: Tokens between the parent's and its own; the prompt for a first turn.
+        before: Key of everything before the turn: a hash of messages, or a text; empty for token ids.
+        messages: Messages between the parent's and its own; empty for a first turn.
+        number: Position in the order in which turns were begun, from 0.
+        drawn: The completion that the policy drew; None until the turn has ended.
+        message: The message that the client received for it.
+        handle: An object of the owner, such as a sequence of the engine.
     """
 
     parent: "Turn | None"
@@ -67,7 +68,7 @@ class Turn:
 
     @property
     def path(self) -> "list[Turn]":
-        """The turns of its conversation, itself the last."""
+        """The turns of its conversation up to this turn."""
         found = [self]
         while (parent := found[-1].parent) is not None:
             found.append(parent)
@@ -75,21 +76,21 @@ class Turn:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens up to its end, or to its beginning while it draws."""
+        """All tokens up to the end of this turn, or up to its start while it is being drawn."""
         return [token for turn in self.path for token in turn.own_ids]
 
     @property
     def own_ids(self) -> list[int]:
-        """What was given to it and what it drew."""
+        """The given tokens, followed by the drawn ones."""
         return self.given + (self.drawn.token_ids if self.drawn is not None else [])
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request goes on.
+    """A place in the history at which a request continues.
 
     Attributes:
-        parent, given, before, messages: As of the `Turn` that begins there.
+        parent, given, before, messages: Attributes of the `Turn` that begins there.
     """
 
     parent: Turn | None
@@ -104,11 +105,11 @@ class Branch:
 
     Attributes:
         prompt_ids: Tokens before the first turn.
-        token_ids: All others.
-        written: For each of them 1 if the policy drew it and no earlier branch has it, else 0.
-        logprobs, entropies: Of the tokens with 1; 0.0 elsewhere.
-        messages: What was said since the prompt.
-        turns: Turns that count here.
+        token_ids: All other tokens.
+        written: For each of `token_ids` 1 if the policy drew it and no earlier branch has it, else 0.
+        logprobs, entropies: Values of the tokens with 1; 0.0 elsewhere.
+        messages: All messages after the prompt.
+        turns: Turns that no earlier branch has.
         last: The last turn.
     """
 
@@ -123,27 +124,28 @@ class Branch:
 
 
 class History:
-    """Turns by what stood before them.
+    """The ended turns of a trajectory, found by the conversation before them.
 
     Args:
-        most_tokens: The oldest turns are forgotten where all together have more; None keeps all.
+        most_tokens: Maximum number of tokens of all turns, above which the oldest turns are forgotten; None
+            keeps all.
     """
 
     def __init__(self, most_tokens: int | None = None) -> None:
         self._most, self._tokens, self._begun = most_tokens, 0, 0
-        self._turns: dict[Turn, None] = {}  # those that have ended, in that order
+        self._turns: dict[Turn, None] = {}  # ended turns, in the order of their ends
         self._by_key: dict[str, list[Turn]] = {}
 
     def place(self, messages: Sequence[Message], tools: Sequence[Any], template: Template) -> Place:
-        """Where a conversation goes on: behind the longest beginning that was drawn here.
+        """Return where a conversation continues: after its longest prefix that ends with a known turn.
 
         Args:
             messages: In the form of `qerl.endpoint.bodies.messages_of`; the last is not the policy's.
-            tools: As chat templates take them.
-            template: Of conversations with these tools.
+            tools: Tools as chat templates take them.
+            template: The template of conversations with these tools.
 
         Raises:
-            QeRLError: The template cannot go on with a turn.
+            QeRLError: The template cannot continue a turn.
         """
         keys = [_key("", list(tools))]
         for message in messages:
@@ -158,11 +160,11 @@ class History:
         return Place(None, template.prompt_ids(list(messages), tools), keys[-1])
 
     def place_of_text(self, prompt: str | Sequence[int], encode: Callable[[str, bool], list[int]]) -> Place:
-        """Where a text or token ids go on.
+        """Return where a text or token ids continue.
 
         Args:
             prompt: Text, or ids.
-            encode: Token ids of a text, given whether nothing stands before it.
+            encode: Tokenizes a text; the second argument is True if nothing precedes it.
         """
         if isinstance(prompt, str):
             begun = [turn for turn in self._turns if turn.before and _goes_on(turn, prompt)]
@@ -178,18 +180,17 @@ class History:
         return Place(None, ids, "") if best is None else Place(best[1], ids[best[0] :], "")
 
     def begin(self, place: Place) -> Turn:
-        """A new turn, which is found once it has ended."""
+        """Create a turn, which `place` finds after `end`."""
         self._begun += 1
         return Turn(place.parent, place.given, place.before, place.messages, self._begun - 1)
 
     def end(self, turn: Turn, drawn: Completion, message: Message) -> None:
-        """Keep what the policy drew in a turn.
+        """Store the completion of a turn.
 
         Args:
-            turn: Of `begin`.
-            drawn: At least one token.
-            message: What the client is sent: a message in the form of `messages_of`, or for a text
-                ``{"text": ...}``.
+            turn: A turn from `begin`.
+            drawn: The completion, with at least one token.
+            message: The client's message, in the form of `messages_of`, or ``{"text": ...}`` for a text.
         """
         turn.drawn, turn.message = drawn, message
         self._turns[turn] = None
@@ -200,7 +201,7 @@ class History:
             self._forget(next(iter(self._turns)))
 
     def branches(self) -> list[Branch]:
-        """The leaves' conversations, in the order in which their last turns were begun."""
+        """Return the branch of each leaf, in the order in which the leaves were begun."""
         inner = {turn.parent for turn in self._turns}
         seen: set[Turn] = set()
         found = []
@@ -213,7 +214,7 @@ class History:
         return found
 
     def __len__(self) -> int:
-        """Turns that have ended."""
+        """Number of turns that have ended."""
         return len(self._turns)
 
     def _forget(self, turn: Turn) -> None:
@@ -246,7 +247,7 @@ def _text(turn: Turn) -> str:
 
 
 def _goes_on(turn: Turn, prompt: str) -> bool:
-    """Whether a prompt begins with a turn's text, and the turn was cut off."""
+    """Return True if a prompt begins with a turn's text, and the turn was cut off."""
     if "text" not in turn.message or turn.message.get("over"):
         return False
     text = _text(turn)
@@ -254,8 +255,8 @@ def _goes_on(turn: Turn, prompt: str) -> bool:
 
 
 def _key(before: str, value: Any) -> str:
-    """A hash of what stands before and of what follows, in which equal JSON is equal."""
-    if isinstance(value, dict):  # thoughts, which clients seldom send back, say nothing of who they answer
+    """Hash a value as JSON with sorted keys, together with the key of what precedes it."""
+    if isinstance(value, dict):  # without thoughts, which clients seldom send back
         value = {name: each for name, each in value.items() if name != "reasoning_content"}
     text = before + "\x1f" + json.dumps(value, sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

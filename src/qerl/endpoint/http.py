@@ -1,7 +1,7 @@
-"""The routes /v1/chat/completions, /v1/completions and /v1/models, and /v1/reward where trajectories are.
+"""The routes /v1/chat/completions, /v1/completions, /v1/models and, for trajectories, /v1/reward.
 
-A client names itself by its key, in the header `Authorization: Bearer KEY` as OpenAI's clients send it. Who
-that is, and what it may ask for, the `Desk` decides.
+A client identifies itself by its key, in the header `Authorization: Bearer KEY` as OpenAI's clients send it.
+The `Desk` decides to which client a key belongs, and what the client may request.
 """
 
 import asyncio
@@ -22,39 +22,39 @@ from qerl.errors import QeRLError
 logger = logging.getLogger(__name__)
 
 PREFIX = "/v1/"
-"""What the routes' paths begin with."""
+"""The prefix of all paths."""
 
 LARGEST = 64 << 20
-"""Bytes of a body."""
+"""Maximum size of a request body in bytes."""
 
 _LOOK_S = 1.0
-"""Seconds after which it is looked whether a client is still there."""
+"""Seconds between two checks whether a client is still connected."""
 
 
 class Desk(Protocol):
-    """Takes requests and has them answered; asked on the routes' event loop, which must not be held up."""
+    """Accepts requests and returns their replies; called on the routes' event loop, and must not block it."""
 
     async def models(self, key: str) -> Sequence[str]:
-        """Names of the policies that a key may ask for; raises `ApiError` for an unknown key."""
+        """Return the names of the policies that a key may use; raise `ApiError` for an unknown key."""
 
     async def ask(self, key: str, asked: Asked) -> Reply:
-        """The reply to a request; raises `ApiError` for one that it does not take."""
+        """Return the reply to a request; raise `ApiError` if the request is refused."""
 
     def reward(self, key: str, reward: float) -> None:
-        """Take the reward of the trajectory of a key; raises `ApiError` where there is none."""
+        """Store the reward of a key's trajectory; raise `ApiError` if there is no such trajectory."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `qerl.endpoint.answers.Decode`."""
 
     def left(self, reply: Reply) -> None:
-        """Hear that the last client that waited for a reply is gone."""
+        """React to the disconnection of the last client that waited for a reply."""
 
 
 class Routes:
-    """The routes over a desk.
+    """The routes that pass requests to a desk.
 
     Args:
-        desk: Answers.
+        desk: Answers the requests.
         rewarded: Whether there is a route for rewards.
     """
 
@@ -119,7 +119,7 @@ class Routes:
         told: asyncio.Event,
         block: contextlib.ExitStack,
     ) -> AsyncIterator[bytes]:
-        """The events of a stream; the block is left behind the last one."""
+        """Yield the events of a stream; exit the block after the last one."""
         with block:
             for event in answers.first():
                 yield event
@@ -136,7 +136,7 @@ class Routes:
 
     @contextlib.contextmanager
     def _heard(self, reply: Reply) -> Iterator[asyncio.Event]:
-        """An event that is set whenever something is told of a reply; behind the block its client is gone."""
+        """Yield an event that is set on each update of a reply; stop listening at the end of the block."""
         loop, told = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -151,7 +151,7 @@ class Routes:
                 self._desk.left(reply)
 
     async def _news(self, request: Request, reply: Reply, told: asyncio.Event) -> AsyncIterator[None]:
-        """Goes on whenever something was told of a reply, until it is there or its client is gone."""
+        """Yield on each update of a reply, until it has its outcome or its client has disconnected."""
         while reply.outcome is None:
             try:
                 async with asyncio.timeout(_LOOK_S):
@@ -165,10 +165,10 @@ class Routes:
 
 
 def check_model(name: str, known: Sequence[str]) -> None:
-    """Refuse a model that is not there.
+    """Raise if a model is unknown.
 
     Raises:
-        ApiError: It is not.
+        ApiError: The name is not among ``known``.
     """
     if name not in known:
         raise ApiError(
@@ -206,7 +206,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _safe(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose errors have OpenAI's shape."""
+    """Wrap a handler so that its errors have OpenAI's shape."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -214,7 +214,7 @@ def _safe(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Reques
         except ApiError as error:
             found = error
         except ClientDisconnect:
-            return Response(status_code=499)  # which nobody reads
+            return Response(status_code=499)  # not sent: the client is gone
         except QeRLError as error:
             found = ApiError(str(error))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A server of an endpoint in a thread of its own, beside a program that has something else to do."""
+"""An HTTP server for an endpoint, in a thread beside the main program."""
 
 import socket
 import threading
@@ -14,28 +14,28 @@ from qerl.errors import QeRLError
 _BEGIN_S = 10.0
 
 _IDLE_S = 24 * 3600
-"""Seconds that a connection may be idle. Clients close theirs, many after some seconds. A server that does so
-as early breaks off what is asked just then, as when a rollout begins, and the client retries half a second
-later."""
+"""Seconds that a connection may be idle. Clients close idle connections themselves, many after some seconds.
+A server that closes them as early breaks off requests that arrive just then, as at the start of a rollout,
+and the client retries half a second later."""
 
 
 class Listening:
-    """Serves routes until it is closed.
+    """A server of routes, which runs until it is closed.
 
     Args:
-        routes: Of `qerl.endpoint.http.Routes`.
-        host, port: Where; port 0 takes a free one.
+        routes: Routes from `qerl.endpoint.http.Routes`.
+        host, port: Address to listen on; port 0 takes a free one.
 
     Attributes:
-        url: For clients on this machine, up to the version.
+        url: Base URL for clients on this machine, including the version.
 
     Raises:
-        QeRLError: The address cannot be had.
+        QeRLError: The address cannot be used, or the server does not start within 10 s.
     """
 
     def __init__(self, routes: Sequence[BaseRoute], host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # Named TCP, since asyncio else leaves Nagle's algorithm on, and answers wait for acknowledgements.
+        # Named TCP: otherwise asyncio leaves Nagle's algorithm on, and answers wait for acknowledgements.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -73,6 +73,6 @@ class Listening:
             raise QeRLError("The endpoint's server did not begin; its error is above.")
 
     def close(self) -> None:
-        """End it; connections are broken off after a second."""
+        """Stop the server; open connections are broken off after a second."""
         self._server.should_exit = True
         self._thread.join(5.0)

@@ -1,8 +1,7 @@
-"""An answer in the making, between the thread that draws and those that send.
+"""A pending answer, shared by the engine's thread and the threads that send it.
 
-The drawing thread tells tokens and the outcome; whoever sends hears of both through a callback that only
-wakes it. A request that is sent again gets the reply of the first, from its beginning, so several may read
-one.
+The engine's thread adds tokens and the outcome; a callback only wakes the sender, which then reads both. A
+repeated request gets the reply of the first one, from its beginning, so a reply may have several readers.
 """
 
 import threading
@@ -21,10 +20,10 @@ class Choice:
     """One continuation.
 
     Attributes:
-        message: As of `Turn.message`.
-        token_ids: As drawn, a stop token and stop texts included.
-        logprobs: Natural log-probability of each, at the temperature that it was drawn at.
-        finish_reason: As OpenAI names it.
+        message: See `Turn.message`.
+        token_ids: All drawn tokens, including a stop token and stop texts.
+        logprobs: Natural log-probability of each token, at the temperature at which it was drawn.
+        finish_reason: The reason in OpenAI's terms.
     """
 
     message: Message
@@ -38,7 +37,7 @@ class Outcome:
     """The whole answer.
 
     Attributes:
-        prompt_ids: Tokens that were read before a continuation begins.
+        prompt_ids: All tokens before the continuations.
         choices: The continuations.
     """
 
@@ -48,14 +47,15 @@ class Outcome:
 
 @dataclass(eq=False)
 class Reply:
-    """What is known of an answer; made by a `Desk`, which tells it.
+    """The state of an answer; made and updated by a `Desk`.
 
     Attributes:
-        name: A name of the answer.
-        drawn: Token ids of each continuation so far that are known to stay.
-        outcome: The answer, or why there is none; None while it is drawn.
-        wanted: False once nobody waits for it any more.
-        created: When it was asked for, in seconds since 1970; a request that is sent again has the same.
+        name: The name in the answer's id.
+        choices: Number of continuations.
+        drawn: Token ids of each continuation so far that can no longer be cut off.
+        outcome: The answer or an error; None until either is known.
+        wanted: False once no client waits for the answer.
+        created: Time of the request, in seconds since 1970; repeated requests share it.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Reply:
         self.drawn = [[] for _ in range(self.choices)]
 
     def tell(self, choice: int, token_ids: list[int]) -> None:
-        """Add tokens to a continuation."""
+        """Append tokens to a continuation."""
         self.drawn[choice] += token_ids
         self._wake()
 
     def settle(self, outcome: Outcome | ApiError) -> None:
-        """Give the answer, once; later ones are left out."""
+        """Set the outcome once; later calls have no effect."""
         with self._lock:
             if self.outcome is not None:
                 return
@@ -84,13 +84,13 @@ class Reply:
         self._wake()
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call a function in whichever thread has told something, and at once; it must not wait."""
+        """Call a function now, and on each update in the thread that makes it; it must not block."""
         with self._lock:
             self._wakers.append(wake)
         wake()
 
     def leave(self, wake: Callable[[], None]) -> bool:
-        """Call a function of `listen` no more; whether nobody listens any longer."""
+        """Stop calling a function of `listen`; return True if no other function is left."""
         with self._lock:
             self._wakers.remove(wake)
             return not self._wakers

@@ -1,8 +1,8 @@
-"""What ends the turn of one request, and tells its client of tokens as they are drawn.
+"""Stops that end the turn of a request, and stream its tokens as they are drawn.
 
-A sequence of the engine has its stops from its start, and requests that continue it ask for other limits and
-texts each time. So a sequence of the endpoint has one pair of stops, which look at what the request of the
-present turn asks for.
+The stops of a sequence are fixed when the engine starts it, but each request that continues it may have other
+limits and stop texts. So a sequence of the endpoint has one pair of stops, which read the limits of the
+current turn's request.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,14 @@ from qerl.rollout.stops import Stop
 
 @dataclass(eq=False)
 class TurnLimits:
-    """What the request of a sequence's present turn asks for.
+    """The limits that the request of a sequence's current turn sets.
 
     Attributes:
-        max_tokens: Tokens of the turn at most; None for no limit of its own.
-        texts: Looks for the request's stop texts; None without any.
-        tell: Is given tokens that stay, in the order in which they are drawn; None where nobody listens.
-        wanted: False once nobody wants the turn.
+        max_tokens: Maximum number of tokens of the turn; None for no limit of its own.
+        texts: The stop for the request's stop texts; None without any.
+        tell: Receives the tokens that are final, in the order in which they are drawn; None if the answer is
+            not streamed.
+        wanted: Returns False once the turn is no longer wanted.
     """
 
     max_tokens: int | None = None
@@ -28,12 +29,12 @@ class TurnLimits:
     wanted: Callable[[], bool] = field(default=lambda: True)
 
     def stops(self) -> tuple[Stop, Stop]:
-        """The stops of the sequence, to be handed to the engine when it starts."""
+        """Return the stops of the sequence, to pass to the engine at its start."""
         return _Length(self), _Text(self)
 
 
 class _Length(Stop):
-    """Ends a turn that has as many tokens as its request allows."""
+    """A stop that ends a turn at the maximum number of tokens of its request."""
 
     reason = "length"
 
@@ -56,7 +57,7 @@ class _Length(Stop):
 
 
 class _Text(Stop):
-    """Ends a turn with one of its request's texts, or because nobody wants it; tells of tokens."""
+    """A stop that ends a turn at a stop text of its request, or once it is unwanted; streams its tokens."""
 
     def __init__(self, limits: TurnLimits) -> None:
         self._limits = limits
@@ -70,7 +71,7 @@ class _Text(Stop):
     def end(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
     ) -> int | None:
-        """See `Stop.end`. Tokens behind ``checked`` may still be cut off, so they are told the next time."""
+        """See `Stop.end`. Tokens after ``checked`` may still be cut off and are not streamed yet."""
         limits = self._limits
         if not limits.wanted():
             return checked + 1

@@ -7,15 +7,15 @@ turn with its value. A turn that begins otherwise, such as with ``####`` and the
                     4828
     #### 4828
 
-Text behind an equals sign is not read, so a model that states a result of its own is told the right one. That
+Text after an equals sign is not read, so a model that states a result of its own is told the right one. That
 matters at the start of training: small models write ``71 * 68 = 4428`` more often than the expression alone,
 and a calculator that refused this would hardly ever be used, so no model would learn to use it.
 
-Values are exact, and harmless whatever the text is: Python's own parser parses it, and the tree is walked
-here; nothing is executed. Numbers are fractions, so ``0.1 + 0.2`` is 0.3 and ``7 / 2 * 2`` is 7. Length of
-the text and size of every value in between are bounded, exponents before the power is computed, so no
-expression takes more than a fraction of a millisecond. Given up: functions, roots and irrational powers,
-which need a sandbox with a language in it.
+Values are exact, and any text is safe: Python's own parser parses it, and the tree is evaluated here; nothing
+is executed. Numbers are fractions, so ``0.1 + 0.2`` is 0.3 and ``7 / 2 * 2`` is 7. The length of the text and
+the size of every intermediate value are bounded, exponents before the power is computed, so no expression
+takes more than a fraction of a millisecond. Given up: functions, roots and irrational powers, which need a
+sandbox with a language in it.
 """
 
 import ast
@@ -28,7 +28,7 @@ from typing import Any
 from qerl.errors import QeRLError
 
 LONGEST = 200
-"""Characters that an expression may have."""
+"""Maximum number of characters in an expression."""
 
 _MAX_BITS = 256
 """Size of numerators and denominators, in bits; about 77 digits."""
@@ -57,7 +57,7 @@ def evaluate(expression: str) -> Fraction:
     ``×``, ``÷``, ``^``, ``3 x 4``, ``1,000`` and an equals sign at the end are read as people mean them.
 
     Raises:
-        QeRLError: It is no such expression, it divides by zero, or a value in between is too large.
+        QeRLError: The text is no such expression, it divides by zero, or an intermediate value is too large.
     """
     if len(expression) > LONGEST:
         raise QeRLError(f"The expression has {len(expression)} characters; write at most {LONGEST}.")
@@ -128,7 +128,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 _OPERATION = re.compile(r"[\d)]\s*[-+*/%^×·÷−x]+\s*[-+\d(]")  # noqa: RUF001 - signs that people write
-"""What a line needs before its equals sign to be meant for the calculator."""
+"""An operation, which a line must have before its equals sign to count as an expression."""
 
 
 def calculator(expression: str) -> str:
@@ -144,13 +144,13 @@ def calculator(expression: str) -> str:
 
 
 class Calculator:
-    """Answers expressions with their values; it has no state."""
+    """A text environment that answers expressions with their values; it has no state."""
 
     def reset(self, **row: Any) -> None:
         """Begin an episode, which adds nothing to the prompt."""
 
     def respond(self, text: str) -> str | None:
-        """The value of the expression in the first line, an error sentence if it has none, or None where
+        """Return the value of the expression in the first line, or an error sentence if it has none; None if
         the line is no expression."""
         lines = text.strip().splitlines()
         expression = lines[0].split("=")[0] if lines else ""

@@ -1,8 +1,8 @@
-"""A guessing game of several turns: find a whole number that is answered with "higher" or "lower".
+"""A guessing game of several turns: find a whole number, told after each guess to go higher or lower.
 
 The number is the row's ``answer``, which the prompt does not show; the task ``guess_number`` has such rows. A
 policy that halves the range each time needs about log2(range) guesses, one that ignores the answers about
-half of the range, so the game teaches to use what the environment said some turns ago.
+half of the range, so the game teaches the policy to use answers from earlier turns.
 """
 
 import re
@@ -17,7 +17,7 @@ class GuessNumber:
     """The game of one row; its reward is 1 divided by the number of guesses, 0 if the number is not found.
 
     Args:
-        guesses: Largest number of guesses in an episode.
+        guesses: Maximum number of guesses in an episode.
     """
 
     def __init__(self, guesses: int = 7) -> None:
@@ -44,8 +44,8 @@ class GuessNumber:
         self._found = False
 
     def respond(self, text: str) -> str | None:
-        """The direction of the hidden number from the last whole number of the turn; None ends the game,
-        by a hit, by the last guess, or because the turn states no number."""
+        """Return whether the turn's last whole number is too low or too high; None ends the game, after a
+        hit, after the last guess, or if the turn states no number."""
         stated = _INTEGER.findall(text)
         if not stated:
             return None

@@ -1,6 +1,6 @@
 """Environments of OpenEnv behind a running server (``environment: openenv:URL``), by openenv-core's client.
 
-An episode is `reset` and `step` with actions and observations that have fields. The model's text becomes an
+An episode is `reset` and `step` calls whose actions and observations have fields. The model's text becomes an
 action: the value of one field, or a JSON object with all of them. The model reads one field of the
 observation, or a JSON object of those that are not about the episode itself.
 
@@ -25,10 +25,10 @@ _OF_THE_EPISODE = frozenset({"done", "reward", "metadata"})
 
 
 class OpenEnv:
-    """An environment of OpenEnv as one that answers text.
+    """An environment of OpenEnv as a text environment.
 
     Args:
-        url: Of the server.
+        url: URL of the server.
         action_field: The field of an action that takes the model's text; None expects a JSON object.
         observation_field: The field of an observation that the model reads. By default the only one, else all
             of them as JSON.
@@ -58,7 +58,7 @@ class OpenEnv:
         """Begin an episode; the first observation is added to the prompt.
 
         Raises:
-            QeRLError: The row lacks a column of ``reset_columns``, or the environment shows no such field.
+            QeRLError: The row lacks a column of ``reset_columns``, or the observation its field.
         """
         lacking = [name for name in self._columns if name not in row]
         if lacking:
@@ -75,7 +75,7 @@ class OpenEnv:
         return shown or None
 
     def respond(self, text: str) -> str | None:
-        """The observation after the action that the text states; None if the episode is over."""
+        """Return the observation after the text's action, or why it was refused; None ends the episode."""
         if self._done:
             return None
         action = self._action(text)
@@ -121,7 +121,7 @@ class OpenEnv:
 
 
 def _connected(url: str) -> Any:
-    """A session with the environment behind a server."""
+    """Open a session with the environment behind a server."""
     if not url.startswith(("http://", "https://", "ws://", "wss://")):
         raise QeRLError(
             f"The environment openenv:{url} is no URL; serve the class by openenv-core and write "

@@ -17,17 +17,17 @@ ENVIRONMENTS: dict[str, Callable[..., Any]] = {"calculator": Calculator, "guess_
 """The class of each built-in environment; its keyword arguments are ``environment_options``."""
 
 FAMILIES: dict[str, Callable[..., Any]] = {"openenv": OpenEnv}
-"""Adapters: what makes the environments FAMILY:WHERE from WHERE and the options."""
+"""Adapters: the class of the environments FAMILY:WHERE, which takes WHERE and the options."""
 
 ENDPOINT = "endpoint"
-"""In ``endpoint:PATH.py:function``: the environment is an agent of its own, which the function runs."""
+"""The prefix in ``endpoint:PATH.py:function``, the environment of an external agent, the function."""
 
 TOOLS: dict[str, Tool] = {"calculator": calculator}
 """Built-in tools, for models whose chat template has tools."""
 
 
 def get_environment(spec: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    """A factory of the named environments.
+    """Return a factory of the named environments.
 
     Args:
         spec: A name from :data:`ENVIRONMENTS`, FAMILY:WHERE with one of :data:`FAMILIES`,
@@ -48,7 +48,7 @@ def get_environment(spec: str, options: Mapping[str, Any]) -> EnvironmentFactory
 
 
 def get_tool(spec: str) -> Tool:
-    """The named tool: one of :data:`TOOLS`, or ``PATH.py:function``.
+    """Return the named tool: one of :data:`TOOLS`, or ``PATH.py:function``.
 
     Raises:
         QeRLError: The tool is unknown, cannot be loaded, or lacks types or docstring.

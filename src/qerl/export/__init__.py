@@ -1,1 +1,1 @@
-"""What is trained here, for use elsewhere: `run` is what the command calls, `merge` the weights it writes."""
+"""Export of trained models: `run` is the entry point of the command, `merge` writes merged weights."""

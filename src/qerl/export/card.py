@@ -1,7 +1,7 @@
-"""The model card of what was exported, which says on which weights it stands.
+"""The model card of an exported model, which states the base weights it builds on.
 
-Its front matter is what the Hub reads: the base model, how this one is related to it, the library, the
-licence of the base where that is known.
+The Hub reads its front matter: the base model, the relation to it, the library, and the licence of the base
+if known.
 """
 
 from dataclasses import dataclass
@@ -64,21 +64,21 @@ _KINDS = {
 _RELATIONS = {"adapter": "adapter", "merged": "finetune", "gguf": "quantized"}
 _LIBRARIES = {"adapter": "peft", "merged": "transformers", "gguf": "gguf"}
 _TAGS = ("grpo", "sft", "trl")
-"""Tags of a run's card that hold for what is exported; PEFT adds others, with a local path among them."""
+"""Tags of a run's card that apply to the export, too; PEFT adds others, with a local path among them."""
 _LICENSE = ("license", "license_name", "license_link")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card says.
+    """Facts stated by a card.
 
     Attributes:
         format: ``adapter``, ``merged`` or ``gguf``.
-        name: Of the card.
-        repository: Its name on the Hub, which the example loads; None where it is not pushed.
-        file: Name of the .gguf file, which the example loads then.
-        base: The base model's name; on the Hub if it is no local path.
-        run: Folder of what was exported, whose own card has tags and data sets.
+        name: Title of the card.
+        repository: Repository on the Hub, which the example loads; None if it is not pushed.
+        file: Name of the .gguf file, which the example loads if there is no repository.
+        base: The base model: a name on the Hub or a local path.
+        run: Folder of the exported run, whose own card has tags and data sets.
         by_qerl: True if a run of QeRL trained it.
         how: How these weights were made, in sentences.
     """
@@ -94,7 +94,7 @@ class Facts:
 
 
 def exported_card(facts: Facts) -> ModelCard:
-    """The card with these facts."""
+    """Build the card from the facts."""
     of_run = _data(facts.run / CARD_FILE)
     tags = [*dict.fromkeys(("qerl", *(tag for tag in of_run.get("tags") or () if tag in _TAGS)))]
     if facts.format == "adapter" and is_hub_id(facts.base):
@@ -125,7 +125,7 @@ def exported_card(facts: Facts) -> ModelCard:
 
 
 def _license(base: str) -> dict[str, Any]:
-    """What the base's own card says of its licence; nothing where there is no card, or no network for it."""
+    """Return the licence fields of the base's own card; empty without a card or a network to fetch it."""
     folder = Path(base).expanduser()
     if is_hub_id(base):
         try:
@@ -137,7 +137,7 @@ def _license(base: str) -> dict[str, Any]:
 
 
 def _data(card: Path) -> dict[str, Any]:
-    """The front matter of a card, empty where there is none or it cannot be read."""
+    """Return the front matter of a card; empty if the card is missing or cannot be read."""
     try:
         data: dict[str, Any] = ModelCard.load(card).data.to_dict()
         return data

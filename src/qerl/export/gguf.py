@@ -1,8 +1,8 @@
-"""GGUF by llama.cpp's own converter, which is a script of its repository and in no package.
+"""GGUF by llama.cpp's own converter, a script of its repository that is in no package.
 
 The converter knows each family's names, tokenizer and metadata, and changes with llama.cpp; a copy here would
-be out of date. So it is called where it lies: named by the user, or found on the path, where Homebrew's
-llama.cpp puts it. It reads a folder of transformers, so a merged model is written for it first.
+be out of date. So the user's script is called: the one named, or the one on the path, where Homebrew's
+llama.cpp puts it. It reads a transformers folder, so a merged model is written for it first.
 """
 
 import os
@@ -18,14 +18,14 @@ CONVERTER = "convert_hf_to_gguf.py"
 """Name of llama.cpp's script."""
 
 OUTTYPES = ("bf16", "f16", "f32", "q8_0")
-"""Types of weights that the converter writes; fewer bits are made of its result by ``llama-quantize``."""
+"""Types of weights that the converter writes; ``llama-quantize`` makes smaller ones from its result."""
 
 
 def find_converter(given: Path | None) -> Path:
-    """The converter that was named, else the one on the path.
+    """Return the converter that the user named, else the one on the path.
 
     Raises:
-        QeRLError: There is none.
+        QeRLError: There is no converter.
     """
     if given is not None:
         script = given.expanduser()
@@ -43,17 +43,17 @@ def find_converter(given: Path | None) -> Path:
 
 
 def convert(converter: Path, model: Path, out: Path, outtype: str) -> None:
-    """Write the GGUF file of a folder of transformers.
+    """Convert a transformers folder to a GGUF file.
 
     Args:
-        converter: Of :func:`find_converter`; runs in this Python, which has torch, transformers and gguf, and
-            may want sentencepiece besides.
+        converter: Script from :func:`find_converter`; runs in this Python, which has torch, transformers and
+            gguf, and may also need sentencepiece.
         model: Folder in 16 bits.
         out: File to write.
         outtype: One of `OUTTYPES`.
 
     Raises:
-        QeRLError: The converter failed; the sentence has the last line that it wrote.
+        QeRLError: The converter failed; the message has its last line of output.
     """
     words = [sys.executable, str(converter), str(model), "--outfile", str(out), "--outtype", outtype]
     words += ["--model-name", out.stem]

@@ -1,4 +1,4 @@
-"""Pushing what was exported to the Hub, by the names that transformers and TRL have for it."""
+"""Push an export to the Hub, with options named as in transformers and TRL."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ WEIGHT_FILES = (
     "pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_config.json", "adapter_model.safetensors",
     "adapter_model.bin",
 )  # fmt: skip
-"""Names of which one that is left from an earlier push would be loaded in the place of what is pushed."""
+"""Files that, left over from an earlier push, would be loaded in the place of the pushed ones."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """Where to push.
+    """The repository on the Hub to push to.
 
     Attributes:
-        hub_model_id: ``owner/name``, or a name of one's own; None for the folder's name.
+        hub_model_id: ``owner/name``, or a name under the user's own account; None for the folder's name.
         hub_private_repo: Whether a new repository is private; None for the owner's default.
-        hub_token: Of the Hub; None for HF_TOKEN, or that of `hf auth login`.
+        hub_token: Token of the Hub; None for HF_TOKEN, or that of `hf auth login`.
     """
 
     hub_model_id: str | None = None
@@ -35,7 +35,7 @@ class Repository:
     hub_token: str | None = None
 
     def name(self, folder: Path) -> str:
-        """The id of the repository to which a folder will be pushed, with its owner. Nothing is made yet.
+        """Return the id, with its owner, of the repository for a folder; nothing is created yet.
 
         Raises:
             QeRLError: The Hub does not answer or knows no such user.
@@ -46,13 +46,14 @@ class Repository:
         return asked if "/" in asked else f"{own}/{asked}"
 
     def push(self, name: str, folder: Path, replaced: Sequence[str]) -> str:
-        """Upload a folder into its repository, which is made if it is not there, without what says where and
-        on what it was trained here; the address of the commit.
+        """Upload a folder to its repository, created if missing, and return the address of the commit.
+
+        Records of where and on what the model was trained here (`CONFIG_FILE`, `POLICY_FILE`) are left out.
 
         Args:
-            name: Of :meth:`name`.
-            folder: What to push.
-            replaced: Names of files that go from the repository unless the folder has them.
+            name: Repository id from :meth:`name`.
+            folder: Folder to push.
+            replaced: Names of files to delete from the repository unless the folder has them.
 
         Raises:
             QeRLError: The Hub does not answer or refuses.

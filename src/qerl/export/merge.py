@@ -1,20 +1,20 @@
 """Merged models: the base's own folder, with ``W + s B A`` in the place of each adapted matrix, in 16 bits.
 
-W is what the adapter stood on: the dequantised four-bit weight where the base is loaded packed, so that the
-merged model is the policy that was trained; or the 16-bit weight as it was published, which is another model,
-though a near one. Either way the sum is made in FP32 and rounded once.
+W is the weight under the adapter: the dequantised four-bit weight if the base is loaded packed, so that the
+merged model is the policy that was trained; or the published 16-bit weight, which makes a slightly different
+model. Either way the sum is computed in FP32 and rounded once.
 
-Everything else passes through as it was published: embeddings, norms, towers of images, merged experts under
-their own names, tokenizer, config. So what loads the base loads the result. The model itself is held packed,
-and a shard at a time in 16 bits.
+Everything else passes through as it was published: embeddings, norms, image towers, merged experts under
+their own names, tokenizer, config. So any program that loads the base loads the result. In memory the model
+stays packed, with one shard at a time in 16 bits.
 
-Rounding the sum to 16 bits is not free. A step of bfloat16 is a 256th to a 128th of a weight, and what
-reinforcement learning adds to a weight is often less; where the base's own weight is a number of bfloat16, an
-addition below half a step is gone. The share of the update that is kept is therefore measured: the projection
-of what was added onto what should have been, 1 where nothing is lost. float16 has steps an eighth as large.
+Rounding the sum to 16 bits is lossy. A step of bfloat16 is a 256th to a 128th of a weight, and an update by
+reinforcement learning is often smaller; if the base's weight is itself a number of bfloat16, an update below
+half a step is lost. The share of the update that is kept is therefore measured: the projection of the actual
+change onto the intended one, 1 if nothing is lost. float16 has steps an eighth as large.
 
-Given up: merging into four bits, which loses most of the update (`qerl.lora.adapter`), and merging other
-kinds of adapters than LoRA's one formula, which PEFT does on 16-bit weights.
+Given up: merging into four bits, which loses most of the update (`qerl.lora.adapter`), and merging adapters
+other than plain LoRA, which PEFT does on 16-bit weights.
 
 Shapes: N outputs, K inputs of a linear.
 """
@@ -49,7 +49,7 @@ from qerl.lora.adapter import adapter_file
 from qerl.lora.kinds import active_adapter, why_not
 
 SHARD_BYTES = 4_000_000_000
-"""Largest size of a written file, where no tensor alone is larger."""
+"""Largest size of a written file, unless a single tensor is larger."""
 
 _SCALES = (*FP8_SCALES, "weight_global_scale", "weight_scale_2", *ACTIVATIONS)
 """Last parts of the names of tensors that belong to a quantised weight or its activations."""
@@ -57,12 +57,12 @@ _SCALES = (*FP8_SCALES, "weight_global_scale", "weight_scale_2", *ACTIVATIONS)
 
 @dataclass
 class Merged:
-    """What was merged.
+    """Result of a merge.
 
     Attributes:
         adapted: Names of the matrices that an adapter changed.
-        added: Sum over them of (what was added) x (what should have been).
-        wanted: Sum of the squares of what should have been added.
+        added: Sum over these matrices of (actual change) x (intended change).
+        wanted: Sum of the squares of the intended change.
     """
 
     adapted: set[str] = field(default_factory=set)
@@ -71,15 +71,15 @@ class Merged:
 
     @property
     def kept(self) -> float:
-        """Share of the update that is in the weights after rounding; 1 without an update."""
+        """Share of the update that remains in the weights after rounding; 1 without an update."""
         return self.added / self.wanted if self.wanted else 1.0
 
 
 def check_mergeable(adapter: Path) -> None:
-    """Refuse an adapter that changes more than linear layers, from the names in its file.
+    """Raise if an adapter changes more than linear layers, by the names in its file.
 
     Raises:
-        QeRLError: It does, or the folder is no adapter's.
+        QeRLError: It changes more, or the folder holds no adapter.
     """
     with safe_open(adapter_file(adapter), framework="pt") as file:
         names = list(file.keys())
@@ -98,18 +98,18 @@ def write_merged(
     dtype: torch.dtype,
     progress: Progress,
 ) -> Merged:
-    """Write a model as a folder that is not quantised.
+    """Write a model, merged with its adapter, as an unquantised folder.
 
     Args:
-        model: Loaded from the checkpoint, in any format, with its adapter if it has one; stays as it is.
-        checkpoint: Names what is written, and holds what passes through.
-        folder: Exists and is empty.
+        model: Loaded from the checkpoint, in any format, with its adapter if it has one; not modified.
+        checkpoint: Source of the names that are written, and of tensors that pass through.
+        folder: An existing empty folder.
         dtype: bfloat16 or float16; float32 for a GGUF file of it.
-        progress: Gets a bar.
+        progress: Shows a bar.
 
     Raises:
-        QeRLError: The adapter computes another formula than LoRA's, or changes a layer that the checkpoint
-            does not hold by itself; or a number cannot be had in that dtype.
+        QeRLError: The adapter is not plain LoRA, or changes a layer that the checkpoint does not hold by
+            itself; or a number is not finite in that dtype.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     linears = {name: module for name, module in base.named_modules() if _is_linear(module)}
@@ -145,7 +145,7 @@ def _written(
     dtype: torch.dtype,
     merged: Merged,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor that are written for one that is stored; nothing for a scale."""
+    """Yield the name and tensor to write for a stored tensor; nothing for a scale."""
     own = checkpoint.names.get(name)
     last = name.rpartition(".")[2]
     if checkpoint.quantization is not None and (last in _SCALES or last.endswith("_scales")):
@@ -172,7 +172,7 @@ def _written(
 
 
 def _passed(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that is no linear's weight: in the new dtype if it had that of the model."""
+    """Return a tensor that is no linear's weight, in the new dtype if it had that of the model."""
     config = checkpoint.config
     declared = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     own = (torch.float32,) if declared == "float32" else (torch.bfloat16, torch.float16)
@@ -180,11 +180,11 @@ def _passed(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, dtype: torc
 
 
 def _decoded(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of no module that was loaded, such as of a head that predicts further tokens: as it is, or
-    dequantised where it is in FP8, since the result has no scales.
+    """Return a tensor of a module that was not loaded, such as a multi-token prediction head: as it is, or
+    dequantised if it is in FP8, since the result has no scales.
 
     Raises:
-        QeRLError: It holds other codes.
+        QeRLError: The tensor holds other codes.
     """
     if checkpoint.quantization is None or tensor.dtype.itemsize > 1 or tensor.dtype == torch.bool:
         return tensor
@@ -208,10 +208,10 @@ def _decoded(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, dtype: tor
 
 
 def _rounded(name: str, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in another dtype.
+    """Cast a tensor to another dtype.
 
     Raises:
-        QeRLError: A number of it is beyond the largest one of that dtype.
+        QeRLError: A finite number in it is beyond the largest of that dtype.
     """
     rounded = exact.to(dtype)
     if exact.dtype != dtype and rounded.isinf().any() and not torch.equal(rounded.isinf(), exact.isinf()):
@@ -223,10 +223,10 @@ def _rounded(name: str, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 
 def _adapter_of(name: str, layer: nn.Module) -> str | None:
-    """Name of the adapter that a linear has, None where it has none.
+    """Return the name of a linear's adapter, or None.
 
     Raises:
-        QeRLError: It computes another formula than LoRA's.
+        QeRLError: The adapter is not plain LoRA.
     """
     if not isinstance(layer, BaseTunerLayer):
         return None
@@ -239,13 +239,13 @@ def _adapter_of(name: str, layer: nn.Module) -> str | None:
 def _merge(
     name: str, layer: nn.Module, stored: torch.Tensor, dtype: torch.dtype, merged: Merged
 ) -> torch.Tensor:
-    """``W + s B A`` [N, K] of a linear, made in FP32 and rounded once; ``stored`` is W where it is plain."""
+    """``W + s B A`` [N, K] of a linear, in FP32 and rounded once; ``stored`` is W unless it is quantised."""
     adapter = _adapter_of(name, layer)
     base = cast(BaseTunerLayer, layer).get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     if isinstance(base, PackedLinear):
         weight_NK = base.dense()
     else:
-        # What was FP8, and a packed head, became 16 bits as they were loaded.
+        # FP8 weights, and a packed head, were converted to 16 bits on loading.
         plain = stored.dtype in (torch.bfloat16, torch.float16, torch.float32)
         loaded = cast(torch.Tensor, base.weight)
         weight_NK = (stored if plain else loaded).to(loaded.device, torch.float32)
@@ -267,7 +267,7 @@ def _merge(
 
 
 def _config(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Any]:
-    """The base's config.json, which says nothing of quantised layers any more."""
+    """Return the base's config.json in the new dtype, without its entries on quantised layers."""
 
     def plain(config: dict[str, Any]) -> dict[str, Any]:
         gone = ("quantization_config", "qerl_rounding", "torch_dtype")
@@ -282,7 +282,7 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Any]:
 
 
 class _Shards:
-    """Files of weights, written one after the other as they fill up, and their index."""
+    """Writer of weight files, one after the other as they fill up, and of their index."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -291,7 +291,7 @@ class _Shards:
         self._bytes = self._total = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor; what is full goes to the disk first."""
+        """Add a tensor, after writing the current file to disk if the tensor would overfill it."""
         if self._open and self._bytes + tensor.nbytes > SHARD_BYTES:
             self._write()
         self._open[name] = tensor.contiguous()
@@ -299,7 +299,7 @@ class _Shards:
         self._total += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is left, and the index where there are several files."""
+        """Write the last file, and the index if there are several."""
         self._write()
         if len(self._files) == 1:
             self._path(0).rename(self._folder / SINGLE_FILE)

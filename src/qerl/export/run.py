@@ -1,10 +1,10 @@
-"""`qerl export`: from a run folder to a model that others load.
+"""`qerl export`: turn a run folder into a model that other programs load.
 
 A policy is read as `qerl eval` reads it: base, format and rounding of its weights come from the run unless
-the user says otherwise, and an adapter that belongs to another base is refused. What is written appears
-whole or not at all, and beside it lies a config.yaml, so that `qerl eval` scores it as the run was scored. Of
-a merged model this says that its weights are whole: rounded to four bits, as a model of the Hub is by
-default, they would lose what was trained.
+the user says otherwise, and an adapter that belongs to another base is refused. The output appears complete
+or not at all, with a config.yaml, so that `qerl eval` scores it as the run was scored. For a merged model the
+config.yaml sets full tuning on bf16 weights: rounded to four bits, as a model of the Hub is by default, they
+would lose the update.
 
     format    OUT holds
     merged    the base's folder with the update in its weights, in 16 bits (`qerl.export.merge`)
@@ -52,12 +52,12 @@ Format = Literal["merged", "adapter", "gguf"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 LOSSY = 0.9
-"""Share of the update below which rounding to 16 bits is worth a warning."""
+"""Share of the update, kept after rounding to 16 bits, below which there is a warning."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is asked for.
+    """Arguments of an export.
 
     Attributes:
         run: Folder of a run, a checkpoint, or any LoRA adapter of PEFT.
@@ -66,10 +66,10 @@ class Export:
         model: The base model; None for the one that the run names.
         base_model: Name of the base in the card; None for that of the model.
         weights: Format of the base's linears under the adapter; None for the run's.
-        rounding: Of a base that is packed as it is loaded; None for the run's.
-        dtype: Of a merged model; None for bfloat16, or where GGUF is made of it float32 for f32, and float16
-            for f16 and q8_0.
-        outtype: Of a GGUF file, as its converter names it; None for bf16.
+        rounding: Rounding of a base that is packed on loading; None for the run's.
+        dtype: Dtype of a merged model; None for bfloat16, but if GGUF is made of it float32 for f32, and
+            float16 for f16 and q8_0.
+        outtype: Weight type of a GGUF file, as its converter names it; None for bf16.
         converter: Path of llama.cpp's converter; None for the one on the path.
         trust_remote_code: True if Python code that comes with the base may run.
         repository: Where to push; None to push nowhere.
@@ -91,7 +91,7 @@ class Export:
 
 @dataclass(frozen=True)
 class _Policy:
-    """What is exported: where its adapter lies, its base, how it is loaded, and what its run says of that."""
+    """The policy to export: its adapter's folder, its base, how it is loaded, and its run's settings."""
 
     adapter: Path | None
     base: str
@@ -100,14 +100,14 @@ class _Policy:
 
 
 def export(asked: Export, console: Console) -> None:
-    """Write what is asked for, and push it.
+    """Write an export, and push it if asked.
 
     Args:
-        asked: Everything that the user says.
-        console: Shows progress, and in the end what was written.
+        asked: Arguments given by the user.
+        console: Shows progress, and at the end the result.
 
     Raises:
-        QeRLError: Anything the user can fix; the folder does not exist then, unless only the push failed.
+        QeRLError: Anything the user can fix; no new folder is left then, unless only the push failed.
     """
     if asked.out.exists():
         raise QeRLError(f"{asked.out} exists and is not overwritten; choose another folder or remove it.")
@@ -155,7 +155,7 @@ def export(asked: Export, console: Console) -> None:
 
 
 def _settled(asked: Export) -> Export:
-    """What is asked for, with nothing left open that does not depend on the run.
+    """Fill in the arguments that are left open and do not depend on the run.
 
     Raises:
         QeRLError: An option has no effect on this format.
@@ -176,10 +176,10 @@ def _say(console: Console, text: str) -> None:
 
 
 def _policy(asked: Export) -> _Policy:
-    """The policy in the run folder.
+    """Find the policy in the run folder.
 
     Raises:
-        QeRLError: There is none, or nothing says what its base is, or in which format it was trained.
+        QeRLError: There is no policy, or its base or the format it was trained in is unknown.
     """
     run, trusts = asked.run, asked.trust_remote_code
     if not run.exists():
@@ -220,7 +220,7 @@ def _policy(asked: Export) -> _Policy:
 
 
 def _write_adapter(policy: _Policy, named: str, folder: Path) -> str:
-    """Copy the adapter, told where its base is; how it was trained, for the card."""
+    """Copy the adapter with its base's name in the config; return how it was trained, for the card."""
     assert policy.adapter is not None
     if folder_here(policy.base) is not None:
         check_base(policy.adapter, policy.base)
@@ -241,7 +241,7 @@ def _write_adapter(policy: _Policy, named: str, folder: Path) -> str:
 
 
 def _write_merged(asked: Export, policy: _Policy, folder: Path, console: Console) -> str:
-    """Write the merged model and its settings; how it was made, for the card."""
+    """Write the merged model and its settings; return how it was made, for the card."""
     if policy.adapter is not None:
         check_mergeable(policy.adapter)
     loading = decide(policy.source, policy.choices)
@@ -281,7 +281,7 @@ def _write_merged(asked: Export, policy: _Policy, folder: Path, console: Console
 
 
 def _write_gguf(asked: Export, policy: _Policy, folder: Path, converter: Path, console: Console) -> str:
-    """Write the GGUF file of the merged model, which is made for that; how it was made, for the card."""
+    """Write a GGUF file from a temporary merged model; return how it was made, for the card."""
     whole = folder / "merged"
     whole.mkdir()
     how = _write_merged(asked, policy, whole, console)
@@ -297,7 +297,7 @@ def _gguf_name(asked: Export) -> str:
 
 
 def _how(policy: _Policy, loading: Loading, dtype: str, merged: Merged) -> str:
-    """On which weights a merged model stands, in sentences."""
+    """Describe in sentences the base weights that an adapter was merged into, and the rounding."""
     of_run = policy.choices.of_run
     trained, rounded = of_run.get("weights"), of_run.get("rounding")
     stands = {
@@ -318,13 +318,13 @@ def _how(policy: _Policy, loading: Loading, dtype: str, merged: Merged) -> str:
 
 
 def _write_settings(settings: Mapping[str, Any], folder: Path) -> None:
-    """Write what `qerl eval` reads of a run."""
+    """Write the config.yaml that `qerl eval` reads, if there are settings."""
     if settings:
         (folder / CONFIG_FILE).write_text(yaml12.dump(dict(settings)), encoding="utf-8")
 
 
 def _eval_command(asked: Export, policy: _Policy) -> str:
-    """The shell command that scores what was written."""
+    """Return the shell command that scores the export."""
     words = [str(asked.out / _gguf_name(asked) if asked.format == "gguf" else asked.out)]
     if asked.format == "adapter":
         words = [policy.base, "--adapter", *words]

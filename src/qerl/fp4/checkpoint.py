@@ -1,25 +1,25 @@
 """Model folders: reading plain and quantised safetensors, writing packed ones.
 
 A folder is a ``config.json`` beside one ``model.safetensors`` or several shards with an index. Layers may be
-held in several formats (`qerl.fp4.published`), whose tensors are named in two ways:
+held in several formats (`qerl.fp4.published`), with tensors named in one of four ways:
 
 * plain: ``weight``, BF16, FP16 or FP32; in FP8 ``weight`` E4M3 and ``weight_scale`` or
-  ``weight_scale_inv``, by which it is multiplied, whatever the name says.
+  ``weight_scale_inv``, both of them factors of the weight despite the second name.
 * ``compressed-tensors`` (llm-compressor, vLLM, and what this project writes): ``weight_packed`` uint8
   [N, K/2], ``weight_scale`` [N, G], and for NVFP4 ``weight_global_scale`` fp32 [1], a divisor.
 * ``modelopt`` (NVIDIA): the same bytes named ``weight`` and ``weight_scale``, and ``weight_scale_2`` fp32 [],
   the reciprocal of that divisor.
 * ``mxfp4`` (gpt-oss): the experts of a layer as ``*_blocks`` [E, N, K/32, 16] and ``*_scales`` [E, N, K/32].
 
-`Checkpoint.tensors` gives those of the causal LM under its own names, also of a folder in which it is one
-part of a model for images (`qerl.families.towers`), packed ones under the names of compressed-tensors, and
-merged experts one by one (`qerl.families.experts.separated`).
-Weights are all that is taken: scales of activations and of the KV cache are left out, because activations
-stay in 16 bits here. The reciprocal of ``weight_scale_2`` is rounded to FP32, a change of at most 2^-23 of a
-weight's value.
+`Checkpoint.tensors` yields the tensors of the causal LM under its own names, even if it is one part of a
+multimodal model (`qerl.families.towers`), packed tensors under the names of compressed-tensors, and merged
+experts one by one (`qerl.families.experts.separated`).
+Only weights are read: scales of activations and of the KV cache are left out, because activations stay in 16
+bits here. The reciprocal of ``weight_scale_2`` is rounded to FP32, a change of at most 2^-23 of a weight's
+value.
 
-What a folder promises is checked when it is opened, from the headers alone: every shard is there and
-complete, every tensor of the index is in its shard. Pickles are never opened.
+A folder is checked when it is opened, from the headers alone: every shard is present and complete, every
+tensor of the index is in its shard. Pickles are never opened.
 
 Shapes: N outputs, K inputs, G = K / block size.
 """
@@ -54,17 +54,17 @@ _COPIED = (
     "*.model", "*.tiktoken", "chat_template*", "*.jinja", "generation_config.json", "*processor_config.json",
     "readme.md", "license*", "licence*", "notice*", "use_policy*",
 )  # fmt: skip
-"""Lower-case patterns of what belongs to a model beside its weights. All else in a folder stays there: a
-run's folder has its records, and whatever else its owner keeps in it."""
+"""Lower-case patterns of files that belong to a model beside its weights. Other files are not copied: a run's
+folder also has the run's records, and any files its owner keeps there."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder whose shards have been found complete.
+    """A model folder whose shards were checked to be complete.
 
     Attributes:
         config: Its ``config.json``.
-        quantization: What it declares of quantised layers; None in a plain checkpoint.
+        quantization: Its declaration of quantised layers; None for a plain checkpoint.
         shards: File name -> tensor name as stored -> header, in the order of the index.
     """
 
@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def headers(self) -> Iterator[tuple[str, Header]]:
-        """Names as stored, and headers of all shards."""
+        """Stored name and header of each tensor in all shards."""
         for headers in self.shards.values():
             yield from headers.items()
 
@@ -86,15 +86,15 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """That of the text decoder."""
+        """The ``model_type`` of the text decoder."""
         return str((self.config["text_config"] if self.is_wrapper else self.config).get("model_type"))
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Name as stored -> name in the causal LM, of all its tensors, without those of activations.
+        """Stored name -> name in the causal LM, for all its tensors except those of activations.
 
         Raises:
-            QeRLError: The model is a wrapper, and none of its tensors is named as one of a text decoder.
+            QeRLError: The model is a wrapper, and none of its tensors has a text decoder's name.
         """
         weights = [name for name, _ in self.headers if name.rpartition(".")[2] not in ACTIVATIONS]
         if not self.is_wrapper:
@@ -109,12 +109,12 @@ class Checkpoint:
         return found
 
     def separated(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names in the causal LM and views of what a tensor of this name there holds."""
+        """Split a tensor of the causal LM into names and views: merged experts one by one, others whole."""
         return separated(self.model_type, name, tensor)
 
     @cached_property
     def separate_headers(self) -> dict[str, Header]:
-        """Headers of the causal LM's tensors by their names there, one for each expert's own."""
+        """Headers of the causal LM's tensors by their names there, with one per expert for merged experts."""
         return {
             own: Header(tuple(part.shape), header.dtype)
             for stored, header in self.headers
@@ -124,7 +124,7 @@ class Checkpoint:
 
     @property
     def others(self) -> int:
-        """Number of a wrapper's tensors that are not of its text decoder."""
+        """Number of a wrapper's tensors outside its text decoder."""
         return sum(decoder_name(name) is None for name, _ in self.headers) if self.is_wrapper else 0
 
     @cached_property
@@ -132,7 +132,7 @@ class Checkpoint:
         """Format of each module of the causal LM, by its name there; empty in a plain checkpoint.
 
         Raises:
-            QeRLError: One of them, or the whole folder, is in a format that is not read.
+            QeRLError: A module, or the whole folder, is in an unsupported format.
         """
         if self.quantization is None:
             return {}
@@ -154,16 +154,16 @@ class Checkpoint:
         return next((BLOCK_FORMATS[name] for name in self.formats.values() if name in BLOCK_FORMATS), None)
 
     def read(self, shard: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of one file as they are stored, one at a time.
+        """Yield the tensors of one file as stored.
 
-        They are backed by the file mapped into memory: untouched pages cost nothing.
+        They are views of the memory-mapped file: untouched pages cost nothing.
         """
         with _open_shard(self.folder / shard) as file:
             for name in self.shards[shard]:
                 yield name, file.get_tensor(name)
 
     def tensors(self, wanted: Callable[[str], bool] = bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The causal LM's tensors whose names there are wanted, mapped into memory as those of `read`."""
+        """Yield the causal LM's tensors whose names there satisfy ``wanted``, mapped as in `read`."""
         for shard, headers in self.shards.items():
             chosen = {name: self.names[name] for name in headers if name in self.names}
             with _open_shard(self.folder / shard) as file:
@@ -176,7 +176,7 @@ class Checkpoint:
                             yield self._as_compressed_tensors(name, tensor)
 
     def _as_compressed_tensors(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """Name and content of a tensor; of one of ModelOpt's, as compressed-tensors would have it."""
+        """Return a tensor's name and content, those of ModelOpt converted to compressed-tensors."""
         module, _, kind = name.rpartition(".")
         if kind == "weight" and self.formats.get(module) in BLOCK_FORMATS:
             return f"{module}.weight_packed", tensor
@@ -190,11 +190,11 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a model folder, checked as far as possible without reading weights.
+    """Open a model folder, checked from its headers without reading weights.
 
     Raises:
-        QeRLError: No such folder or no config, no safetensors, a missing or truncated shard, a tensor that
-            its shard lacks.
+        QeRLError: No such folder or no config, no safetensors, a missing or truncated shard, or a tensor
+            that its shard lacks.
     """
     config, quantization = read_config(folder)
     shards = {}
@@ -214,12 +214,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """A model's ``config.json``, and what it or ModelOpt's own file beside it declares of quantised layers.
+    """Return a model's ``config.json``, and the quantisation declared there or in ModelOpt's file, or None.
 
-    No shard needs to be there.
+    No shard needs to be present.
 
     Raises:
-        QeRLError: No config, or none that can be read.
+        QeRLError: The config is missing or cannot be read.
     """
     config, name = _read_json(folder / "config.json"), "quantization_config"
     text = config.get("text_config")
@@ -270,8 +270,8 @@ def quantization_config(format: BlockFormat, ignore: Iterable[str]) -> dict[str,
 
 
 def copy_other_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy what belongs to the model beside its weights and config.json: tokenizer, chat template, generation
-    settings, card, licence; Python files where its config names classes in them."""
+    """Copy the model's files beside weights and config.json: tokenizer, chat template, generation settings,
+    card, licence; and Python files if its config names classes in them."""
     patterns = (*_COPIED, "*.py") if "auto_map" in checkpoint.config else _COPIED
     for file in checkpoint.folder.iterdir():
         chosen = any(fnmatch(file.name.lower(), pattern) for pattern in patterns)
@@ -280,7 +280,7 @@ def copy_other_files(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one file of weights, which others may read, too: safetensors leaves that to its owner alone."""
+    """Write one file of weights, readable by all users; safetensors makes it readable by its owner only."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)
 
@@ -292,10 +292,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 @contextmanager
 def new_checkpoint(target: Path, locked: bool = False) -> Iterator[Path]:
-    """A folder that appears under its name complete or not at all (:func:`qerl.atomic.new_folder`).
+    """Create a folder that appears under its name complete or not at all (:func:`qerl.atomic.new_folder`).
 
-    Remains of a killed run are reported, because it may still be writing, unless the caller's lock says that
-    it is not (``locked``).
+    Remains of a killed run are an error, because that run may still be writing, unless the caller's lock
+    rules this out (``locked``).
 
     Raises:
         QeRLError: ``target`` exists or lies below a file, another run is writing it, or the disk refuses
@@ -321,7 +321,7 @@ def new_checkpoint(target: Path, locked: bool = False) -> Iterator[Path]:
 
 
 def _shard_names(folder: Path) -> dict[str, list[str]]:
-    """File name -> names of its tensors, none where no index lists them.
+    """File name -> names of its tensors, empty if no index lists them.
 
     With both a single file and an index the file wins, as in transformers.
     """

@@ -14,7 +14,7 @@ times a scale that the block shares. The two formats differ in that scale:
 * MXFP4: blocks of 32, scale a power of two in E8M0 (an exponent byte), no second level:
   ``w = code * 2^(scale - 127)``.
 
-This module and `qerl.fp4.rounding`, by which a matrix becomes these bytes, are the specification: plain torch
+This module and `qerl.fp4.rounding`, which turns a matrix into these bytes, are the specification: plain torch
 on any device, against which kernels are tested. They are themselves tested bit for bit against
 compressed-tensors 0.20, whose on-disk layout they share: ``codes`` hold two elements a byte, the even column
 in the low nibble; ``global_scale`` is a divisor. All arithmetic is FP32.
@@ -46,8 +46,8 @@ class BlockFormat:
         name: Its name in `qerl.weight_formats`.
         scale_dtype: ``float8_e4m3fn``, or ``uint8`` for an E8M0 exponent with bias 127.
         scale_bytes: The lowest and the highest byte that rounding gives a block scale: E4M3's smallest and
-            largest number; and of the powers of two those of which FP32 holds six.
-        search_steps: The scales that ``mse`` tries, counted in representable scales from that of ``rtn``.
+            largest positive number; for powers of two, those whose sixfold FP32 holds.
+        search_steps: Offsets of the scales that ``mse`` tries, in representable scales from that of ``rtn``.
         checkpoint_format: Name of the format in compressed-tensors' ``config.json``.
     """
 
@@ -71,7 +71,7 @@ class BlockFormat:
 
 
 # The search steps: in E4M3 the block maximum falls on 6 at 0 and on 4 ("four over six", arXiv 2512.02010) at
-# +4 or +5; negative steps clip it for the others' sake. Relative error of a normal 1024 x 1024 matrix: rtn
+# +4 or +5; negative steps clip it in favour of the others. Relative error of a normal 1024 x 1024 matrix: rtn
 # .0952, four over six alone .0852, these steps .0813, twice as many .0813; a global scale that leaves the
 # largest block room for 4 (256 * 6 / amax) changes less than .0002. A power of two has one neighbour worth
 # trying, the smaller: .1121 becomes .1115.
@@ -112,7 +112,7 @@ class PackedRows:
         codes: uint8 [N, K/2], two E2M1 codes a byte, even column in the low nibble.
         scales: [N, G] in the format's scale dtype.
         global_scale: fp32 [1], the divisor of the scales; None where the format has none.
-        format: Which format it is.
+        format: Format of codes and scales.
 
     Raises:
         QeRLError: The tensors do not fit together.
@@ -181,7 +181,7 @@ class PackedRows:
 
     @torch.no_grad()
     def write_dense(self, out_NK: torch.Tensor) -> None:
-        """Writes the matrix into ``out``, whose rows need not be next to each other.
+        """Write the matrix into ``out``, whose rows need not be adjacent.
 
         FP32 throughout, one cast at the end: ``code * (scale / global_scale)``, the division first, which is
         the order of compressed-tensors and decides the last bit.
@@ -206,14 +206,14 @@ def dequantize(packed: PackedRows, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def block_steps(scales: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """fp32 [n, G, 1]: the value of the E2M1 number 1 in each block."""
+    """fp32 [n, G, 1]: the value in each block of the E2M1 number 1."""
     if global_scale is None:
         return scales.view(torch.float8_e8m0fnu).float().unsqueeze(-1)
     return (scales.float() / global_scale).unsqueeze(-1)
 
 
 def decode(codes: torch.Tensor) -> torch.Tensor:
-    """fp32 E2M1 values of codes that lie one in a byte, any shape."""
+    """E2M1 values in fp32 of codes stored one per byte, any shape."""
     return _code_table(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 

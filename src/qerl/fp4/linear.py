@@ -1,27 +1,25 @@
 """Linear layers whose frozen weight stays in four bits.
 
 The weight lives in buffers named as on disk (``weight_packed``, ``weight_scale``, ``weight_global_scale``);
-the layer's `storage` says in which order their bytes lie. It is dequantised for each product, in forward and
-again in backward. What is kept for backward are the packed bytes, which exist anyway, and no dense copy; the
-price is dequantising twice. The gradient with respect to the input is exact for the dequantised weight,
-because that very matrix is multiplied with. The packed weight itself has no gradient: training goes through
-LoRA on top.
+the layer's `storage` knows their layout. It is dequantised for each product, in forward and again in
+backward. Backward needs only the packed bytes, which exist anyway, and no dense copy; the price is
+dequantising twice. The gradient with respect to the input is exact for the dequantised weight, because it is
+computed with that very matrix. The packed weight itself has no gradient: training goes through LoRA on top.
 
 There is no ``weight`` attribute, so code that would silently work on the bytes, or make a dense copy, fails
-instead. PEFT asks quantised layers for ``qweight`` to learn the device, and that is given.
+instead. PEFT reads the device of a quantised layer from ``qweight``, which is provided.
 
 Casting a model (``.to(torch.bfloat16)``, ``.half()``) changes the bias but neither scales nor codes: they are
 the weight's content, not its precision. Moving it to another device moves everything.
 
-A code times its block scale has 6 significant bits at most, so 16 bits hold it exactly; divided by a global
-scale they do not. On a GPU, products in 16 bits therefore multiply with codes times block scales over a power
-of two, and what is left of the global scale is a factor of the product before it is rounded
-(:meth:`PackedLinear.exact`). So the weight is that of the paged engine, which does the same.
+A code times its block scale has at most 6 significant bits, so 16 bits hold it exactly; after division by a
+global scale they do not. On a GPU, products in 16 bits therefore multiply with codes times block scales over
+a power of two, and the rest of the global scale is a factor of the product before it is rounded
+(:meth:`PackedLinear.exact`). The paged engine does the same, so its weight is identical.
 
-Where a layer is told so (`fp8_gradients`), the gradient of its input alone is a product in FP8: dy is
-rounded to E4M3 under a scale for each token, and W as well, whose four significant bits in place of six
-round some codes of some blocks (:func:`gradient_in_fp8`). The forward pass stays as it is, and so does the
-policy.
+With `fp8_gradients`, the gradient of a layer's input, and nothing else, is a product in FP8: dy is rounded to
+E4M3 with one scale per token, and W as well, whose four significant bits in place of six round some codes of
+some blocks (:func:`gradient_in_fp8`). The forward pass, and so the policy, stays the same.
 
 Shapes: B batch, T tokens, N outputs, K inputs.
 """
@@ -87,7 +85,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def of(cls, weight: PackedWeight, bias: nn.Parameter | None = None) -> "PackedLinear":
-        """Layer around a packed weight; nothing is copied."""
+        """Wrap a packed weight in a layer, without a copy."""
         n, k = weight.shape
         layer = cls(k, n, weight.format, device="meta")
         layer.use(weight)
@@ -105,7 +103,8 @@ class PackedLinear(nn.Module):
         return self._storage_type.of_tensors(tensors, self.format)
 
     def exact(self) -> tuple[PackedWeight, float]:
-        """The weight over a number from 1/2 to 1, such that 16 bits hold it exactly, and that number."""
+        """Return the weight divided by a factor from 1/2 to 1, so that 16 bits hold it exactly, and the
+        factor."""
         if self.weight_global_scale is None:
             return self.storage, 1.0
         scale, power = self._scales(self.weight_global_scale)
@@ -119,20 +118,20 @@ class PackedLinear(nn.Module):
         return weight, self._scales(weight.global_scale)[0]
 
     def _scales(self, own: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """The global scale, and the power of two below it on its device.
+        """The global scale, and the largest power of two up to it as a tensor on the scale's device.
 
-        It is read from its device when this is first called, and again when it was replaced.
+        The scale is read from its device on the first call, and again after it was replaced.
         """
         version = None if own.is_inference() else own._version
         if self._global is None or self._global[0] is not own or self._global[1] != version:
             scale = float(own)
-            with torch.inference_mode(False):  # a rollout may ask first, and training then reads it
+            with torch.inference_mode(False):  # a rollout may call first, and training then reads it
                 power = torch.full_like(own, math.ldexp(1.0, math.frexp(scale)[1] - 1))
             self._global = own, version, scale, power
         return self._global[2:]
 
     def use(self, weight: PackedWeight) -> None:
-        """Makes the buffers those of ``weight``, the same matrix with its bytes in any order or place."""
+        """Replace the buffers by those of ``weight``, the same matrix in any layout or place."""
         tensors = weight.tensors()
         self._storage_type = type(weight)
         self.weight_packed = tensors["weight_packed"]
@@ -175,7 +174,7 @@ class PackedLinear(nn.Module):
         return f"{self.format.name}, {size}, bias={bias}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedLinear":
-        # nn.Module casts whatever is floating point. Shown as bytes, scales are moved but not cast.
+        # nn.Module casts floating-point buffers. Viewed as bytes, scales are moved but not cast.
         self._dense_NK = None
         dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
         for name in dtypes:
@@ -200,20 +199,20 @@ def scaled_product(
 
 
 _TO_E4M3 = 8.0
-"""What the largest code times block scale, 6 x 448, is divided by to be a number of E4M3: a power of two."""
+"""Power of two by which the largest code times block scale, 6 x 448, is divided to fit E4M3."""
 
 
 def gradient_in_fp8(dy_TN: torch.Tensor, layers: Sequence[PackedLinear]) -> torch.Tensor:
     """``dy W`` [T, K] as a product of E4M3 numbers summed in FP32.
 
-    dy is rounded under a scale for each token, which multiplies the sum. W is written for this product,
-    codes times block scales over a power of two, the transpose because FP8 tensor cores read along N; the
-    global scale multiplies the sum as well. Layers of a group whose global scales differ are brought to the
-    smallest one before rounding.
+    dy is rounded with one scale per token, which multiplies the sum. W is written for this product, as codes
+    times block scales over a power of two, transposed because FP8 tensor cores read along N; the sum is
+    divided by the global scale. Layers of a group whose global scales differ are brought to the smallest one
+    before rounding.
 
     Args:
         dy_TN: Gradients of the outputs of the layers, side by side.
-        layers: With weights in tiles and the same inputs.
+        layers: Layers with weights in tiles and the same inputs.
     """
     from qerl.kernels.update.fp8 import quantize_rows  # needs Triton
 
@@ -232,8 +231,8 @@ def gradient_in_fp8(dy_TN: torch.Tensor, layers: Sequence[PackedLinear]) -> torc
 
 
 class _PackedProduct(torch.autograd.Function):
-    """``factor x W^T + b`` that keeps the packed W for backward, and dequantises it there again; of a layer
-    that is given the gradient of x is a product in FP8."""
+    """``factor x W^T + b``, which keeps the packed W and dequantises it again in backward. If a layer is
+    given as ``in_fp8``, the gradient of x is a product in FP8."""
 
     @staticmethod
     def forward(
@@ -275,7 +274,7 @@ def _in_workspace(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def dense_weights_kept(model: nn.Module) -> Iterator[None]:
-    """Within this block, every packed layer of the model keeps its dequantised weight once it has been used.
+    """Keep the dequantised weight of every packed layer of the model after its first use within this block.
 
     A trade of memory for time, for devices without a four-bit product: there, each forward pass dequantises
     every weight, which costs a decode step of 64 rows a third of its time (SmolLM2-135M without head, FP32,

@@ -1,16 +1,17 @@
-"""Formats of the linear layers of a folder as it was published: which layer is held in which.
+"""Formats of the linear layers of a published model folder, layer by layer.
 
-Makers quantise some layers and leave others: MLPs in NVFP4 beside attention in FP8 or BF16. A folder says so
-twice. The tensors of a layer say how it is held, and `stored_format` reads that from their headers; loading
-goes by it. ``quantization_config`` promises it by names and patterns, in four dialects:
+Publishers quantise some layers and leave others: MLPs in NVFP4 beside attention in FP8 or BF16. A folder
+records the formats twice. The headers of a layer's tensors show how it is stored; `stored_format` reads them,
+and loading relies on that. ``quantization_config`` declares the formats by names and patterns, in four
+dialects:
 
     compressed-tensors   ``config_groups`` with ``targets``, ``ignore``
     modelopt             the same, or ``quant_algo`` with ``exclude_modules``, or ``quantized_layers`` by name
     fp8                  all linears but ``modules_to_not_convert``; ``weight_block_size`` for blocks
     mxfp4                gpt-oss: experts alone, as ``*_blocks`` and ``*_scales``
 
-`declared_format` reads those for the memory plan, which may have the config alone. NVFP4 and MXFP4 stay
-packed. FP8 is read, but no kernel multiplies with it: such a weight becomes 16 bits where it is loaded
+`declared_format` reads the dialects for the memory plan, which may have only the config. NVFP4 and MXFP4 stay
+packed. FP8 is read, but no kernel multiplies with it: such a weight is converted to 16 bits on loading
 (`dequantize_fp8`). Scales of activations are left out, because activations stay in 16 bits.
 
 Shapes: N outputs, K inputs.
@@ -29,13 +30,13 @@ from qerl.families.towers import spellings
 from qerl.weight_formats import AS_PUBLISHED, DEFAULT_FORMAT, FORMATS, PACKED_FORMATS, WeightFormatName
 
 Held = Literal["nvfp4", "mxfp4", "fp8", "bf16"]
-"""Format of a layer in a folder; bf16 stands for all that is not quantised."""
+"""Format of a layer in a folder; bf16 stands for every layer that is not quantised."""
 
 ACTIVATIONS = ("input_scale", "input_global_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
 """Last parts of names of tensors that belong to activations."""
 
 FP8_SCALES = ("weight_scale", "weight_scale_inv")
-"""Last parts of names of what a weight in FP8 is multiplied by; one of the two."""
+"""Last parts of names of the scale that multiplies an FP8 weight; a layer has one of the two."""
 
 _METHODS = ("compressed-tensors", "modelopt", "fp8", "mxfp4")
 _FLOATS = ("BF16", "F16", "F32")
@@ -56,10 +57,10 @@ class Header:
 
 
 def stored_format(module: str, tensors: Mapping[str, Header], where: object) -> Held:
-    """The format of a module of a quantised folder, from the headers of its tensors by their last names.
+    """Return the format of a module of a quantised folder, from its tensors' headers by last part of name.
 
     Raises:
-        QeRLError: It is none of those that are read; ``where`` is the folder.
+        QeRLError: The format is not supported; ``where`` is the folder.
     """
     weight = tensors.get("weight_packed", tensors.get("weight"))
     scale = next((tensors[name] for name in FP8_SCALES if name in tensors), None)
@@ -86,10 +87,10 @@ def _is_quantised(header: Header) -> bool:
 
 
 def check_declared(quantization: Mapping[str, Any], where: object) -> None:
-    """Refuse a folder whose ``quantization_config`` is damaged or of another kind.
+    """Raise if the ``quantization_config`` of a folder is damaged or of another kind.
 
     Raises:
-        QeRLError: It is; ``where`` is the folder.
+        QeRLError: It is damaged or not supported; ``where`` is the folder.
     """
     method = quantization.get("quant_method")
     try:
@@ -111,11 +112,11 @@ def check_declared(quantization: Mapping[str, Any], where: object) -> None:
 
 
 def declared_format(quantization: Mapping[str, Any] | None, module: str) -> Held:
-    """The format of a linear layer by ``quantization_config`` alone.
+    """Return the format that ``quantization_config`` declares for a linear layer.
 
     Args:
-        quantization: None for a folder that is not quantised.
-        module: Its name in the causal LM.
+        quantization: The ``quantization_config``; None for a folder that is not quantised.
+        module: Name of the layer in the causal LM.
     """
     if quantization is None:
         return "bf16"
@@ -159,16 +160,16 @@ def _of_weights(weights: Mapping[str, Any]) -> Held:
 
 
 def choose_weights(name: object, held: Collection[Held], wanted: WeightFormatName | None) -> WeightFormatName:
-    """The format in which a folder is loaded.
+    """Choose the format in which a folder is loaded.
 
     Args:
         name: The user's name for the model.
         held: Formats of the projections of its decoder layers.
-        wanted: The user's choice; None takes what the folder is held in if that is one four-bit format, else
-            `AS_PUBLISHED` if any of it is quantised, else the default.
+        wanted: The user's choice; None takes the folder's format if that is a single four-bit one, else
+            `AS_PUBLISHED` if any layer is quantised, else the default.
 
     Raises:
-        QeRLError: The folder cannot be had in that format.
+        QeRLError: The folder cannot be loaded in that format.
     """
     packed = [format for format in PACKED_FORMATS if format in held]
     quantised = bool(packed) or "fp8" in held
@@ -196,7 +197,7 @@ def choose_weights(name: object, held: Collection[Held], wanted: WeightFormatNam
 
 
 def block_shape(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
-    """Rows and columns of the blocks that share a scale in FP8, where a folder has such."""
+    """Rows and columns of the blocks that share a scale in FP8; 128 x 128 unless the folder declares them."""
     declared = (quantization or {}).get("weight_block_size")
     for group in ((quantization or {}).get("config_groups") or {}).values():
         declared = declared or (group.get("weights") or {}).get("block_structure")
@@ -206,15 +207,15 @@ def block_shape(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
 
 
 def dequantize_fp8(weight_NK: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The FP32 matrix of an E4M3 one: times one scale, one for each row, or one for each block.
+    """Dequantise an E4M3 matrix to FP32, with one scale for the matrix, per row, or per block.
 
     Args:
-        weight_NK: E4M3, or what it was cast to.
-        scale: One number, N, or [N / rows, K / columns] rounded up.
-        block: Rows and columns.
+        weight_NK: E4M3, or a cast of it.
+        scale: One number, N numbers, or [N / rows, K / columns] rounded up.
+        block: Rows and columns of a block.
 
     Raises:
-        QeRLError: The scales are of another shape.
+        QeRLError: The scales have another shape.
     """
     n, k = weight_NK.shape
     dense_NK, scale = weight_NK.float(), scale.to(weight_NK.device, torch.float32)

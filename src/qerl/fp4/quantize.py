@@ -1,14 +1,14 @@
 """``qerl quantize``: a 16- or 32-bit checkpoint in, a four-bit one out, without building the model.
 
-Two passes over the shards, each of which looks at one tensor at a time. The first finds every layer's
-largest magnitude, and NaN or Inf; it has to come first because q/k/v and gate/up share a global scale and the
-members of such a group may lie in different shards. The second quantises and writes shard by shard under the
-names the shards had, so memory holds what one shard becomes and the matrix being packed. What is not
-quantised passes through untouched. A matrix is packed on the GPU where there is one: the search for scales
-("mse") is many small sums, for which a shared CPU of 16 cores took more than 100 s at 135M parameters.
+There are two passes over the shards, one tensor at a time. The first finds every layer's largest magnitude,
+and NaN or Inf; it has to come first because q/k/v and gate/up share a global scale and the members of such a
+group may lie in different shards. The second quantises and writes shard by shard under the names the shards
+had, so memory holds one quantised shard and the matrix being packed. Tensors that are not quantised pass
+through untouched. A matrix is packed on the GPU if there is one: the search for scales ("mse") is many small
+sums, for which a shared CPU of 16 cores took more than 100 s at 135M parameters.
 
-Given up: reading the checkpoint once; the first pass costs a tenth of the second. The same bits from every
-device: where two scales are equally good to FP32's rounding, the order of a sum decides.
+Given up: reading the checkpoint once, as the first pass costs a tenth of the second; and the same bits from
+every device: if two scales are equally good to FP32's rounding, the order of a sum decides.
 """
 
 import math
@@ -105,12 +105,12 @@ def quantize_checkpoint(
             ``mxfp4-pack-quantized``, weights only.
         format: ``nvfp4`` or ``mxfp4``.
         rounding: ``rtn`` or ``mse``, see :func:`qerl.fp4.rounding.quantize`.
-        locked: True if no other process can be writing it, so that remains of a killed one are deleted.
+        locked: True if no other process can be writing the target; remains of a killed one are then deleted.
 
     Raises:
         QeRLError: The source is damaged, already quantised, has no layer to quantise, NaN or Inf or a width
-            that the block size does not divide; the target exists or is being written; the disk is full. The
-            target then does not exist.
+            that the block size does not divide; the target exists or is being written; the disk is full.
+            Nothing of a new target is left then.
     """
     blocks = block_format(format)
     check_rounding(rounding)
@@ -181,7 +181,7 @@ def _layers_to_quantize(checkpoint: Checkpoint, format: BlockFormat) -> dict[str
 def _check_room(
     checkpoint: Checkpoint, layers: Mapping[str, Header], format: BlockFormat, folder: Path
 ) -> None:
-    """Fail before the work rather than after it."""
+    """Raise if the disk has too little room, before the work rather than after it."""
     needed = checkpoint.size()
     for header in layers.values():
         elements = math.prod(header.shape)
@@ -195,7 +195,7 @@ def _check_room(
 
 
 def _group_amax(checkpoint: Checkpoint, layers: Mapping[str, Header], progress: Progress) -> dict[str, float]:
-    """First pass. Layer -> largest magnitude of all layers that share its global scale."""
+    """First pass: layer -> largest magnitude of all layers that share its global scale."""
     amax: dict[tuple[str, ...], float] = {}
     task = progress.add_task("Ranges", total=sum(map(len, checkpoint.shards.values())))
     for shard, headers in checkpoint.shards.items():
@@ -267,7 +267,7 @@ def _write_rest(
 
 
 def _other_linears(checkpoint: Checkpoint, layers: Mapping[str, Header]) -> list[str]:
-    """Matrices outside of the decoder's layers, which stay as they are; readers not told so expect codes."""
+    """Matrices outside the decoder layers, which stay as they are; readers expect codes in unlisted ones."""
     matrices = (
         name.removesuffix(".weight")
         for headers in checkpoint.shards.values()

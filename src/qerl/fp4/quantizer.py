@@ -1,22 +1,22 @@
-"""How transformers loads and saves four-bit models: a quantizer named ``qerl_nvfp4``.
+"""The quantizer ``qerl_nvfp4``, by which transformers loads and saves four-bit models.
 
-`from_pretrained` is given a `QeRLQuantizationConfig`, and each layer goes one of three ways.
+`from_pretrained` is given a `QeRLQuantizationConfig`, and each layer is handled in one of three ways.
 
-* It is packed in the checkpoint: an empty packed layer takes its place, and the tensors go straight into the
-  buffers of that. transformers' own quantizer for compressed-tensors would decompress the whole model on its
-  first forward pass.
+* It is packed in the checkpoint: an empty packed layer takes its place, and the tensors are read straight
+  into that layer's buffers. transformers' own quantizer for compressed-tensors would decompress the whole
+  model on its first forward pass.
 * It is to be packed: its weight is quantised as it is read, so that no more than one dense matrix is in
-  memory. q/k/v and gate/up share a global scale, but transformers hands over one tensor at a time; the others
-  of its group are therefore looked at in the checkpoint, once, at the moment the first of them arrives. The
-  bytes are those that ``qerl quantize`` writes.
-* It is in FP8: its weight becomes 16 bits as it is read, or what the second way makes of it.
+  memory. q/k/v and gate/up share a global scale, but transformers passes one tensor at a time; when the first
+  tensor of a group arrives, the others are therefore read from the checkpoint, once. The bytes are those that
+  ``qerl quantize`` writes.
+* It is in FP8: its weight is converted to 16 bits as it is read, or packed in the second way.
 
-``save_pretrained`` writes what compressed-tensors reads: packed tensors, and in ``config.json`` a
-``quantization_config`` of compressed-tensors rather than this quantizer's own. A folder says nothing about
-who loads it; `qerl.models.load.load_model` is what brings it back packed.
+``save_pretrained`` writes the layout of compressed-tensors: packed tensors, and in ``config.json`` a
+``quantization_config`` of compressed-tensors rather than this quantizer's own. Nothing in the folder names
+this quantizer; `qerl.models.load.load_model` loads it packed again.
 
-transformers catches exceptions inside a conversion and goes on loading. A bad weight is therefore remembered,
-and raised when loading has ended.
+transformers catches exceptions inside a conversion and goes on loading. The error of a bad weight is
+therefore stored, and raised after loading.
 """
 
 import logging
@@ -49,14 +49,13 @@ QUANT_METHOD = "qerl_nvfp4"
 
 @register_quantization_config(QUANT_METHOD)
 class QeRLQuantizationConfig(QuantizationConfigMixin):
-    """The four-bit format, the rounding to it, and what the checkpoint holds.
+    """The four-bit format, the rounding to it, and the formats in the checkpoint.
 
     Args:
-        format: Format of `qerl.weight_formats`; with none of the four-bit ones nothing is packed that is
-            not.
-        rounding: ``rtn`` or ``mse``; of no effect on what is packed.
+        format: Format of `qerl.weight_formats`; only a four-bit one packs layers that are not packed yet.
+        rounding: ``rtn`` or ``mse``; of no effect on layers that are packed already.
         held: Format of each module in the checkpoint; empty for a plain one.
-        stored: Gives the checkpoint's tensor of a name; dropped when all have been loaded.
+        stored: Returns the checkpoint's tensor of a name; dropped when all have been loaded.
         block: Rows and columns that share a scale in FP8.
 
     Attributes:
@@ -88,12 +87,12 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
 
     @property
     def pack(self) -> BlockFormat | None:
-        """The format of what is to be packed; None if nothing is."""
+        """The format to which layers are packed on loading; None if none are."""
         return BLOCK_FORMATS.get(self.to_format)
 
     @property
     def format(self) -> BlockFormat | None:
-        """The format of what is packed or to be packed; None if nothing is."""
+        """The format of layers that are packed already or on loading; None if there are none."""
         held = (BLOCK_FORMATS[name] for name in self.held.values() if name in BLOCK_FORMATS)
         return self.pack or next(held, None)
 
@@ -108,7 +107,7 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
 
 @register_quantizer(QUANT_METHOD)
 class QeRLQuantizer(HfQuantizer):
-    """Puts packed layers into a model while transformers loads it."""
+    """Quantizer that puts packed layers into a model while transformers loads it."""
 
     quantization_config: QeRLQuantizationConfig
 
@@ -120,8 +119,8 @@ class QeRLQuantizer(HfQuantizer):
         )
         self.failure: QeRLError | None = None
         self._has_experts = False
-        self._narrow: set[str] = set()  # layers whose inputs no blocks divide, which stay as they are
-        self._kept_in_fp32: set[str] = set()  # of the family itself
+        self._narrow: set[str] = set()  # layers whose width the block size does not divide; not packed
+        self._kept_in_fp32: set[str] = set()  # as the family itself has it
         self._amax: dict[tuple[str, ...], float] = {}
 
     def is_serializable(self) -> bool:
@@ -130,7 +129,7 @@ class QeRLQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """The state for `save_pretrained`: packed weights as they lie on disk, whatever their order here."""
+        """Return the state for `save_pretrained`, packed weights in the layout on disk."""
         state = dict(model.state_dict())
         for name, module in model.named_modules():
             if isinstance(module, PackedLinear):
@@ -142,7 +141,7 @@ class QeRLQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """With LoRA on top."""
+        """True: LoRA on top is trained."""
         return True
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
@@ -152,7 +151,7 @@ class QeRLQuantizer(HfQuantizer):
         return self.to_pack(module) is not None or self.quantization_config.held.get(module) == "fp8"
 
     def to_pack(self, module: str) -> BlockFormat | None:
-        """The format to which a linear layer is quantised as it arrives; None for one that is not."""
+        """Return the format to which a linear layer is quantised on loading; None if it is not quantised."""
         return self.quantization_config.pack if is_quantized(module) and module not in self._narrow else None
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
@@ -166,8 +165,8 @@ class QeRLQuantizer(HfQuantizer):
         return _QuantizeOnArrival(self)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
-        """What transformers does to tensors on their way, without its merging of experts. Version 5.17 does
-        not hand over the model."""
+        """Return transformers' conversions of loaded tensors without its merging of experts. Version 5.17
+        does not pass the model."""
         found = super().update_weight_conversions(weight_conversions, *model)
         if not self._has_experts:
             return found
@@ -249,14 +248,14 @@ class QeRLQuantizer(HfQuantizer):
         model._keep_in_fp32_modules_strict = self._kept_in_fp32 | exactly
 
     def _leave_narrow(self, linears: dict[str, nn.Linear], all_there_are: bool) -> None:
-        """Set aside the layers that the format cannot store, and say so once.
+        """Exclude the layers that the format cannot store, and warn once.
 
         Args:
             linears: Layers to quantise.
             all_there_are: True if no other layer is packed.
 
         Raises:
-            QeRLError: It can store none.
+            QeRLError: The format can store none of the layers.
         """
         format = self.quantization_config.pack
         assert format is not None
@@ -291,10 +290,10 @@ class QeRLQuantizer(HfQuantizer):
         return self._amax[group]
 
     def dense(self, module: str, weight_NK: torch.Tensor) -> torch.Tensor:
-        """The weight of a layer that is not packed: itself, or in FP32 what one in FP8 stands for.
+        """Return the dense weight of a layer that is not packed: FP8 dequantised to FP32, others as they are.
 
         Raises:
-            QeRLError: The scales of one in FP8 do not fit it.
+            QeRLError: The scales of an FP8 weight do not fit it.
         """
         config = self.quantization_config
         if config.held.get(module) != "fp8":
@@ -304,7 +303,7 @@ class QeRLQuantizer(HfQuantizer):
 
 
 class _QuantizeOnArrival(ConversionOps):
-    """Makes of a weight that has just been read what its layer is to hold, packed or in 16 bits."""
+    """Conversion of a weight that was just read: packs it, or dequantises FP8 to 16 bits."""
 
     def __init__(self, quantizer: QeRLQuantizer) -> None:
         self.quantizer = quantizer

@@ -1,8 +1,8 @@
-"""Rounding: how a matrix becomes the codes and scales of a four-bit format, and how far off they are.
+"""Rounding of a matrix to the codes and scales of a four-bit format, and its error.
 
 All arithmetic is FP32, whatever the dtype of the weight. compressed-tensors computes in the weight's dtype;
-given the same values in FP32 it agrees with this module on every byte. Following it into 16 bits was given
-up: BF16 rounds each scale once more, and in FP16 the global scale overflows for every matrix with amax
+given the same values in FP32 it agrees with this module on every byte. Computing in 16 bits as it does was
+given up: BF16 rounds each scale once more, and in FP16 the global scale overflows for every matrix with amax
 below 0.041.
 
 Shapes: N outputs, K inputs, G = K / block size blocks a row, n rows of one chunk.
@@ -49,7 +49,7 @@ def quantize(
     rounding: Rounding,
     amax: float | torch.Tensor | None = None,
 ) -> PackedRows:
-    """The matrix rounded to a four-bit format.
+    """Round a matrix to a four-bit format.
 
     Args:
         weight_NK: [N, K], floating point, finite; K a multiple of the format's block size.
@@ -58,7 +58,7 @@ def quantize(
             starts there and keeps, per block, the scale with the smallest squared error
             (:func:`_search_scales`); it takes about eight times as long.
         amax: Largest magnitude of all matrices that share this one's global scale (`qerl.fp4.groups`); by
-            default the matrix's own. MXFP4 has no global scale and takes nothing from it.
+            default the matrix's own. MXFP4 has no global scale and ignores it.
 
     Raises:
         QeRLError: Not a floating-point matrix, NaN or Inf in it, a width that the block size does not divide,
@@ -103,19 +103,19 @@ def error_sums(weight_NK: torch.Tensor, packed: PackedRows) -> torch.Tensor:
 
 
 def relative_error(sums: torch.Tensor) -> float:
-    """``||w - w_hat|| / ||w||`` of what :func:`error_sums` gave, added up or not; 0 for matrices of zeros."""
+    """``||w - w_hat|| / ||w||`` from :func:`error_sums` of one or more matrices; 0 if all are zero."""
     error, norm = sums.tolist()
     return math.sqrt(error / norm) if norm else 0.0
 
 
 def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    """fp32 scalar tensor; NaN or Inf if the tensor, which must not be empty, has any."""
+    """Largest magnitude of a tensor that is not empty, fp32 scalar tensor; NaN or Inf if it has any."""
     low, high = tensor.aminmax()
     return torch.maximum(-low, high).float()
 
 
 def _checked_amax(weight_NK: torch.Tensor, format: BlockFormat) -> torch.Tensor:
-    """Largest magnitude, fp32 scalar tensor, of a weight that can be quantised."""
+    """Check that a weight can be quantised, and return its largest magnitude, fp32 scalar tensor."""
     if weight_NK.ndim != 2 or not weight_NK.is_floating_point() or weight_NK.numel() == 0:
         raise QeRLError(
             f"A weight of shape {list(weight_NK.shape)} and type {weight_NK.dtype} cannot be quantised; "
@@ -134,7 +134,7 @@ def _checked_amax(weight_NK: torch.Tensor, format: BlockFormat) -> torch.Tensor:
 
 
 def _global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """fp32 [1]: maps the largest block scale to the end of E4M3; 1 where amax is too small for it."""
+    """Global scale, fp32 [1], that maps the largest block scale to E4M3's maximum; 1 if amax is too small."""
     # Times the reciprocal, not divided: it is what torch makes of ``number / tensor``, and so what
     # compressed-tensors stores; the two differ in the last bit.
     scale = E4M3_MAX * E2M1_MAX * amax.clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
@@ -159,7 +159,8 @@ def _e8m0_scales(block_amax: torch.Tensor) -> torch.Tensor:
 
     2 is the exponent of 6, E2M1's maximum (OCP MX 1.0, section 6.3). Doubling for blocks that would reach 7
     and more, and so be clipped, departs from the standard's example and is what compressed-tensors does. From
-    2.9e38 on that would be infinite in FP32, where compressed-tensors stores 1; there blocks are clipped.
+    2.9e38 on a doubled scale times 6 is infinite in FP32, and compressed-tensors stores 1; here such blocks
+    are clipped.
     """
     mantissa, exponent = torch.frexp(block_amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
     floor_log2 = exponent - 1 + (mantissa >= 0.875)
@@ -196,7 +197,7 @@ def _search_scales(
 
 
 def _encode(blocks: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """E2M1 codes, uint8 of the blocks' shape: nearest value, ties to the even code, zero never negative.
+    """E2M1 codes, uint8 of the blocks' shape: nearest value, ties to the even code, code 0 for -0.0.
 
     A negative number that rounds to zero keeps its sign bit (code 8), as in compressed-tensors.
     """
@@ -211,7 +212,7 @@ def _encode(blocks: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(codes_NK: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte, even column in the low nibble: [N, K] -> [N, K/2]."""
+    """Pack two codes per byte, even column in the low nibble: [N, K] -> [N, K/2]."""
     return codes_NK[:, 0::2] | codes_NK[:, 1::2] << 4
 
 

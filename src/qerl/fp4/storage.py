@@ -1,16 +1,16 @@
-"""The orders in which the bytes of a four-bit weight may lie, behind one interface.
+"""Memory layouts of a four-bit weight, behind one interface.
 
 A weight comes from disk as rows (`qerl.fp4.format.PackedRows`). The paged engine puts it into tiles, the
-order in which tensor cores read (`PackedTiles`), and training dequantises it from there. Whoever holds a
-weight asks it for a dense matrix, or for its rows, and does not look which of the two it is. Another order is
-another class with the members of `PackedWeight`.
+layout that tensor cores read (`PackedTiles`), and training dequantises it from there. Callers ask a weight
+for a dense matrix, or for its rows, regardless of its layout. A new layout is a new class with the members of
+`PackedWeight`.
 
 Tiles are NVFP4 for both formats, so that one set of GPU kernels serves them: an MXFP4 weight is written as
 NVFP4, which changes no number (`as_nvfp4`), and remembers what it was, so that its rows are MXFP4 again.
 Codes mean the same in both. A power-of-two scale is also an E4M3 number if its exponent lies between -9 (the
 smallest subnormal) and 8, and the global scale, itself a power of two, moves a matrix's exponents there. Each
-block of 32 becomes two of 16 with one scale: 4.5 bits a weight instead of 4.25. Given up: matrices whose
-blocks differ by more than 2^17 in scale, which no trained model was seen to have.
+block of 32 becomes two of 16 with one scale: 4.5 bits per weight instead of 4.25. Given up: matrices whose
+blocks differ by more than 2^17 in scale, which were seen in no trained model.
 
 Shapes: N outputs, K inputs.
 """
@@ -27,12 +27,12 @@ from qerl.kernels.weights.tiles import TILE, Tiles
 
 
 class PackedWeight(Protocol):
-    """A matrix [N, K] in four bits, whatever the order of its bytes.
+    """A matrix [N, K] in four bits, in any layout.
 
     Attributes:
         format: The format of its rows, in which it is saved.
         shape: (N, K).
-        in_tiles: True if tensor cores can read it as it lies.
+        in_tiles: True if the weight is in tiles, which tensor cores read as they are.
     """
 
     @property
@@ -54,23 +54,22 @@ class PackedWeight(Protocol):
         ...
 
     def to_rows(self) -> PackedRows:
-        """The weight as it lies on disk; a copy unless it lies so already."""
+        """Return the weight in the layout on disk; a copy unless it already has that layout."""
         ...
 
     def write_dense(self, out_NK: torch.Tensor) -> None:
-        """Writes the matrix into ``out``, whose rows need not be next to each other: exact in FP32, then
-        cast."""
+        """Write the matrix into ``out``, whose rows need not be adjacent: exact in FP32, then cast."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class PackedTiles:
-    """A weight in the order in which tensor cores read it.
+    """A weight in the layout that tensor cores read.
 
     Attributes:
-        tiles: Codes and block scales in NVFP4, a part of a stack without its padding.
+        tiles: Codes and block scales in NVFP4, the weight's part of a stack without its padding.
         global_scale: fp32 [1], the divisor of the block scales.
-        format: The format that it had as rows.
+        format: The format of its rows.
     """
 
     tiles: Tiles
@@ -102,7 +101,7 @@ class PackedTiles:
         }
 
     def to_rows(self) -> PackedRows:
-        """A copy of the weight as it lies on disk, in the format that it had there."""
+        """Return a copy of the weight in the layout and format on disk."""
         codes, scales = self.tiles.rows()
         rows = PackedRows(codes, scales.view(NVFP4.scale_dtype), self.global_scale, NVFP4)
         return rows if self.format is NVFP4 else from_nvfp4(rows)
@@ -117,11 +116,11 @@ class PackedTiles:
         dequantize_tiles(self.tiles, self.global_scale, out_NK)
 
     def write_transposed_e4m3(self, factor: float, out_KN: torch.Tensor) -> None:
-        """Writes the transpose of code times block scale times ``factor``, rounded to E4M3.
+        """Write the transpose of code times block scale times ``factor``, rounded to E4M3.
 
         Args:
             factor: At most 1/6, so that the largest product is a number of E4M3.
-            out_KN: E4M3; its rows may be apart, by a multiple of 16 bytes.
+            out_KN: E4M3; its rows need not be adjacent, but their stride is a multiple of 16 bytes.
         """
         if not self.tiles.codes.is_cuda:
             without_global = PackedTiles(self.tiles, torch.ones(1), NVFP4).to_rows()
@@ -143,13 +142,13 @@ def why_no_tiles(weight: PackedWeight) -> str | None:
 
 
 def stack_tiles(weights: Sequence[PackedWeight]) -> tuple[Tiles, list[PackedTiles]]:
-    """Tiles of weights with the same K on top of each other, and each weight as a view of its part.
+    """Stack weights with the same K into tiles; return the stack, and each weight as a view of its part.
 
     Args:
-        weights: Rows for which :func:`why_no_tiles` finds nothing.
+        weights: Rows for which :func:`why_no_tiles` returns None.
 
     Raises:
-        QeRLError: One of them lies in tiles already, so that it belongs to another stack.
+        QeRLError: A weight is in tiles already, so it belongs to another stack.
     """
     if any(weight.in_tiles for weight in weights):
         raise QeRLError("This model already belongs to a paged engine; use that one.")
@@ -173,13 +172,13 @@ _BIAS = 127
 
 
 def fits_nvfp4(packed: PackedRows) -> bool:
-    """True if an MXFP4 matrix can be written as NVFP4."""
+    """Return True if an MXFP4 matrix can be written as NVFP4."""
     exponents = packed.scales[_used_blocks(packed)]
     return exponents.numel() == 0 or int(exponents.max()) - int(exponents.min()) <= _SPAN
 
 
 def as_nvfp4(packed: PackedRows) -> PackedRows:
-    """The MXFP4 matrix in NVFP4, equal in every element; the codes are shared, not copied.
+    """Convert an MXFP4 matrix to NVFP4, equal in every element; the codes are shared, not copied.
 
     Raises:
         QeRLError: The scales of its blocks differ by more than 2^17.
@@ -197,7 +196,7 @@ def as_nvfp4(packed: PackedRows) -> PackedRows:
 
 
 def from_nvfp4(packed: PackedRows) -> PackedRows:
-    """The MXFP4 matrix that :func:`as_nvfp4` wrote; only the exponents of blocks of zeros may differ."""
+    """Invert :func:`as_nvfp4`; only the exponents of blocks of zeros may differ."""
     assert packed.global_scale is not None
     scales_NG = packed.scales[:, ::2].float() / packed.global_scale
     exponents_NG = torch.log2(scales_NG).round().int() + _BIAS
@@ -205,6 +204,6 @@ def from_nvfp4(packed: PackedRows) -> PackedRows:
 
 
 def _used_blocks(packed: PackedRows) -> torch.Tensor:
-    """Blocks [N, G] with an element that is not zero."""
+    """Mask [N, G] of blocks with an element that is not zero."""
     n, groups = packed.scales.shape
     return ((packed.codes & 0x77) != 0).view(n, groups, -1).any(dim=-1)

@@ -1,1 +1,1 @@
-"""Measurements of a GPU that need nothing but the package; `bench` has more of them."""
+"""Measurements of a GPU that need only the package; `bench` has more."""

@@ -1,11 +1,11 @@
-"""`qerl bench card`: the standard table of one GPU in some five minutes, as a file that can be sent.
+"""`qerl bench card`: the standard table of one GPU in about five minutes, as a file that can be sent.
 
-First a small model samples with the paged engine, and its log-probabilities are held against the trainer's
-and against FP32: a card whose kernels compute something else gets no table. Then the largest of the standard
+First a small model samples with the paged engine, and its log-probabilities are compared with the trainer's
+and with FP32: a card whose kernels compute something else gets no table. Then the largest of the standard
 shapes that fits, with random NVFP4 weights and LoRA of rank 32, decodes 1, 8, 64 and 128 sequences and takes
-whole GRPO steps. A shape is chosen by the memory plan, so cards of one size measure the same.
+whole GRPO steps. The memory plan chooses the shape, so cards of one size measure the same.
 
-`check` says what such a file must hold; tests ask it of every file in bench/results/cards.
+`check` validates such a file; tests apply it to every file in bench/results/cards.
 """
 
 import copy
@@ -43,13 +43,13 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 
 SHAPES = ("1.5b", "3b", "7b", "14b", "32b")
-"""The standard shapes, of which a card measures the largest that fits."""
+"""The standard shapes; a card measures the largest that fits."""
 
 ROWS = (1, 8, 64, 128)
 PROMPT, DECODED, COMPLETION, GROUP, RANK, STEPS = 256, 256, 1024, 8, 32, 2
 
 PARITY = 1.2
-"""How much farther the engine may be from FP32 than the trainer, by mean difference of log-probabilities."""
+"""Largest ratio of engine to trainer in mean difference of log-probabilities from FP32."""
 
 SMALL = Sizes.uniform(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
 """The model of the parity check."""
@@ -70,7 +70,7 @@ def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
         shape: One of `SHAPES`; None takes the largest that fits.
 
     Raises:
-        QeRLError: There is no GPU that the kernels take, no shape fits, or the parity check fails.
+        QeRLError: There is no GPU that the kernels support, no shape fits, or the parity check fails.
     """
     if not torch.cuda.is_available():
         raise QeRLError("`qerl bench card` measures a CUDA GPU and this machine has none; see `qerl doctor`.")
@@ -120,10 +120,10 @@ def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
 
 
 def largest_shape(total: int) -> str:
-    """The largest of the standard shapes of which both decoding and a step fit in ``total`` bytes.
+    """Return the largest standard shape whose decoding and step both fit in ``total`` bytes.
 
     Raises:
-        QeRLError: None does.
+        QeRLError: No shape fits.
     """
     for shape in reversed(SHAPES):
         sizes = replace(SIZES[shape], tied=False)
@@ -137,8 +137,8 @@ def largest_shape(total: int) -> str:
 
 @torch.no_grad()
 def parity(engine_of: Callable[[nn.Module], RolloutEngine], device: str) -> dict[str, float]:
-    """Mean absolute differences of log-probabilities from FP32 on the same weights, of the tokens that the
-    engine sampled: by ``engine`` and ``trainer``."""
+    """Return the mean absolute differences of ``engine`` and ``trainer`` from FP32 on the same weights, in
+    log-probabilities of the tokens that the engine sampled."""
     torch.manual_seed(0)
     model = as_if_trained(random_policy(SMALL, "nvfp4", 16, 256, device=device)).eval()
     engine = engine_of(model)
@@ -169,15 +169,19 @@ def whole_step(
     completion: int = COMPLETION,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Medians over GRPO steps of one group, after a first in which graphs are captured and kernels compiled.
+    """Measure GRPO steps of one group, after a first one that captures graphs and compiles kernels.
 
     Args:
         policy: Trained in place.
-        engine: Samples from it.
-        sizes: Its shape.
+        engine: Samples from the policy.
+        sizes: Sizes of the policy.
         update: Settings of the update, chosen by the memory plan.
         completion: Tokens of every sample.
         fields: More settings.
+
+    Returns:
+        Sizes and settings of the step, median seconds over the steps after the first, and peak memory over
+        all steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         args = QeRLConfig(
@@ -198,7 +202,7 @@ def whole_step(
 
 
 def _work(sizes: Sizes, sequences: int, completion: int) -> Work:
-    """A step whose inputs of layers stay on the GPU: how fast a card is does not depend on its machine."""
+    """A step without offloading, so that the speed of a card does not depend on its machine."""
     return Work(
         weights="nvfp4", rank=RANK, targets=sizes.targets, prompt_tokens=PROMPT, completion_tokens=completion,
         group=GROUP, sequences=sequences, microbatch=GROUP, may_offload=False,
@@ -206,7 +210,7 @@ def _work(sizes: Sizes, sequences: int, completion: int) -> Work:
 
 
 def _update(sizes: Sizes, total: int) -> dict[str, Any]:
-    """Settings of the update, as a run on this GPU would choose them; inputs of layers stay there."""
+    """Return the settings of the update that a run on this GPU would choose without offloading."""
     found = fastest(replace(sizes, tied=False), _work(sizes, GROUP, COMPLETION), total)
     if found is None:
         raise QeRLError("The step does not fit this GPU; take a smaller --shape.")
@@ -217,10 +221,10 @@ def _update(sizes: Sizes, total: int) -> dict[str, Any]:
 
 
 def check(result: Any) -> None:
-    """Refuse a file that is not one of `measure_card`.
+    """Raise unless a file's content is that of `measure_card`.
 
     Raises:
-        QeRLError: The missing or wrong field, in a sentence.
+        QeRLError: A field is missing or wrong; the message names it.
     """
     if not isinstance(result, dict):
         raise QeRLError("A card's file is a JSON object.")

@@ -1,4 +1,4 @@
-"""Decode speed of random models, from the first token behind a prompt that is cached already."""
+"""Decode speed of random models, from the first token after a prompt that is in the KV cache already."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ from qerl.rollout.session import new_sequences
 
 
 def random_cache(decoder: Decoder, blocks: Units, dtype: torch.dtype) -> KVCache:
-    """Normal random keys and values, and states, made layer by layer."""
+    """Make a KV cache of normally distributed keys, values and states, layer by layer."""
     cache = KVCache.of_blocks(decoder, blocks, dtype)
     for pair in cache.layers:
         for held in pair:
@@ -28,8 +28,8 @@ def random_cache(decoder: Decoder, blocks: Units, dtype: torch.dtype) -> KVCache
 
 
 def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, decode_tokens: int) -> None:
-    """Put every row at the end of a prompt of ``prompt_tokens`` that is cached already, ``group`` rows per
-    prompt, with blocks for ``decode_tokens`` tokens."""
+    """Put every row at the end of a cached prompt of ``prompt_tokens``, ``group`` rows per prompt, with
+    blocks for ``decode_tokens`` tokens."""
     rows = step.rows.count
     pace = Pace(round_steps=decode_tokens, spare_rounds=0)
     memory = memory_of(cache.blocks, cache.geometry.pools, PAGE, PREFILL_TOKENS[-1])
@@ -54,7 +54,7 @@ def decode_speed(
     repeats: int = 3,
     kv_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
-    """Times ``decode_tokens`` decode steps of ``rows`` sequences.
+    """Time ``decode_tokens`` decode steps of ``rows`` sequences.
 
     Returns:
         decode_tok_s, step_ms (medians over the repeats) and spread, (largest - smallest) / median.

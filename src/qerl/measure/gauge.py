@@ -1,7 +1,7 @@
 """The GPU's clocks, power and temperature during a measurement.
 
-A card at its power limit lowers its clocks, so the same kernels take longer on a warm day. Nothing is locked
-here, which users do not do either; the readings of the busy GPU stand beside each row.
+A card at its power limit lowers its clocks, so the same kernels take longer on a warm day. Clocks are not
+locked here, as users do not lock them either; the readings of the busy GPU are recorded with each row.
 """
 
 import statistics
@@ -31,15 +31,15 @@ State = dict[str, dict[str, float]]
 
 
 class Gauge:
-    """Readings of the GPU in use since the last `take`, twice a second; made by `gauge`."""
+    """Readings of the current GPU since the last `take`, twice per second; made by `gauge`."""
 
     def __init__(self, readings: Any) -> None:
         self._readings = readings
         self._rest = ""
 
     def take(self) -> State | None:
-        """Minimum, median and maximum of each quantity while the GPU was busy since the last call; None
-        where it was not, there is none, or nvidia-smi says nothing."""
+        """Return minimum, median and maximum of each quantity while the GPU was busy since the last call;
+        None if it was not busy, there is no GPU, or nvidia-smi gives no readings."""
         if self._readings is None:
             return None
         *lines, self._rest = (self._rest + self._readings.read()).split("\n")
@@ -54,7 +54,7 @@ class Gauge:
 
 @contextmanager
 def gauge() -> Iterator[Gauge]:
-    """Readings for as long as the context lasts."""
+    """Read the state of the GPU within this block."""
     if not torch.cuda.is_available():
         yield Gauge(None)
         return
@@ -76,7 +76,7 @@ def gauge() -> Iterator[Gauge]:
 
 
 def _numbers(line: str) -> list[float]:
-    """The numbers of a reading; none of a line that is something else, or that lacks one."""
+    """Parse the numbers of a reading; empty if the line is no reading or lacks a number."""
     try:
         found = [float(field) for field in line.split(",")]
     except ValueError:

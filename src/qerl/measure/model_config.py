@@ -1,4 +1,4 @@
-"""The config of a model of given sizes, for our own random models and for the folders that peers load."""
+"""Configs of models of given sizes, for random models and for the folders that other libraries load."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,11 +11,11 @@ from qerl.fp4.format import NVFP4
 
 
 def shape_of(name: str, layers: int = 0) -> "Sizes | PreTrainedConfig":
-    """What `qerl.measure.random_model` makes a model of, by the short name of a well-known one.
+    """Return the shape of a well-known model by its short name, for `qerl.measure.random_model`.
 
     Args:
-        name: Of `SIZES` or `PUBLISHED`.
-        layers: As many of its first layers; 0 for all.
+        name: Name in `SIZES` or `PUBLISHED`.
+        layers: Number of layers to keep, from the first; 0 for all.
     """
     if name not in PUBLISHED:
         sizes = Sizes.by_name(name)
@@ -25,12 +25,12 @@ def shape_of(name: str, layers: int = 0) -> "Sizes | PreTrainedConfig":
 
 
 def declared(name: str) -> dict[str, Any] | None:
-    """What a well-known model's config.json declares of quantised layers; None for nothing."""
+    """Return the ``quantization_config`` of a well-known model, or None."""
     return PUBLISHED.get(name, {}).get("quantization_config")
 
 
 def sizes_of(shape: "Sizes | PreTrainedConfig") -> Sizes:
-    """The sizes of the random model that is made of a shape; one that is given by sizes is never tied."""
+    """Return the sizes of the random model of a shape; a model given by sizes never ties its embeddings."""
     return replace(shape, tied=False) if isinstance(shape, Sizes) else Sizes.of(shape)
 
 

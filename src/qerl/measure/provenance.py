@@ -1,8 +1,8 @@
-"""The fields of a result that say what produced it, and queries of the driver.
+"""Provenance fields of a result, and queries of the driver.
 
-nvidia-smi counts all GPUs of the machine. CUDA counts those that CUDA_VISIBLE_DEVICES leaves, in an order of
-its own, so a number of the one means nothing to the other. Both know a GPU's place on the PCI bus, which is
-also the same for a slice of it (MIG), where a UUID is not.
+nvidia-smi numbers all GPUs of the machine. CUDA numbers those that CUDA_VISIBLE_DEVICES leaves, in an order
+of its own, so their indices differ. Both know a GPU's address on the PCI bus, which a slice of it (MIG)
+shares, unlike a UUID.
 """
 
 import os
@@ -18,7 +18,7 @@ from qerl.source import commit
 
 
 def nvidia_smi(fields: str) -> list[str]:
-    """The command that prints fields of torch's present device as one line of numbers.
+    """Return the command that prints fields of torch's current device as one line of numbers.
 
     Args:
         fields: As ``nvidia-smi --help-query-gpu`` names them, with commas between.
@@ -32,8 +32,8 @@ def nvidia_smi(fields: str) -> list[str]:
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """The fields that say what produced a result of this command on this machine's GPU, or else on its
-    CPU."""
+    """Return the fields that record what produced a result of ``command``, on this machine's GPU if there is
+    one, else on its CPU."""
     if torch.cuda.is_available():
         measured = {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "clocks_mhz": _clocks()}
     else:
@@ -51,7 +51,7 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def _clocks() -> dict[str, int] | None:
-    """The present clocks of the GPU in use; None where nvidia-smi fails."""
+    """The current clocks of the GPU in use; None if nvidia-smi fails."""
     try:
         sm, memory = map(int, _query("clocks.sm,clocks.mem").split(","))
     except (OSError, subprocess.CalledProcessError, ValueError):

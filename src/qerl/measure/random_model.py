@@ -1,7 +1,7 @@
 """Random models of given sizes: the policy that trains, and the decoder that the paged engine makes of it.
 
-A policy is made on its device layer by layer. So no more memory is taken than its weights need in the end,
-and a model of 72B can be made where it can be trained.
+A policy is made on its device layer by layer. So it takes no more memory than its final weights, and a model
+of 72B can be made wherever it can be trained.
 """
 
 import copy
@@ -30,13 +30,13 @@ Shape: TypeAlias = "Sizes | PreTrainedConfig"
 """Sizes of a decoder like Llama's, or the config of a model of any family."""
 
 _ROUTER_SHARPNESS = 4.0
-"""Standard deviation of a random router's logits. With 1 the lightest expert of a token weighs almost as much
-as the heaviest, so that much changes where rounding decides for another one."""
+"""Standard deviation of a random router's logits. With 1 a token's lightest expert weighs almost as much as
+its heaviest, so that much changes when rounding makes the router choose another one."""
 
 _LOG_STEPS = math.log(0.001), math.log(0.1)
-"""Between these lies the logarithm of a delta net's time step where its gate is 0, as flash-linear-attention
-initialises it. Transformers' own initial step of 1.3 lets a state be forgotten within one token, so that a
-random model would not show what a state costs or gets wrong."""
+"""Range of the logarithm of a delta net's time step at gate 0, as flash-linear-attention initialises it. With
+transformers' own initial step of 1.3 a state is forgotten within one token, so that a random model would show
+neither the cost nor the errors of states."""
 
 
 def random_policy(
@@ -47,19 +47,19 @@ def random_policy(
     device: str = "cuda",
     lora_experts: str | None = None,
 ) -> PeftModel | PreTrainedModel:
-    """A bfloat16 model with random frozen weights and fresh LoRA; norms change nothing and biases are zero.
+    """Make a bfloat16 model with random frozen weights and fresh LoRA; norms change nothing, biases are zero.
 
-    It is the same in every process: each begins with another seed on its GPU, and a sample that one process
-    draws may be another's to train on.
+    It is the same in every process, whatever seed the process has on its GPU, because one process may train
+    on a sample that another one drew.
 
     Args:
-        shape: Of the model; see `qerl.measure.model_config.model_config` for sizes.
-        weights: Format of the linear layers, a name of `qerl.weight_formats.FORMATS`; of a config, as it
-            declares its model to be published.
+        shape: Shape of the model; see `qerl.measure.model_config.model_config` for sizes.
+        weights: Format of the linear layers, a name of `qerl.weight_formats.FORMATS`; as-published takes the
+            formats that a config declares.
         rank: LoRA rank on all linears; 0 for no adapter.
         positions: Positions of a model that is given by its sizes.
-        device: Of the whole model.
-        lora_experts: The field of that name, where experts get adapters, too; None where they do not.
+        device: Device of the whole model.
+        lora_experts: The field of that name if experts get adapters, too; else None.
     """
     config = model_config(shape, "bf16", positions) if isinstance(shape, Sizes) else copy.deepcopy(shape)
     with torch.device("meta"):
@@ -74,14 +74,14 @@ def random_policy(
         _fill(model, weights, device)
     if Sizes.of(config).mixture is not None:
         _steady(model)
-    vars(model.config).pop("quantization_config", None)  # nobody is to load it so
+    vars(model.config).pop("quantization_config", None)  # the model is not to be loaded that way
     model.tie_weights()
     for module in model.modules():
         # Scores of heads that are normalised and not scaled would be far too large.
         if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
             for norm in (module.q_norm, module.k_norm):
                 norm.weight.fill_(module.head_dim**-0.25)
-    # transformers' mark of such a model, by which PEFT takes its layer for NF4 and TRL a bf16 adapter.
+    # transformers' flag for such a model, by which PEFT takes its layer for NF4 and TRL a bf16 adapter.
     model.is_loaded_in_4bit = weights == "nf4"
     if not rank:
         return model
@@ -97,7 +97,7 @@ def adapted_linears(sizes: Sizes, lora_experts: str | None) -> tuple[str, ...]:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
-    """Weights of a model on the meta device, drawn on the device."""
+    """Draw the weights of a model on the meta device, on ``device``."""
     specs = {run.spec for run in Sizes.of(model.config).runs}
     targets = {linear.name for spec in specs for linear, _ in spec.matrices}
     routers = {
@@ -121,7 +121,7 @@ def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
         own = list(module.parameters(recurse=False))
         if own and all(parameter.ndim < 2 for parameter in own):
-            model._init_weights(module)  # norms, of which those of 1 + w begin at 0, and rates of decay
+            model._init_weights(module)  # norms (those of 1 + w begin at 0) and rates of decay
         if hasattr(module, "dt_bias"):
             module.dt_bias.copy_(
                 _inverse_softplus(torch.empty_like(module.dt_bias).uniform_(*_LOG_STEPS).exp())
@@ -134,11 +134,12 @@ def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
 
 @torch.no_grad()
 def _steady(model: PreTrainedModel) -> None:
-    """Let layers add little to the residual stream, as those of trained models do.
+    """Scale layers so that they add little to the residual stream, as those of trained models do.
 
-    Otherwise a random mixture of many layers amplifies rounding until two passes in 16 bits have little in
-    common: its routers choose anew in each layer. A gpt-oss of 24 layers and width 256, nats between a sample
-    alone and in a padded batch: 0.26 in BF16, 0.017 with this, 3e-5 in FP32.
+    Otherwise a random mixture of experts with many layers amplifies rounding until two passes in 16 bits have
+    little in common, since its routers choose other experts in each layer. A sample of a gpt-oss of 24 layers
+    and width 256, alone and in a padded batch, differs by 0.26 nats in BF16, by 0.017 with this scaling, and
+    by 3e-5 in FP32.
     """
     steps = round(math.log2((2 * model.config.num_hidden_layers) ** 0.5))
     model.get_input_embeddings().weight.mul_(model.config.hidden_size**0.5)
@@ -159,7 +160,7 @@ def _inverse_softplus(y: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def as_if_trained(model: nn.Module) -> nn.Module:
-    """The same model with nothing in it one or zero any more: norms, biases and LoRA's B are random."""
+    """Randomise norms, biases, sinks and LoRA's B in place, so that none is one or zero; return the model."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
@@ -188,7 +189,7 @@ def random_decoder(
 
 
 def _random_linear(linear: nn.Linear, weights: str, device: str) -> nn.Module:
-    """A layer of random weights in the format, of mean square 1 / K or so, and of biases that are zero."""
+    """Make a layer of random weights in the format, with a mean square of about 1 / K, and zero biases."""
     k, n, bias = linear.in_features, linear.out_features, linear.bias is not None
     if weights == "nf4":
         import bitsandbytes as bnb

@@ -11,7 +11,8 @@ _WORDS = 1000
 
 
 def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Words w0, w1, ... are tokens 0, 1, ...; the end of text lies outside the model's vocabulary."""
+    """Make a tokenizer in which words w0, w1, ... are tokens 0, 1, ... and the end of text lies outside the
+    model's vocabulary."""
     words = {f"w{i}": i for i in range(_WORDS)} | {"<end>": vocabulary}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -28,8 +29,8 @@ def random_prompts(count: int, tokens: int) -> list[str]:
 
 
 def random_reward(prompts: list[str], completions: list[str], dead: float = 0.0, **_: Any) -> list[float]:
-    """A reward without meaning, different for all samples of a group; 0 for all of a group that is dead,
-    which it is with this probability, whenever its prompt is sampled."""
+    """Random rewards, different for all samples of a group, but 0 for all samples of a dead prompt; a prompt
+    is dead with probability ``dead``, and then every time it is sampled."""
     alive = {prompt: random.Random(prompt).random() >= dead for prompt in set(prompts)}
     rewards = torch.rand(len(completions)).tolist()
     return [reward * alive[prompt] for prompt, reward in zip(prompts, rewards, strict=True)]

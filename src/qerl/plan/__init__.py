@@ -1,1 +1,1 @@
-"""What fits on one GPU, said from a model's config.json before anything is loaded."""
+"""Memory and time of a run, planned from a model's config.json before anything is loaded."""

@@ -1,4 +1,4 @@
-"""`qerl plan`: what fits on a GPU and how long it takes, printed before anything is loaded."""
+"""`qerl plan`: print whether a run fits on a GPU and how long it takes, before anything is loaded."""
 
 import dataclasses
 import math
@@ -25,11 +25,11 @@ from qerl.settings.recipe import load_config
 
 
 def model_and_recipes(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The model of `qerl plan`, None where no word names one, and the other words.
+    """Split the words of `qerl plan` into the model, None if no word names one, and the recipes.
 
     Args:
         words: Recipes as for training, and at most one model: a Hub id, a local folder, or a name of
-            `qerl.families.sizes.SIZES`, which goes before a recipe of the same name.
+            `qerl.families.sizes.SIZES`, which takes precedence over a recipe of the same name.
     """
     known = packaged()
     models = [word for word in words if word.lower() in SIZES]
@@ -52,23 +52,23 @@ def plan_command(
     adapters: Any = None,
     price: Any = None,
 ) -> MemoryPlan:
-    """The plan of the settings as they are, which is printed, too.
+    """Plan the settings as given, print the plan, and return it.
 
     Args:
         name: Local folder, Hub id, or a name of `qerl.families.sizes.SIZES` such as ``32b``; None for the one
             that a recipe or a field names.
-        recipes: As for training; none are needed.
-        fields: Settings over those of the recipes.
-        gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB, or its name.
+        recipes: Recipes as for training; may be empty.
+        fields: Settings that override those of the recipes.
+        gpu: Memory of the GPU in its vendor's GB, 80 for an H100 80GB, or its name.
         console: Shows the plan.
         processes: GPUs of a data-parallel run, each with a whole model.
-        max_context: Print the longest completion that fits, too.
+        max_context: True to also print the longest completion that fits.
         adapters: Adapters that `qerl serve` keeps on the GPU; None for a run, which has one.
-        price: Of a GPU for an hour, for the cost of the run; None where it is not asked for.
+        price: Price of a GPU per hour, for the cost of the run; None to leave the cost out.
 
     Raises:
-        QeRLError: No such model or GPU, two models, a family that is not planned, wrong settings, full
-            tuning, FP8 on a GPU that has none, `QERL_HOST_GB` that is no amount of memory.
+        QeRLError: Unknown model or GPU, two models, a model family without a plan, wrong settings, full
+            tuning, FP8 on a GPU that lacks it, or a `QERL_HOST_GB` that is no amount of memory.
     """
     planned = planned_gpu(gpu)
     serves, adapters = adapters is not None, 1 if adapters is None else adapters
@@ -119,7 +119,7 @@ _COUNTS = (1, 2, 4, 8)
 
 
 def _adapters_in_words(plan: MemoryPlan) -> str:
-    """Memory of 1 to 8 adapters on the GPU, and whether a step fits beside them with its fastest settings."""
+    """Describe the memory of 1 to 8 adapters on the GPU, and whether a step can fit beside them."""
     work, adapter = plan.work, Adapter.of(plan.sizes, plan.work)
     each = adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters
     said = []

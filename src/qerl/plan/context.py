@@ -1,4 +1,4 @@
-"""The longest completion with which a step fits: what `qerl plan --max_context` prints."""
+"""The longest completion with which a step fits, for `qerl plan --max_context`."""
 
 import dataclasses
 import json
@@ -10,16 +10,16 @@ from qerl.plan.propose import fastest
 from qerl.plan.work import Work
 
 LONGEST = 1 << 20
-"""Tokens of the longest completion that is tried."""
+"""Longest completion tried, in tokens."""
 
 
 def longest_completion(plan: MemoryPlan, offload: bool = True) -> MemoryPlan | None:
-    """The plan of the longest completion that fits, to `LENGTH_STEP` tokens, with the fastest settings of the
-    update; None if none does.
+    """Return the plan of the longest completion that fits, in steps of `LENGTH_STEP` tokens, with the fastest
+    settings of the update; None if no completion fits.
 
     Args:
-        plan: Model, GPU and everything else of a step. The model's number of positions is not looked at.
-        offload: True if inputs of layers may be put into the CPU's memory.
+        plan: Model, GPU and everything else of a step. The model's number of positions is ignored.
+        offload: True if layer inputs may be offloaded to CPU memory.
     """
 
     def settings(length: int) -> Work | None:

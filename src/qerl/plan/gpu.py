@@ -1,4 +1,4 @@
-"""The GPU that a plan is for, as a user types it: its name, or the memory that it is sold with."""
+"""The GPU that a plan is for, given by its name or by the memory it is sold with."""
 
 import math
 import re
@@ -19,8 +19,8 @@ class PlannedGpu:
 
     Attributes:
         capacity: Bytes that a run may take.
-        card: Its class; None where only the memory is known.
-        name: Its name in that class; None likewise.
+        card: Class of the GPU; None if only the memory is known.
+        name: Name of the GPU in that class; None if only the memory is known.
     """
 
     capacity: int
@@ -29,14 +29,14 @@ class PlannedGpu:
 
 
 def planned_gpu(asked: Any) -> PlannedGpu:
-    """The GPU that ``--gpu`` asks for.
+    """Return the GPU that ``--gpu`` names.
 
     Args:
-        asked: GB as its vendor counts, such as 24, or a name of `qerl.kernels.cards`: ``RTX 4090``,
-            ``rtx4090`` and ``4090`` are the same.
+        asked: The vendor's GB, such as 24, or a name of `qerl.kernels.cards`: ``RTX 4090``, ``rtx4090`` and
+            ``4090`` are the same.
 
     Raises:
-        QeRLError: Neither.
+        QeRLError: ``asked`` is neither.
     """
     named = {_plain(name): (gib, card, name) for card in CARDS.values() for name, gib in card.gpus}
     if _plain(str(asked)) in named:

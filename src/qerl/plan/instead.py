@@ -1,8 +1,8 @@
-"""Advice where nothing fits: changes of which each suffices alone.
+"""Advice if nothing fits: changes that each suffice alone.
 
-The plan chooses how a step is computed (`qerl.plan.propose`). Where no such choice fits, model, settings or
-GPU have to change, and only the user can say which. So each change is carried as far as it must go, and those
-that do not suffice alone are left out.
+The plan chooses how a step is computed (`qerl.plan.propose`). If no such choice fits, model, settings or GPU
+have to change, and only the user can say which. So each change goes as far as it must, and changes that do
+not suffice alone are left out.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ LEAST_RANK = 8
 
 
 def changes(plan: MemoryPlan) -> list[str]:
-    """Changes that each make a plan fit for which no settings of the update do, in words; empty if none
-    does alone."""
+    """Describe changes that each alone make the plan fit, if no settings of the update do; empty if there are
+    none."""
     return [*_of_settings(plan), *_of_model(plan), *_of_gpu(plan)]
 
 

@@ -1,14 +1,13 @@
-"""Bytes on the GPU in a GRPO step with LoRA, as arithmetic on the sizes of a decoder.
+"""GPU memory of a GRPO step with LoRA, computed from the sizes of a decoder.
 
-A step has two phases that want the same memory at different times: the rollout, with keys and values, and the
-update, with activations. Weights, adapter and optimizer are there in both. Each class below is one part with
-its formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations are those
-of this project's update on CUDA (`qerl.lora.product`, `qerl.update.attention`, `qerl.kernels.update`) at the
-moment at which most of them are alive. `qerl.plan.layers` has the bytes of one layer by its kind; here layers
-are summed.
+A step has two phases that need the same memory at different times: the rollout, with the KV cache, and the
+update, with activations. Weights, adapter and optimizer are present in both. Each class below is one part
+with its formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations are
+those of this project's update on CUDA (`qerl.lora.product`, `qerl.update.attention`, `qerl.kernels.update`)
+at their peak. `qerl.plan.layers` has the bytes of one layer by its kind; here layers are summed.
 
-Bytes everywhere. T tokens in the packed row of a forward pass, S of them predict something, D hidden size, R
-LoRA rank, V vocabulary.
+Bytes everywhere. T tokens in the packed row of a forward pass, S of them predict a completion token, D hidden
+size, G width of all key heads together, R LoRA rank, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -51,8 +50,8 @@ class Weights:
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA on every layer: ``R (inputs + outputs)`` parameters per adapted linear, in fp32; of experts that
-    share an adapter those of one."""
+    """LoRA on every layer: ``R (inputs + outputs)`` parameters per adapted linear, in fp32; experts that
+    share an adapter count once."""
 
     sizes: Sizes
     rank: int
@@ -61,7 +60,7 @@ class Adapter:
 
     @classmethod
     def of(cls, sizes: Sizes, work: Work) -> "Adapter":
-        """That of a model's work."""
+        """Return the adapter that a step of a model trains."""
         return cls(sizes, work.rank, work.targets, work.shared_lora)
 
     @cached_property
@@ -86,9 +85,9 @@ class Adapter:
 
     @property
     def copies(self) -> int:
-        """Bytes of the engine's copies: LoRA of all linears, R padded, the linears of delta nets' gates and
-        the routers beside shared experts in bf16; norms, the rotary tables and what delta nets have beside
-        linears in fp32."""
+        """Bytes of the engine's copies. In bf16: LoRA of all linears, with R padded, the linears of delta
+        nets' gates, and the routers of layers with a shared expert. In fp32: norms, rotary tables, and the
+        constants of delta nets."""
         sizes, mixers = self.sizes, [spec.mixer for spec in self.sizes.specs]
         nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNet)]
         tables = {mixer.rotary for mixer in mixers if isinstance(mixer, Attention)}
@@ -98,7 +97,7 @@ class Adapter:
         narrow += sum((mlp.experts + 1) * sizes.hidden for mlp in routed if mlp.shared)
         single = sizes.norms + angles + sum(net.constants for net in nets)
         wide = sum(run.layers * (x.inputs + x.outputs) for run in sizes.runs for x in run.spec.linears)
-        for run in sizes.runs:  # a product of experts of which one linear is adapted has room for all
+        for run in sizes.runs:  # if one linear of a product of experts is adapted, all have room there
             for product in run.spec.expert_products:
                 if any(linear.is_target(self.targets) for linear in product.linears):
                     each = len(product.linears) * product.inputs + product.outputs
@@ -108,10 +107,10 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values: ``2 G`` numbers per token and layer, in blocks of 64, prompts once per group. Layers
-    that carry a state have one for each sequence, and one for each prompt.
+    """KV cache: ``2 G`` numbers per token and layer, in blocks of 64 tokens, prompts once per group. Layers
+    with a recurrent state hold one per sequence and one per prompt.
 
-    The paged engine reserves them by the same functions (`qerl.rollout.paged.limits`).
+    The paged engine reserves it by the same functions (`qerl.rollout.paged.limits`).
     """
 
     sizes: Sizes
@@ -129,11 +128,11 @@ class Cache:
         return BlockDemand(work.prompt_tokens, work.completion_tokens, work.group, pools)
 
     def bytes(self, budget: int) -> int:
-        """Bytes that the engine reserves with this budget for keys and values, and for states."""
+        """Bytes that the engine reserves within ``budget`` for keys, values and states."""
         return sum(self._reserved(budget))
 
     def states(self, budget: int) -> int:
-        """Bytes of those that hold states."""
+        """The part of `bytes` that holds states."""
         pools = zip(self.geometry.pools, self._reserved(budget), strict=True)
         return sum(size for pool, size in pools if pool == "state")
 
@@ -145,14 +144,14 @@ class Cache:
 
     @property
     def state(self) -> int:
-        """``16 rows tokens`` for each number of rows that a rollout goes through: drawn tokens, and the
-        numbers that decide the draws. All run side by side as long as they are short."""
+        """``16 rows tokens`` for each size of decode batch that a rollout goes through: sampled tokens, and
+        the numbers that decide the sampling. While sequences are short, all of them run at once."""
         demand, rows = self._taken
         return state_bytes(rows, demand.completion_tokens)
 
     @property
     def experts(self) -> int:
-        """Bytes of what experts read and give in the engine's passes; 0 without a mixture."""
+        """Bytes of the experts' inputs and outputs in the engine's passes; 0 without a mixture of experts."""
         specs, work = (run.spec for run in self.sizes.runs), self.work
         adapted = any(x.is_target(work.targets) for spec in specs for x in spec.expert_linears)
         return experts_bytes(self.sizes, self._taken[1], pad_rank(work.rank) if adapted else 0)
@@ -167,7 +166,7 @@ class Cache:
         return demand.ahead(self.sizes.positions), rows
 
     def sequences(self, budget: int) -> int:
-        """Number of sequences of full length in the budget, up to those of the work."""
+        """Number of full-length sequences that fit the budget, at most those of the work."""
         return self.demand.rows(self.geometry, budget, self.work.sequences)
 
 
@@ -180,12 +179,13 @@ class Activations:
 
     @property
     def recomputed(self) -> int:
-        """Number of layers computed again for backward."""
+        """Number of layers recomputed in backward."""
         return sum(self._recomputed)
 
     @property
     def _recomputed(self) -> list[int]:
-        """Of each run, the layers computed again: every n-th of the decoder, from the first on."""
+        """Number of recomputed layers in each run: every n-th layer of the decoder, starting with the
+        first."""
         counts, end, every = [], 0, self.work.every_n_layers
         for run in self.sizes.runs:
             start, end = end, end + run.layers
@@ -194,14 +194,14 @@ class Activations:
 
     @property
     def inputs(self) -> int:
-        """``2 layers T D``: bytes of the input of every layer; of those in the CPU's memory one is here."""
+        """``2 layers T D``: bytes of all layer inputs on the GPU; of offloaded ones, one at a time."""
         here = self.sizes.layers - self.recomputed + 1 if self.work.offload else self.sizes.layers
         return here * self._input
 
     @property
     def on_host(self) -> int:
-        """``layers 2^ceil(log2(2 T D))``: bytes of inputs of layers in the CPU's memory, of which torch pins
-        powers of two; 0 where they stay on the GPU."""
+        """``layers 2^ceil(log2(2 T D))``: CPU memory of offloaded layer inputs, which torch pins in powers of
+        two; 0 without offloading."""
         return self.recomputed * (1 << (self._input - 1).bit_length()) if self.work.offload else 0
 
     @property
@@ -210,18 +210,18 @@ class Activations:
 
     @property
     def whole_layers(self) -> int:
-        """Bytes of everything inside the layers that are not computed again."""
+        """Bytes of everything inside the layers that are not recomputed."""
         return sum(self._whole)
 
     @property
     def whole_delta_nets(self) -> int:
-        """Bytes of those of them that are delta nets."""
+        """The part of `whole_layers` in delta nets."""
         runs = zip(self.sizes.runs, self._whole, strict=True)
         return sum(size for run, size in runs if isinstance(run.spec.mixer, DeltaNet))
 
     @cached_property
     def _whole(self) -> list[int]:
-        """Of each run, bytes of everything inside its layers that are not computed again."""
+        """Bytes in each run of everything inside its layers that are not recomputed."""
         runs = zip(self.sizes.runs, self._kinds, self._recomputed, strict=True)
         return [(run.layers - again) * kind.kept for run, kind, again in runs]
 
@@ -233,29 +233,29 @@ class Activations:
     @property
     def head(self) -> int:
         """``2 T D + max(8 S D + tile, 10 S D)``: hidden states, and the larger of two moments
-        (`qerl.update.head`). Beside a tile, whole rows of logits in fp32, stand the S hidden states, their
-        gradient in fp32 and, where the loss has a term of entropies, that in bf16. Without a tile stand
-        the gradient in fp32, its product with the loss's and that in bf16."""
+        (`qerl.update.head`). Beside a tile, whole rows of logits in fp32: the S hidden states, their gradient
+        in fp32 and, if the loss has an entropy term, in bf16 as well. Without a tile: the gradient in fp32,
+        its product with the loss's gradient, and that product in bf16."""
         s, d, vocabulary = self.work.scored_tokens, self.sizes.hidden, self.sizes.vocabulary
         tile = FULL * head_positions(s, vocabulary) * vocabulary
         return HALF * self.work.tokens * d + max(8 * s * d + tile, 10 * s * d)
 
     @property
     def working(self) -> int:
-        """The largest of the head, and each kind of layer's recomputation and backward with the last hidden
-        states, which are as large as the input of a layer."""
+        """The larger of the head, and the largest layer's recomputation and backward pass beside the last
+        hidden states, which are as large as a layer's input."""
         runs = zip(self._kinds, self._recomputed, strict=True)
         layer = max(kind.backward + (kind.kept if again else 0) for kind, again in runs)
         return max(self.head, layer + self._input)
 
     @property
     def divergence(self) -> int:
-        """What a teacher takes more than the largest of the above, 0 without one: the larger of two moments,
-        of which a server, whose client compares log-probabilities, has the second.
+        """Bytes that a teacher adds to `kept` and `working`, 0 without one: the larger of two moments. A
+        server has only the second, since its client compares log-probabilities.
 
-        Beside the head stand ``2 S E`` of the teacher's hidden states, ``4 S D`` of the divergence's gradient
-        and a tile of its own in the place of the head's (`qerl.update.distillation`). Before anything of the
-        policy's pass is there, the teacher's is: the input of a layer and what it computes."""
+        Beside the head: ``2 S E`` of the teacher's hidden states (E their size), ``4 S D`` of the
+        divergence's gradient, and a tile of its own in the place of the head's (`qerl.update.distillation`).
+        Before the policy's pass: the teacher's pass, with a layer's input and what the layer computes."""
         teacher = self.work.teacher
         if teacher is None:
             return 0
@@ -271,8 +271,8 @@ class Activations:
 
     @property
     def workspace(self) -> int:
-        """The largest weight in bf16 with R more rows or columns, shared by all layers, and the largest in
-        E4M3."""
+        """Buffers for dequantised weights, shared by all layers: the largest weight in bf16 with R more rows
+        or columns, and the largest in E4M3."""
         return max(kind.workspace for kind in self._kinds) + max(kind.workspace_e4m3 for kind in self._kinds)
 
     @cached_property

@@ -1,7 +1,7 @@
-"""The two phases of a step on one GPU: their parts of memory, and the rest for keys and values.
+"""Memory of the two phases of a step on one GPU, part by part, with the rest for the KV cache.
 
-With rows refilled across steps (`max_staleness`) keys and values stay over the update, so both phases have
-them.
+If rows are refilled across steps (`max_staleness`), the KV cache stays allocated during the update, so both
+phases hold it.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from qerl.rollout.paged.limits import CONTEXT_BYTES, cache_budget
 from qerl.weight_formats import AS_PUBLISHED
 
 SLACK = 0.12
-"""Memory that torch's allocator holds without a use, as a share of the inputs of layers and of what one layer
-or the head takes: freed blocks of one size do not serve the next. Fitted to measured steps
-(bench/results/step-*.json, H100, torch 2.11), as `KEPT_SLACK` is."""
+"""Memory that torch's allocator holds unused, as a share of the layer inputs and of what one layer or the
+head takes: freed blocks of one size do not serve the next. Fitted to measured steps
+(bench/results/step-*.json, H100, torch 2.11), as is `KEPT_SLACK`."""
 
 KEPT_SLACK = 0.02
 """The same as a share of layers that keep their activations; few of these blocks are freed before the
-backward pass. Of delta nets, whose convolution and rule free large blocks in FP32 between what they keep, it
-is `SLACK` (bench/results/step-qwen3.6-27b-80gb-h200.json)."""
+backward pass. For delta nets `SLACK` applies, because their convolution and rule free large FP32 blocks
+between kept ones (bench/results/step-qwen3.6-27b-80gb-h200.json)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MemoryPlan:
         sizes, work: The planned model and step.
         capacity: Bytes of the GPU.
         lines: Parts of the memory, in the order of the table.
-        sequences: Sequences of full length that decode side by side.
+        sequences: Full-length sequences that decode at the same time.
     """
 
     sizes: Sizes
@@ -61,7 +61,7 @@ class MemoryPlan:
 
     @property
     def on_host(self) -> int:
-        """Bytes of the CPU's memory that the update takes, beside those of any run."""
+        """Bytes of CPU memory for the update's offloaded layer inputs."""
         return Activations(self.sizes, self.work).on_host
 
     @property
@@ -71,20 +71,21 @@ class MemoryPlan:
 
 
 def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
-    """The plan of both phases of a step.
+    """Plan both phases of a step.
 
     Args:
-        sizes: Of the model.
+        sizes: Sizes of the model.
         work: The step.
-        capacity: Bytes of the GPU; keys and values take at most their share of the free ones, and sequences
-            that do not fit wait their turn.
+        capacity: Bytes of the GPU; the KV cache takes at most its share of the free ones, and sequences that
+            do not fit wait in the queue.
     """
     adapter, cache = Adapter.of(sizes, work), Cache(sizes, work)
     update = Activations(sizes, work)
     idle = (work.adapters - 1) * (
         adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters
     )
-    # A server samples from its teacher too: its engine has room for an adapter, and keys and values by turns.
+    # A server samples from its teacher too: that engine has room for an adapter, and the KV caches of teacher
+    # and policy take turns.
     sampled = work.teacher if work.serves and work.teacher_bytes else None
     weights = Weights(sizes, work.format.on_engine)
     published = work.published if work.weights == AS_PUBLISHED else None
@@ -104,7 +105,7 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
     held = resident["weights"] + resident["LoRA"] + resident["LoRA of the reference"] + idle
     held += resident["teacher"]
     budget = cache_budget(capacity, held, adapter.parameters)
-    # Within one backward pass, gradients grow while what was kept for them goes.
+    # Within one backward pass, gradients grow while kept activations are freed.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
     often_freed = update.inputs + update.working + update.whole_delta_nets
     seldom_freed = update.whole_layers - update.whole_delta_nets

@@ -1,15 +1,15 @@
-"""The fastest settings with which a step fits: tokens in a forward pass of the update, and layers that keep
+"""The fastest settings with which a step fits: tokens per forward pass of the update, and layers that keep
 their activations.
 
 The user chooses how many samples a step has. How they are computed changes memory and speed, but no result
 (`qerl.update.chunks`), so the plan chooses it. The two settings compete for the same memory. A layer that
-keeps its activations saves its second forward pass, a third of its products. Fewer tokens at once make room
-for more such layers; but every forward pass writes every weight densely anew, and a group that is divided has
-its prompt computed in each chunk.
+keeps its activations saves its second forward pass, a third of its products. Fewer tokens per pass make room
+for more such layers; but every forward pass dequantises every weight again, and a group that is split has its
+prompt computed in each chunk.
 
-Where no such settings fit, every layer is recomputed and its input waits in the CPU's memory. There and back
-takes a fifth of an update's time or so where samples are short, and little of it where attention is most of
-the work, as it is where that is needed.
+If no such settings fit, every layer is recomputed and its input is offloaded to CPU memory. The transfers
+take about a fifth of an update's time if samples are short, and little of it if attention is most of the
+work, as it is when offloading is needed.
 """
 
 import dataclasses
@@ -23,43 +23,43 @@ from qerl.plan.work import Work
 from qerl.rollout.paged.limits import MAX_ROWS
 
 MARGIN = 1.05
-"""A plan is meant to be within 5 % of what a step then takes."""
+"""Factor on a plan's peak: a plan is meant to be within 5 % of what the step takes."""
 
 ENOUGH_TOKENS = 32768
-"""Tokens per forward pass; more do not make it faster."""
+"""Tokens per forward pass beyond which it gets no faster."""
 
 ENOUGH_SHARED = 16384
-"""Tokens of microbatches that share a pass, from which on no other joins them: weights are then written in
+"""Tokens from which on microbatches that share a pass take in no further one: dequantising weights is then
 2 % of the time, and memory that the next rollout has to take back costs more."""
 
 FEW_TOKENS = 2048
-"""Tokens per forward pass; only memory asks for fewer."""
+"""Smallest number of tokens per forward pass that is tried unless memory is short."""
 
 STEP = 256
-"""Tokens between the limits that are tried below `FEW_TOKENS`."""
+"""Tokens between the limits that `tokens_that_fit` tries."""
 
 DENSE_TOKENS = 360
-"""Tokens whose product with a weight takes as long as writing the weight densely: 2.56 bytes per element at
+"""Tokens whose product with a weight takes as long as dequantising the weight: 2.56 bytes per element at
 2.5 TB/s against 2 operations per element and token at 700 TFLOP/s (H100, docs/dev/log.md)."""
 
 _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
 def fits(plan: MemoryPlan) -> bool:
-    """True if both phases fit with the margin, inputs of layers in the CPU's memory fit there, and at
-    least one sequence of full length can be decoded."""
+    """Return True if both phases fit with the margin, offloaded layer inputs fit in CPU memory, and at least
+    one full-length sequence can be decoded."""
     return plan.sequences > 0 and plan.peak * MARGIN <= plan.capacity and fits_host(plan)
 
 
 def fits_host(plan: MemoryPlan) -> bool:
-    """True if inputs of layers in the CPU's memory fit there, or if its size is not known."""
+    """Return True if offloaded layer inputs fit in CPU memory, or if its size is unknown."""
     room = plan.work.host_bytes
     return room is None or plan.on_host * MARGIN <= room
 
 
 def cost(sizes: Sizes, work: Work) -> float:
-    """Duration of an update in forward passes over one token, as far as these settings change it."""
-    times = 2 + Activations(sizes, work).recomputed / sizes.layers  # forward, again, gradients of the inputs
+    """Return the part of an update's duration that these settings change, in forward passes over a token."""
+    times = 2 + Activations(sizes, work).recomputed / sizes.layers  # forward, input gradients, recomputation
     return times * (work.computed_tokens + DENSE_TOKENS * work.passes)
 
 
@@ -71,16 +71,16 @@ def fastest(
     every: Sequence[int] | None = None,
     offload: bool | None = None,
 ) -> Work | None:
-    """The work with the fastest settings that fit, None if no settings do.
+    """Return the work with the fastest settings that fit, None if no settings do.
 
     Args:
-        sizes: Of the model.
-        work: The step; its own settings of the update are not looked at.
+        sizes: Sizes of the model.
+        work: The step; its own settings of the update are ignored.
         capacity: Bytes of the GPU.
-        limits: Values of `tokens_per_forward` to choose from.
-        every: Values of `every_n_layers` to choose from. None: any, and 1 where inputs of layers wait in the
-            CPU's memory.
-        offload: True if they wait there. None: where nothing else fits and the work may.
+        limits: Values of `tokens_per_forward` to choose from; None for any.
+        every: Values of `every_n_layers` to choose from; None for any, and for 1 with offloading.
+        offload: Whether layer inputs are offloaded; None to offload only if nothing else fits and the work
+            allows it.
     """
     any_number = [*(n for n in _EVERY if n < sizes.layers), sizes.layers, sizes.layers + 1]
     choices = ([False, True] if work.may_offload else [False]) if offload is None else [offload]
@@ -100,8 +100,10 @@ def beyond_host(
     every: Sequence[int] | None = None,
     offload: bool | None = None,
 ) -> MemoryPlan | None:
-    """The plan that would fit if the CPU's memory had room for inputs of layers; None where none would.
-    Arguments as of :func:`fastest`, which found nothing."""
+    """Return the plan that would fit if CPU memory had room for the layer inputs; None if none would.
+
+    Takes the arguments with which :func:`fastest` found nothing.
+    """
     anywhere = dataclasses.replace(work, host_bytes=None)
     found = fastest(sizes, anywhere, capacity, limits, every, offload)
     if work.host_bytes is None or found is None:
@@ -128,8 +130,8 @@ def _fastest(
 
 
 def _limits(work: Work) -> list[int]:
-    """Tokens of several microbatches, up to enough tokens; of all samples of one, of half of them, of a third
-    and so on, down to few tokens."""
+    """Limits to try: tokens of several microbatches, up to `ENOUGH_TOKENS`; then of one microbatch, half of
+    it, a third and so on, down to `FEW_TOKENS`."""
     samples = {-(-work.microbatch // chunks) for chunks in range(1, work.microbatch + 1)}
     limits = sorted({work.tokens_of(n) for n in samples}, reverse=True)
     enough = [limit for limit in limits if FEW_TOKENS <= limit <= ENOUGH_TOKENS]
@@ -138,7 +140,7 @@ def _limits(work: Work) -> list[int]:
 
 
 def _shared_limits(work: Work) -> Iterator[int]:
-    """Tokens of two microbatches, of three and so on; none where they cannot share a pass."""
+    """Tokens of two microbatches, of three and so on; empty if they cannot share a pass."""
     for count in range(2, work.microbatches + 1):
         tokens = work.tokens_of(count * work.microbatch)
         if work.tokens_of((count - 1) * work.microbatch) >= ENOUGH_SHARED or tokens > ENOUGH_TOKENS:
@@ -148,8 +150,8 @@ def _shared_limits(work: Work) -> Iterator[int]:
 
 
 def tokens_that_fit(sizes: Sizes, work: Work, capacity: int) -> int | None:
-    """The largest useful number of tokens of a forward pass that fits, whatever the work's own limit; None
-    if one sample is too much."""
+    """Return the largest useful number of tokens per forward pass that fits, regardless of the work's own
+    limit; None if one sample is too much."""
     sample, whole = work.tokens_of(1), work.tokens_of(work.microbatch)
     maximum = min(whole, max(ENOUGH_TOKENS, sample))
     limits = [sample, *range(sample - sample % STEP + STEP, maximum, STEP)]
@@ -164,7 +166,7 @@ def tokens_that_fit(sizes: Sizes, work: Work, capacity: int) -> int | None:
 
 
 def propose(sizes: Sizes, work: Work, capacity: int, samples: int) -> MemoryPlan | None:
-    """The plan of the fastest settings that fit a rollout of this many samples; None where nothing fits."""
+    """Return the plan of the fastest settings that fit a rollout of ``samples`` samples, or None."""
     found = fastest(sizes, dataclasses.replace(work, sequences=min(samples, MAX_ROWS)), capacity)
     if found is None:
         return None

@@ -37,8 +37,7 @@ _COLORS = {
 
 
 def render(plan: MemoryPlan, proposal: MemoryPlan | None, name: str) -> Group:
-    """The whole output of `qerl plan`: of the settings as they are, and of settings that fit, if there are
-    any."""
+    """Render the output of `qerl plan`: the plan of the settings as given, and settings that fit, if any."""
     bars = [_bar(plan, phase) for phase in ("rollout", "update")]
     texts = _title(plan, name), verdict(plan), advice(plan, proposal)
     title, said, advised = (Text(text) for text in texts)
@@ -46,7 +45,7 @@ def render(plan: MemoryPlan, proposal: MemoryPlan | None, name: str) -> Group:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """A sentence or two that say if the plan fits."""
+    """Say in a sentence or two whether the plan fits."""
     peak, capacity = _gb(plan.peak), _gb(plan.capacity)
     phase = "update" if plan.update >= plan.rollout else "rollout"
     if fits(plan):
@@ -77,7 +76,7 @@ def verdict(plan: MemoryPlan) -> str:
 
 
 def on_host(plan: MemoryPlan) -> str:
-    """The CPU memory pinned for inputs of layers, in each process, and what there is if that is known."""
+    """Describe the CPU memory pinned per process for layer inputs, and how much is available if known."""
     said = f"{_gb(plan.on_host)} GB are pinned there"
     if plan.work.processes > 1:
         said += " by each process"
@@ -96,7 +95,7 @@ def would_fit(plan: MemoryPlan) -> str:
 
 
 def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:
-    """The settings proposed, as fields of the command line."""
+    """Format the proposed settings as command-line fields, or the changes that would make a plan fit."""
     if proposal is None:
         found = changes(plan)
         if not found:
@@ -149,7 +148,7 @@ def _table(plan: MemoryPlan) -> Table:
 
 
 def _bar(plan: MemoryPlan, phase: str) -> Text:
-    """Parts side by side, to the scale of the GPU; what exceeds it ends in a red mark."""
+    """Draw the parts side by side, scaled to the GPU's memory; a red mark at the end if they exceed it."""
     bar, total, drawn = Text(f"{phase:>8} "), 0, 0
     for line in plan.lines:
         total += getattr(line, phase)

@@ -1,4 +1,4 @@
-"""From the settings of a run to its memory plan, which chooses what they leave open.
+"""Memory plan of a run's settings, which also chooses the settings that are left unset.
 
 `qerl plan` and a run on a GPU plan by the same functions, so the run does what the command says. Nothing is
 printed here.
@@ -28,7 +28,7 @@ from qerl.settings.groups import TEACHER_ADAPTER
 from qerl.weight_formats import DEFAULT_FORMAT, FORMATS, WeightFormatName
 
 DEFAULT_PROMPT = 512
-"""Tokens of a prompt where max_prompt_length sets no limit."""
+"""Tokens of a prompt if max_prompt_length is unset."""
 
 
 def plan_settings(
@@ -41,26 +41,25 @@ def plan_settings(
     may_offload: bool = True,
     host_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The plan of the settings as they are; what they leave open is chosen to be fast.
+    """Plan the settings as given, with unset ones chosen for speed.
 
     Args:
         config: Settings of the run.
         capacity: Bytes of the GPU.
         processes: GPUs of a data-parallel run, each with a whole model.
-        found: The model of the settings, where it has been found already.
+        found: The model of the settings, if it has been found already.
         adapters: Adapters that a server keeps on the GPU; a run has one.
-        serves: True for a server, whose engine takes room for further requests.
-        may_offload: True if inputs of layers may be put into the CPU's memory where the settings leave it
-            open.
-        host_bytes: Bytes of that memory for each process; None: not known.
+        serves: True for a server, whose engine reserves room for further requests.
+        may_offload: True if layer inputs may be offloaded to CPU memory when the settings leave that open.
+        host_bytes: Bytes of CPU memory per process; None if unknown.
 
     Returns:
         The plan, whose work has `tokens_per_forward` and each key of `checkpointing` as set, else as chosen.
         It may not fit, see `qerl.plan.propose.fits`.
 
     Raises:
-        QeRLError: The model is not found or its family is not planned, full tuning, FP8 keys of a model whose
-            keys have a bias, or samples beyond the model's positions.
+        QeRLError: The model is not found or its family has no plan, tuning is full, the KV cache is FP8 and
+            the model's keys have a bias, or samples exceed the model's positions.
     """
     sizes, weights, published = _read_model(found or str(config.model), config.weights)
     check_keys(config.kv_cache_dtype, sizes)
@@ -81,25 +80,25 @@ def plan_settings(
 
 
 def plan_beyond_host(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
-    """The plan of these settings that would fit if the CPU's memory had room for inputs of layers; None
-    where ``plan`` fits, or where that would not help."""
+    """Return the plan of these settings that would fit if CPU memory had room for the layer inputs; None if
+    ``plan`` fits, or if that would not help."""
     if fits(plan) or plan.on_host:
         return None
     return beyond_host(plan.sizes, plan.work, plan.capacity, *_choices(config))
 
 
 def propose_settings(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
-    """The plan of the fastest settings that fit, whatever is set now; None where nothing fits."""
+    """Return the plan of the fastest settings that fit, regardless of those set; None if nothing fits."""
     return propose(plan.sizes, plan.work, plan.capacity, rollout_samples(config))
 
 
 def refuse_full_tuning_that_cannot_fit(
     config: QeRLConfig, capacity: int, found: LocalModel | None = None
 ) -> None:
-    """Refuse full tuning whose weights, gradients and optimizer alone exceed the GPU.
+    """Raise if weights, gradients and optimizer of full tuning alone exceed the GPU.
 
     Raises:
-        QeRLError: They exceed it.
+        QeRLError: They exceed ``capacity``.
     """
     try:
         sizes = _read_model(found or str(config.model), config.weights)[0]
@@ -112,8 +111,8 @@ def refuse_full_tuning_that_cannot_fit(
 def _full_tuning_bytes(sizes: Sizes, config: QeRLConfig) -> int:
     """Bytes of weights, gradients and Adam's moments, all in the weights' dtype or the moments in 8 bits.
 
-    A KL penalty (``beta`` above 0) needs the weights a second time, as its reference, and so does the model
-    as it was as a teacher.
+    A KL penalty (``beta`` above 0) needs another copy of the weights as its reference, and so does the
+    teacher ``base``.
     """
     size = HALF if config.dtype == "bfloat16" else FULL
     moments = 2 if "8bit" in str(config.optim) else 2 * size
@@ -139,7 +138,7 @@ def _checkpointing(config: QeRLConfig) -> dict[str, Any]:
 
 
 def _choices(config: QeRLConfig) -> tuple[list[int] | None, list[int] | None, bool | None]:
-    """Limits, every n-th layer and offload between which `fastest` chooses; None where they are left open."""
+    """The choices that the settings leave to `fastest`: limits, every and offload, each None if unset."""
     tokens = config.tokens_per_forward
     given: dict[str, Any] = {"every_n_layers": 0, "offload": False}
     if config.gradient_checkpointing:
@@ -154,11 +153,11 @@ def rollout_samples(config: QeRLConfig) -> int:
 
 
 def _teacher(config: QeRLConfig, sizes: Sizes) -> dict[str, Any]:
-    """The fields of `Work` that say what a teacher takes.
+    """The fields of `Work` for the memory of a teacher.
 
     Args:
         config: Settings of the run.
-        sizes: Of its model.
+        sizes: Sizes of the run's model.
     """
     name = config.teacher
     if name is None or name == "base":
@@ -174,8 +173,11 @@ def _teacher(config: QeRLConfig, sizes: Sizes) -> dict[str, Any]:
 def _read_model(
     name: str | LocalModel, wanted: WeightFormatName | None
 ) -> tuple[Sizes, WeightFormatName, int | None]:
-    """Sizes of a model, the format in which it is loaded where this one is wanted, and bytes of its linears
-    as its folder holds them: by its config, and by the headers of its tensors where they are."""
+    """Return a model's sizes, the format in which it is loaded, and the bytes of its linears as published.
+
+    They come from the model's config, and from the headers of its tensors if these are on disk. The bytes are
+    None for a model that is not quantised; ``wanted`` is the user's choice of format.
+    """
     known = (*SIZES, *PUBLISHED)
     if isinstance(name, str) and name.lower() in known and not Path(name).is_dir():
         sizes, declared = Sizes.by_name(name.lower()), PUBLISHED.get(name.lower(), {})
@@ -203,14 +205,15 @@ def _formats(
     stored: dict[str, Held],
     wanted: WeightFormatName | None,
 ) -> tuple[WeightFormatName, int | None]:
-    """The format in which a model is loaded, and bytes of its linears as it is published, if it is quantised.
+    """Return the format in which a model is loaded, and the bytes of its linears as published, None if it is
+    not quantised.
 
     Args:
-        name: The user's name for it.
-        sizes: Of the model.
-        quantization: What it declares.
-        stored: Formats of linears whose headers were read.
-        wanted: The user's choice.
+        name: The user's name for the model.
+        sizes: Sizes of the model.
+        quantization: The ``quantization_config`` of the model; None if it is not quantised.
+        stored: Formats of linears whose headers were read, by qualified name.
+        wanted: The user's choice of format.
     """
     if quantization is None:
         return choose_weights(name, [], wanted), None
@@ -224,9 +227,9 @@ def published_bytes(
     """Bytes of a model's linears on the engine, each in the format in which it is published.
 
     Args:
-        sizes: Of the model.
-        quantization: What its config.json declares.
-        stored: Formats of linears whose headers were read.
+        sizes: Sizes of the model.
+        quantization: The ``quantization_config`` of its config.json.
+        stored: Formats of linears whose headers were read, by qualified name.
     """
     held = (
         ((stored or {}).get(place) or declared_format(quantization, place), linear.elements)
@@ -251,7 +254,7 @@ def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
     checkpointing = _checkpointing(config)
     prompt, completion = config.max_prompt_length or DEFAULT_PROMPT, config.max_completion_length
     group = config.num_generations
-    if config.algorithm == "sft":  # demonstrations share nothing
+    if config.algorithm == "sft":  # demonstrations share no prompt
         completion, group = max(completion, (config.max_length or 0) - prompt), 1
     return Work(
         weights=config.weights or DEFAULT_FORMAT,

@@ -1,20 +1,21 @@
-"""How long a step takes, from the nearest one that was measured on that card.
+"""Time of a step, estimated from the nearest step that was measured on the same card.
 
-Memory follows from sizes; time does not, so none is said of a card or model that was not measured. Of those
-that were, the package has the steps in steps.json, which `python -m lab tables` writes from bench/results:
-whole GRPO steps of random models, all completions at full length, on one GPU.
+Memory follows from sizes; time does not, so there is no estimate for a card or model that was not measured.
+The measured steps are in steps.json, which `python -m lab tables` writes from bench/results: whole GRPO steps
+of random models, all completions at full length, on one GPU.
 
-The nearest measured step is carried over to the step that is planned. Its rollout grows with the length of a
-completion, and with the cube root of the sequences that decode side by side (from 8 to 128 of them a 7B
-model's rollout grew 2.5-fold); those that wait their turn come after. The optimizer steps that learn from a
-rollout share its time. Their update grows with the tokens that are computed. Each measured step was so made
-of the nearest other one of its model and card: none was off by more than a third (`tests/plan/test_time.py`).
+The nearest measured step is scaled to the planned one. Rollout time grows with the completion length, and
+with the cube root of the number of sequences that decode at the same time (from 8 to 128 of them a 7B model's
+rollout grew 2.5-fold); sequences that wait in the queue come after these. The optimizer steps that train on a
+rollout share its time. Update time grows with the tokens computed. Each measured step was estimated in this
+way from the nearest other one of its model and card: none was off by more than a third
+(`tests/plan/test_time.py`).
 
-What was measured is a step of GRPO with LoRA, no KL penalty and one turn. So none is said of a run that does
+The measured steps are GRPO with LoRA, no KL penalty and one turn. So there is no estimate for a run that does
 other work in a step (`why_not_said`), and the exchange of gradients between GPUs is left out.
 
-Given up: prefill of long prompts and attention at long contexts by themselves, which are in the measured
-step as they were there; so lengths must not be far from those measured.
+Given up: separate terms for prefill of long prompts and attention at long contexts. They count as in the
+measured step, so lengths must be near the measured ones.
 """
 
 import json
@@ -33,29 +34,29 @@ from qerl.settings.config import QeRLConfig
 from qerl.weight_formats import FORMATS
 
 SAME_SIZE = 0.05
-"""Largest relative difference in weights of models that count as of one size."""
+"""Largest relative difference in weights between models that count as the same size."""
 
 NEAR_PROMPT, NEAR_COMPLETION, NEAR_SEQUENCES = 4, 8, 16
-"""Largest factors between a measured step and one that it is carried over to: of lengths, and of sequences
-that decode side by side."""
+"""Largest factors between the measured and the planned step: of prompt length, completion length, and
+sequences that decode at the same time."""
 
 ROWS_EXPONENT = 1 / 3
-"""Exponent with which a rollout's time grows with the sequences side by side."""
+"""Exponent with which a rollout's time grows with the sequences that decode at the same time."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was measured.
+    """A measured step.
 
     Attributes:
         card: Name of the GPU, as `qerl.kernels.cards` has it.
         shape: Name of the model's sizes.
         weights: Format of its linears.
         samples: Completions of the step.
-        group: Of them, those of one prompt.
-        prompt_tokens, completion_tokens: Of each.
-        rollout_s, update_s: Seconds.
-        date: When.
+        group: Completions per prompt.
+        prompt_tokens, completion_tokens: Tokens of each prompt and of each completion.
+        rollout_s, update_s: Seconds of rollout and update.
+        date: Date of the measurement.
     """
 
     card: str
@@ -77,7 +78,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step, and the measured step that they were carried over from."""
+    """Estimated seconds of a step, and the measured step that they come from."""
 
     rollout_s: float
     update_s: float
@@ -85,24 +86,24 @@ class Estimate:
 
     @property
     def total_s(self) -> float:
-        """Of rollout and update."""
+        """Seconds of rollout and update together."""
         return self.rollout_s + self.update_s
 
 
 def measured() -> list[Step]:
-    """The steps in steps.json."""
+    """Load the measured steps from steps.json."""
     text = files("qerl.plan").joinpath("steps.json").read_text(encoding="utf-8")
     return [Step(**row) for row in json.loads(text)]
 
 
 def carried_over(step: Step, samples: int, sequences: int, group: int, prompt: int, tokens: int) -> Estimate:
-    """A measured step as one of other sizes.
+    """Scale a measured step to a step of other sizes.
 
     Args:
-        step: Was measured.
-        samples: Completions of the other step, of which ``sequences`` decode side by side.
-        group: Of them, those of one prompt.
-        prompt, tokens: Tokens of a prompt and of a completion there.
+        step: The measured step.
+        samples: Completions of the other step, of which ``sequences`` decode at the same time.
+        group: Completions per prompt of the other step.
+        prompt, tokens: Tokens of a prompt and of a completion of the other step.
     """
     rows = min(samples, sequences)
     waves = math.ceil(samples / rows)
@@ -113,12 +114,12 @@ def carried_over(step: Step, samples: int, sequences: int, group: int, prompt: i
 
 
 def estimate(plan: MemoryPlan, card: str, config: QeRLConfig) -> Estimate | None:
-    """The time of the step that a plan is of; None where no step of such a model was measured on that card.
+    """Estimate the time of a planned step; None if no step of such a model was measured on that card.
 
     Args:
-        plan: Of a run, and one that fits.
+        plan: Plan of a run, one that fits.
         card: Name of the GPU.
-        config: Settings of the run, of which the plan is.
+        config: Settings of the planned run.
     """
     work = plan.work
     of_model = [
@@ -141,7 +142,7 @@ def estimate(plan: MemoryPlan, card: str, config: QeRLConfig) -> Estimate | None
 
 
 def why_not_said(config: QeRLConfig) -> str | None:
-    """What a run does that no measured step did; None where its steps are of their kind."""
+    """Return what a run does that no measured step did; None if its steps are like the measured ones."""
     reasons = (
         (config.algorithm == "sft", "supervised fine-tuning"),
         (config.lora_dropout > 0, "a run with lora_dropout"),
@@ -154,7 +155,7 @@ def why_not_said(config: QeRLConfig) -> str | None:
 
 
 def nearest(steps: Iterable[Step], rows: int, prompt: int, tokens: int) -> Step | None:
-    """The step whose sequences and lengths are nearest, of two the one of more tokens; None where none is."""
+    """Return the step nearest in sequences and lengths, on ties the one with more tokens, or None."""
 
     def apart(one: int, other: int) -> float:
         return abs(math.log(one / other))
@@ -182,20 +183,20 @@ def nearest(steps: Iterable[Step], rows: int, prompt: int, tokens: int) -> Step 
 
 
 def _alike(one: Sizes, other: Sizes) -> bool:
-    """Whether two models have the same kinds of layers and about as many weights."""
+    """Return True if two models have the same kinds and number of layers and about as many weights."""
     kinds = [{(type(run.spec.mixer), type(run.spec.mlp)) for run in sizes.runs} for sizes in (one, other)]
     first, second = (Weights(sizes, FORMATS["bf16"]).linears for sizes in (one, other))
     return kinds[0] == kinds[1] and one.layers == other.layers and abs(first / second - 1) < SAME_SIZE
 
 
 def in_words(plan: MemoryPlan, card: str | None, config: QeRLConfig, price: Any = None) -> str:
-    """A sentence or two: seconds of a step, hours of the run, and what these cost.
+    """Say in a sentence or two how long a step and the run take, and what the run costs.
 
     Args:
         plan: See `estimate`.
-        card: Name of the GPU; None where only its memory is known.
-        config: Settings of the run; without max_steps the length of the data decides how long it is.
-        price: Of a GPU for an hour, in any currency; None where it is not given.
+        card: Name of the GPU; None if only its memory is known.
+        config: Settings of the run; without max_steps, its length depends on the data and is not estimated.
+        price: Price of a GPU per hour, in any currency; None if it is not given.
     """
     reason = why_not_said(config)
     found = None if card is None or reason else estimate(plan, card, config)

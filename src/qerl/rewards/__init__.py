@@ -1,1 +1,1 @@
-"""What rewards are computed with where comparing answers does not do: programs in a sandbox, a judge."""
+"""Means to compute rewards other than by comparing answers: programs in a sandbox, a judge model."""

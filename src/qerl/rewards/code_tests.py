@@ -1,13 +1,13 @@
 """Tests of a program.
 
-A test is an input with the output that belongs to it, or Python statements that run after the program::
+A test is an input with its expected output, or Python statements that run after the program::
 
     {"stdin": "3 4\\n", "stdout": "7\\n"}
     "assert add(3, 4) == 7"
 
 Each test is a run of its own in the sandbox, so no test sees what another one left. Outputs are compared
-here, outside of the sandbox, without the spaces at the ends of lines and of the text. A program that runs out
-of time in one test fails those after it untried.
+here, outside of the sandbox, without the spaces at the ends of lines and of the text. If a program times out
+in one test, its remaining tests count as failed without being run.
 """
 
 from collections.abc import Sequence
@@ -33,13 +33,13 @@ class CodeTest:
 
 
 def read_tests(value: Any) -> list[CodeTest]:
-    """The tests of a column.
+    """Parse the tests in a column.
 
     Args:
         value: A list of texts (statements) and of mappings with ``stdin`` and ``stdout`` or with ``check``.
 
     Raises:
-        ValueError: It is none; the message says what a test must be.
+        ValueError: The value is no list of tests; the message says what a test must be.
     """
     if not isinstance(value, list) or not value:
         raise ValueError("tests must be a list with at least one test")
@@ -63,7 +63,7 @@ def share_passed(program: str, tests: Sequence[CodeTest], limits: Limits, only_a
     Args:
         program: The program; it runs in the sandbox.
         tests: At least one.
-        limits: For each test.
+        limits: Limits of each test.
         only_all: True if the first failed test makes the share 0.
 
     Raises:

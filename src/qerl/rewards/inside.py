@@ -1,4 +1,4 @@
-"""The program inside the sandbox: it bounds itself, gives up its rights, and then runs the model's program.
+"""The program inside the sandbox: it drops privileges, sets its limits, and then runs the model's program.
 
 :mod:`qerl.rewards.sandbox` passes the text of this file to a Python that has the standard library alone, so
 nothing of this package can be imported here.
@@ -18,7 +18,7 @@ def main(job_fd: int, report_fd: int) -> None:
         os.setgroups([])
         os.setresgid(job["uid"], job["uid"], job["uid"])
         os.setresuid(job["uid"], job["uid"], job["uid"])
-    # After the change of user: what counts processes counts those of the user.
+    # After the change of user, because the limit of processes counts those of the user.
     for name, limit in job["limits"].items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
     os.write(report_fd, b"started ")

@@ -1,17 +1,17 @@
 """A reward from another model: a judge behind any endpoint that speaks OpenAI's chat completions.
 
-The judge reads the problem, the completion and the right answer, in the words of a template, and ends with a
-score that a regular expression takes from its reply. A few requests go out at the same time; after a
-temporary failure (429, 5xx, a connection that breaks, a reply that is no JSON) the request is sent again,
-each time after twice the pause, within one time limit per completion. Replies can be kept on disk, so that a
-run that is resumed, or an evaluation that is repeated, pays for none twice.
+The judge reads the problem, the completion and the right answer in a prompt template, and ends its reply with
+a score, which a regular expression extracts. A few requests run at the same time; after a temporary failure
+(429, 5xx, a connection that breaks, a reply that is no JSON) the request is sent again, with a pause that
+doubles each time, within one time limit per completion. Replies can be kept on disk, so that a resumed run or
+a repeated evaluation pays for no reply twice.
 
-A completion without a score has no reward, which is not a reward of 0: the completion is not to blame. It
+A completion without a score has no reward, instead of a reward of 0: the completion is not to blame. It
 counts in ``rewards/judge/failed``, and a step in which there is no score at all ends the run unless
 ``reward_errors: tolerate`` is set (:mod:`qerl.trainer.rewards`).
 
-The HTTP client is that of huggingface_hub, which is required anyway. Given up: a policy is trained against
-whatever the judge likes, flattery and orders included; read some of the completions that it pays for.
+The HTTP client is that of huggingface_hub, which is required anyway. Given up: a policy is trained for
+everything that the judge rewards, flattery and orders included; read some of the rewarded completions.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
+from huggingface_hub.utils import httpx  # its HTTP client, whose name differs by version
 
 from qerl.errors import QeRLError, first_line
 from qerl.rewards.replies import Replies
@@ -51,7 +51,7 @@ sentences and end with a line of the form "Score: 7".
 """The default request to the judge."""
 
 SCORE = r"[Ss]core:[^\w.+\u2212-]*([+\u2212-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)"
-"""The default pattern of its score: a signed number with exponent, behind nothing but signs of markup."""
+"""The default pattern of its score: a number, sign and exponent optional, after "Score:" and markup alone."""
 
 _PLACES = re.compile(r"\{(prompt|completion|answer)\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -64,18 +64,18 @@ class Judge:
     """A reward function that asks a model; an instance is handed to a trainer as any other function.
 
     Args:
-        url: Of the endpoint, up to and with its version: ``http://127.0.0.1:8000/v1``. A user and a password
-            in it are sent, and stand in no message and in no kept reply.
-        model: Name of the judge there.
-        prompt: The request, with the places {prompt}, {completion} and {answer} (the column; empty without
-            one).
+        url: URL of the endpoint including its version: ``http://127.0.0.1:8000/v1``. A user and a password in
+            it are sent, and appear in no message and in no kept reply.
+        model: Name of the judge at the endpoint.
+        prompt: The request, with the placeholders {prompt}, {completion} and {answer} (the column; empty
+            without one).
         score: Regular expression whose only group is the score; its last match counts.
-        scores: Lowest and highest score, which become rewards of 0 and 1; one beyond them is none.
+        scores: Lowest and highest score, which become rewards of 0 and 1; a score outside them is an error.
         api_key_env: Name of the environment variable with the key; None sends no key.
         request: Further fields of a request, such as ``max_tokens``; `temperature` is 0 unless it is here.
         at_once: Number of concurrent requests.
-        tries: Largest number of requests for a completion.
-        timeout: Seconds for a completion, from its first request on, pauses and further requests included.
+        tries: Maximum number of requests per completion.
+        timeout: Seconds per completion, from its first request on, including pauses and further requests.
         cache: Folder of kept replies; None keeps none.
         name: The name in logs.
 
@@ -130,10 +130,10 @@ class Judge:
     async def __call__(
         self, prompts: list, completions: list[Completion], answer: list | None = None, **_: Any
     ) -> list[float]:
-        """One reward for each completion, 0 to 1; the arguments are TRL's.
+        """Return one reward per completion, 0 to 1; the arguments are TRL's.
 
         Raises:
-            ConnectionError: The judge could not be reached, or did not answer as such endpoints do.
+            ConnectionError: The judge cannot be reached, or answers something other than a completion.
             TimeoutError: It took too long.
             ValueError: It refused the request, or its reply has no score.
         """
@@ -142,7 +142,7 @@ class Judge:
         return list(await asyncio.gather(*(self._reward(*triple) for triple in triples)))
 
     def _bind(self) -> None:
-        """Connections and slots belong to the event loop that runs."""
+        """Create connections and slots for the running event loop, to which they are bound."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -229,7 +229,7 @@ class Judge:
 
 
 def make_judge(options: Mapping[str, Any]) -> Judge:
-    """The judge with the arguments of a recipe.
+    """Make the judge with the arguments of a recipe.
 
     Raises:
         QeRLError: There is no such argument, one is missing, or one is wrong.
@@ -265,7 +265,7 @@ class _Answer:
 
     @property
     def reply(self) -> str | None:
-        """The text of a chat completion; None if this is none."""
+        """The text of the chat completion; None if the content is no chat completion."""
         try:
             text = json.loads(self.content)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -274,7 +274,7 @@ class _Answer:
 
     @property
     def wanted_pause(self) -> float:
-        """Seconds that the server asks to wait, bounded; 0 where it says none."""
+        """Seconds that the server asks to wait, bounded; 0 if it asks for none."""
         return min(float(self.retry_after), _LONGEST_PAUSE_S) if self.retry_after.isdecimal() else 0.0
 
 
@@ -304,7 +304,7 @@ def _number(name: str, value: Any, least: float) -> float:
 
 
 def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request, which can be sent."""
+    """Return the fields of a request, or raise if they cannot be sent."""
     try:
         json.dumps(fields, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Replies of a server on disk, by what was asked.
+"""A cache of a server's replies on disk, keyed by the request.
 
-One file for each, named by a hash of the request, and holding both. It appears whole under its name or not at
-all, so processes may share a folder and be killed at any time. A file that cannot be read counts as none and
-is written anew.
+Each file has a request and its reply, and is named by a hash of the request. It appears whole under its name
+or not at all, so processes may share a folder and be killed at any time. A file that cannot be read counts as
+missing and is written anew.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ from qerl.errors import QeRLError
 
 
 class Replies:
-    """Replies in a folder, which is made if it is missing.
+    """Replies in a folder, which is created if it is missing.
 
     Raises:
-        QeRLError: It cannot be made.
+        QeRLError: The folder cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,7 +29,7 @@ class Replies:
             raise QeRLError(f"The folder of replies {folder} cannot be made: {error.strerror}.") from error
 
     def get(self, url: str, body: dict[str, Any]) -> str | None:
-        """The reply to a request, None if there is none."""
+        """Return the reply to a request, or None if there is none."""
         try:
             reply = json.loads(self._file(url, body).read_bytes())["reply"]
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -37,7 +37,7 @@ class Replies:
         return reply if isinstance(reply, str) else None
 
     def put(self, url: str, body: dict[str, Any], reply: str) -> None:
-        """Keep a reply."""
+        """Store the reply to a request."""
         file = self._file(url, body)
         file.parent.mkdir(exist_ok=True)
         write_whole(file, json.dumps({"url": url, "request": body, "reply": reply}))

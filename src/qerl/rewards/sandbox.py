@@ -1,4 +1,4 @@
-"""Programs that a model wrote, run where they can do no harm: inside bubblewrap, or not at all.
+"""A sandbox for programs that a model wrote: they run inside bubblewrap, or not at all.
 
 A program gets a Python with the standard library, its input, and a folder ``/tmp`` in memory. It has no
 network, no file of this machine but the system's libraries (read-only), no environment variable, and sees no
@@ -8,20 +8,21 @@ because output goes to a file in memory and not to a pipe, which would have to b
 would get around them are refused (:mod:`qerl.rewards.seccomp`). When the program ends, or its time is up, all
 that it started is killed with its process namespace.
 
-Where this process is root, the program runs under a user id that no other program has at that time, because
-the kernel counts processes by user, and none of root's. Elsewhere it runs in a user namespace of its own.
+If this process is root, the program runs under a user id that no other program has at that time, because the
+kernel limits processes per user, and not for root. Otherwise it runs in a user namespace of its own.
 
 Given up:
 
-* Memory is bounded for each process of a program, not in sum, and the kernel's memory for a process is no
-  part of its address space: buffers of sockets (about 15 MB for each TCP connection within the sandbox, and a
-  process has descriptors for 15 at most), and names of files, which a process makes at about 100 MB a second.
+* Memory is limited per process of a program, not in total, and the kernel's memory for a process is not part
+  of its address space: buffers of sockets (about 15 MB per TCP connection within the sandbox; a process has
+  descriptors for at most 15), and names of files, which a process can create at about 100 MB per second.
   :attr:`Limits.most_mb` is the worst case of all but the names. A control group around the whole training
   process bounds those too.
-* Processor time is bounded for each process, too: in the worst case it is ``seconds`` times ``processes``.
-* The kernel is the wall. Programs that attack the kernel itself need a virtual machine around all of this.
+* Processor time is limited per process, too: in the worst case it is ``seconds`` times ``processes``.
+* The kernel is the security boundary. Programs that attack the kernel itself need a virtual machine around
+  all of this.
 * A check runs in the process of the program (:func:`run_python`). A program that searches that process for
-  the token of the check can claim to have passed; comparing output cannot be cheated so.
+  the token of the check can claim to have passed; comparing output cannot be cheated in this way.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ INSTALL = "apt-get install bubblewrap (Debian, Ubuntu), dnf install bubblewrap (
 _INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 _STARTED = b"started "
 _FILTER = seccomp_filter()
-# User ids that systemd gives to services for as long as they run; nobody's files have them.
+# User ids that systemd gives to services while they run; no files belong to them.
 _FREE_UIDS = range(61184, 65520)
 _DESCRIPTORS = 32
 _SOCKETS_MB = _DESCRIPTORS / 2 * 15  # of a process, all of its descriptors being ends of TCP connections
@@ -66,8 +67,8 @@ class Limits:
     Attributes:
         seconds: Wall time, and processor time of each process.
         memory_mb: Address space of each process in MiB; Python itself needs about 30.
-        processes: Processes and threads at the same time, the program among them.
-        output_kb: Longest output, and longest file, in KiB.
+        processes: Maximum number of processes and threads at the same time, including the program.
+        output_kb: Maximum length of each output and of each file in KiB.
     """
 
     seconds: float = 5.0
@@ -90,13 +91,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ran:
-    """The end of a program.
+    """The result of a program's run.
 
     Attributes:
         stdout, stderr: Its outputs, cut at the limit.
-        exit_code: 0 if all went well, 128 and the signal if one ended it; None if its time was up.
+        exit_code: 0 on success, 128 plus the signal if a signal ended it; None if it timed out.
         checked: True if there was a check and it ran to its end.
-        ended: By itself (exit), or for the limit of time or of output.
+        ended: ``exit`` if it ended by itself, else the limit that it reached.
         seconds: Wall time, the sandbox's own start included.
     """
 
@@ -112,12 +113,12 @@ _DEFAULTS = Limits()
 
 
 def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULTS, check: str = "") -> Ran:
-    """The end of a program that ran in the sandbox; it blocks for at most the time limit and a moment.
+    """Run a program in the sandbox and return its result; block for little more than the time limit.
 
     Args:
         code: The program.
         stdin: Its whole input.
-        limits: Of the program.
+        limits: Limits of the program.
         check: Statements that run after the program with its names, such as an assert.
 
     Raises:
@@ -131,7 +132,7 @@ def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULTS, check: st
 
 @functools.cache
 def obstacle() -> str | None:
-    """A sentence with a remedy, why programs cannot run on this machine; None if they can."""
+    """Return why programs cannot run on this machine, a sentence with a remedy; None if they can."""
     if shutil.which("bwrap") is None:
         return (
             "A program that a model wrote runs only inside bubblewrap, which is not installed here; get it "
@@ -157,9 +158,10 @@ def _run(code: str, stdin: str, limits: Limits, check: str) -> Ran:
 
 @contextlib.contextmanager
 def _free_uid() -> Iterator[int]:
-    """A user id that no other program in a sandbox runs under, of all in this network namespace.
+    """Claim a user id that no other program in a sandbox of this network namespace has.
 
-    A name that a socket has without a file belongs to one process, and is free again when that ends.
+    The claim is the name of an abstract socket, which belongs to one process and is free again when the
+    process ends.
     """
     with socket.socket(socket.AF_UNIX) as claim:
         first = secrets.randbelow(len(_FREE_UIDS))
@@ -210,7 +212,7 @@ def _run_as(uid: int | None, code: str, stdin: str, limits: Limits, check: str) 
 def _wait(
     command: list[str], standard: tuple[int, int, int], more: tuple[int, ...], seconds: float
 ) -> int | None:
-    """Exit code of the command, or None if it was killed because its time was up."""
+    """Run the command and return its exit code, or None if it timed out and was killed."""
     stdin, stdout, stderr = standard
     with subprocess.Popen(
         command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=more, env={}, start_new_session=True
@@ -220,15 +222,15 @@ def _wait(
         except subprocess.TimeoutExpired:
             return None
         finally:
-            process.kill()  # bubblewrap takes all that is inside with it
+            process.kill()  # everything in the sandbox ends with bubblewrap
 
 
 _PYTHON = [str(Path(sys.executable).resolve()), "-I", "-S", "-B", "-X", "utf8", "-c"]
-"""The interpreter of this process, without site-packages, the environment and files of the user's."""
+"""The interpreter of this process, without site-packages, environment variables and files of the user."""
 
 
 def _bubblewrap(root: bool, limits: Limits, filter_fd: int) -> list[str]:
-    """The command up to the program's own."""
+    """Return the command of bubblewrap, up to that of the program."""
     devices = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
     rights = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
@@ -248,7 +250,7 @@ def _bubblewrap(root: bool, limits: Limits, filter_fd: int) -> list[str]:
 
 @functools.cache
 def _system_folders() -> tuple[str, ...]:
-    """Binds of what a Python needs to start, read-only: the system's libraries and its own."""
+    """Return the read-only binds that a Python needs to start: the system's libraries and its own."""
     words: list[str] = []
     for name in ("/usr", "/lib", "/lib64", "/bin", "/nix/store", "/etc/ld.so.cache"):
         path = Path(name)
@@ -279,7 +281,7 @@ def _resource_limits(limits: Limits) -> dict[str, int]:
 
 
 def _memory_file(content: bytes) -> int:
-    """A descriptor of a file in memory with that content, at its beginning."""
+    """Return a descriptor of a file in memory with this content, positioned at its start."""
     file = os.memfd_create("qerl-sandbox")
     data = memoryview(content)
     while data:

@@ -1,18 +1,18 @@
-"""System calls that a program in the sandbox has no use for, as the filter that bubblewrap installs.
+"""The system call filter that bubblewrap installs in the sandbox.
 
-A filter is a program of classic BPF that the kernel runs on each system call (seccomp(2)). This one lets
-through calls that Linux 5.0 has, without those below. Every later call is "not implemented", as on an older
-kernel, for which C libraries have a way to fall back to: what Linux gets tomorrow (a mount API, io_uring,
-memory that belongs to no process) is no way out.
+A filter is a program of classic BPF that the kernel runs on each system call (seccomp(2)). This one allows
+the calls of Linux 5.0, except those below. Every later call fails as "not implemented", as on an older
+kernel, for which C libraries have fallbacks: calls that Linux adds later (a mount API, io_uring, memory that
+belongs to no process) are no way out.
 
-The calls below are "not permitted". They get around the limits (shared memory, files in memory and pages in
-pipes are part of no address space, and the buffers of sockets and pipes can be enlarged), read other
-processes, or open parts of the kernel that programs seldom touch: namespaces, mounts, tracing, keys, BPF,
+The calls below fail as "not permitted". They circumvent the limits (shared memory, files in memory and pages
+in pipes are part of no address space, and the buffers of sockets and pipes can be enlarged), read other
+processes, or reach parts of the kernel that programs seldom use: namespaces, mounts, tracing, keys, BPF,
 performance counters, modules, clocks.
 
-Sockets are those of this machine and of the Internet protocols; the sandbox has a network of its own, without
-any other host. Other families, such as that of virtual machines and their hosts (AF_VSOCK), know no network
-namespaces, and do not exist.
+Sockets may be local or of the Internet protocols; the sandbox has a network of its own, without any other
+host. Other families, such as AF_VSOCK between virtual machines and their hosts, ignore network namespaces,
+and fail as "not supported".
 """
 
 import platform
@@ -53,13 +53,13 @@ _LARGER_BUFFERS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both with FORCE
 _F_SETPIPE_SZ = 1031
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32)  # offsets in what a filter sees of a call
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32)  # offsets in `struct seccomp_data`
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 
 
 def seccomp_filter() -> bytes | None:
-    """The filter for this machine's processor; None if the numbers of its calls are not known here."""
+    """Return the filter for this machine's processor, or None if its call numbers are not known here."""
     if platform.machine() not in _PROCESSORS:
         return None
     place, architecture, first_unknown = _PROCESSORS[platform.machine()]
@@ -93,20 +93,20 @@ def seccomp_filter() -> bytes | None:
 
 
 def _of_call(number: int, *steps: bytes) -> list[bytes]:
-    """Steps for the call of this number alone, which is let through where none of them answers."""
+    """Apply steps to the call of this number alone; allow the call if none of them returns."""
     return [_step(_EQUAL, number, no=len(steps) + 1), *steps, _step(_RETURN, _ALLOW)]
 
 
 def _fail(compare: int, value: int, error: int) -> list[bytes]:
-    """Fail with the error where the comparison holds, else go on."""
+    """Fail with the error if the comparison holds, else continue."""
     return _answer(compare, value, _FAIL | error)
 
 
 def _answer(compare: int, value: int, answer: int) -> list[bytes]:
-    """Answer the call so where the comparison holds, else go on."""
+    """Return the answer if the comparison holds, else continue."""
     return [_step(compare, value, no=1), _step(_RETURN, answer)]
 
 
 def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """One instruction; `yes` and `no` are how many to pass over."""
+    """Encode one instruction; `yes` and `no` are the numbers of instructions to skip."""
     return struct.pack("=HBBI", code, yes, no, value)

@@ -7,11 +7,11 @@ Completion = str | list[Message]
 
 
 def completion_text(completion: Completion) -> str:
-    """The policy's text: a completion that is text already, or its turns, one below the other.
+    """Return the policy's text: a completion that is text already, or the policy's turns, joined by newlines.
 
-    Messages of others (a tool's result, an environment's answer) are left out. Where a tokenizer brings a
-    template for parsing responses, TRL moves the thinking out of the text into a field of its own; here it
-    stands between its tags again.
+    Messages of others (a tool's result, an environment's answer) are left out. If a tokenizer has a template
+    for parsing responses, TRL moves the thinking out of the text into a field of its own; here it is put back
+    between its tags.
     """
     if isinstance(completion, str):
         return completion
@@ -22,7 +22,7 @@ _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def code_blocks(text: str) -> list[str]:
-    """The blocks of Python that stand between three backticks, without a language or with Python's name."""
+    """Return the contents of code blocks between three backticks that name Python or no language."""
     return _BLOCK.findall(text)
 
 

@@ -1,1 +1,1 @@
-"""What settings go through: types and ranges, the parents' fields, recipes in YAML, and their tables."""
+"""Settings: types and ranges, the fields of the parent classes, recipes in YAML, and tables of fields."""

@@ -1,13 +1,13 @@
-"""What else says of fields: an adapter that exists, and TRL's fields that hold arguments of other libraries.
+"""Settings from other sources: a saved adapter, and TRL's fields that hold arguments of other libraries.
 
 An adapter's rank, alpha, dropout and target modules stand in its own config. Settings take them from there
-and may repeat them, but not say otherwise.
+and may repeat them, but not contradict them.
 
 Settings written for TRL may have `model_init_kwargs`, for `from_pretrained`; a model is loaded here by the
-fields `weights`, `rounding` and `dtype`. They describe the policy alone; in TRL they load reward models as
-well. And they may have `generation_kwargs`, for transformers' `generate` or vLLM. In TRL these change the
-sampler alone; here sampler and loss share the fields, so that the loss is of the policy that sampled. Each
-argument sets the field of its meaning, or is refused.
+fields `weights`, `rounding` and `dtype`. These arguments describe only the policy; in TRL they load reward
+models as well. Settings may also have `generation_kwargs`, for transformers' `generate` or vLLM. In TRL these
+change only the sampler; here sampler and loss share the fields, so that the loss is of the policy that
+sampled. Each argument sets the field with the same meaning, or is refused.
 """
 
 import dataclasses
@@ -65,15 +65,15 @@ _KWARGS: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, str], str]] =
     "model_init_kwargs": (_LOADING, _LOADED_ANYWAY, _NOT_LOADED, _OF_THE_MODEL),
     "generation_kwargs": (_SAMPLING, _SAMPLED_ANYWAY, _NOT_SAMPLED, _OF_THE_ENGINES),
 }
-"""Of each field that holds arguments: the fields that mean the same, values that say what is done anyway,
-why others are refused, and what there is in place of any other."""
+"""For each field that holds arguments: the fields that mean the same, values that are in effect anyway, why
+others are refused, and what takes the place of any other."""
 
 
 def take_saved_adapter(config: GRPOConfig) -> None:
-    """Describe the adapter that the field `adapter` names, if it names one.
+    """Write the saved adapter's rank, alpha, dropout and target modules into the settings, if there is one.
 
     Raises:
-        QeRLError: There is no LoRA adapter in that folder, or a field says otherwise.
+        QeRLError: There is no LoRA adapter in that folder, or a field contradicts it.
     """
     if config.adapter is None:
         return
@@ -98,7 +98,7 @@ def take_adapter(config: GRPOConfig, adapter: Mapping[str, Any], whose: str) -> 
         whose: The adapter's name in an error.
 
     Raises:
-        QeRLError: A field is set, and the adapter says otherwise.
+        QeRLError: A field that is set contradicts the adapter.
     """
     if config.tuning == "full":
         raise QeRLError(f"tuning is 'full', which trains no adapter; remove it, or {whose}.")
@@ -112,7 +112,7 @@ def take_adapter(config: GRPOConfig, adapter: Mapping[str, Any], whose: str) -> 
 
 
 def plain(value: Any) -> Any:
-    """Names in an order; PEFT keeps them as a set."""
+    """Return names in sorted order, since PEFT keeps them as a set; other values as they are."""
     return sorted(value) if isinstance(value, set | list) else value
 
 
@@ -121,8 +121,8 @@ def _defaults(config: GRPOConfig) -> dict[str, Any]:
 
 
 def take_kwargs(config: GRPOConfig) -> None:
-    """Move what `model_init_kwargs` and `generation_kwargs` say into the fields that say the same; nothing is
-    left of the two.
+    """Move the arguments in `model_init_kwargs` and `generation_kwargs` into the fields that mean the same;
+    both are None afterwards.
 
     Args:
         config: Settings; changed in place.

@@ -15,12 +15,12 @@ CLIPPED: dict[str, Any] = {
     "beta": 0.0,
     "use_bias_correction_kl": True,
 }
-"""What fields hold beside a clipped ratio to the policy before its update: TRL's defaults where it has
-them."""
+"""Values of fields for a loss that clips the ratio to the policy before its update: TRL's defaults where it
+has them."""
 
 EPSILON = {"dppo_kl": 0.05, "clip_cov": 1.0}
-"""Clip distances that belong to a loss: of "dppo_kl" in nats, that of SkyRL's runs, where 0.2 is a change of
-probability; of "clip_cov", which holds tokens back by their covariance instead, that of its authors' recipe
+"""Clip distances that belong to a loss: for "dppo_kl" in nats, from SkyRL's runs, where 0.2 is a change of
+probability; for "clip_cov", which holds tokens back by their covariance instead, from its authors' recipe
 (arXiv 2505.22617)."""
 
 UNSAID = CLIPPED | {
@@ -29,7 +29,7 @@ UNSAID = CLIPPED | {
     "delta": 20.0,
     "use_rollout_logprobs": True,
 }
-"""What fields hold that neither the user nor an algorithm sets: a loss that in a study here (docs/method.md)
+"""Values of fields that neither the user nor an algorithm sets: a loss that in a study here (docs/method.md)
 learned better than truncation where the sampler was four steps behind, and as well where it was not."""
 
 OF_RATIO = (
@@ -43,8 +43,8 @@ OF_RATIO = (
     "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
 )
-"""Fields that say how a ratio is bounded or corrects. Who sets one to something else than its default, and no
-loss, means that of TRL, where they have their usual meaning."""
+"""Fields that decide how a ratio is bounded or corrects. If one of them is set to a value other than its
+default, and no loss is, the loss is TRL's, with which these fields have their usual meaning."""
 
 _OF_DAPO = {"dynamic_sampling_batches": 2, "overlong_buffer": 0.2, "signal": "accuracy"}
 
@@ -65,7 +65,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "distill": CLIPPED,
     "sft": UNSAID,
 }
-"""What an algorithm sets where nobody has set the field.
+"""Fields that an algorithm sets unless they are set otherwise.
 
 - "grpo": arXiv 2402.03300, without its KL to the reference: most leave that out since DAPO, and TRL's weight
   of it is 0. The paper's is ``beta: 0.04`` with ``use_bias_correction_kl: false``.
@@ -79,9 +79,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 - "dppo": arXiv 2602.04879. The mask by total variation, to the sampler, is the paper's; its threshold of 0.2
   and plain centred advantages are those of prime-rl, the largest ratio of 20 is that of the authors' code in
   verl.
-- "distill": TRL's loss of rewards, where there are any beside the `teacher`, which teaches alone with it.
-- "sft": nothing but what stands anyway; it has no rewards.
+- "distill": TRL's loss for rewards, if there are any beside the `teacher`, from which alone it learns by
+  default.
+- "sft": only the values that are in effect anyway; it has no rewards.
 
-What papers say of the budget (samples of a prompt, batches, lengths) and learning rates, which they chose for
-training all weights and which are too small for adapters, is not set.
+The papers' budgets (samples per prompt, batches, lengths) and learning rates, which were chosen for training
+all weights and are too small for adapters, are not set.
 """

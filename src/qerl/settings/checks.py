@@ -1,8 +1,8 @@
-"""Types and ranges of settings, and how a wrong value is said in one sentence.
+"""Types and ranges of settings, and error messages of one sentence for wrong values.
 
 A dataclass checks nothing: `temperature: hot` would end a run when its first rollout begins,
 `reward_timeout: -1` would train on zeros to the end. Each annotation here is a type that pydantic knows, in
-strict mode: true is no number, 1.5 no integer, "3" neither, and NaN and infinity are no numbers either. The
+strict mode: true is not a number, 1.5 not an integer, "3" neither, and NaN and infinity are not numbers. The
 groups of a run's settings (`qerl.settings.groups`), requests of evaluations and the files of studies use
 them.
 """
@@ -33,7 +33,7 @@ from pydantic.fields import FieldInfo
 from qerl.errors import QeRLError
 
 MOST = 2**31 - 1
-"""Largest integer that a field takes; what counts tokens, steps or samples is far below."""
+"""Largest integer that a field takes; numbers of tokens, steps or samples are far below."""
 
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
@@ -86,7 +86,7 @@ Passages = Annotated[list[Passage], _One]
 
 
 def _decoded(value: Any) -> Any:
-    """TRL's and transformers' parsers of the command line hand over a mapping as JSON text."""
+    """Decode a mapping given as JSON text, as TRL's and transformers' command-line parsers pass it."""
     try:
         return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
     except ValueError as error:
@@ -121,10 +121,10 @@ _WORDS = {
 
 
 def checked(name: str, value: Any, type_: Any) -> Any:
-    """The value, as the field's type holds it (1 as 1.0 for a float, one name as a list of one).
+    """Return the value as the field's type holds it (1 as 1.0 for a float, one name as a list of one).
 
     Args:
-        name: Of the field, for the message.
+        name: Name of the field, for the message.
         value: A member of an enumeration counts as its value, a path as its text, a number or a truth
             value of numpy as Python's, a tuple as a list.
         type_: The field's annotation.
@@ -139,10 +139,10 @@ def checked(name: str, value: Any, type_: Any) -> Any:
 
 
 def validated(kind: type[Checked], values: Mapping[str, Any]) -> Checked:
-    """The record that these values make.
+    """Build the record with these values.
 
     Raises:
-        QeRLError: The first value, in the order of the record's fields, that is wrong.
+        QeRLError: A value is wrong; the message names the first in the order of the record's fields.
     """
     try:
         return kind.model_validate(values)
@@ -180,12 +180,12 @@ class Group(BaseModel):
 
     @classmethod
     def flat(cls) -> dict[str, FieldInfo]:
-        """The declarations by the names that the fields have in `QeRLConfig`."""
+        """Return the declarations by the names that the fields have in `QeRLConfig`."""
         return {info.alias or name: info for name, info in cls.model_fields.items()}
 
     @classmethod
     def of(cls, flat: Any) -> Self:
-        """The group of an object that has its fields by their flat names.
+        """Build the group from an object that has its fields by their flat names.
 
         Raises:
             QeRLError: A field is of another type or out of its range, or fields contradict each other.
@@ -194,7 +194,7 @@ class Group(BaseModel):
 
 
 def _plain(value: Any) -> Any:
-    """What a script hands over in place of a plain value, as that value."""
+    """Return the plain value of an enumeration, a path, a numpy number or a tuple; others as they are."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, PurePath):
@@ -210,7 +210,7 @@ def _adapter(type_: Any) -> TypeAdapter:
 
 
 def _sentence(name: str, value: Any, faults: list[Any]) -> str:
-    """All that the value could have been: a union has one complaint for each of its types."""
+    """Write the error message with all types that the value could have: a union reports one fault each."""
     inside = [p for p in faults[0]["loc"] if isinstance(p, int) or (isinstance(value, dict) and p in value)]
     if inside:  # of a list or mapping, the first wrong item says enough
         name, faults = f"{name}[{inside[0]}]", faults[:1]

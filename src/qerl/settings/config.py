@@ -1,13 +1,13 @@
-"""Settings of a run as one flat dataclass, which scripts, recipes and the command line make.
+"""Settings of a run as one flat dataclass, made by scripts, recipes and the command line.
 
-`QeRLConfig` is TRL's `GRPOConfig` with the fields of `qerl.settings.groups`, by their flat names. Wherever
-settings are made, from Python, a recipe or the command line alike (`qerl.settings.recipe`), they are read as
-groups, which checks every field and what contradicts what; what of the parents' fields does not act is in
-`qerl.settings.parents`.
+`QeRLConfig` is TRL's `GRPOConfig` with the fields of `qerl.settings.groups`, by their flat names. Settings
+from Python, a recipe or the command line (`qerl.settings.recipe`) are all read as groups, which checks every
+field and refuses contradictions; `qerl.settings.parents` has the fields of the parent classes that have no
+effect here.
 
-The fields of a run that are left to the machine are decided when it starts: `qerl.trainer.policy` writes what
-the memory plan chose (`tokens_per_forward`, `every_n_layers`) into the settings, so that the config.yaml of
-the run has them.
+Fields that depend on the machine are decided when a run starts: `qerl.trainer.policy` writes the choices of
+the memory plan (`tokens_per_forward`, `every_n_layers`) into the settings, so that the config.yaml of the run
+has them.
 """
 
 import copy
@@ -37,23 +37,23 @@ from qerl.settings.parents import (
 )
 
 LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
-"""By `tuning`, where nobody says it."""
+"""Learning rates by `tuning`, if `learning_rate` is unset."""
 
 SFT_LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
-"""With ``algorithm: sft``: that of TRL's `SFTConfig` for all weights, which is too small for adapters, and
-ten times that for these, as in RL."""
+"""The same with ``algorithm: sft``: the rate of TRL's `SFTConfig` for all weights, which is too small for
+adapters, and ten times that for adapters, as in RL."""
 
 _EVALUATED_TOGETHER = 1024
-"""Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
+"""Completions per call of an evaluation: twice the rows of the paged engine, which are refilled meanwhile."""
 
 _ENVIRONMENTS_TOGETHER = 64
-"""The same where each has an environment, which may be a connection to somewhere."""
+"""The same if each completion has an environment, which may be a network connection."""
 
 _TYPES_OF_PARENTS = get_type_hints(GRPOConfig)
 
 
 def refusal(name: str, default: Any) -> str:
-    """Why a field cannot be set, in a sentence; empty for a field that can."""
+    """Return in a sentence why a field cannot be set; empty if it can."""
     if name in REFUSED:
         instead = f", and {REFUSED[name]}" if REFUSED[name] else ""
         return (
@@ -68,10 +68,10 @@ def refusal(name: str, default: Any) -> str:
 
 
 def _take_defaults(config: Any) -> list[str]:
-    """Give the fields that do not act their defaults; returns the replaced ones that said something else.
+    """Reset fields without effect to their defaults; return the replaced ones that had another value.
 
     Raises:
-        QeRLError: A field that must keep its default says something else.
+        QeRLError: A field that must keep its default has another value.
     """
     replaced = []
     for name, spec in FIELDS.items():
@@ -97,15 +97,15 @@ def _says_something(value: Any, default: Any) -> bool:
 
 
 class UnknownField(QeRLError, TypeError):
-    """A keyword that is no field; a `TypeError`, as a dataclass raises for it."""
+    """Error for a keyword that is no field; also a `TypeError`, which a dataclass would raise."""
 
 
 def _flat_field(name: str) -> tuple[str, Any, Any]:
-    """A field of a group as one of a dataclass.
+    """Return name, type and definition of a group's field for a dataclass.
 
-    Scripts for TRL make settings with its `TrlParser`, or transformers' `HfArgumentParser`. Both hand a
-    field's metadata to argparse, which knows `help` alone, and know few types: those of the parents' own
-    fields, and a mapping as a text of JSON.
+    Scripts for TRL make settings with its `TrlParser`, or transformers' `HfArgumentParser`. Both pass a
+    field's metadata to argparse, which accepts only `help`, and know few types: those of the parents' own
+    fields, and a mapping as JSON text.
     """
     info = DECLARED[name]
     held = info.annotation
@@ -127,12 +127,11 @@ else:
 
 @dataclass
 class QeRLConfig(OwnFields, GRPOConfig):
-    """Everything a run needs to know; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid
-    too.
+    """All settings of a run; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid too.
 
     Attributes:
-        replaced: Names of fields that were set and ask for speed alone, in which their default stands again;
-            a run says what takes their place (`qerl.settings.parents.replacements`).
+        replaced: Names of fields that were set, ask only for speed or memory, and were reset to their
+            defaults; a run logs what takes their place (`qerl.settings.parents.replacements`).
     """
 
     def __post_init__(self) -> None:
@@ -166,7 +165,7 @@ class QeRLConfig(OwnFields, GRPOConfig):
         Settings.of(self)
 
     def _fill_in(self) -> None:
-        """Decide what nobody said and other fields decide."""
+        """Set the unset fields whose defaults depend on other fields."""
         demonstrations = self.algorithm == "sft"
         preset = UNSAID if self.algorithm is None else ALGORITHMS[self.algorithm]
         unsaid = dict(self._unsaid_loss() if preset is UNSAID and not demonstrations else preset)
@@ -174,7 +173,7 @@ class QeRLConfig(OwnFields, GRPOConfig):
         by_divergence = loss_type in ("dppo_tv", "dppo_kl")
         level = self.importance_sampling_level or unsaid["importance_sampling_level"]
         if (loss_type, level) != (unsaid["loss_type"], unsaid["importance_sampling_level"]):
-            # Its bounds are those of another ratio; delta is one of either divergence.
+            # The preset's bounds are for another ratio; delta holds for either divergence.
             others = ("epsilon_high",) if by_divergence else ("epsilon_high", "delta")
             unsaid = {name: value for name, value in unsaid.items() if name not in others}
             unsaid["epsilon"] = CLIPPED["epsilon"]
@@ -198,7 +197,7 @@ class QeRLConfig(OwnFields, GRPOConfig):
             self.dataloader_pin_memory = False  # there is nothing to pin for
 
     def _unsaid_loss(self) -> dict[str, Any]:
-        """What stands where no algorithm has a loss: see `UNSAID` and `OF_RATIO`."""
+        """Return the defaults of the loss if no algorithm sets one: see `UNSAID` and `OF_RATIO`."""
         said = any(getattr(self, name) != default_of(FIELDS[name]) for name in OF_RATIO)
         ours = not said if self.loss_type is None else self.loss_type == UNSAID["loss_type"]
         return UNSAID if ours else CLIPPED
@@ -209,41 +208,41 @@ class QeRLConfig(OwnFields, GRPOConfig):
         return Settings.of(self)
 
     def _evaluated_together(self, environments: bool) -> int:
-        """Completions that an evaluation samples at a time where nobody says it: at least one group."""
+        """Return the default number of completions sampled at a time in evaluations: at least one group."""
         group = self.num_generations_eval or self.num_generations
         return group * max(1, (_ENVIRONMENTS_TOGETHER if environments else _EVALUATED_TOGETHER) // group)
 
     def follow_tuning(self) -> None:
-        """`learning_rate` becomes the default for `tuning` where nobody gave one."""
+        """Set `learning_rate` to the default for `tuning`, unless the user set it."""
         if self._default_rate:
             rates = SFT_LEARNING_RATES if self.algorithm == "sft" else LEARNING_RATES
             self.learning_rate: float | None = rates[self.tuning]
 
     def make_room_for_environments(self) -> None:
-        """The default of `per_device_eval_batch_size` becomes what it is with the field `environment`, for a
-        trainer that was handed its environments."""
+        """Replace a default `per_device_eval_batch_size` by that with the field `environment`, for a trainer
+        that was given its environments."""
         if self.per_device_eval_batch_size == self._evaluated_together(False):
             self.per_device_eval_batch_size: int | None = self._evaluated_together(True)
 
     @property
     def goes_by_metric(self) -> bool:
-        """Whether something is chosen by the metric of evaluations."""
+        """True if the evaluation metric decides the best model, the learning rate or an early stop."""
         by_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau"
         return bool(self.load_best_model_at_end or by_plateau or self.early_stopping_patience)
 
     @property
     def device(self) -> torch.device:
-        """Of this process; accelerate's cpu:1 is one that torch loads no checkpoint to."""
+        """Device of this process; cpu instead of accelerate's cpu:1, to which torch loads no checkpoint."""
         device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run scores held-out problems, at its start or on the way."""
+        """True if the run scores held-out problems, at its start or on the way."""
         return evaluates(self)
 
     def noise_schedule_of(self, steps: int) -> NoiseSchedule:
-        """sigma by step for a run of so many optimizer steps.
+        """Return the schedule of sigma for a run of ``steps`` optimizer steps.
 
         Raises:
             QeRLError: The run is shorter than the schedule has stages.
@@ -255,7 +254,7 @@ FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.ini
 
 
 def _unknown_in_a_sentence(made: Any) -> Any:
-    """The constructor, which names the nearest field where it is called with a keyword that is none."""
+    """Wrap the constructor so that an unknown keyword raises an error with the nearest field's name."""
 
     @functools.wraps(made)
     def init(self: QeRLConfig, *values: Any, **fields: Any) -> None:
@@ -273,7 +272,7 @@ QeRLConfig.__init__ = _unknown_in_a_sentence(QeRLConfig.__init__)  # type: ignor
 
 
 def check_processes(config: Any) -> None:
-    """Refuse several processes without a GPU that nobody told to share the CPU: each would train alone.
+    """Raise if several processes run without a GPU and without use_cpu, since each would train alone.
 
     Raises:
         QeRLError: A launcher started more processes than work together.
@@ -290,16 +289,16 @@ _NOT_COPIED = {"bf16", "generation_batch_size", "output_dir"}
 
 
 def as_ours(args: GRPOConfig, **own: Any) -> QeRLConfig:
-    """Settings that train what TRL would with ``args``, its own class.
+    """Convert a TRL config to settings that train as TRL would.
 
-    A `GRPOConfig` asks for what TRL would train: its fields act as TRL's documentation says, with TRL's
-    defaults where ours differ (masking of whole sequences by their importance weight, a learning rate of 1e-6
-    also for adapters, a log line every ten steps), and nothing is added that TRL does not know. How the model
-    is kept (weights, LoRA rank) has `QeRLConfig`'s defaults, since a `GRPOConfig` cannot say it.
+    The fields of a `GRPOConfig` act as TRL's documentation says, with TRL's defaults where ours differ
+    (masking of whole sequences by their importance weight, a learning rate of 1e-6 also for adapters, a log
+    line every ten steps), and nothing is added that TRL does not know. The model's format and adapter
+    (weights, LoRA rank) have `QeRLConfig`'s defaults, since a `GRPOConfig` has no fields for them.
 
     A dataclass does not tell which fields were set, and `GRPOConfig` derives some from others, so a field
-    counts as set where it differs from that of a `GRPOConfig` without arguments. Two fields are not taken
-    over as they are: ``bf16``, which is on by default there, is autocast, which does not exist here, and
+    counts as set if it differs from that of a `GRPOConfig` without arguments. Two fields are not copied:
+    ``bf16``, which is on by default there, is autocast, which does not exist here, and
     ``generation_batch_size`` follows from the other batch sizes.
 
     Args:

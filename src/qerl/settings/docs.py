@@ -1,7 +1,7 @@
-"""The fields of the settings as text, from their declarations in `qerl.settings.groups`.
+"""Descriptions of the settings' fields, from their declarations in `qerl.settings.groups`.
 
-The terminal shows them (`qerl train --help`, `qerl fields`), and `python -m qerl.settings.docs` prints the
-tables of docs/configuration.md, which a test compares with the page.
+`qerl train --help` and `qerl fields` print them, and `python -m qerl.settings.docs` prints the tables of
+docs/configuration.md, which a test compares with the page.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ Rows = list[tuple[str, ...]]
 
 
 def own_fields() -> dict[str, Rows]:
-    """Name, default and sentence, by group, of each field with a sentence of its own."""
+    """Return name, default and sentence of each field with a sentence of its own, by group."""
     return {
         group.__name__: [
             (name, shown(_unsaid(name)), sentence_of(name)) for name in group.flat() if name in OWN_NAMES
@@ -55,7 +55,7 @@ def own_fields() -> dict[str, Rows]:
 
 
 def other_defaults() -> Rows:
-    """Name, TRL's default, ours and the reason, of every field whose default differs from TRL's."""
+    """Return name, TRL's default, ours and the reason, for every field whose default differs from TRL's."""
     theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
     return [
         (name, shown(theirs[name]), shown(_unsaid(name)), INSTEAD_OF_TRL.get(name, ""))
@@ -65,12 +65,12 @@ def other_defaults() -> Rows:
 
 
 def _unsaid(name: str) -> Any:
-    """What a field holds where neither the user nor an algorithm sets it."""
+    """Return the value of a field that neither the user nor an algorithm sets."""
     return UNSAID.get(name, default_of(FIELDS[name]))
 
 
 def presets() -> Rows:
-    """Name of each algorithm, and the fields that it sets to something else than no algorithm does."""
+    """Return the name of each algorithm, and the fields to which it gives other values than the defaults."""
     others = {
         name: [f"{key}: {shown(value)}" for key, value in fields.items() if value != _unsaid(key)]
         for name, fields in ALGORITHMS.items()
@@ -79,12 +79,12 @@ def presets() -> Rows:
 
 
 def inherited_fields() -> list[str]:
-    """Names of the fields of TRL and transformers that act as they do there."""
+    """Return the names of the fields of TRL and transformers that act as they do there."""
     return sorted(name for name in DECLARED if name in FIELDS and name not in OWN_NAMES)
 
 
 def help_text() -> str:
-    """The fields by group, and where the others are said, for the end of a command's help."""
+    """Return the fields by group, and how to list the others, for the end of a command's help."""
     lines = ["fields, each set by --FIELD VALUE or in a recipe (default in brackets):"]
     for group, rows in own_fields().items():
         lines += [
@@ -98,7 +98,7 @@ def help_text() -> str:
 
 
 def all_fields_text() -> str:
-    """Every field, for `qerl fields`."""
+    """Return the text of `qerl fields`: every field."""
     parts = ["\n".join([f"{group}:", *(line for row in rows for line in _entry(*row))])
              for group, rows in own_fields().items()]  # fmt: skip
     parts.append(_presets_text())
@@ -114,7 +114,7 @@ def all_fields_text() -> str:
 
 
 def field_text(name: str) -> str:
-    """What one field is, for `qerl fields NAME`.
+    """Return the text of `qerl fields NAME`: the description of one field.
 
     Raises:
         QeRLError: There is no such field; the message names the nearest.
@@ -139,7 +139,7 @@ def field_text(name: str) -> str:
 
 
 def markdown() -> dict[str, str]:
-    """The tables of docs/configuration.md by the heading under which each stands."""
+    """Return the tables of docs/configuration.md by their headings."""
     head = ("field", "default", "what")
     return {
         "Fields": "\n\n".join(

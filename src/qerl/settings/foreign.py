@@ -1,8 +1,9 @@
-"""Words of TRL's scripts, of `from_pretrained` and of `qerl plan` that are no field, and what to do instead.
+"""Names that users may take for fields, from TRL's scripts, `from_pretrained` and `qerl plan`, and what to do
+instead.
 
-Who comes from TRL's command line types the words of its `ModelConfig` and `ScriptArguments`. Most of them
-have a field here that does the same under another name, too far from it to be guessed from the letters. Who
-comes from QeRL 0.2 may type what is in no trainer any more.
+Users of TRL's command line type the names of its `ModelConfig` and `ScriptArguments`. Most of these have a
+field here that does the same under a name too different to be guessed from the letters. Users of QeRL 0.2 may
+type fields that were removed.
 """
 
 import difflib
@@ -12,14 +13,14 @@ from typing import Any
 from qerl.errors import QeRLError
 
 _RENAMED = {"dynamic_sampling_rounds": "dynamic_sampling_batches"}
-"""Fields of QeRL 0.2 that mean the same under another name."""
+"""Fields of QeRL 0.2 that were renamed."""
 
 _OF_STUDIES = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": False}
 GONE = _OF_STUDIES | {"speculative_tokens": 0}
-"""Fields of QeRL 0.2 that are none any more, by the value that asks for nothing."""
+"""Fields of QeRL 0.2 that were removed, with the value at which they had no effect."""
 
 _NO_CHOICE = "early_rewards"
-"""A field of QeRL 0.2 on which no reward depended."""
+"""A removed field of QeRL 0.2 that changed no reward."""
 
 _IN_STUDIES = "it left the trainer for the studies in lab/, as it helped in none of them: remove it"
 _QUANTISED = "set weights, which says how the model is quantised"
@@ -39,7 +40,7 @@ OF_LOADING = {
     "load_in_4bit": _QUANTISED,
     "load_in_8bit": _QUANTISED,
 }
-"""What to do instead of giving `from_pretrained` such an argument, as the end of a sentence."""
+"""What to do instead of passing an argument to `from_pretrained`, as the end of a sentence."""
 
 INSTEAD = {
     # The model
@@ -83,22 +84,22 @@ INSTEAD = {
     "gpu": "`qerl plan` takes it, as --gpu",
     "processes": "`qerl plan` takes it, as --processes; for a run, torchrun starts the processes",
 }
-"""The same of every word that somebody may take for a field."""
+"""The same for every name that a user may take for a field."""
 
 
 def without_gone(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a file under the names of today, without those of `GONE` that ask for nothing and the one
-    that never changed a result: runs of QeRL 0.2 wrote all fields."""
+    """Return a file's settings under today's names, without removed fields that had no effect, since runs of
+    QeRL 0.2 wrote all fields."""
     kept = {name: value for name, value in values.items() if name not in GONE or value != GONE[name]}
     kept.pop(_NO_CHOICE, None)
     return {_RENAMED.get(name, name): value for name, value in kept.items()}
 
 
 def not_of_studies_alone(mode: Any) -> Any:
-    """The mode of the importance correction, which a check of its field's type takes from here.
+    """Return a mode of the importance correction; the validator of its field's type.
 
     Raises:
-        ValueError: It is one that studies alone have.
+        ValueError: The mode exists only in studies.
     """
     if mode in ("token_one_sided", "token_balance"):
         raise ValueError(_IN_STUDIES)
@@ -106,30 +107,30 @@ def not_of_studies_alone(mode: Any) -> Any:
 
 
 def refuse_foreign(word: str, where: str) -> None:
-    """Raise for one of these words, saying what to do instead.
+    """Raise if a key is in `INSTEAD`, with what to do instead.
 
     Args:
         word: The key that was given.
         where: Where it was given, as the start of a sentence.
 
     Raises:
-        QeRLError: It is one of them.
+        QeRLError: The key is in `INSTEAD`.
     """
     if word in INSTEAD:
         raise QeRLError(f"{where} has the unknown key {word!r}; {INSTEAD[word]}.")
 
 
 def refuse_unknown(key: str, where: str, fields: Collection[str], own: Collection[str]) -> None:
-    """Raise for a key that is no field, naming the field that is meant or the nearest one.
+    """Raise if a key is no field, with what to do instead or the nearest field's name.
 
     Args:
-        key: What was given.
+        key: The key that was given.
         where: Where it was given, as the start of a sentence.
         fields: The names of all fields.
-        own: Those of this project, which are looked through first.
+        own: Names of this project's fields, which are searched first.
 
     Raises:
-        QeRLError: It is no field.
+        QeRLError: The key is no field.
     """
     if key in fields:
         return

@@ -6,8 +6,8 @@ dataclass `qerl.settings.config.QeRLConfig` has its fields from here, each under
 gives the groups back as `QeRLConfig.groups`.
 
 Fields that contradict each other are found by the plain functions of a group's `rules`, and by those of
-`Settings` where groups meet. They run twice: on the fields as they were given, in which None is what nobody
-said, and on those of the finished settings.
+`Settings` across groups. They run twice: on the fields as given, in which None means unset, and on those of
+the finished settings.
 """
 
 import json
@@ -75,8 +75,9 @@ class Model(Group):
     name: Text | None = None
     """Hub id, local folder or .gguf file of the base model; required."""
     weights: WeightFormatName | None = None
-    """Format of the frozen linear layers: nvfp4, mxfp4, nf4, bf16 (unquantised) or as-published (each as its
-    folder holds it); unset, that of a packed folder, as-published for one in several, else nvfp4."""
+    """Format of the frozen linear layers: nvfp4, mxfp4, nf4, bf16 (unquantised) or as-published (each layer
+    as its folder has it); unset, the format of a packed folder, as-published for a folder in several formats,
+    else nvfp4."""
     rounding: Rounding = DEFAULT_ROUNDING
     """How an unquantised checkpoint is rounded while loading: mse (least error) or rtn (nearest)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -85,8 +86,8 @@ class Model(Group):
     tuning: Literal["lora", "full"] = "lora"
     """Train LoRA adapters or all weights (full: bf16 weights only)."""
     adapter: Text | None = None
-    """Folder of a LoRA adapter that goes on training, with its own rank, alpha, dropout and target modules;
-    unset, a fresh one."""
+    """Folder of a LoRA adapter to continue training, with its own rank, alpha, dropout and target modules;
+    unset, a fresh adapter."""
     lora_r: PositiveInt = 32
     """Rank of the adapters."""
     lora_alpha: PositiveInt = 32
@@ -94,18 +95,19 @@ class Model(Group):
     lora_dropout: ShareBelow1 = 0.0
     """Dropout on the adapters' input."""
     lora_target_modules: Annotated[Names, Field(min_length=1)] | None = None
-    """Names of the linear layers that get an adapter; unset, all of the decoder but those of experts."""
+    """Names of the linear layers that get an adapter; unset, all of the decoder except those of experts."""
     lora_experts: Literal["shared", "each"] = "shared"
-    """Where linears of experts get adapters: one for all experts of a layer (shared), or one for each."""
+    """If linears of experts get adapters: one for all experts of a layer (shared), or one per expert
+    (each)."""
     disable_dropout: bool = False
-    """Turn off all dropout of the model, that of its adapters too."""
+    """Turn off all dropout of the model, including that of its adapters."""
     cast_lm_head_to_fp32: bool = False
-    """Compute the head in float32; its weights must not be those of the embeddings."""
+    """Compute the head in float32; its weights must not be tied to the embeddings."""
     trust_remote_code: bool = False
-    """Load models and tokenizers that bring code of their own, which then runs here."""
+    """Load models and tokenizers that come with their own Python code, which then runs here."""
     router_aux_loss_coef: NonNegative | None = None
-    """Weight of the router's loss of a mixture of experts, which must be 0; unset, 0 for adapters, under
-    which routers are frozen."""
+    """Weight of the router's loss of a mixture of experts, which must be 0; unset, 0 for adapters, with which
+    routers are frozen."""
     model_init_kwargs: Options | None = None
     """Arguments of transformers' from_pretrained; each sets the field that means the same, such as dtype, or
     is refused."""
@@ -137,28 +139,28 @@ class Data(Group):
     reward_timeout: Positive = 10.0
     """Seconds a reward function may take for one sample."""
     reward_errors: Literal["stop", "tolerate"] = "stop"
-    """A reward function that fails on every sample of a step ends the run (stop), or the run goes on with
-    zeros, without any reward of a judge or a sandbox (tolerate)."""
+    """If a reward function fails on every sample of a step, end the run (stop), or go on with zeros, or with
+    no reward at all from a judge or a sandbox (tolerate)."""
     max_prompt_length: PositiveInt | None = None
     """Largest number of tokens of a prompt; longer ones are left out and counted."""
     chat_template_kwargs: Options | None = None
     """Arguments of the chat template, for example {enable_thinking: false}."""
     shuffle_dataset: bool = True
-    """Take the problems in a random order, another one in each epoch."""
+    """Take the problems in a random order, a new one in each epoch."""
     max_length: PositiveInt | None = 1024
     """With algorithm: sft: largest number of tokens of a demonstration; longer ones are cut at their end.
     Null cuts none."""
     completion_only_loss: bool | None = None
-    """With algorithm: sft: whether the loss of a prompt with its completion looks at the completion alone;
+    """With algorithm: sft: whether the loss of a prompt with its completion covers only the completion;
     unset, it does."""
     assistant_only_loss: bool | None = None
-    """With algorithm: sft: whether the loss looks at what the assistant writes alone, every turn of it;
-    unset, it does of `messages`."""
+    """With algorithm: sft: whether the loss covers only the assistant's turns, all of them; unset, it does
+    for `messages`."""
     curriculum: bool = False
-    """Sample problems less that were solved always or never when they were last sampled; one other outcome
+    """Sample problems less often whose latest groups were all right or all wrong; a group with mixed outcomes
     brings a problem back."""
     curriculum_floor: PositiveShare = 0.1
-    """Smallest chance with which such a problem keeps its place in a rollout."""
+    """Smallest probability with which a problem that curriculum samples less keeps its place in a rollout."""
     eval_samples: PositiveInt = 64
     """Number of held-out problems for evaluation while training."""
     tools: Names = []
@@ -168,15 +170,15 @@ class Data(Group):
     """Environment of each sample: PATH.py:Class, the name of a built-in one (calculator, guess_number), or
     endpoint:PATH.py:function for an agent that speaks OpenAI's chat API to the policy."""
     environment_options: Options = {}
-    """Keyword arguments of the environment; of an endpoint timeout, at_once, process, host and port."""
+    """Keyword arguments of the environment; for an endpoint timeout, at_once, process, host and port."""
     max_tool_calling_iterations: PositiveInt | None = None
     """Largest number of turns of a sample that tools or an environment answer; unset, as many as
     max_completion_length allows."""
     tool_timeout: Positive = 30.0
     """Seconds that a call of a tool, or an answer of an environment, may take."""
     tool_errors: Literal["text", "end"] = "text"
-    """A call that raises or takes too long is told to the model as a text (text) or ends its trajectory
-    (end)."""
+    """A tool call that raises or takes too long is reported to the model as text (text) or ends its
+    trajectory (end)."""
     tool_output_limit: PositiveInt = 4000
     """Largest number of characters of what a tool or an environment answers; longer answers are cut."""
 
@@ -201,39 +203,39 @@ class Sampling(Group):
     rules = (_budget_leaves_an_answer,)
 
     num_generations: Annotated[int, Field(ge=2, le=MOST)] = 8
-    """Number of samples of a prompt, which are a group."""
+    """Number of samples per prompt, which form a group."""
     num_generations_eval: PositiveInt | None = None
-    """The same in evaluations; unset, as many."""
+    """Number of samples per prompt in evaluations; unset, num_generations."""
     steps_per_generation: PositiveInt | None = None
-    """Number of microbatches that are sampled at a time; unset, those of one optimizer step
+    """Number of microbatches sampled at a time; unset, those of one optimizer step
     (gradient_accumulation_steps)."""
     generation_batch_size: PositiveInt | None = None
-    """The same as a number of completions over all processes, in place of steps_per_generation."""
+    """Number of completions sampled at a time over all processes, in place of steps_per_generation."""
     temperature: Positive = 1.0
     """Temperature of sampling, and of the policy that is trained."""
     top_p: PositiveShare = 1.0
-    """Share of the probability, of the likeliest tokens, that is drawn from."""
+    """Draw from the likeliest tokens that together have this share of the probability."""
     top_k: Count = 0
-    """Number of likeliest tokens that are drawn from; 0 for all."""
+    """Draw from this number of likeliest tokens; 0 for all."""
     min_p: Share | None = None
-    """Smallest probability of a token that is drawn, as a share of that of the likeliest."""
+    """Smallest probability of a token to draw, as a share of the likeliest token's."""
     max_completion_length: PositiveInt = 512
     """Largest number of tokens of a completion."""
     stop_strings: Passages = []
-    """Texts that end a completion, or in a trajectory of several turns a turn, with the token that completes
-    one; the text stays in it. For transformers' generate this is stop_strings, for vLLM stop with
-    include_stop_str_in_output."""
+    """Texts that end a completion, or in a trajectory of several turns a turn, at the token that completes
+    the text; the text stays in the completion. For transformers' generate this is stop_strings, for vLLM stop
+    with include_stop_str_in_output."""
     thinking_budget: PositiveInt | None = None
     """Largest number of tokens of a turn before its thoughts, from `<think>` to `</think>`, are closed by
-    thinking_end, which is masked as what tools say is; the model goes on within max_completion_length. Unset,
-    it thinks as long as it likes."""
+    thinking_end, which is masked like the output of tools; the model goes on within max_completion_length.
+    Unset, thoughts have no limit of their own."""
     thinking_end: Passage = "\n</think>\n\n"
     """Text that closes thoughts, with `</think>` in it."""
     max_staleness: Annotated[int, Field(ge=0, le=4)] = 0
-    """Largest number of optimizer steps that a group may start ahead of the one that it trains in, in rows
+    """Largest number of optimizer steps by which a group may start before the step that trains on it, in rows
     that are free while the last samples of a rollout are drawn; unfinished samples and their keys and values
-    stay over the update, so samples come from older policies too; docs/training.md says what that costs. 0
-    samples each step by itself."""
+    are kept during the update, so samples come from older policies too; docs/training.md has the costs. With
+    0 each step is sampled by itself."""
     max_sequences: PositiveInt | None = None
     """Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged
     engine)."""
@@ -402,7 +404,7 @@ def _entropy_bounds_are_in_order(loss: Any) -> None:
 
 
 TEACHER_ADAPTER = "adapter:"
-"""What stands in front of the folder of a teacher that is an adapter."""
+"""Prefix of the folder of a teacher that is an adapter."""
 
 
 def _a_teacher_is_named(loss: Any) -> None:
@@ -428,7 +430,7 @@ def _only_models_have_formats(loss: Any) -> None:
 
 
 _OF_REWARDS_ALONE = ("cispo", "sapo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
-"""Losses whose name decides nothing of a teacher's part, unlike those that differ in what divides it."""
+"""Losses whose name has no effect on a teacher's term, unlike losses that differ in its divisor."""
 
 
 def _a_lone_teacher_needs_no_signal(loss: Any) -> None:
@@ -480,36 +482,38 @@ class Loss(Group):
     )
 
     algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "distill", "sft"] | None = None
-    """Preset of a paper's algorithm, which sets fields that nobody has set (grpo without the paper's KL,
-    which is beta: 0.04); unset, each has its default; sft learns from the task's demonstrations instead of
-    rewards."""
+    """Preset of a paper's algorithm, which sets fields that are not set otherwise (grpo without the paper's
+    KL, which is beta: 0.04); unset, each field has its default; sft learns from the task's demonstrations
+    instead of rewards."""
     loss_type: LossType | None = None
     """Loss, by TRL's and verl's names: dppo_kl drops the tokens whose probability has already moved too far
-    from the sampler's; dapo clips the ratio, and is what stands unset beside a field that bounds a ratio or
-    its correction; both are means over all tokens of the batch. grpo, that of GRPO's paper, is the mean of
-    each sample's own mean, in which a token of a long sample counts less, so that wrong answers grow long;
-    docs/training.md has the others."""
+    from the sampler's; dapo clips the ratio, and is the default if a field that bounds a ratio or its
+    correction is set; both are means over all tokens of the batch. grpo, the loss of GRPO's paper, is the
+    mean over samples of each sample's own mean, in which a token of a long sample counts less, so that wrong
+    answers grow long; docs/training.md has the others."""
     loss_agg_mode: Aggregation | None = None
-    """What the losses of tokens are divided by before they are added, by verl's names, and prompt-mean, in
-    which prompts count alike; unset, what belongs to loss_type."""
+    """How the losses of tokens are divided and added, by verl's names, and prompt-mean, in which all prompts
+    count alike; unset, as loss_type does it."""
     filter_zero_advantages: bool = False
-    """Leave groups without signal out of the number of tokens or samples that the loss is divided by, in
-    which TRL counts them; refused with beta or a teacher, which give them a loss."""
+    """Leave groups without signal out of the number of tokens or samples that the loss is divided by; TRL
+    counts them. Refused with beta or a teacher, with which these groups have a loss."""
     epsilon: NonNegative | None = None
-    """Clip distance of the ratio below 1, and above where epsilon_high says nothing; of loss_type dppo_tv and
+    """Clip distance of the ratio below 1, and above 1 if epsilon_high is unset; for loss_type dppo_tv and
     dppo_kl the largest divergence. Unset, 0.05 for dppo_kl, 1 for clip_cov, and 0.2 for others."""
     epsilon_high: NonNegative | None = None
-    """The same above; unset, `epsilon`."""
+    """The same as `epsilon` for ratios above 1, and the largest ratio itself for loss_type cispo; unset,
+    `epsilon`."""
     delta: Positive | None = None
-    """Largest ratio of samples with a negative advantage (two-sided clip), and of all with dppo_tv and
-    dppo_kl; refused with cispo, sapo, vespo and kl_cov, which have no such clip. Unset, 20 for dppo_kl
+    """Largest ratio of samples with a negative advantage (two-sided clip), and of all samples with dppo_tv
+    and dppo_kl; refused with cispo, sapo, vespo and kl_cov, which have no such clip. Unset, 20 for dppo_kl
     without an algorithm, and none for others."""
     importance_sampling_level: Literal["token", "sequence"] | None = None
     """Whether a ratio is that of a token or of a sequence (GSPO)."""
     use_rollout_logprobs: bool | None = None
-    """Take the loss's ratio to the sampler's log-probabilities in place of those of the policy before its
-    first update, so that no pass computes these; the importance correction is then in the ratio, and is no
-    factor once more: its bounds act in the modes that mask. Unset, true for dppo_tv and dppo_kl alone."""
+    """Compute the loss's ratio to the sampler's log-probabilities instead of those of the policy before its
+    first update, which saves the pass for the latter; the ratio then contains the importance correction,
+    which is no separate factor: its bounds act only in the modes that mask. Unset, true for dppo_tv and
+    dppo_kl only."""
     num_iterations: PositiveInt = 1
     """Number of times that a rollout is trained on."""
     reward_weights: Annotated[list[float], Field(min_length=1)] | None = None
@@ -521,13 +525,13 @@ class Loss(Group):
     the mean reward of their group (MaxRL, for rewards that are not negative, so without overlong_buffer), or
     nothing (none, or false)."""
     mask_truncated_completions: bool = False
-    """Leave truncated samples out of the loss, and out of the mean and standard deviation of their group, in
-    which TRL leaves them, so that the advantages that the loss sees add up to 0 (docs/numerics.md)."""
+    """Leave truncated samples out of the loss, and out of the mean and standard deviation of their group,
+    where TRL keeps them, so that the advantages in the loss add up to 0 (docs/numerics.md)."""
     overlong_buffer: ShareBelow1 | None = None
     """Share of max_completion_length over which the length penalty grows from 0 to -1; 0 turns it off."""
     dynamic_sampling_batches: Count | None = None
-    """Largest number of groups that a step may sample in the place of groups without signal, in batches of as
-    many as it trains on; they enter the same rollout as soon as they are missing."""
+    """Largest number of groups that a step may sample to replace groups without signal, in multiples of the
+    groups it trains on; they enter the same rollout as soon as they are needed."""
     signal: Literal["accuracy", "reward"] | None = None
     """Which groups have a signal: those with right and wrong samples by the reward function `accuracy` or the
     only one (accuracy; right is above 0), or those whose rewards differ (reward). Unset, the algorithm
@@ -541,95 +545,99 @@ class Loss(Group):
     """How the loss corrects for the ratio of trainer to sampler probabilities, per token or per sequence:
     truncated at the bounds, or masked beyond them."""
     vllm_importance_sampling_clip_max: Positive | None = 3.0
-    """Upper bound of that ratio; unset, none."""
+    """Upper bound of the ratio of trainer to sampler probabilities; unset, none."""
     vllm_importance_sampling_clip_min: NonNegative | None = None
-    """Lower bound of that ratio; unset, none."""
+    """Lower bound of the ratio of trainer to sampler probabilities; unset, none."""
     rollout_rs: Literal["seq_mean_k1", "seq_mean_k3"] | None = None
-    """Leave whole samples out of the policy's term of the loss (not out of beta's, kl_tau's, the entropy's
-    and a teacher's) in which trainer and sampler are too far apart, beside the correction: by the geometric
-    mean of their ratios (seq_mean_k1) or by the mean of the KL estimator k3 (seq_mean_k3); unset, none."""
+    """Leave whole samples in which trainer and sampler are too far apart out of the policy's term of the loss
+    (not out of the terms of beta, kl_tau, entropy and a teacher), in addition to the correction: by the
+    geometric mean of their ratios (seq_mean_k1) or by the mean of the KL estimator k3 (seq_mean_k3); unset,
+    none."""
     rollout_rs_threshold: Positive | None = None
-    """Largest geometric mean, whose reciprocal is the smallest, or largest mean of k3 in nats per token."""
+    """With rollout_rs: largest geometric mean, whose reciprocal is the smallest, or largest mean of k3 in
+    nats per token."""
     kl_tau: NonNegative = 0.0
-    """Weight of the squared log-ratio of trainer to sampler, a pull of each token to the sampler; 0.001 in
-    prime-rl."""
+    """Weight of the squared log-ratio of trainer to sampler, which pulls each token towards the sampler;
+    0.001 in prime-rl."""
     replay_routing: bool = True
     """Whether the update of a mixture of experts takes, for each token, the experts that the sampler chose,
-    where the engine keeps them (paged engine); else its router chooses anew. Either way routing/differ is the
-    share of known choices that the trainer's router would have made otherwise."""
+    if the engine records them (paged engine); else its router chooses again. Either way the metric
+    routing/differ is the share of recorded choices that the trainer's router would have made otherwise."""
     off_policy_mask_threshold: Positive | None = None
     """Mask samples with a negative advantage whose mean KL from the sampler is above this, as in
     DeepSeek-V3.2; unset, none."""
     beta: NonNegative | None = None
-    """Weight of the KL from a reference; 0 has no reference."""
+    """Weight of the KL penalty from a reference; with 0 there is no reference."""
     use_bias_correction_kl: bool | None = None
     """Multiply the KL by the ratio, so that its gradient is unbiased (DeepSeek-V3.2)."""
     sync_ref_model: bool = False
     """Whether the reference follows the policy (full tuning only)."""
     ref_model_mixup_alpha: Share = 0.6
-    """Share of the policy in the reference whenever that follows it."""
+    """With sync_ref_model: share of the policy that is mixed into the reference at each synchronisation."""
     ref_model_sync_steps: PositiveInt = 512
-    """Number of optimizer steps after which the reference follows the policy."""
+    """With sync_ref_model: number of optimizer steps between two synchronisations."""
     teacher: Text | None = None
-    """With algorithm distill, whose distributions the policy learns on its own samples: base (the model
-    without its adapter; with full tuning, as it begins), adapter:PATH (a saved adapter on the same base), or
-    a model by its Hub id, folder or .gguf file."""
+    """With algorithm: distill: the model whose distributions the policy learns on its own samples: base (the
+    model without its adapter; with full tuning, as it begins), adapter:PATH (a saved adapter on the same
+    base), or a model by its Hub id, folder or .gguf file."""
     teacher_weights: WeightFormatName | None = None
-    """Format of a teacher that is a model of its own, one of those of `weights`; unset, what its folder
-    decides, as for `weights`."""
+    """Format of a teacher that is a model of its own, one of those of `weights`; unset, decided by its folder
+    as for `weights`."""
     teacher_prompt: Passage | None = None
-    """What the teacher reads in place of the user's last message: {prompt} in it is that message, {NAME} a
-    column of the data, for example {answer}, {{ and }} are braces; unset, the policy's prompt."""
+    """Text that the teacher reads in place of the user's last message: {prompt} in it is that message, {NAME}
+    a column of the data, for example {answer}, {{ and }} are braces; unset, the policy's prompt."""
     distillation_alpha: Share = 1.0
     """Divergence from the teacher: 1 is the reverse KL, 0 the forward KL, between them the generalised
     Jensen-Shannon divergence; `beta` of TRL's DistillationTrainer."""
     distillation_weight: PositiveShare = 1.0
-    """Share of that divergence in the loss, beside that of rewards; at 1 rewards are logged alone, and may be
-    missing."""
+    """Share of the divergence from the teacher in the loss, beside that of rewards; at 1 rewards are only
+    logged, and may be missing."""
     top_entropy_quantile: Share = 1.0
     """Share of tokens, those of the highest entropy, that the loss takes."""
     entropy_coef: NonNegative = 0.0
     """Weight of the policy's entropy as a bonus."""
     use_adaptive_entropy: bool = False
-    """Whether that weight grows while the entropy is below entropy_target and falls while it is above."""
+    """Whether the weight of the entropy bonus grows while the entropy is below entropy_target and falls while
+    it is above."""
     entropy_coef_min: NonNegative = 0.0
-    """Smallest weight of an adaptive bonus."""
+    """Smallest weight of an adaptive entropy bonus."""
     entropy_coef_max: NonNegative = 1.0
-    """Largest weight of an adaptive bonus."""
+    """Largest weight of an adaptive entropy bonus."""
     entropy_coef_delta: NonNegative = 0.005
-    """Change of an adaptive bonus in a step."""
+    """Change per step of the weight of an adaptive entropy bonus."""
     entropy_target: NonNegative = 0.2
-    """Mean entropy of a token in nats at which an adaptive bonus aims."""
+    """Mean entropy per token, in nats, at which an adaptive entropy bonus aims."""
     clip_cov_ratio: PositiveShare = 0.0002
-    """Share of tokens that loss_type clip_cov takes the gradient from."""
+    """Share of tokens whose gradient loss_type clip_cov removes."""
     clip_cov_lb: float = 1.0
-    """Covariance of log-probability and advantage above which it draws them."""
+    """Covariance of log-probability and advantage above which loss_type clip_cov draws these tokens."""
     clip_cov_ub: float = 5.0
-    """Covariance below which it draws them."""
+    """Covariance of log-probability and advantage below which loss_type clip_cov draws these tokens."""
     kl_cov_ratio: PositiveShare = 0.0002
-    """Share of tokens, those of the largest covariance, that loss_type kl_cov holds to the old policy."""
+    """Share of tokens, those of the largest covariance, that loss_type kl_cov pulls to the old policy."""
     ppo_kl_coef: NonNegative = 1.0
-    """Weight of the absolute log-ratio by which it does."""
+    """Weight of the absolute log-ratio by which loss_type kl_cov pulls tokens to the old policy."""
     sapo_temperature_pos: Positive = 1.0
     """Temperature of SAPO's gate where the advantage is positive."""
     sapo_temperature_neg: Positive = 1.05
-    """The same where it is not."""
+    """Temperature of SAPO's gate where the advantage is not positive."""
     vespo_k_pos: NonNegative = 2.0
     """Exponent of VESPO's weight where the advantage is positive."""
     vespo_lambda_pos: NonNegative = 3.0
-    """Decay of VESPO's weight there."""
+    """Decay of VESPO's weight where the advantage is positive."""
     vespo_k_neg: NonNegative = 3.0
     """Exponent of VESPO's weight where the advantage is negative."""
     vespo_lambda_neg: NonNegative = 2.0
-    """Decay of VESPO's weight there."""
+    """Decay of VESPO's weight where the advantage is negative."""
 
 
 # --- Noise --------------------------------------------------------------------------------------------------
 
 
 def _scale_needs_noise(noise: Any) -> None:
-    """The schedule may stand beside `noise: false`, so that one flag turns a tuned schedule off and on; that
-    a recipe forgot `noise` is found where it is known what was given, in `qerl.settings.recipe`."""
+    """The schedule may stand beside `noise: false`, so that one flag turns a tuned schedule off and on; a
+    recipe that forgot `noise` is refused in `qerl.settings.recipe`, where it is known which fields were
+    given."""
     if not noise.enabled and noise.scale != "absolute":
         raise QeRLError("noise_scale needs noise; set noise: true, or remove it.")
 
@@ -644,12 +652,12 @@ class Noise(Group):
     """Adaptive quantization noise in the RMSNorm weights of rollouts. Off, because it helped in no study here
     (docs/method.md). True is the paper's noise, for which the loss corrects; with
     vllm_importance_sampling_correction: false it does not, as in the paper. A recipe or command line that
-    sets a field noise_... has to set this too. In Python and for TRL's parsers, which do not tell what was
+    sets a field noise_... has to set this too. In Python and with TRL's parsers, which do not tell what was
     set, the schedule (noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule) is ignored without
     it."""
     scale: NoiseScale = "absolute"
-    """What sigma counts in: absolute, the units of the norm weights (the paper's), or relative, shares of
-    each norm weight, which mean the same in every layer and model."""
+    """Unit of sigma: absolute, the units of the norm weights (the paper's), or relative, shares of each norm
+    weight, which mean the same in every layer and model."""
     sigma_start: Positive = 1e-2
     """Standard deviation in the first noisy stage."""
     sigma_end: Positive = 5e-4
@@ -660,7 +668,7 @@ class Noise(Group):
     """Shape of the decay over the stages."""
 
     def schedule_of(self, steps: int) -> NoiseSchedule:
-        """sigma by step for a run of so many optimizer steps.
+        """Return the schedule of sigma for a run of ``steps`` optimizer steps.
 
         Raises:
             QeRLError: The run is shorter than the schedule has stages.
@@ -699,7 +707,7 @@ def _stopping_goes_by_evaluations(run: Any) -> None:
 
 
 def evaluates(run: Any) -> bool:
-    """Whether a run, by its settings, scores held-out problems, at its start or on the way."""
+    """Return True if a run with these settings scores held-out problems, at its start or on the way."""
     return bool(run.eval_on_start or run.eval_strategy != "no")
 
 
@@ -726,8 +734,8 @@ class Run(TrainerFields):
     1024, or 64 where an environment answers."""
     metric_for_best_model: Text | None = None
     """Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss:
-    eval_loss is minus eval_reward. With algorithm: sft it is the loss of held-out demonstrations, and chosen
-    by."""
+    eval_loss is minus eval_reward. With algorithm: sft eval_loss is the loss of held-out demonstrations, and
+    the default metric."""
     early_stopping_patience: PositiveInt | None = None
     """Number of evaluations in a row without a better metric_for_best_model after which training ends; unset,
     it goes on to its last step."""
@@ -792,7 +800,8 @@ def _best_of_fewer_than_a_group(settings: Any) -> None:
 
 
 def _noise_fits_into_the_run(settings: Any) -> None:
-    """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages."""
+    """Check runs of a given number of steps; `qerl.trainer.preflight` checks those given in epochs, whose
+    length is known with the data."""
     if settings.noise.enabled:
         settings.noise.schedule_of(
             settings.run.max_steps if settings.run.max_steps > 0 else settings.noise.stages
@@ -807,10 +816,10 @@ def _evaluations_hold_whole_groups(settings: Any) -> None:
 
 
 def check_eval_batch(batch: int, group: int) -> None:
-    """Refuse a batch of an evaluation in which not every prompt has all of its samples.
+    """Raise if an evaluation's batch does not hold all samples of each of its prompts.
 
     Raises:
-        QeRLError: The batch is not whole groups.
+        QeRLError: The batch does not consist of whole groups.
     """
     if batch % group:
         raise QeRLError(
@@ -824,7 +833,7 @@ _ACT_IN_SFT = {
     "top_p", "top_k", "min_p", "max_completion_length", "stop_strings", "thinking_budget", "thinking_end",
     "max_sequences", "kv_cache_dtype", "generation_kwargs",
 }  # fmt: skip
-"""Fields of the groups of sampling and loss that act with algorithm: sft, in its evaluations."""
+"""Fields of the groups sampling and loss that act in the evaluations of algorithm: sft."""
 
 _NOT_IN_SFT = ("curriculum", "tools", "environment")
 _OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss")
@@ -840,7 +849,7 @@ _NEVER_STALE: dict[str, tuple[Any, str]] = {
     "environment": (None, "samples that are kept over an update have one turn"),
     "ignore_data_skip": (False, "groups of coming steps are begun in the order of the data"),
 }
-"""What fields have to be with `max_staleness`, and why."""
+"""Values that fields must have with `max_staleness`, and why."""
 
 
 def _stale_samples_are_corrected_for(settings: Any) -> None:
@@ -906,7 +915,7 @@ def _processes_hold_whole_groups(settings: Any) -> None:
 
 
 class Settings(Group):
-    """What a run needs to know, by group."""
+    """All settings of a run, by group."""
 
     rules = (
         _a_moving_reference_is_whole,
@@ -950,9 +959,9 @@ DECLARED: dict[str, FieldInfo] = {
 """Every field that acts, by its flat name."""
 
 OWN_NAMES = tuple(name for name in DECLARED if name not in TrainerFields.model_fields)
-"""Those whose default and sentence stand here."""
+"""The names of fields whose default and sentence are declared here."""
 
 
 def sentence_of(name: str) -> str:
-    """What describes a field, in one line; empty for one whose parent describes it."""
+    """Return the description of a field in one line; empty if its parent class describes it."""
     return " ".join((DECLARED[name].description or "").split())

@@ -1,10 +1,10 @@
-"""Files in YAML: the recipes that are part of the package, by name, and how any file is read.
+"""YAML files: the recipes of the package by name, and reading of any file.
 
 A recipe of the package is named by the stem of its file: `gsm8k`, `nvfp4-aqn`, `qwen3-8b`. A word that ends
-in .yaml or holds a slash is the path of a file instead, so that no file of the current folder can hide a
-recipe of the package, nor the other way around. Each recipe of the package begins with a header of comments
-(what it is about, what it needs beside itself, on which hardware it runs, how long it takes), which
-`qerl recipes` prints. Tests compare the hardware with the memory plan and the time with a measurement.
+in .yaml or holds a slash is a path instead, so that no file of the current folder can hide a recipe of the
+package, nor the other way around. Each recipe of the package begins with a header of comments (what it sets,
+what else it needs, on which hardware it runs, how long it takes), which `qerl recipes` prints. Tests compare
+the hardware with the memory plan and the time with a measurement.
 """
 
 import difflib
@@ -26,13 +26,13 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 
 @dataclass(frozen=True)
 class Header:
-    """What a recipe of the package says of itself in its first lines, each ``# KEY: TEXT``.
+    """Header of a recipe of the package, in its first lines, each ``# KEY: TEXT``.
 
     Attributes:
         about: What the recipe sets.
-        needs: What has to come with it: other recipes, data, packages.
-        hardware: Where a run of it fits.
-        time: How long a run takes, "not measured" where nobody has measured it.
+        needs: What it needs: other recipes, data, packages.
+        hardware: Hardware on which its run fits.
+        time: How long a run takes, or "not measured".
     """
 
     about: str
@@ -42,16 +42,16 @@ class Header:
 
 
 def packaged() -> dict[str, Path]:
-    """Files of the package's recipes by name: complete ones first, then tasks, variants, models and cards."""
+    """Return the package's recipe files by name: complete ones first, then tasks, variants, models, cards."""
     folders = [FOLDER, *(FOLDER / name for name in ("tasks", "variants", "models", "cards"))]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def recipe_file(word: str) -> Path:
-    """The file that a word on the command line means: a path, or a recipe of the package.
+    """Return the file that a word on the command line means: a path, or a recipe of the package.
 
     Raises:
-        QeRLError: The package has no recipe of this name; the message says which names are near.
+        QeRLError: The package has no recipe of this name; the message has the nearest names.
     """
     name, sign, value = word.partition("=")
     if sign and name.isidentifier() and not word.endswith(_ENDINGS):
@@ -63,17 +63,17 @@ def recipe_file(word: str) -> Path:
 def named_file(
     word: str, known: Mapping[str, Path], what: str, listed: str | None = None, also: str = ""
 ) -> Path:
-    """The file that a word on the command line means: a path, or one of the package by its name.
+    """Return the file that a command-line word means: a path, or a file of the package by its name.
 
     Args:
-        word: The word; with .yaml at its end or a slash in it a path.
+        word: The word; a path if it ends in .yaml or has a slash.
         known: Files of the package by name.
-        what: What such a file is, such as ``suite``.
-        listed: Where their names are found; None lists them.
-        also: What else may have been meant, as the end of a sentence.
+        what: Kind of file, such as ``suite``, for the message.
+        listed: Where to find the known names; None lists them.
+        also: Another possible meaning of the word, as the end of a sentence.
 
     Raises:
-        QeRLError: The package has none of this name.
+        QeRLError: The package has no file of this name.
     """
     if word.endswith(_ENDINGS) or "/" in word:
         return Path(word).expanduser()
@@ -88,7 +88,7 @@ def named_file(
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file; ``what`` it is called in an error.
+    """Read the mapping in a YAML file, which errors call ``what``.
 
     Raises:
         QeRLError: The file is missing, is no text, or is not a YAML mapping.
@@ -107,13 +107,13 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def nearest(name: Any, known: Collection[str]) -> str:
-    """What an unknown name may mean, as the end of a clause: ` (did you mean 'steps'?)`, or all there are."""
+    """Suggest the nearest known name, as the end of a clause: ` (did you mean 'steps'?)`, or list all."""
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else f"; there are {', '.join(known)}"
 
 
 def read_header(path: Path) -> Header:
-    """The header of a recipe of the package.
+    """Read the header of a recipe of the package.
 
     Raises:
         ValueError: A key is missing, unknown or out of order.
@@ -127,7 +127,7 @@ def read_header(path: Path) -> Header:
 
 
 def recipe_table() -> Table:
-    """The package's recipes with their headers, for a terminal, without times that nobody has measured."""
+    """Return a terminal table of the package's recipes with their headers, without unmeasured times."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     kind = ""
     for name, path in packaged().items():

@@ -1,9 +1,10 @@
-"""What becomes of the fields of TRL's `GRPOConfig` and transformers' `TrainingArguments`.
+"""Fields of the parents, TRL's `GRPOConfig` and transformers' `TrainingArguments`, and their effect here.
 
-Those that transformers' trainer acts on are `TrainerFields`, the base of the group `run`; those that the
-trainer here acts on are declared in `qerl.settings.groups`. One that asks for speed or memory and for no
-other result is replaced: it is accepted, and each run says once what takes its place. Every other one must
-keep its default, also one of a newer version of the parents that this version of QeRL does not know.
+Fields that transformers' trainer acts on are `TrainerFields`, the base of the group `run`; fields that the
+trainer here acts on are declared in `qerl.settings.groups`. A field that asks for speed or memory without
+changing results is replaced: it is accepted, and each run logs once what takes its place. Every other field
+must keep its default, including those of newer versions of the parents that this version of QeRL does not
+know.
 """
 
 import dataclasses
@@ -48,8 +49,8 @@ class Dispatch(TypedDict, total=False):
 
 
 class Checkpointing(TypedDict, total=False):
-    """Options of gradient checkpointing: torch's, every how many layers are recomputed, and whether what is
-    kept of those waits in the CPU's memory."""
+    """Options of gradient checkpointing: torch's own, the interval of recomputed layers, and whether the
+    inputs of these layers are offloaded to CPU memory."""
 
     __pydantic_config__ = STRICT | ConfigDict(extra="forbid")  # type: ignore[misc]
 
@@ -66,7 +67,8 @@ def _one_of(values: Any) -> Any:
 
 
 def _said_of_accelerate(value: Any) -> Any:
-    """What differs from accelerate's defaults, None for nothing; transformers makes an object of them all."""
+    """Return the options that differ from accelerate's defaults, or None; transformers makes an object of
+    all."""
     if isinstance(value, AcceleratorConfig):
         value = value.to_dict()
     if not isinstance(value, dict):
@@ -91,12 +93,12 @@ _Multiple = Annotated[
 
 
 INHERITED: Any = None
-"""Of a field whose default and description are its parent's; None in a group where the installed one has no
-such field."""
+"""Marks a field with its parent's default and description; None in a group if the installed parent lacks
+it."""
 
 
 class TrainerFields(Group):
-    """Fields of transformers that act as there; types are narrower where its own say less than it accepts."""
+    """Fields of transformers that act as they do there; types are narrower where transformers' are vague."""
 
     # Length of the run, batches, optimizer
     output_dir: Text | None = INHERITED
@@ -180,10 +182,10 @@ class TrainerFields(Group):
 
 @dataclass(frozen=True)
 class Replaced:
-    """A field that asks how fast or in how much memory something is done, which is done otherwise here.
+    """A field that only asks for speed or memory, which this project achieves in another way.
 
     Attributes:
-        type: What it accepts; its value is not kept.
+        type: Type of the values that it accepts; the value is not kept.
         by: What takes its place, as a whole clause.
     """
 
@@ -197,7 +199,7 @@ _CACHES = Literal[
     "dynamic", "dynamic_full", "static", "offloaded", "offloaded_static", "offloaded_hybrid",
     "offloaded_hybrid_chunked", "hybrid", "hybrid_chunked", "sliding_window",
 ]  # fmt: skip
-"""Kinds of transformers' cache that round nothing."""
+"""Kinds of transformers' cache that do not round."""
 
 REPLACED = {
     "auto_find_batch_size": Replaced(bool, "an update that runs out of memory divides itself"),
@@ -249,22 +251,22 @@ REFUSED: dict[str, str] = {
     "hub_token": "set the environment variable HF_TOKEN",
     "vllm_importance_sampling_cap": "set vllm_importance_sampling_clip_max",
 }  # fmt: skip
-"""Fields that must keep their defaults, and what to do instead where that is one thing."""
+"""Fields that must keep their defaults, and what to do instead if there is a single way."""
 
 NEWER_NAMES = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
-"""What newer versions of transformers call fields that every version has by the older name."""
+"""Newer versions' names of transformers' fields, by which every version has the older name."""
 
 
 def default_of(spec: dataclasses.Field) -> Any:
-    """What a field holds where nobody sets it."""
+    """Return the default value of a dataclass field."""
     return spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
 
 
 def shown(value: Any) -> str:
-    """A value as a recipe holds it."""
+    """Format a value as a recipe has it."""
     if value is None or isinstance(value, bool):
         return {None: "unset", True: "true", False: "false"}[value]
     text = str(getattr(value, "value", value))
@@ -272,14 +274,14 @@ def shown(value: Any) -> str:
 
 
 def set_newer_names(config: Any) -> None:
-    """Set what the installed transformers has newer names for, because it warns of the older ones."""
+    """Set the newer names that the installed transformers has, because it warns of the older ones."""
     for newer, older in NEWER_NAMES.items():
         if hasattr(config, newer):
             setattr(config, newer, getattr(config, older))
 
 
 def replacements(names: Sequence[str]) -> str:
-    """The line in which a run says what takes the place of these fields."""
+    """Return the line in which a run logs what takes the place of these fields."""
     by: dict[str, list[str]] = {}
     for name in names:
         by.setdefault(REPLACED[name].by, []).append(name)

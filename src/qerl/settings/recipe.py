@@ -29,10 +29,10 @@ _DERIVED = {"generation_batch_size"}
 
 
 def parse_value(text: str, where: str) -> Any:
-    """A word of the command line as a YAML value.
+    """Parse a word of the command line as a YAML value.
 
     Raises:
-        QeRLError: It is not valid YAML.
+        QeRLError: The word is not valid YAML.
     """
     try:
         return yaml12.load(text)
@@ -43,10 +43,10 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def parse_mapping(text: str | None, flag: str) -> dict[str, Any] | None:
-    """The YAML mapping that a flag gives, None where the flag is not given.
+    """Parse the YAML mapping given with a flag; None if the flag is not given.
 
     Raises:
-        QeRLError: It is not valid YAML, no mapping, or a key is not text.
+        QeRLError: The text is not valid YAML, no mapping, or a key is not text.
     """
     if text is None:
         return None
@@ -57,7 +57,7 @@ def parse_mapping(text: str | None, flag: str) -> dict[str, Any] | None:
 
 
 def parse_field(name: str, text: str) -> Any:
-    """Value of `--name text`: of a text field the word as it is (null unsets it), else a YAML value.
+    """Parse the value of `--name text`: for a text field the word as it is (null unsets it), else YAML.
 
     Raises:
         QeRLError: There is no such field, or the word is not valid YAML.
@@ -70,7 +70,7 @@ def parse_field(name: str, text: str) -> Any:
 
 
 def type_of(name: str) -> Any:
-    """What a field accepts, in the terms of `qerl.settings.checks.checked`."""
+    """Return the type of a field, for `qerl.settings.checks.checked`."""
     if name in DECLARED:
         info = DECLARED[name]
         return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
@@ -78,7 +78,7 @@ def type_of(name: str) -> Any:
 
 
 def _is_text(type_: Any) -> bool:
-    """Whether a field of this type takes text, and nothing but null besides."""
+    """Return True if a field of this type takes only text, or null."""
     origin, parts = get_origin(type_), get_args(type_)
     if origin is Annotated:
         return _is_text(parts[0])
@@ -88,12 +88,12 @@ def _is_text(type_: Any) -> bool:
 
 
 def check_key(key: Any, where: str) -> None:
-    """Raise for a key that is no field, naming the field that is meant or the nearest one."""
+    """Raise if a key is no field, with what to do instead or the nearest field's name."""
     refuse_unknown(str(key), where, FIELDS, OWN_NAMES)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Fields that one recipe file sets.
+    """Read the fields that one recipe file sets.
 
     Raises:
         QeRLError: The file is missing, is not a YAML mapping, or has an unknown key.
@@ -111,7 +111,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _of_group(group: type[Group], values: dict[Any, Any], where: str) -> Iterator[tuple[str, Any]]:
-    """Fields in the mapping of a group, by their flat names."""
+    """Yield the fields in the mapping of a group, by their flat names."""
     for key, value in values.items():
         refuse_unknown(str(key), f"{where}, in {group.__name__.lower()},", group.model_fields, ())
         yield group.model_fields[key].alias or key, value
@@ -122,14 +122,14 @@ def load_config(
     overrides: dict[str, Any],
     required: Sequence[str] = ("model", "task", "output_dir"),
 ) -> QeRLConfig:
-    """Settings from recipes, later ones over earlier ones, and command-line fields over all.
+    """Load settings from recipes; later ones override earlier ones, and command-line fields override all.
 
-    Where neither says, ``output_dir`` is runs/ and the recipes' names: runs/gsm8k-nvfp4-aqn.
+    If ``output_dir`` is unset, it is runs/ and the recipes' names: runs/gsm8k-nvfp4-aqn.
 
     Args:
         recipes: Paths, or words that `qerl.settings.library.recipe_file` understands.
-        overrides: Values of fields by name.
-        required: Fields without which the settings are of no use to the caller.
+        overrides: Values of the command-line fields by name.
+        required: Fields that must be set.
 
     Raises:
         QeRLError: An unknown recipe or key, a wrong value, a contradiction, or a required field that is not
@@ -153,8 +153,8 @@ def load_config(
 
 
 def _check_noise_is_said(values: dict[str, Any]) -> None:
-    """Refuse fields of the noise of which nobody says whether there is any: who gives them means some, be it
-    by the defaults' values, and would train without."""
+    """Raise if fields of the noise are given without `noise` itself: the user means to train with noise, even
+    if the values are the defaults, and would train without."""
     given = [name for name in values if name.startswith("noise_")]
     if given and "noise" not in values:
         raise QeRLError(
@@ -164,8 +164,8 @@ def _check_noise_is_said(values: dict[str, Any]) -> None:
 
 
 def resolved(config: QeRLConfig) -> dict[str, Any]:
-    """Settings as plain YAML values, without those that are the defaults both here and of TRL, and those that
-    the default loss has by its name, so that another loss may be named beside them."""
+    """Return settings as plain YAML values, without values that are the default both here and in TRL, and
+    without values implied by the name of the default loss, so that another loss may be set beside them."""
     theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
     unsaid = {name: default for name, default in theirs.items() if default == default_of(FIELDS[name])}
     if config.pad_to_multiple_of is None:  # what TRL makes of its default, auto
@@ -181,17 +181,17 @@ def resolved(config: QeRLConfig) -> dict[str, Any]:
 
 
 def dump(config: QeRLConfig) -> str:
-    """The resolved settings as a recipe that gives the same run."""
+    """Return the resolved settings as a recipe that gives the same run."""
     return yaml12.dump(resolved(config))
 
 
 def changed(config: QeRLConfig, fields: dict[str, Any]) -> QeRLConfig:
-    """The same settings with other values of some fields, checked anew."""
+    """Return the settings with other values of some fields, checked again."""
     return QeRLConfig(**(_without_default_loss(resolved(config), fields) | fields))
 
 
 def _without_default_loss(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Values without the default loss where a later algorithm has one, which the name would keep away."""
+    """Drop the default loss if a later algorithm has its own, which an explicit loss_type would override."""
     ours = values.get("algorithm") is None and values.get("loss_type") == UNSAID["loss_type"]
     if later.get("algorithm") is None or not ours:
         return values

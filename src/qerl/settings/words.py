@@ -10,7 +10,7 @@ from qerl.settings.foreign import refuse_foreign
 
 
 def with_underscores(words: Sequence[str]) -> list[str]:
-    """The words with underscores in place of dashes in flags; words after a lone ``--`` are left alone."""
+    """Replace dashes in flags by underscores; words after a lone ``--`` are left alone."""
     end = words.index("--") if "--" in words else len(words)
     return [*(_underscored(word) if word.startswith("--") else word for word in words[:end]), *words[end:]]
 
@@ -26,7 +26,7 @@ def split_fields(
     """Take `--FIELD VALUE` and `--FIELD=VALUE` out of the words of a command.
 
     Args:
-        words: The command's name and what follows it.
+        words: The command's name and the words after it.
         flags: Flags of the command itself, which have no value.
         options: Options of the command itself, which have a value.
 
@@ -35,7 +35,7 @@ def split_fields(
         values of the fields by name.
 
     Raises:
-        QeRLError: A field or option has no value, a field has two, or a word is one of another program's.
+        QeRLError: A field or option has no value, a field has two, or a flag is from another program.
     """
     kept: list[str] = []
     own: list[str] = []
@@ -63,15 +63,15 @@ def split_fields(
 def positionals_first(
     words: Sequence[str], count: int, lists: Collection[str], flags: Collection[str]
 ) -> list[str]:
-    """The words of a command that takes so many positional words, with these in front.
+    """Move the positional words of a command to the front.
 
     argparse gives an option of several values all words up to the next option: `--adapter DIR MODEL` is then
-    two adapters and no model. As the number of positional words is known, those that are missing are the last
-    of that option's. Where two options could have them, the words stay as they are.
+    two adapters and no model. As the number of positional words is known, missing ones are taken from the end
+    of such an option's values. If two options could have them, the words stay as they are.
 
     Args:
-        words: What follows the command's name.
-        count: How many positional words it takes.
+        words: The words after the command's name.
+        count: Number of positional words that the command takes.
         lists: Options that take several values.
         flags: Options that take none; the others take one each.
     """
@@ -100,7 +100,7 @@ def positionals_first(
 
 
 def number_from(least: float, kind: Any = int, most: float = math.inf) -> Callable[[str], Any]:
-    """A reader of numbers of a kind from ``least`` to ``most``, for argparse."""
+    """Return a parser of numbers from ``least`` to ``most``, for argparse."""
 
     def number(text: str) -> Any:
         value = kind(text)
@@ -113,7 +113,7 @@ def number_from(least: float, kind: Any = int, most: float = math.inf) -> Callab
 
 
 def add_command(commands: Any, name: str, run: Callable[..., Any], text: str) -> argparse.ArgumentParser:
-    """A command called ``name`` that calls ``run``; ``text`` is its help."""
+    """Add a command called ``name`` that calls ``run``; ``text`` is its help."""
     sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     sub.set_defaults(run=run)
     return sub

@@ -108,9 +108,9 @@ class Problem:
         """The turns with the environment ``calculator``, as pairs of a user's and an assistant's message.
 
         Args:
-            whole: All turns up to the answer; else the first calculation alone. One of several examples in a
-                prompt is whole: shown more often, a small model begins its first turn with the answer's
-                ``####``, in place of a calculation.
+            whole: True for all turns up to the answer, False for the first calculation alone. Only one of
+                several examples in a prompt is whole: shown more often, a small model begins its first turn
+                with the answer's ``####`` instead of a calculation.
         """
         calculations = [line.split(" = ") for line in self.lines]
         said = [self.question, *(result for _, result in calculations)]
@@ -127,7 +127,7 @@ def split_of(key: str) -> Split:
 
 
 def make_problem(rng: random.Random, level: Level, operation: Operation | None = None) -> Problem:
-    """A problem drawn with ``rng``, which is advanced.
+    """Draw a problem with ``rng``, which is advanced.
 
     Args:
         rng: The source of random numbers.
@@ -168,14 +168,14 @@ def _operand(rng: random.Random, op: Operation, value: int, level: Level) -> int
 def draw_problems(
     split: Split, level: Level, count: int, seed: int, operations: Sequence[Operation] = ()
 ) -> list[Problem]:
-    """Problems of one set, without a question twice.
+    """Draw problems of one set, each question at most once.
 
     Args:
         split: The set to draw from.
         level: The number of operations and the range of numbers.
         count: Number of problems.
         seed: The same seed draws the same problems.
-        operations: First operations of the problems, taken in turn; if empty, they are drawn.
+        operations: First operations of the problems, used in rotation; if empty, they are drawn.
 
     Raises:
         QeRLError: The level does not have this number of problems.
@@ -230,10 +230,10 @@ class Arithmetic(DrawnTask):
         self.examples = draw_problems("examples", self.level, examples, 0, operations=_OPERATIONS)
 
     def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
-        """As :meth:`Task.ask`, but there is no other answer format with ``calculator``.
+        """See :meth:`Task.ask`; with ``calculator``, the answer format cannot be changed.
 
         Raises:
-            QeRLError: Also for an answer format beside ``calculator``.
+            QeRLError: Also if an answer format is given with ``calculator``.
         """
         if self.calculator and answer_format is not None:
             raise QeRLError(
@@ -247,14 +247,14 @@ class Arithmetic(DrawnTask):
 
     @property
     def worked(self) -> list[tuple[str, str]]:
-        """Turns of the user and of the assistant that come before each question."""
+        """The worked examples before each question, as pairs of a user's and an assistant's message."""
         if not self.calculator:
             return [(problem.question, self.solution(problem)) for problem in self.examples]
         return [turn for number, p in enumerate(self.examples) for turn in p.session(whole=number == 0)]
 
     def demonstrations(self, held_out: bool = False) -> Dataset:
         """Problems with their calculations; see :meth:`Task.demonstrations`."""
-        if self.calculator:  # whose results the environment writes
+        if self.calculator:  # the environment writes the results
             return super().demonstrations(held_out)
         rows = self.test() if held_out else self.train()
         drawn = draw_problems("test" if held_out else "train", self.level, len(rows), self.seed)

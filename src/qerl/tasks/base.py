@@ -4,8 +4,8 @@ A task knows nothing of models or trainers. Its rows have TRL's form: ``prompt``
 ``answer``, a string; further columns reach the reward functions by name. Training and evaluation build the
 prompt in the same place, from the same answer format that the rewards check.
 
-A task whose problems differ in a way that a mean hides (one or two steps) names the column with the
-difference, its strata. Accuracy is then reported by its values too, in training and in evaluation.
+A task whose problems differ in a way that a mean hides (one or two steps) names the column with that
+difference, its strata. Accuracy is then also reported per value of this column, in training and evaluation.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ class Task(ABC):
             (:attr:`qerl.models.chat.Chat.opening`), which is judged together with the completion: where the
             template opens a thinking section, a completion that is cut off inside it has no answer, and one
             that closes it has the required form.
-        strata: The column of the rows by whose values accuracy is reported too; None for none.
+        strata: The column of the rows per value of which accuracy is also reported; None for none.
         on_hub: True if its problems are fetched from the Hub, so that a dry run does not look at them.
     """
 
@@ -52,7 +52,7 @@ class Task(ABC):
         self.format = answer_format
 
     def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
-        """Pose the problems in another way than the task's own: the options that every task has.
+        """Set the prompt options that every task has.
 
         Args:
             system_prompt: Replaces the answer format's instruction; it then has to ask for the form itself.
@@ -60,7 +60,7 @@ class Task(ABC):
             answer_format: Name of a format of :data:`qerl.tasks.formats.FORMATS`; None for no change.
 
         Raises:
-            QeRLError: A value is wrong, or the task cannot be posed otherwise.
+            QeRLError: A value is wrong, or the task does not support the option.
         """
         if system_prompt is not None and not isinstance(system_prompt, str):
             raise QeRLError(f"system_prompt is {system_prompt!r}; it must be text, empty for none.")
@@ -109,12 +109,12 @@ class Task(ABC):
             rows: The rows of :meth:`train` in use; too long ones may be missing.
 
         Raises:
-            QeRLError: They make no epoch.
+            QeRLError: No epoch can be made of these rows.
         """
         return rows
 
     def of(self, row: Mapping[str, Any]) -> "Task":
-        """The task that poses and judges a row: this one, unless it is made of several."""
+        """Return the task that poses and judges a row: this task, or in a mixture the row's part."""
         return self
 
     def extract(self, completion: Completion) -> str | None:
@@ -122,7 +122,7 @@ class Task(ABC):
         return self.format.extract(self._turn(completion))
 
     def same(self, answer: str, reference: str) -> bool:
-        """True if an answer is the right one; as mathematics, unless a task overrides this."""
+        """Return True if an answer equals the reference, as mathematics unless a task overrides this."""
         return equal(answer, reference)
 
     @cached_property
@@ -183,11 +183,11 @@ def assistant_says(text: str) -> list[Message]:
 
 
 def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:
-    """A data set of the rows; a column that a row lacks is None there.
+    """Make a data set of rows; a column that a row lacks is None there.
 
     Args:
         rows: The rows.
-        what: The subject of an error's sentence.
+        what: The subject of error messages.
 
     Raises:
         QeRLError: There are no rows, or a column has values of different types.
@@ -206,10 +206,10 @@ def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:
 
 
 def holdout_rank(problem: str) -> float:
-    """The place of a problem in the held-out order, for data without a test split: uniform in [0, 1).
+    """Return the rank of a problem in data without a test split, uniform in [0, 1).
 
-    The first problems in that order are held out. It is a hash of their text, so neither machine, order of
-    the rows nor seed of a run moves a problem into the other set, and copies of a problem are in the same
-    set.
+    The problems with the lowest ranks are held out. The rank is a hash of the text, so neither the machine,
+    the order of the rows nor the seed of a run moves a problem into the other set, and copies of a problem
+    are in the same set.
     """
     return derive_seed("held out", problem) / 2**63

@@ -1,12 +1,12 @@
-"""Programs that pass tests, from a file with one JSON object per line (``code:PATH``).
+"""Programming problems with tests, from a file with one JSON object per line (``code:PATH``).
 
-A line states a problem as in :mod:`qerl.tasks.jsonl`, and in place of the answer the tests of the program::
+A line states a problem as in :mod:`qerl.tasks.jsonl`, with the program's tests in place of the answer::
 
     {"question": "Print the sum of two numbers.", "tests": [{"stdin": "3 4", "stdout": "7"}]}
     {"question": "Write add(a, b).", "tests": ["assert add(3, 4) == 7", "assert add(0, 0) == 0"]}
 
 The program is the last block of the completion between three backticks. It runs in the sandbox
-(:mod:`qerl.rewards.sandbox`) or not at all: a machine without one cannot have this task.
+(:mod:`qerl.rewards.sandbox`) or not at all: a machine without a sandbox cannot run this task.
 
 ``accuracy`` is 1 for a program that passes all its tests. With ``share_of_tests`` the reward is the share of
 passed tests, and is called ``tests_passed``, because a program that passes some is not right.
@@ -78,13 +78,13 @@ def passes_tests(
 ) -> RewardFunction:
     """A reward function that runs the program of each completion on the tests in the column ``tests``.
 
-    As many programs run at a time as this process has cores, and as fit into the free memory.
+    The number of concurrent programs is limited by the cores of this process and by the free memory.
 
     Args:
         share: True if the reward is the share of passed tests (``tests_passed``); else 1 for all of them and
             0 otherwise (``accuracy``).
-        limits: Of a program in one test.
-        extract: Takes the program out of a completion; None takes the last block between three backticks.
+        limits: Limits of a program in one test.
+        extract: Extracts the program from a completion; None takes the last block between three backticks.
 
     Raises:
         QeRLError: This machine has no sandbox.

@@ -19,7 +19,7 @@ from qerl.user_code import load_object
 
 
 def load_task(spec: str) -> type[Task]:
-    """The task class that ``PATH.py:Class`` names; its methods raise a `QeRLError` where they fail.
+    """Load the task class ``PATH.py:Class``, whose constructor, ``train`` and ``test`` fail with `QeRLError`.
 
     Raises:
         QeRLError: The file is missing or fails to run, or its class is no task or lacks a method.
@@ -43,7 +43,7 @@ def load_task(spec: str) -> type[Task]:
 
 
 def _watched(spec: str, method: Callable[..., Any], wrong: Callable[[Any, Any], str]) -> Callable[..., Any]:
-    """The method, whose exceptions and wrong results are reported in a sentence."""
+    """Wrap a method so that its exceptions and wrong results become a `QeRLError` of one sentence."""
 
     @functools.wraps(method)
     def call(task: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,11 +7,11 @@ Rows have the columns that TRL's `SFTTrainer` takes::
     {"prompt": "The sky is", "completion": " blue."}
 
 A prompt of messages has a completion of messages, or a text that the assistant says. A prompt of text is no
-chat and gets no template. Nothing is put in front: a system message stands in the rows. Held-out rows give a
-loss and no accuracy; a task whose answers are judged has both (`Task.demonstrations`).
+chat and gets no template. No instruction is put in front: a system message must be in the rows. Held-out rows
+give a loss and no accuracy; a task whose answers are judged has both (`Task.demonstrations`).
 
-Given up: calls of tools, and columns of other names, for which `Dataset.map` makes a file. What TRL would
-render a row with, and messages with more than role and content, are refused; other columns are left out.
+Given up: tool calls, and columns with other names, which `Dataset.map` can rename. Columns with which TRL
+would render a row, and messages with more than role and content, are refused; other columns are left out.
 """
 
 from functools import cached_property
@@ -28,7 +28,7 @@ from qerl.tasks.jsonl import Jsonl, completion_of, messages_of
 COLUMNS = ("messages", "prompt", "completion")
 
 UNREAD = ("tools", "image", "images", "chat_template_kwargs")
-"""Columns with which TRL renders a row, and which nothing here reads."""
+"""Columns with which TRL renders a row, and which are refused here."""
 
 
 class Demonstrations(Jsonl):
@@ -38,8 +38,8 @@ class Demonstrations(Jsonl):
         name: A path that ends in .jsonl, else the data set's id.
         test_size: As in :class:`Jsonl`.
         test_path: A second file with the held-out rows; on the Hub, the name of their split.
-        split: Of a data set on the Hub: the split to train on.
-        config: Of a data set on the Hub: the folder with its files, such as ``data``; None where they lie at
+        split: For a data set on the Hub, the split to train on.
+        config: For a data set on the Hub, the folder with its files, such as ``data``; None where they lie at
             the top.
     """
 

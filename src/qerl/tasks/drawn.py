@@ -1,4 +1,4 @@
-"""Tasks that draw their own problems: some to train on, and others that are held out."""
+"""Tasks that draw their own problems, with disjoint training and held-out sets."""
 
 import itertools
 from abc import abstractmethod
@@ -19,7 +19,7 @@ _WORDS = {"train": "training", "test": "held-out"}
 
 
 class DrawnTask(Task):
-    """A task with problems drawn by a subclass, as many as its sizes say.
+    """A task whose problems are drawn by a subclass, in given numbers.
 
     Args:
         name: The name by which recipes know the task.
@@ -38,10 +38,10 @@ class DrawnTask(Task):
 
     @abstractmethod
     def draw(self, split: Set, count: int) -> Iterable[Mapping[str, Any]]:
-        """Rows of one set, none of whose problems is in the other.
+        """Draw ``count`` rows of one set, none of whose problems is in the other set.
 
         Raises:
-            QeRLError: There are fewer than ``count``.
+            QeRLError: There are fewer than ``count`` problems.
         """
 
     def train(self) -> Dataset:
@@ -59,7 +59,7 @@ class DrawnTask(Task):
 def first_of_split(
     problems: Iterable[Problem], text: Callable[[Problem], str], split: Set, count: int, of: str, remedy: str
 ) -> list[Problem]:
-    """The first ``count`` problems of the training set or of the held-out one, which has a quarter of all.
+    """Return the first ``count`` problems of one set; a quarter of all problems is held out.
 
     Args:
         problems: All problems in the order in which they are drawn, each once.
@@ -69,7 +69,7 @@ def first_of_split(
         of, remedy: For the error: the source of the problems, and advice.
 
     Raises:
-        QeRLError: There are fewer.
+        QeRLError: There are fewer than ``count`` problems in the set.
     """
     own = (each for each in problems if (holdout_rank(text(each)) < _HELD_OUT_SHARE) == (split == "test"))
     drawn = list(itertools.islice(own, count))

@@ -22,7 +22,7 @@ class AnswerFormat:
         instruction: The system prompt that asks for the format; empty for none.
         extract: Gives the final answer of a completion, or None if it states none.
         followed: True for a completion of exactly this form.
-        write: Makes a completion of this form of a reasoning and an answer, for worked examples.
+        write: Formats a reasoning and an answer as a completion of this form, for worked examples.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Reward functions that may raise or hang: a sample on which one fails is counted, and the run goes on.
+"""Guards around reward functions: samples on which a function raises or hangs are counted, not fatal.
 
 A guarded function is called with the whole batch, as TRL calls it. Only if that call raises, runs out of time
 or returns nonsense is the function called again for each sample, each time within the time limit
@@ -7,8 +7,8 @@ failure is logged, and every batch reports the share of failed samples through T
 ``rewards/<name>/failed``. The trainer, which sees the samples of all processes, decides if a function that
 fails on all of them ends the run (:mod:`qerl.trainer.rewards`).
 
-The rewards of a function that names a column (:func:`stratified`) are also logged by the values of that
-column, failed samples as the zeros that they score.
+The rewards of a function that names a column (:func:`stratified`) are also logged per value of that column,
+with failed samples as the zeros that they score.
 
 Functions that judge each completion by itself (:func:`judges_alone`; the tasks' own do) are called sample by
 sample from the start: a completion that is slow to judge then costs its own time limit and no second call.
@@ -50,11 +50,11 @@ _LARGEST = 3.4028234e38  # the largest FP32 number; TRL keeps rewards in FP32
 
 
 def mark(function: RewardFunction, name: str) -> Any:
-    """The mark of this name on a reward function, or on the one that it wraps; None without one.
+    """Return the mark of this name on a reward function, or on the function that it wraps; None without one.
 
     Args:
         function: A function, a `functools.partial` of one, or the result of `qerl.tasks.together.guarded`.
-        name: Of the mark.
+        name: Name of the mark.
     """
     while True:
         found = getattr(function, name, None)
@@ -75,10 +75,11 @@ class Batch:
     """The arguments of a reward function.
 
     Attributes:
-        columns: Arguments by name: lists with one value per sample, prompts and completions among them, and
-            arguments of the call. A direct call of an environment's reward may have environments alone.
-        asked: Calls for each of its samples that began when that ended (`qerl.tasks.together.Asked`), or
-            None; empty where none has any.
+        columns: Arguments by name: lists with one value per sample, such as prompts and completions, and
+            the arguments in `NOT_COLUMNS`. A direct call of an environment's reward may have environments
+            alone.
+        asked: Per sample, the calls that began when it ended (`qerl.tasks.together.Asked`), or None; empty if
+            no sample has any.
     """
 
     columns: dict[str, Any]
@@ -86,7 +87,7 @@ class Batch:
 
     @property
     def known_by(self) -> Sequence[Any]:
-        """The list by which functions that are given the same batch know it: completions, if it has any."""
+        """The list whose identity identifies the batch to all functions: completions, if it has any."""
         lists = [value for name, value in self.columns.items() if name not in NOT_COLUMNS]
         return self.columns.get("completions", lists[0] if lists else ())
 
@@ -96,12 +97,12 @@ class Batch:
         return len(self.known_by)
 
     def sample(self, i: int) -> "SampleCall":
-        """A call for one sample."""
+        """Return the call for one sample."""
         own = {key: value if key in NOT_COLUMNS else [value[i]] for key, value in self.columns.items()}
         return SampleCall(own)
 
     def without_extra_logs(self) -> "Batch":
-        """The same for a second call, where the first one may have logged its extra columns already."""
+        """Return the batch with ``log_extra`` disabled, for a second call after one that may have logged."""
         if "log_extra" not in self.columns:
             return self
         return replace(self, columns=self.columns | {"log_extra": lambda *_: None})
@@ -114,8 +115,8 @@ class SampleCall:
         arguments: TRL's arguments for this sample alone.
 
     Attributes:
-        arguments: The same, with logs that are kept until the batch is judged.
-        rewards: The one reward; none unless it has succeeded.
+        arguments: TRL's arguments, with log functions that keep their values until the batch is judged.
+        rewards: The one reward; empty unless the call has succeeded.
         error: The failure, if any.
         metrics, columns: Logged names and values.
     """
@@ -172,18 +173,19 @@ class Judged:
 class Judging:
     """A reward function with its limits, called in this thread, for one sample after the other.
 
-    Its methods are coroutines for functions that are called elsewhere; here none of them waits.
+    Its methods are coroutines because a subclass calls functions elsewhere and awaits them; here nothing is
+    awaited.
 
     Args:
-        function: With TRL's signature.
-        timeout_s: Seconds for a sample.
-        alone: True if it judges each completion by itself, so that it is called for each sample at once.
+        function: A reward function with TRL's signature.
+        timeout_s: Time limit per sample in seconds.
+        alone: True if it judges each completion by itself, so that it is called per sample from the start.
         outside: True if it asks something outside of this process: it has time limits of its own, and a
             sample on which it fails has no reward, instead of 0.
     """
 
     at_once = 1
-    """Calls for samples that go on at the same time."""
+    """Maximum number of concurrent calls for samples."""
 
     def __init__(self, function: Callable[..., Any], timeout_s: float, alone: bool, outside: bool) -> None:
         self.function = function
@@ -194,7 +196,7 @@ class Judging:
         self._sample_s = _BATCH_SHARE * timeout_s
 
     def judge(self, batch: Batch) -> Judged:
-        """Rewards for a batch; no exception of the function is raised, but for KeyboardInterrupt."""
+        """Return the rewards of a batch; of the function's exceptions, only KeyboardInterrupt is raised."""
         try:
             self.judge_soon(batch).send(None)
         except StopIteration as ended:
@@ -202,7 +204,7 @@ class Judging:
         raise AssertionError("nothing waits here")
 
     async def judge_soon(self, batch: Batch) -> Judged:
-        """As :meth:`judge`, awaited where the function is called."""
+        """As :meth:`judge`, as a coroutine on the loop on which the function is called."""
         batch_error = None
         if not self._alone:
             try:
@@ -219,14 +221,14 @@ class Judging:
         return Judged(rewards, len(failed), next(iter(failed), None), batch_error)
 
     async def _by_sample(self, batch: Batch) -> tuple[list[SampleCall], Tries]:
-        """Calls for the samples of a batch."""
+        """Make the calls for the samples of a batch."""
         calls, tries = [batch.sample(i) for i in range(batch.samples)], Tries()
         for call in calls:
             await self._try(call, tries)
         return calls, tries
 
     async def _try(self, call: SampleCall, tries: Tries) -> None:
-        """Make the call for one sample, unless that is hopeless."""
+        """Make the call for one sample, unless further calls are hopeless."""
         if tries.hopeless:
             return
         started = time.perf_counter()
@@ -239,7 +241,7 @@ class Judging:
             tries.errors.append(error)
 
     async def _call(self, seconds: float, arguments: dict[str, Any]) -> list[Any]:
-        """The function's rewards within a limit, unless it asks outside."""
+        """Call the function within a time limit, or without one if it asks outside."""
 
         # A generator computes while it is read, so it is read within the limit too.
         def call() -> list[Any]:
@@ -252,9 +254,9 @@ class Judging:
 
 
 def _hand_on(batch: Batch, calls: Sequence[SampleCall]) -> None:
-    """Log the logs of the calls for single samples, in the order of the samples.
+    """Pass on the logged values of the calls for single samples, in the order of the samples.
 
-    TRL wants a value of an extra column for each sample: None where a call has not logged it.
+    TRL expects one value per sample in an extra column: None if a call has not logged it.
     """
     columns: dict[str, list[Any]] = {}
     for i, call in enumerate(calls):
@@ -267,19 +269,19 @@ def _hand_on(batch: Batch, calls: Sequence[SampleCall]) -> None:
 
 
 def left(error: SystemExit) -> Exception:
-    """The failure of a reward function that would have ended the run without a word."""
+    """Return the failure to count for a SystemExit, which would end the run without a message."""
     return RuntimeError(f"SystemExit ({error}), which would end the process")
 
 
 def listed(rewards: Any) -> list[Any]:
-    """The rewards as a list; text, mappings and sets are not taken for one."""
+    """Return the rewards as a list; raise TypeError for text, mappings and sets."""
     if isinstance(rewards, str | bytes | Mapping | set):
         raise TypeError(f"the rewards are a {type(rewards).__name__}, not a list")
     return list(rewards)
 
 
 def checked(rewards: list[Any], expected: int) -> list[float | None]:
-    """The rewards as finite floats and Nones, as many as expected."""
+    """Return the rewards as floats and None; raise unless all are finite and their number is as expected."""
     if len(rewards) != expected:
         raise ValueError(f"{len(rewards)} rewards for {expected} completions")
     for reward in rewards:
@@ -305,16 +307,16 @@ def judges_alone(function: Function) -> Function:
 def judges_outside(function: Function) -> Function:
     """Mark a function that asks something outside of this process about each completion; return it.
 
-    It limits its own time, and how many of its calls go on at once; where it fails, a sample has no reward.
-    It is called beside the main thread, and as soon as a sample has ended; calls of a plain one follow each
-    other, each in a thread of its own.
+    The function limits its own time and its number of concurrent calls; a sample on which it fails has no
+    reward. It is called outside the main thread, as soon as a sample has ended; a plain function is called
+    for one sample after the other, each time in a new thread.
     """
     function.__dict__["judges_outside"] = True
     return judges_alone(function)
 
 
 def stratified(function: RewardFunction, column: str) -> RewardFunction:
-    """Mark a function whose rewards are logged by the values of a column of the rows, too; return it."""
+    """Mark a function whose rewards are also logged per value of a column of the rows; return it."""
     function.__dict__["strata"] = column
     return function
 
@@ -330,7 +332,7 @@ class GuardedReward:
     Args:
         function: The guarded function.
         judging: Calls it.
-        waits: True if it is called beside this thread.
+        waits: True if the function is called outside this thread.
 
     Attributes:
         last: The result of the last call.
@@ -350,8 +352,8 @@ class GuardedReward:
     def __call__(
         self, /, prompts: list | None = None, completions: list | None = None, **columns: Any
     ) -> list[float | None]:
-        """One reward per sample; the arguments are TRL's, of which any may be missing that the function
-        does not read."""
+        """Return one reward per sample; the arguments are TRL's, and those that the function does not read
+        may be missing."""
         given = {"prompts": prompts, "completions": completions}
         batch = Batch({name: values for name, values in given.items() if values is not None} | columns)
         if not self._waits and not self.judges_outside and not can_interrupt():
@@ -380,7 +382,7 @@ class GuardedReward:
     ) -> None:
         log(f"rewards/{self.__name__}/failed", self.last.failed / max(len(rewards), 1))
         if self._strata is not None:
-            # One call for each sample: the trainer takes the mean of what it is told, over all processes.
+            # One call per sample: the trainer averages the logged values over all processes.
             for value, reward in zip(columns.get(self._strata, ()), rewards, strict=False):
                 if reward is not None:
                     log(f"rewards/{self.__name__}/{stratum(self._strata, value)}", reward)

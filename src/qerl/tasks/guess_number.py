@@ -1,8 +1,8 @@
 """Rows of the guessing game: a range to guess in, and the number hidden in it as the answer.
 
 The environment of the same name (`qerl.environments.guess_number`) answers the guesses. Without it the task
-is plain luck, one guess a problem. The reward ``accuracy`` is 1 if the last guess was right, in however many
-turns.
+is pure luck, with one guess per problem. The reward ``accuracy`` is 1 if the last guess was right, whatever
+the number of turns.
 """
 
 import random
@@ -27,7 +27,7 @@ class GuessNumber(DrawnTask):
     A problem is a range and a number. A quarter of the problems is held out, whatever the seed.
 
     Args:
-        largest: Largest end of a range, from 10 to 1000; ranges end with 10 or more.
+        largest: Maximum end of a range, from 10 to 1000; every range ends with 10 or more.
         seed, train_size, test_size: As in :class:`DrawnTask`.
     """
 

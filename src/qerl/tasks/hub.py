@@ -1,21 +1,21 @@
-r"""Mathematics data sets of the Hub: where each lies, and one class that reads them all.
+r"""Mathematics data sets of the Hub: a table of their sources, and one class that reads them all.
 
 :data:`SOURCES` lists the data sets that the QeRL paper trains on and evaluates with (arXiv 2510.11696,
 section 4.1). Prompts ask for ``\boxed{}``, the form in which the paper's models were trained to answer; for
 GSM8K they ask for ``####``, the form of GSM8K's own solutions.
 
-Where a data set has a test split, that is the held-out set. Big-Math and DAPO-Math have none, so one problem
-in 32 is set aside (:mod:`qerl.tasks.base`), by the problem alone, so a model trained on some levels of
-Big-Math is never tested on a problem of its training, whatever levels the test takes. The remaining data sets
-are benchmarks without training problems.
+If a data set has a test split, that split is the held-out set. Big-Math and DAPO-Math have none, so one
+problem in 32 is held out by a hash of its text (:mod:`qerl.tasks.base`). A model trained on some levels of
+Big-Math is therefore never tested on one of its training problems, whichever levels the test uses. The
+remaining data sets are benchmarks without training problems.
 
 Files are fetched with :func:`qerl.models.hub.download` and read from the Hub's cache, not by name with
-``load_dataset``: without a network the first uses the cached copy or fails at once, and the second retries
+``load_dataset``: without a network the former uses the cached copy or fails at once, and the latter retries
 for 23 s (datasets 5.2, no name resolution).
 
-Of a data set with several parts only the wanted part is downloaded, and its files are handed to
-``load_dataset`` one by one. Given the folder, ``load_dataset`` would look for the first part that the data
-set's README lists, and would fail if another part was downloaded.
+If a data set has several parts, only the needed part is downloaded, and ``load_dataset`` receives a list of
+its files. Given the folder, ``load_dataset`` would look for the first part that the data set's README lists,
+and would fail if another part was downloaded.
 """
 
 import re
@@ -49,8 +49,8 @@ class Source:
         question, answer: Columns of the problem and of the answer.
         answer_format: A name from :data:`qerl.tasks.formats.FORMATS`.
         configs: The parts of the data set to read, in this order; None for a data set without parts.
-        read_answer: Gives the answer in the text of the answer column, or None if it holds none.
-        read_reasoning: Gives what leads to the answer in that text; None where it is the answer alone.
+        read_answer: Extracts the answer from the text of the answer column; returns None if there is none.
+        read_reasoning: Extracts the reasoning from that text; None if the text is the answer alone.
     """
 
     dataset: str
@@ -65,7 +65,7 @@ class Source:
 
 
 def _before_hashes(solution: str) -> str:
-    """The reasoning of a solution of GSM8K, without the marks of its calculator (``<<48/2=24>>``)."""
+    """Return the reasoning of a GSM8K solution, without its calculator annotations (``<<48/2=24>>``)."""
     return re.sub(r"<<[^>]*>>", "", solution.rpartition("####")[0]).strip()
 
 
@@ -136,8 +136,8 @@ class HubTask(Task):
     def _problems(
         self, split: str, read: Callable[[str], str | None] | None = None
     ) -> Iterator[tuple[str, str]]:
-        """Yield the question of each problem of a split, and what is read of its answer: by default the
-        answer."""
+        """Yield question and answer of each problem of a split; ``read`` replaces the source's
+        ``read_answer``."""
         source = self.source
         read = read or source.read_answer
         for config in source.configs:
@@ -174,7 +174,7 @@ def bigmath(levels: Sequence[int] = (3, 4, 5)) -> HubTask:
 
 
 def part_of(dataset: str, config: str | None, split: str, where: str) -> Dataset:
-    """Rows of one part of a data set on the Hub or in its cache.
+    """Load one part of a data set from the Hub or its cache.
 
     Args:
         dataset: Id on the Hub.

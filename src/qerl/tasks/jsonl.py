@@ -100,7 +100,7 @@ class Jsonl(Task):
                     "the problems to a file."
                 )
             lines = path.read_bytes().splitlines()
-        except (OSError, ValueError) as error:  # the latter of a name that no file can have
+        except (OSError, ValueError) as error:  # ValueError for a name that no file can have
             cause = getattr(error, "strerror", None) or error
             raise QeRLError(
                 f"The data file {path} cannot be read ({cause}); check the path in task and task_options."
@@ -115,7 +115,7 @@ class Jsonl(Task):
         return rows
 
     def _row(self, row: dict[str, Any], solved: bool) -> dict[str, Any]:
-        """The row that a line of the file states, with its completion if ``solved``.
+        """Convert a line of the file to a row, with its completion if ``solved``.
 
         Raises:
             ValueError: The line is wrong; the message says how.
@@ -150,10 +150,10 @@ class Jsonl(Task):
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    """What a line of JSON holds.
+    """Parse a line of JSON.
 
     Raises:
-        ValueError: It is no object, or no text that can be written again.
+        ValueError: The line is no JSON object, or a text in it has a lone surrogate.
     """
     try:
         row = json.loads(line)
@@ -169,15 +169,15 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def messages_of(value: Any, what: str, last: str) -> list[Message]:
-    """A list of chat messages of role and content alone, parts of text joined.
+    """Reduce chat messages to role and content, with parts of text joined.
 
     Args:
-        value: What the file has.
-        what: Its name in an error.
-        last: The role of its last message.
+        value: The value in the file.
+        what: The name of the value in errors.
+        last: The required role of the last message.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is no list of such messages.
     """
     if not isinstance(value, list) or not all(map(_is_message, value)):
         raise ValueError(
@@ -192,10 +192,10 @@ def messages_of(value: Any, what: str, last: str) -> list[Message]:
 
 
 def completion_of(row: dict[str, Any]) -> list[Message]:
-    """The column ``completion`` of a row as chat messages.
+    """Return the column ``completion`` of a row as chat messages.
 
     Raises:
-        ValueError: There is none, or it is something else.
+        ValueError: The column is missing, or neither text nor chat messages.
     """
     completion = row.get("completion")
     if completion is None:
@@ -220,7 +220,7 @@ def _answer(value: Any) -> str:
 
 
 def _key(row: dict[str, Any]) -> str:
-    """The problem itself: neither another instruction nor another answer may move it into the other set."""
+    """Return the problem alone: a changed instruction or answer must not move it into the other set."""
     messages = row.get("messages") or row["prompt"]
     if isinstance(messages, str):
         return json.dumps(messages)

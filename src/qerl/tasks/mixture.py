@@ -6,14 +6,14 @@ the mixture hands each row to the function of that name of the row's own task, a
 counts as "does not apply", where the task has none. Accuracy is reported for each part, because ``task`` is
 the column of strata (`qerl.tasks.base`).
 
-Weights are shares of the prompts that training samples. They are met by repetition: an epoch holds the rows
-of each part as often as its share asks for, and the part that is largest for its share once. So an epoch
+Weights are shares of the prompts that training samples. They are met by repetition: an epoch has the rows of
+each part as often as its share requires, and the part that is largest relative to its share once. So an epoch
 shows every problem, the order is that of any data set (seed and epoch alone), and prompts of dynamic sampling
 have the same shares. Given up: shares hold on average, not in each step, and if the last repetition of a part
 is not whole, its first rows are those that come once more.
 
-The held-out problems stand each once, ordered so that every beginning of them has the parts in the proportion
-of their weights as long as each has problems left.
+Each held-out problem appears once, in an order in which every prefix has the parts in proportion to their
+weights, as long as each part has problems left.
 """
 
 import inspect
@@ -51,13 +51,13 @@ class Mixture(Task):
     """Several tasks as one.
 
     Args:
-        parts: The tasks by the names that the column ``task`` has; at least one.
+        parts: The tasks by their names in the column ``task``; at least one.
     """
 
     strata = PART
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        self.name = "mixture"  # without a format: all that would read one asks the parts
+        self.name = "mixture"  # without a format: the methods that would read it ask the parts
         self.parts = dict(parts)
         self.on_hub = any(part.task.on_hub for part in self.parts.values())
 
@@ -76,14 +76,14 @@ class Mixture(Task):
         return self.parts[row[PART]].task
 
     def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
-        """Raises a QeRLError: each part poses its problems in its own way."""
+        """Raise a QeRLError: each part has prompt options of its own."""
         raise QeRLError(
             "A mixture has no system_prompt or answer_format of its own; give them in the task_options of "
             f"its tasks ({', '.join(self.parts)})."
         )
 
     def prompt(self, question: str, worked: Any = ()) -> list[Message]:
-        """Raises a QeRLError: a question belongs to none of the tasks."""
+        """Raise a QeRLError: a question belongs to none of the tasks."""
         raise QeRLError(
             f"A mixture poses each question as one of its tasks does ({', '.join(self.parts)}), and this one "
             "belongs to none; give the system message with --system."
@@ -101,14 +101,14 @@ class Mixture(Task):
         return as_dataset(_in_proportion(rows, weights), _WHAT)
 
     def demonstrations(self, held_out: bool = False) -> Dataset:
-        """Those of all parts, in the order of :meth:`train` or :meth:`test`."""
+        """The demonstrations of all parts, in the order of :meth:`train` or :meth:`test`."""
         rows = {name: _of_part(name, part.task.demonstrations(held_out)) for name, part in self.parts.items()}
         weights = {name: part.weight for name, part in self.parts.items()}
         every = _in_proportion(rows, weights) if held_out else [row for own in rows.values() for row in own]
         return as_dataset(every, _WHAT)
 
     def epoch(self, rows: Dataset) -> Dataset:
-        """The rows as often as their weights ask for; every row at least once.
+        """Repeat the rows according to the weights, every row at least once.
 
         Raises:
             QeRLError: A part has no row, or the weights would make an epoch of millions of rows.
@@ -135,12 +135,12 @@ class Mixture(Task):
         return rows.select(np.concatenate([np.resize(own[name], counts[name]) for name in self.parts]))
 
     def extract(self, completion: Completion) -> str | None:
-        """Raises a TypeError: the answer of a completion depends on its row; ask the task of :meth:`of`."""
+        """Raise a TypeError: the answer of a completion depends on its row; ask the task of :meth:`of`."""
         raise TypeError("a mixture reads an answer as the task of its row does; ask of(row)")
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
-        """The reward functions of all parts, those of one name as one function."""
+        """The reward functions of all parts; functions with the same name are joined into one."""
         by_name: dict[str, dict[str, RewardFunction]] = {}
         for part, choice in self.parts.items():
             for function in choice.task.rewards:
@@ -150,7 +150,7 @@ class Mixture(Task):
 
 
 def make_mixture(make: Callable[..., Task], parts: Mapping[str, Any]) -> Mixture:
-    """The mixture of the parts that a recipe names.
+    """Make a mixture of the parts that a recipe names.
 
     Args:
         make: Makes a task from its name and its options.
@@ -158,7 +158,7 @@ def make_mixture(make: Callable[..., Task], parts: Mapping[str, Any]) -> Mixture
             `task_options`.
 
     Raises:
-        QeRLError: There is none, or a part is malformed.
+        QeRLError: There are no parts, or a part is malformed.
     """
     if not parts:
         raise QeRLError(
@@ -191,10 +191,10 @@ def _part(make: Callable[..., Task], name: str, options: Any) -> Part:
 
 
 def _handing_on(name: str, of_part: Mapping[str, RewardFunction]) -> RewardFunction:
-    """A reward function that gives each row's completion to the function of the row's part."""
+    """Return a reward function that passes each row to the function of the row's part."""
 
     def calls(arguments: Mapping[str, Any]) -> Iterator[tuple[list[int], Any]]:
-        """Indices of the rows of each part that has the function, and what the function returns for them."""
+        """Yield the indices of the rows of each part that has the function, and its result for them."""
         extra: dict[str, list[Any]] = {}
         for part, function in of_part.items():
             own = [index for index, of_row in enumerate(arguments[PART]) if of_row == part]
@@ -221,9 +221,9 @@ def _handing_on(name: str, of_part: Mapping[str, RewardFunction]) -> RewardFunct
 
 
 def _of_rows(arguments: Mapping[str, Any], own: list[int], extra: dict[str, list[Any]]) -> dict[str, Any]:
-    """The arguments of a reward function for some of its rows.
+    """Return the arguments of a reward function for some of the rows.
 
-    Its logs for them go into `extra`, whose columns have a value for every row, as TRL's table has.
+    The values that it logs for them go into `extra`, whose columns have a value per row, as in TRL's table.
     """
     chosen = {
         name: value if name in NOT_COLUMNS else [value[index] for index in own]
@@ -257,7 +257,7 @@ def _of_part(name: str, rows: Dataset) -> list[dict[str, Any]]:
 def _in_proportion(
     rows: Mapping[str, list[dict[str, Any]]], weights: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """The rows of all parts: next is always one of the part that is furthest behind its weight."""
+    """Interleave the rows of all parts: the next row is always of the part furthest behind its weight."""
     places = [
         ((index + 0.5) / weights[name], number, row)
         for number, (name, own) in enumerate(rows.items())

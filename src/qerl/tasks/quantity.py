@@ -101,7 +101,7 @@ class Quantity:
 
 @lru_cache(maxsize=4096)
 def plain(text: str) -> str:
-    r"""The text in plain characters, without the marks that merely set it off.
+    r"""Return the text in plain characters, without the markup around it.
 
     Surrounding spaces, one full stop at the end, and surrounding ``$...$``, ``\[...\]``, ``\(...\)``, bold
     and code marks are removed; every spelling of infinity becomes one.
@@ -137,8 +137,8 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def unknown(text: str, known: re.Pattern[str]) -> set[str]:
-    """The characters and commands of a text that no match of a pattern covers, and "bracket" if one is
-    unpaired."""
+    """Return the characters and commands of a text outside all matches of a pattern, and "bracket" if a
+    bracket is unpaired."""
     left = set(re.findall(r"\\[A-Za-z]+|\S", known.sub(" ", text)))
     return left if _paired(text) else left | {"bracket"}
 
@@ -160,8 +160,8 @@ def without_text(text: str) -> str:
 
 @lru_cache(maxsize=4096)  # the samples of a group state the same few answers
 def quantity(text: str) -> Quantity | None:
-    """The quantity stated by a text from :func:`plain`, or None if it is anything but one number with its
-    unit."""
+    """Return the quantity in a text from :func:`plain`, or None if the text is anything but one number with
+    its unit."""
     text = _THOUSANDS.sub(",", without_text(text))
     text = _FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]}", _SPACE.sub(" ", text))
     match = _NUMBER.fullmatch(text.strip())

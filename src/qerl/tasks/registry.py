@@ -1,6 +1,6 @@
 """Tasks by name, as recipes and the command line give them.
 
-Several tasks are one, ``mixture``, whose options are its parts by the names that they are to have in logs::
+Several tasks are combined by ``mixture``, whose options are its parts by their names in logs::
 
     task: mixture
     task_options:
@@ -42,17 +42,17 @@ FAMILIES: dict[str, tuple[Callable[..., Task], str]] = {
     "demonstrations": (Demonstrations, "demonstrations:PATH for conversations to learn from"),
     "verifiers": (Verifiers, "verifiers:NAME for a task set of verifiers"),
 }
-"""What makes the tasks FAMILY:NAME from the name and the options, and what they are, in words."""
+"""The class of the tasks FAMILY:NAME, which takes the name and the options, and a description for errors."""
 
 _OF_EVERY_TASK = tuple(inspect.signature(Task.ask).parameters)[1:]
 
 
 def get_task(spec: str, **options: Any) -> Task:
-    """The task that a specification names.
+    """Make the task that a specification names.
 
     Args:
         spec: A name from :data:`TASKS`; FAMILY:NAME with one of :data:`FAMILIES`, such as ``jsonl:PATH``,
-            which a path in .jsonl means as well; or ``PATH.py:Class`` for the user's own class.
+            for which a path in .jsonl is short; or ``PATH.py:Class`` for the user's own class.
         options: The options documented by the task's class, and those of :meth:`Task.ask`.
 
     Raises:

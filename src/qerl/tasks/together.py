@@ -1,27 +1,27 @@
-"""Reward functions that wait for something: all of a run wait at the same time, beside this thread.
+"""Reward functions that wait for something: those of a run wait at the same time, outside this thread.
 
-TRL calls reward functions one after the other, each for its list. The first of these that is called for a
-batch therefore starts all of them; the others are done when they are called. Where a function is called for
-each sample, its samples wait at the same time too.
+TRL calls reward functions one after the other, each for its list. So the first waiting function that is
+called for a batch starts all of them, and the others have finished by the time they are called. If a function
+is called per sample, its samples wait at the same time too.
 
-**When a call begins.** As soon as all that it is about has ended, while other samples are still decoded. A
-function that asks something outside of this process (`guard.judges_outside`) is called for each sample as
-that ends (:meth:`Together.begin`). Others may compare the samples of a batch, and begin once the batch is
-there (:meth:`Together.start`): a group of an open call (`qerl.trainer.rollout_step`), or all of a rollout.
-Several batches wait at the same time. Arguments, rewards and failures are those of a call behind the rollout.
-Groups would not do for all: where a few answers are as long as they may be, most groups end with the rollout,
-and programs that keep all cores busy would begin behind it.
+**When a call begins.** A call begins as soon as its samples have ended, while others are still decoding. A
+function that asks something outside of this process (`guard.judges_outside`) is called for each sample when
+that sample ends (:meth:`Together.begin`). Other functions may compare the samples of a batch, and begin once
+the batch is complete (:meth:`Together.start`): a group of an open call (`qerl.trainer.rollout_step`), or the
+whole rollout. Several batches may wait at the same time. Arguments, rewards and failures are those of a call
+after the rollout. Starting per group would not be enough for all functions: if a few answers have the
+maximum length, most groups end with the rollout, and programs that keep all cores busy would begin after it.
 
-Which rows decode together decides the last bits of their logits, so for batches that are judged at once a
-moment is waited (`PATIENCE`): then what is decoded beside them does not depend on their time.
+Which rows decode together decides the last bits of their logits, so `Together.ended` waits briefly
+(`PATIENCE`) for batches that are judged promptly: the rows decoded next do not depend on their timing.
 
 Given up:
 
-* Functions that compute in this process do not begin meanwhile. They would take turns with the decoding at
-  running Python, and their time limit is an alarm, which reaches the main thread alone.
-* Where samples of a function wait for each other (for a lock that one of them holds and never returns), all
-  that wait run out of time with it.
-* A function that holds up the loop inside of C loses the others' calls; they are called again without it.
+* Functions that compute in this process do not begin early. They would compete with the decoding for the
+  GIL, and their time limit is an alarm, which only the main thread receives.
+* If calls of a function wait for each other (for a lock that one of them never releases), all of them time
+  out.
+* A function that blocks the loop inside of C cancels the others' calls; they are called again without it.
 """
 
 import asyncio
@@ -53,28 +53,28 @@ from qerl.tasks.guard import (
 Result = TypeVar("Result")
 
 _AT_ONCE = 16
-"""Samples of one function that wait at the same time, where they are called one by one within its limit."""
+"""Maximum number of concurrent calls of a function that is called per sample within the time limit."""
 PATIENCE = 1.0
 """Seconds that `Together.ended` waits for batches, until one has been late."""
 _HELD = 1.1  # a coroutine is cancelled at its limit; a step of the loop is interrupted later
 
 _OF_A_SAMPLE = ("prompts", "completions", "completion_ids")
-"""Arguments by which a sample whose calls have begun is known again."""
+"""Arguments that identify a sample whose calls have begun."""
 
 
 def begins_early(function: Callable[..., Any]) -> bool:
-    """True if everything that a function judges by lies outside of this process (`guard.judges_outside`), so
-    that it is called for each sample as that ends."""
+    """Return True if a function judges entirely outside of this process (`guard.judges_outside`), so that it
+    is called for each sample when that sample ends."""
     return bool(mark(function, "judges_outside")) and not mark(function, "computes_too")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Calls for a sample that began when it ended.
+    """The calls for a sample, begun when the sample ended.
 
     Attributes:
-        arguments: Of the functions, for this sample alone.
-        calls: Of each function, with the future of its end.
+        arguments: Arguments of the functions, for this sample alone.
+        calls: The call of each function, with a future that is done when the call has ended.
     """
 
     arguments: dict[str, Any]
@@ -85,7 +85,7 @@ class Together:
     """The functions of a run that wait at the same time; used from one thread.
 
     Attributes:
-        beside: Calls them, on one event loop, to which a client that they keep belongs.
+        beside: Calls the functions on one event loop, to which clients that they keep are bound.
     """
 
     def __init__(self) -> None:
@@ -99,19 +99,19 @@ class Together:
         self._running, self._since, self._seconds = 0, 0.0, 0.0
 
     def add(self, member: "Waiting") -> None:
-        """Take a function among those that are started together."""
+        """Add a function to those that are started together."""
         self._members.append(member)
 
     @property
     def waits(self) -> bool:
-        """Whether there are any functions."""
+        """True if there are any functions."""
         return bool(self._members)
 
     def begin(self, arguments: dict[str, Any]) -> Asked:
-        """Begin the calls of functions for a sample that has ended, which `start` gets with its batch.
+        """Begin the calls for a sample that has ended; `start` takes the result with the sample's batch.
 
         Args:
-            arguments: Of the functions for the batch, for this sample alone.
+            arguments: Arguments of the functions, for this sample alone.
         """
         return Asked(arguments, {each: each.begin(arguments) for each in self._members if each.early})
 
@@ -120,10 +120,10 @@ class Together:
 
         Args:
             columns: Arguments of the functions.
-            asked: What `begin` gave for each of its samples; empty for nothing.
+            asked: The result of `begin` per sample, or None; empty if there is none.
 
         Raises:
-            QeRLError: A sample is another one than its calls are about.
+            QeRLError: A sample is not the one for which its calls were begun.
         """
         batch = Batch(columns, asked)
         _check_asked(batch)
@@ -131,11 +131,11 @@ class Together:
         self._started[id(batch.known_by)] = batch, future
 
     def ended(self, known_by: Sequence[Sequence[Any]], wait: bool) -> list[int]:
-        """Places, among batches of these lists of completions, of those for which all functions have ended.
+        """Return the indices of the batches for which all functions have ended.
 
         Args:
-            known_by: Of batches that were started; where no function waits, all have ended.
-            wait: Return only when there is one.
+            known_by: The list of completions of each batch; a batch that was not started counts as ended.
+            wait: Block until at least one has ended.
         """
         started = [self._started[id(each)][1] for each in known_by if id(each) in self._started]
         if started and not self._late:
@@ -154,7 +154,7 @@ class Together:
             futures.wait(started, 0.1, futures.FIRST_COMPLETED)
 
     def abandon(self) -> None:
-        """Give up calls whose rewards have not been asked for."""
+        """Cancel calls whose rewards have not been requested."""
         for _, future in self._started.values():
             future.cancel()
         self._started = {}
@@ -162,9 +162,9 @@ class Together:
             member.abandon()
 
     def judge(self, member: "Waiting", batch: Batch) -> Judged:
-        """A member's result for a batch; all members are called when the first is asked.
+        """Return a member's result for a batch; the first request calls all members, unless `start` has.
 
-        A batch is known by its list of completions, which TRL hands to every function.
+        A batch is identified by its list of completions, which TRL passes to every function.
         """
         if self._known_by is not batch.known_by or member not in self._done:
             self._known_by = batch.known_by
@@ -179,7 +179,7 @@ class Together:
         return judged
 
     def take_seconds(self) -> float:
-        """Seconds in which a call was going on, since the last time this was asked."""
+        """Return the seconds in which at least one call was running, since the last use of this method."""
         with self._lock:
             self.count(0)
             seconds, self._seconds = self._seconds, 0.0
@@ -194,8 +194,8 @@ class Together:
             self._running, self._since = self._running + change, now
 
     def _ask_each(self, batch: Batch) -> dict["Waiting", Judged]:
-        """The members' results, asked for one after the other, so that a function that holds up the loop
-        loses its own calls alone."""
+        """Call the members one after the other, so that a function that blocks the loop loses only its own
+        calls."""
         done: dict[Waiting, Judged] = {}
         for each in self._members:
             for member in self._members:
@@ -209,29 +209,29 @@ class Together:
     def _judged(
         self, members: Sequence["Waiting"], future: "Future[list[Judged]]"
     ) -> dict["Waiting", Judged]:
-        """The members' results; nothing if one of them has held up the loop until it was left behind."""
+        """Wait for the members' results; return {} if one of them blocked the loop until it was abandoned."""
         try:
             judged = self.beside.result(future, lambda: max(each.held_s for each in members))
             return dict(zip(members, judged, strict=True))
         except EndsProcess as error:
             raise error.cause from None
-        except (CancelledError, TimeUp):  # the latter where it hit what waits for the call that was meant
+        except (CancelledError, TimeUp):  # TimeUp if it hit the code that waits for its call
             return {}
         finally:
             future.cancel()
 
 
 class Waiting(Judging):
-    """A function that is called beside this thread.
+    """A function that is called outside this thread.
 
     Args:
-        function, timeout_s, alone, outside: As in :class:`Judging`; plain functions only if they ask outside,
-            and their calls follow each other.
+        function, timeout_s, alone, outside: See :class:`Judging`; a plain function has to ask outside, and is
+            called for one sample after the other.
         together: The functions of the run.
 
     Attributes:
-        early: Whether it is called for each sample as that ends.
-        held_s: Seconds after which a step of the event loop that this function holds up is interrupted.
+        early: Whether it is called for each sample when that sample ends.
+        held_s: Seconds after which a step of the event loop that this function blocks is interrupted.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Waiting(Judging):
         super().__init__(function, timeout_s, alone, outside)
         self._together, self.early, self.held_s = together, begins_early(function), _HELD * timeout_s
         self._begun: list[Future[None]] = []
-        # A function that has limits of its own says itself how many of its calls go on at the same time.
+        # A function with limits of its own limits its number of concurrent calls, too.
         self.at_once = 1 if not is_async(function) else 1_000_000 if outside else _AT_ONCE
         self.abandon()
         together.add(self)
@@ -254,7 +254,7 @@ class Waiting(Judging):
         return self._together.judge(self, batch)
 
     def lost(self, batch: Batch) -> Judged:
-        """The result for a batch on which the function has held up the loop until it was left behind."""
+        """Return the result for a batch on which the function blocked the loop until it was abandoned."""
         error = TimeoutError(f"no result within {self._timeout_s:g} s, and nothing was awaited")
         return Judged([self._failed] * batch.samples, batch.samples, error)
 
@@ -265,7 +265,7 @@ class Waiting(Judging):
         return call, future
 
     def abandon(self) -> None:
-        """Give up calls that have begun for single samples, and forget how others went."""
+        """Cancel the calls begun for single samples, and reset the statistics of calls."""
         for future in self._begun:
             future.cancel()
         self._begun, self._tries = [], Tries()
@@ -284,7 +284,7 @@ class Waiting(Judging):
         return calls, tries
 
     async def _try(self, call: SampleCall, tries: Tries) -> None:
-        """As for :class:`Judging`; once it is hopeless, calls that go on are given up."""
+        """See :class:`Judging`; once further calls are hopeless, running ones are cancelled."""
         task, tasks = asyncio.current_task(), self._tasks
         assert task is not None  # it runs on a loop
         async with self._slots:
@@ -325,7 +325,7 @@ class Waiting(Judging):
 
 
 def _check_asked(batch: Batch) -> None:
-    """Refuse to give a sample the reward of another one."""
+    """Raise if a sample would get the reward of another one."""
     for i, asked in enumerate(batch.asked):
         for column in _OF_A_SAMPLE if asked is not None else ():
             if column in batch.columns and asked.arguments[column] != [batch.columns[column][i]]:
@@ -355,7 +355,7 @@ def guarded(
     timeout_s: float = 10.0,
     together: Together | None = None,
 ) -> GuardedReward:
-    """The reward function, whose failures are counted instead of raised.
+    """Wrap a reward function so that its failures are counted instead of raised.
 
     Args:
         function: With TRL's signature, plain or asynchronous; one that is guarded already is returned as it

@@ -37,8 +37,8 @@ class Verifiers(Task):
     """The problems of one task set. One in eight is held out, by its prompt.
 
     Args:
-        taskset: Its name, as verifiers imports it.
-        limit: Largest number of problems that are read; a task set may have no end.
+        taskset: Name of the task set, as verifiers imports it.
+        limit: Maximum number of problems to read; a task set may be infinite.
         config: Fields of the task set's configuration.
 
     Raises:
@@ -87,7 +87,7 @@ class Verifiers(Task):
         return [accuracy]
 
     def score(self, prompt: list[Message], answer: str, index: int) -> float:
-        """The sum of the weighted rewards of the problem of this number for an answer to its prompt."""
+        """Return the weighted sum of the rewards of problem number ``index`` for an answer to its prompt."""
         from verifiers.v1.configs.agent import AgentConfig
         from verifiers.v1.graph import MessageNode
         from verifiers.v1.trace import AgentInfo, Trace, TraceTask
@@ -159,7 +159,7 @@ def _load(taskset: str, limit: int, config: dict[str, Any]) -> list[Any]:
 
 
 def _needs_more(task: Any) -> str:
-    """A task's need besides an answer; empty for none."""
+    """Return what a task needs besides an answer, in words; empty for nothing."""
     if type(task).NEEDS_CONTAINER:
         return "needs a container"
     if type(task).toolsets(task.config):
