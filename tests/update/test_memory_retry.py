@@ -9,7 +9,7 @@ from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
 from qerl.trainer import run
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.update.chunks import MemoryRetry
+from qerl.update.chunks import LIMITS_FILE, MemoryRetry
 from qerl.update.packed_row import Lengths
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, settings, sum_reward
@@ -219,6 +219,17 @@ def test_what_is_said_of_every_layer_keeps_the_other_settings(caplog):
     assert retry.run(1, update, lambda: undone.append(True)) == "done"
     assert undone == [True]
     assert "gradient_checkpointing_kwargs: {offload: false, every_n_layers: 1} sets" in caplog.text
+
+
+def test_a_lower_setting_of_a_resumed_run_is_no_limit_of_its_checkpoints(tmp_path):
+    (tmp_path / LIMITS_FILE).write_text('{"tokens_per_forward": 100, "recompute_every_layer": false}')
+    limits = []
+    for setting in (200, None, 50):
+        retry = MemoryRetry(setting)
+        retry.load(tmp_path)
+        retry.save(folder := tmp_path / str(setting))
+        limits.append((retry.max_tokens, (folder / LIMITS_FILE).is_file()))
+    assert limits == [(100, True), (100, True), (50, False)]
 
 
 @pytest.mark.parametrize("retry", [MemoryRetry(), None])

@@ -1,1 +1,1 @@
-"""Which model families are taken, decided from config.json, and the parts of a loaded model."""
+"""Supported model families, decided from config.json, and the parts of a loaded model."""

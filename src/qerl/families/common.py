@@ -1,4 +1,4 @@
-"""What the files of families share: fields of a config that mean the same in all of them."""
+"""Helpers shared by the files of families, for config fields that mean the same in all of them."""
 
 from typing import Any
 
@@ -12,19 +12,19 @@ def head_size(config: Any) -> int:
 
 
 def rotary(config: Any, frequencies: str = FREQUENCIES) -> Rotary:
-    """The first numbers of a head turned in two halves, as many as the config says."""
+    """Return the rotary embedding of a head's first dimensions, as many as the config says, in two halves."""
     parameters = getattr(config, "rope_parameters", None) or {}
     turned = int(head_size(config) * (parameters.get("partial_rotary_factor") or 1.0))
     return Rotary(frequencies, turned // 2, turned // 2)
 
 
 def window(config: Any, layer: int) -> int | None:
-    """The window of a layer by ``layer_types``."""
+    """Return the window of a layer according to ``layer_types``; None for full attention."""
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
 
 
 def attention(config: Any, **fields: Any) -> Attention:
-    """Attention with these fields; unless given, heads and biases are those of the config."""
+    """Return attention with these fields; heads and biases default to those of the config."""
     bias = bool(getattr(config, "attention_bias", False))
     own = {
         "heads": config.num_attention_heads,
@@ -39,13 +39,13 @@ def attention(config: Any, **fields: Any) -> Attention:
 def layer(
     config: Any, mixer: Attention | DeltaNet, mlp: GatedMLP | RoutedMLP | None = None, **fields: Any
 ) -> LayerSpec:
-    """A layer with this mixer and, unless given, a SwiGLU by the config."""
+    """Return a layer with this mixer; its MLP defaults to the config's SwiGLU."""
     mlp = mlp or GatedMLP(config.intermediate_size, bool(getattr(config, "mlp_bias", False)))
     return LayerSpec(config.hidden_size, mixer, mlp, **fields)
 
 
 def decoder(config: Any, layers: list[LayerSpec], **fields: Any) -> Sizes:
-    """The decoder of these layers."""
+    """Return the decoder with these layers."""
     return Sizes.of_layers(
         layers,
         vocabulary=config.vocab_size,

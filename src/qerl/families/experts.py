@@ -1,17 +1,17 @@
-"""Experts of a mixture as linears of their own: `mlp.experts.3.gate_proj`, as most checkpoints name them.
+"""Experts of a mixture as separate linears: `mlp.experts.3.gate_proj`, as most checkpoints name them.
 
 transformers keeps the experts of a layer in two parameters [E, ., .], and merges a checkpoint's matrices into
-them as it loads. Here a module takes their place whose experts are linears under the checkpoint's names. All
-that is done to linears is thereby done to experts: they are quantised one by one as they arrive, with scales
-of their own; read packed as they were published; adapted by PEFT one by one; and saved under the names under
-which others look for them. It costs four modules per expert, 25,000 in a model of 30B.
+them as it loads. Here a module whose experts are linears under the checkpoint's names replaces them. So code
+for linears works for experts: they are quantised one by one as they are loaded, with scales of their own;
+read packed as they were published; adapted by PEFT one by one; and saved under the names that other programs
+expect. This costs four modules per expert, 25,000 in a model of 30B.
 
-Some checkpoints hold merged experts, gpt-oss in 16 bits or as blocks of MXFP4. Those are cut where they are
-read (`separated`): each matrix of an expert is a view of the tensor in the file.
+Some checkpoints hold merged experts, gpt-oss in 16 bits or as blocks of MXFP4. These are split on reading
+(`separated`): each matrix of an expert is a view of the tensor in the file.
 
 The router stays transformers' own, in 16 bits and frozen: it is a thousandth of the layer.
 
-Given up: saving them merged again.
+Given up: saving experts merged again.
 
 Shapes: T tokens, K experts of each token, E experts, D hidden size, I intermediate size.
 """
@@ -45,7 +45,7 @@ class Gate(nn.Module):
 
 
 class ClampedGate(nn.Module):
-    """See `qerl.families.layer.Clamp`."""
+    """Inner activation of an expert by `qerl.families.layer.Clamp`."""
 
     def __init__(self, clamp: Clamp) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ClampedGate(nn.Module):
 
 
 class _Clamped(torch.autograd.Function):
-    """Keeps gate and up alone for its backward pass, and computes the rest again."""
+    """Activation that keeps only gate and up for its backward pass, and recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, gate_TI: torch.Tensor, up_TI: torch.Tensor, clamp: Clamp) -> torch.Tensor:
@@ -86,9 +86,9 @@ class Expert(nn.Module):
     Args:
         hidden: D.
         intermediate: I.
-        gated: Makes one of gate and up, a module of all experts.
+        gated: Module that combines gate and up, shared by all experts.
         bias: Whether its linears have biases.
-        device, dtype: Of the weights.
+        device, dtype: Device and dtype of the weights.
     """
 
     def __init__(
@@ -114,24 +114,24 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """The experts of a layer, in the place of transformers' module and called as that."""
+    """The experts of a layer; replaces transformers' module and is called like it."""
 
     def forward(self, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-        """The weighted sum [T, D] of each token's experts.
+        """Return the weighted sum [T, D] of each token's experts.
 
-        Tokens are sorted by expert, so that each is multiplied with all of its tokens at once. Each token's
+        Tokens are sorted by expert, so that each expert multiplies all of its tokens at once. Each token's
         results are added in the order of its experts, which depends neither on timing nor on other tokens.
 
         Args:
             x_TD: Input.
             expert_TK: Index of the experts of each token.
-            weight_TK: What the result of each is multiplied with.
+            weight_TK: Factor of each expert's result.
         """
         chosen = expert_TK.flatten()
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=len(self)).tolist()
         parts = x_TD[order // expert_TK.shape[1]].split(counts)
-        # An adapted expert without tokens has gradients of zero, not none: other processes may have some.
+        # An adapted expert without tokens gets gradients of zero, not None: other processes may have tokens.
         always = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         results = [
             expert(part) if len(part) or always else part for expert, part in zip(self, parts, strict=True)
@@ -143,7 +143,7 @@ class Experts(nn.ModuleList):
 
 
 def separate_experts(model: nn.Module) -> None:
-    """Put `Experts` without weights in the place of transformers' modules, in a model on the meta device."""
+    """Replace transformers' experts by `Experts` without weights, in a model on the meta device."""
     for name, module in _merged(model):
         if _why_not(module) is None:
             experts, hidden, intermediate = _sizes(module)
@@ -155,12 +155,12 @@ def separate_experts(model: nn.Module) -> None:
 
 
 def why_not_separable(model: nn.Module) -> str | None:
-    """Why experts of this model cannot be linears of their own, after :func:`separate_experts`; else None."""
+    """Return why :func:`separate_experts` has left experts of this model merged; None if it left none."""
     return next((f"{name}, which {_why_not(module)}" for name, module in _merged(model)), None)
 
 
 def _why_not(module: Any) -> str | None:
-    """Why the experts of transformers' module cannot be separated, as the end of a sentence; else None."""
+    """Return why transformers' experts cannot be separated, as the end of a sentence; None if they can."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     biases = {"gate_up_proj_bias", "down_proj_bias"} if _has_bias(module) else set()
     if shapes.keys() != {"gate_up_proj", "down_proj"} | biases:
@@ -176,7 +176,7 @@ def _why_not(module: Any) -> str | None:
 
 
 def _clamp(module: Any) -> Clamp | None:
-    """gpt-oss's gate; None for the others, some of which have a limit of another meaning."""
+    """Return gpt-oss's gate; None for other modules, some of which have a ``limit`` of another meaning."""
     if not (hasattr(module, "alpha") and hasattr(module, "limit") and _has_bias(module)):
         return None
     return Clamp(module.alpha, module.limit)
@@ -189,7 +189,7 @@ def _sizes(module: Any) -> tuple[int, int, int]:
 
 
 def _is_transposed(module: Any) -> bool:
-    """Whether inputs come before outputs."""
+    """Return True if the input dimension of the weights comes before the output dimension."""
     return bool(getattr(module, "is_transposed", False))
 
 
@@ -201,8 +201,8 @@ class Layout(NamedTuple):
     """How a checkpoint holds merged experts.
 
     Attributes:
-        transposed: True for [E, inputs, outputs], as far as they are in 16 bits; else [E, outputs, inputs].
-        alternating: True if outputs are gate and up in turn, else all gates are in front.
+        transposed: True for [E, inputs, outputs], which holds for 16 bits only; else [E, outputs, inputs].
+        alternating: True if outputs of gate and up alternate; else all outputs of gate come first.
     """
 
     transposed: bool
@@ -213,19 +213,19 @@ _LAYOUTS = {
     "gpt_oss": Layout(transposed=True, alternating=True),
     "qwen3_5_moe_text": Layout(transposed=False, alternating=False),
 }
-"""By ``model_type`` of the text decoder; others name each expert."""
+"""Layouts by ``model_type`` of the text decoder; checkpoints of other types name each expert."""
 
 _MERGED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias|)")
 _OF_EXPERT = {"": "weight", "_blocks": "weight_packed", "_scales": "weight_scale", "_bias": "bias"}
 
 
 def separated(model_type: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a tensor of a checkpoint holds: views of each expert's matrix, block scales or bias; of another
-    tensor itself.
+    """Split a tensor of merged experts into named views of each expert's matrix, block scales or bias; yield
+    any other tensor as it is.
 
     Args:
-        model_type: Of the text decoder.
-        name: In the causal LM.
+        model_type: ``model_type`` of the text decoder.
+        name: Name of the tensor in the causal LM.
         tensor: As stored; may be on the meta device.
     """
     layout, found = _LAYOUTS.get(model_type), _MERGED.fullmatch(name)
@@ -247,12 +247,12 @@ def separated(model_type: str, name: str, tensor: torch.Tensor) -> Iterator[tupl
 
 
 def whole_of_blocks(model_type: str, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Name and shape in 16 bits of merged experts that a checkpoint holds as blocks of 32 codes.
+    """Return the name and shape in 16 bits of merged experts that a checkpoint holds as blocks of 32 codes.
 
     Args:
-        model_type: Of the text decoder.
-        name: Of the blocks, ends in ``_blocks``.
-        shape: Of the blocks, [E, outputs, inputs / 32, 16].
+        model_type: ``model_type`` of the text decoder.
+        name: Name of the blocks, ends in ``_blocks``.
+        shape: Shape of the blocks, [E, outputs, inputs / 32, 16].
     """
     experts, outputs, blocks, _ = shape
     sides = (outputs, 32 * blocks)
@@ -261,7 +261,7 @@ def whole_of_blocks(model_type: str, name: str, shape: tuple[int, ...]) -> tuple
 
 
 def experts_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Experts]]:
-    """The `Experts` of a model, each with its name; what is in them, thousands of modules, is passed by."""
+    """Yield the `Experts` of a model with their names, without visiting the thousands of modules in them."""
     for name, child in model.named_children():
         if isinstance(child, Experts):
             yield f"{prefix}{name}", child
@@ -271,14 +271,14 @@ def experts_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Expert
 
 @torch.no_grad()
 def own_memory(experts: Experts) -> None:
-    """Copy what has been read as a view of merged experts and lies in the memory of others."""
+    """Copy weights that were read as strided views of merged experts into memory of their own."""
     for tensor in (*experts.parameters(), *experts.buffers()):
         if not tensor.is_contiguous():
             tensor.data = tensor.contiguous()
 
 
 def _merged(model: nn.Module) -> list[tuple[str, Any]]:
-    """Modules that hold experts in one parameter each."""
+    """Return the modules that still hold merged experts."""
     return [
         (name, module)
         for name, module in model.named_modules()

@@ -1,9 +1,9 @@
-"""Gemma 3 and 4: five layers with a window to one without, norms before and behind each part, GELU.
+"""Gemma 3 and 4: five layers with a window to one without, norms before and after each part, GELU.
 
-Gemma 3 multiplies by 1 + weight in its norms. Gemma 4 does not; its layers without a window have wider heads
-of which a quarter is turned, fewer key heads, and may take the keys as values; values are normalised, and a
-layer's result is multiplied by a number. The smallest of Gemma 4 add an embedding per layer, which no kernel
-here computes, and take keys and values of other layers.
+Gemma 3's norms multiply by 1 + weight, Gemma 4's do not. Gemma 4's layers without a window have wider heads,
+a quarter of each rotated, fewer key heads, and may use the keys as values; values are normalised, and a
+layer's result is multiplied by a scalar. The smallest Gemma 4 models add an embedding per layer, which no
+kernel here computes, and use keys and values of other layers.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from qerl.families.sizes import Sizes
 
 
 def sizes3(config: Any) -> Sizes:
-    """A decoder of Gemma 3 by its config."""
+    """Return the decoder that a config of Gemma 3 describes."""
     mixers = [
         attention(
             config,
@@ -30,7 +30,7 @@ def sizes3(config: Any) -> Sizes:
 
 
 def sizes4(config: Any) -> Sizes:
-    """A decoder of Gemma 4 by its config."""
+    """Return the decoder that a config of Gemma 4 describes."""
     mixers = [_mixer4(config, index) for index in range(config.num_hidden_layers)]
     layers = [_layer(config, mixer, scalar="layer_scalar") for mixer in mixers]
     return decoder(config, layers, logit_cap=config.final_logit_softcapping)

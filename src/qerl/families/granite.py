@@ -1,6 +1,7 @@
-"""Granite: Llama with factors for embeddings, scores, what is added to the residual stream, and logits.
+"""Granite: Llama with factors for embeddings, scores, additions to the residual stream, and logits.
 
-Granite SWA has windows in three of four layers, a sink per head, and a base of angles per layer, 0 for none.
+Granite SWA has windows in three of four layers, a sink per head, and a rotary base per layer, 0 for no rotary
+embedding.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from qerl.families.sizes import Sizes
 
 
 def sizes(config: Any) -> Sizes:
-    """The decoder by its config."""
+    """Return the decoder that a config describes."""
     return decoder(
         config,
         [_layer(config, index) for index in range(config.num_hidden_layers)],

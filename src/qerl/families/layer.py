@@ -1,10 +1,10 @@
-"""Decoder layers as descriptions: a mixer of tokens, an MLP behind it, and the linears and norms of both.
+"""Descriptions of decoder layers: a mixer of tokens, an MLP after it, and the linears and norms of both.
 
 `Attention`, `DeltaNet`, `GatedMLP` and `RoutedMLP` are the kinds of the described families; each lists its
-products. Four-bit scales, LoRA, memory plan and paged engine read linears and products from here, so a
-further kind is a class here and a function in each of them. A difference between layers of one model, such as
-a window, sinks, the size of heads or no rotary embedding, is a field of their kind; a layer that is a mixer
-or an MLP alone leaves out the other.
+products. Four-bit scales, LoRA, memory plan and paged engine read linears and products from here, so a new
+kind takes a class here and a function in each of these. A difference between layers of one model, such as a
+window, sinks, the size of heads or no rotary embedding, is a field of their kind; every layer has a mixer and
+an MLP.
 
 Nothing here needs torch.
 """
@@ -33,13 +33,13 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """The last part of its name, as LoRA's targets are given; of shared experts with their module's, for
-        other experts have linears of the same last names."""
+        """The last part of its place, in the form of LoRA's targets; for shared experts with the name of
+        their module, since other experts have linears with the same last names."""
         words = self.place.split(".")
         return ".".join(words[-2 if "shared_expert" in words else -1 :])
 
     def is_target(self, targets: Collection[str]) -> bool:
-        """Whether one of LoRA's targets, names or ends of names, is this linear's."""
+        """Return True if one of LoRA's targets, whole places or ends of places, names this linear."""
         return any(self.place == target or self.place.endswith(f".{target}") for target in targets)
 
     @property
@@ -66,14 +66,14 @@ class Product(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Which numbers of a head are turned, and from where the angles come.
+    """The rotary embedding of a head: the rotated dimensions, and where the angles come from.
 
-    Number ``i`` is turned with number ``i + stride``, for every ``i`` below ``pairs``; the others stay as
-    they are. A part of a head has ``pairs == stride``; what transformers calls proportional has the stride of
-    a whole head.
+    Dimension ``i`` is rotated with dimension ``i + stride``, for every ``i`` below ``pairs``; the others stay
+    as they are. If only the first part of a head is rotated, ``pairs == stride``; transformers' proportional
+    kind has the stride of a wholly rotated head.
 
     Attributes:
-        frequencies: Place in the decoder of the angle per position of each pair.
+        frequencies: Place in the decoder of each pair's angle per position.
     """
 
     frequencies: str
@@ -82,7 +82,7 @@ class Rotary(NamedTuple):
 
     @property
     def scaling(self) -> str:
-        """Place of the number that cosine and sine are multiplied by."""
+        """Place of the factor of cosine and sine."""
         return self.frequencies.replace("inv_freq", "attention_scaling")
 
 
@@ -103,10 +103,10 @@ class Attention:
         v_norm: True if each head of values is normalised, without a weight.
         k_is_v: True if there is no projection of values: they are the keys before norm and rotation.
         fused: True if one linear, `JOINED`, makes queries, keys and values.
-        gated: True if the projection of queries gives each head a gate behind its query, by whose sigmoid the
-            head's output is multiplied.
+        gated: True if the query projection gives each head, after its query, a gate whose sigmoid multiplies
+            the head's output.
         window: Number of tokens that a token attends to, itself included; None for all before it.
-        sinks: True if each query head has a logit that takes part in the softmax and has no value.
+        sinks: True if each query head has a sink, a logit in the softmax without a value.
         rotary: None without rotary embedding.
         scale: Factor of the scores; None for ``head_size ** -0.5``.
         position_scale: Factor of queries by position.
@@ -155,12 +155,12 @@ class Attention:
         return {"": 0, "head": 2 * self.head_size, "all": self.queries + self.keys}[self.qk_norm]
 
     def dense(self, hidden: int) -> int:
-        """Elements of what stays in 16 bits beside linears and norms, for inputs of this width."""
+        """Elements of 16-bit parameters other than linears and norms, for inputs of this width."""
         return self.heads if self.sinks else 0
 
     @property
     def summed(self) -> set[str]:
-        """Products that are added up before anything reads them."""
+        """Names of products whose partial sums are added up before another kernel reads them."""
         return {name for name, whole in (("qkv", self.qk_norm == "all"), ("o", self.o_bias)) if whole}
 
     def products(self, hidden: int) -> tuple[Product, ...]:
@@ -179,9 +179,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta rule: each value head has a state S, which every token reads and corrects.
+    """A gated delta rule: each value head has a state S, which every token reads and updates.
 
-    A short causal convolution goes over queries, keys and values. Then, with q and k of length 1,
+    A short causal convolution goes over queries, keys and values. Then, with q and k normalised to length 1,
     ``S = decay S; S = S + k (beta (v - S^T k))^T; y = S^T q / sqrt(key_size)``, and y passes a norm and the
     gate ``silu(z)``. Decay and beta are two numbers per token and value head, made by two narrow linears that
     stay in 16 bits and have no adapter.
@@ -207,12 +207,12 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """C, queries, keys and values of all heads: what the convolution goes over."""
+        """C, the channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_size + self.values
 
     @property
     def values(self) -> int:
-        """Values of all heads, as many as its output has."""
+        """Width of the values of all heads, and of the output."""
         return self.value_heads * self.value_size
 
     @property
@@ -231,16 +231,16 @@ class DeltaNet:
 
     @property
     def constants(self) -> int:
-        """Elements of two numbers per value head, and of the convolution."""
+        """Elements of the two constants per value head, and of the convolution."""
         return 2 * self.value_heads + self.channels * self.taps
 
     def dense(self, hidden: int) -> int:
-        """Elements of what stays in 16 bits beside linears and norms."""
+        """Elements of 16-bit parameters other than norms and the linears in its products."""
         return self.gates(hidden) + self.constants
 
     @property
     def summed(self) -> set[str]:
-        """Products that are added up before anything reads them."""
+        """Names of products whose partial sums are added up before another kernel reads them."""
         return set()
 
     def products(self, hidden: int) -> tuple[Product, ...]:
@@ -257,8 +257,8 @@ class GatedMLP:
     """``down(activation(gate x) * up x)``.
 
     Attributes:
-        activation: SwiGLU has ``silu``; ``gelu_tanh`` is GELU by its approximation with tanh.
-        fused: True if one linear, `JOINED`, makes both.
+        activation: ``silu`` for SwiGLU; ``gelu_tanh`` is GELU in its tanh approximation.
+        fused: True if one linear, `JOINED`, computes gate and up.
     """
 
     intermediate: int
@@ -271,12 +271,12 @@ class GatedMLP:
 
     @property
     def inner(self) -> int:
-        """Numbers between its products, which are computed for all tokens."""
+        """Width between its products, which are computed for all tokens."""
         return self.intermediate
 
     @property
     def summed(self) -> set[str]:
-        """Products that are added up before anything reads them."""
+        """Names of products whose partial sums are added up before another kernel reads them."""
         return {"gate_up", "down"} if self.bias else set()
 
     def products(self, hidden: int) -> tuple[Product, ...]:
@@ -293,8 +293,8 @@ class GatedMLP:
 
 
 class Clamp(NamedTuple):
-    """An expert's inner activation ``(up + 1) gate sigmoid(slope gate)``, of a gate that is ``limit`` at most
-    and an up between that and its negative."""
+    """An expert's inner activation ``(up + 1) gate sigmoid(slope gate)``, with gate clamped to at most
+    ``limit``, and up to between ``-limit`` and ``limit``."""
 
     slope: float
     limit: float
@@ -302,11 +302,11 @@ class Clamp(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedMLP:
-    """A mixture: each token goes through some of several gated MLPs, whose results are added by weight.
+    """A mixture: each token goes through some of several gated MLPs, whose results are added with weights.
 
-    The router is a linear of one output per expert, in 16 bits and without an adapter, with a softmax over
-    all experts. Experts are described by one of them (`of_expert`): their products are not computed for all
-    tokens, as those of `LayerSpec.products` are.
+    The router is a linear with one output per expert, in 16 bits and without an adapter, and a softmax over
+    all experts. `of_expert` describes one expert for all: unlike those in `LayerSpec.products`, the experts'
+    products are not computed for all tokens.
 
     Attributes:
         intermediate: I of an expert.
@@ -314,10 +314,10 @@ class RoutedMLP:
         chosen: Experts per token.
         normalized: True if the weights of a token's experts add up to 1, else they are the softmax's.
         bias: True if router and experts have biases.
-        clamp: What stands between an expert's products; None for ``silu(gate) up``.
+        clamp: Activation between an expert's products; None for ``silu(gate) up``.
         router: Place of the router.
-        shared: Intermediate size of a gated MLP that all tokens go through beside their experts, by the
-            sigmoid of a linear of one output; 0 without one.
+        shared: Intermediate size of the shared expert, a gated MLP that all tokens go through beside their
+            experts, times the sigmoid of a linear with one output; 0 without one.
     """
 
     intermediate: int
@@ -341,16 +341,16 @@ class RoutedMLP:
 
     @property
     def inner(self) -> int:
-        """Numbers between its products that are computed for all tokens."""
+        """Width between those of its products that are computed for all tokens."""
         return self.shared
 
     @property
     def summed(self) -> set[str]:
-        """Products that are added up before anything reads them."""
+        """Names of products whose partial sums are added up before another kernel reads them."""
         return set()
 
     def products(self, hidden: int) -> tuple[Product, ...]:
-        """Those of the shared MLP: no linear of an expert is computed for all tokens."""
+        """The products of the shared expert: linears of other experts are not computed for all tokens."""
         if not self.shared:
             return ()
         return (
@@ -389,8 +389,8 @@ class LayerSpec:
 
     Attributes:
         hidden: D, width of the residual stream.
-        gain: What the output of mixer and MLP is multiplied by.
-        scalar: Place within the layer of a number that its result is multiplied by; empty without one.
+        gain: Factor of the outputs of mixer and MLP.
+        scalar: Place within the layer of a scalar that multiplies its result; empty without one.
     """
 
     hidden: int
@@ -407,8 +407,8 @@ class LayerSpec:
 
     @cached_property
     def summed(self) -> dict[str, tuple[int, ...]]:
-        """Products that are added up before anything reads them, with the outputs of their linears: what has
-        a norm of the whole behind it, or a bias elsewhere than at q, k and v."""
+        """Names of products whose partial sums are added up before another kernel reads them, with their
+        linears' outputs: products followed by a norm of the whole, or with a bias other than q, k and v's."""
         whole = self.mixer.summed | self.mlp.summed
         parts = (self.mixer, self.around.behind_mixer), (self.mlp, self.around.behind_mlp)
         whole |= {part.products(self.hidden)[-1].name for part, norm in parts if norm}
@@ -432,7 +432,7 @@ class LayerSpec:
 
     @property
     def matrices(self) -> Iterator[tuple[Linear, int]]:
-        """Its linears, and how many there are of each: as many of an expert's as there are experts."""
+        """Its linears, each with its count: 1, or the number of experts for a linear of an expert."""
         yield from ((linear, 1) for linear in self.linears)
         yield from ((linear, self.experts) for linear in self.expert_linears)
 
@@ -448,7 +448,7 @@ class LayerSpec:
 
     @property
     def dense(self) -> int:
-        """Elements of what stays in 16 bits beside linears, norms and biases."""
+        """Elements of 16-bit parameters other than `linears`, norms and biases."""
         gates = self.experts + (isinstance(self.mlp, RoutedMLP) and self.mlp.shared > 0)
         return self.mixer.dense(self.hidden) + gates * self.hidden
 
@@ -477,5 +477,5 @@ FUSED = tuple(
     for places in kind.PLACES.values()
     if len(places) > 1
 )
-"""Names of the linears that inference engines run as one matrix: q, k and v, those in front of a delta rule,
-and gate and up."""
+"""Names of the linears that inference engines run as one matrix: q, k and v, the projections before a delta
+rule, and gate and up."""

@@ -1,9 +1,9 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: grouped queries, whole heads turned, SwiGLU, norms in front.
+"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: GQA, whole heads rotated, SwiGLU, norms before each part.
 
-Qwen2 has biases on q, k and v whatever its config says, Qwen3 norms of query and key heads. Mistral and
-Qwen3-MoE have their window in all layers, the others of Qwen in those from ``max_window_layers`` on, and only
-if ``use_sliding_window`` is true. What a Llama's config may say of windows its code does not read. Qwen3-MoE
-has experts in the place of most layers' SwiGLU.
+Qwen2 has biases on q, k and v whatever its config says, Qwen3 and Qwen3-MoE norms of query and key heads.
+Mistral and Qwen3-MoE have their window in all layers, Qwen2 and Qwen3 only in layers from
+``max_window_layers`` on, and only if ``use_sliding_window`` is true. Llama's code ignores any window in its
+config. Qwen3-MoE has experts instead of SwiGLU in most layers.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from qerl.families.sizes import Sizes
 
 
 def sizes(config: Any) -> Sizes:
-    """The decoder by its config."""
+    """Return the decoder that a config describes."""
     return decoder(config, [_layer(config, index) for index in range(config.num_hidden_layers)])
 
 
@@ -33,7 +33,7 @@ def _layer(config: Any, index: int) -> LayerSpec:
 
 
 def _mixture(config: Any, index: int) -> RoutedMLP | None:
-    """The experts of a layer of Qwen3-MoE; None where it has a SwiGLU."""
+    """Return the experts of a layer of Qwen3-MoE; None if the layer has a SwiGLU."""
     if config.model_type != "qwen3_moe" or index in config.mlp_only_layers:
         return None
     if not config.num_experts or (index + 1) % config.decoder_sparse_step:

@@ -1,4 +1,4 @@
-"""Ministral 3: Llama with YaRN, and queries that grow with their position."""
+"""Ministral 3: Llama with YaRN, and queries scaled up with their position."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from qerl.families.sizes import Sizes
 
 
 def sizes(config: Any) -> Sizes:
-    """The decoder by its config."""
+    """Return the decoder that a config describes."""
     rope = config.rope_parameters
     beta = rope.get("llama_4_scaling_beta")
     scale = PositionScale(beta, rope["original_max_position_embeddings"]) if beta else None

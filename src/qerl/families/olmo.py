@@ -1,5 +1,5 @@
-"""OLMo 3: norms behind attention and MLP and none before them, and all heads of queries, and of keys,
-normalised together."""
+"""OLMo 3: norms after attention and MLP and none before them; one norm over all query heads, one over all key
+heads."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from qerl.families.sizes import Sizes
 
 
 def sizes(config: Any) -> Sizes:
-    """The decoder by its config."""
+    """Return the decoder that a config describes."""
     mixers = [
         attention(
             config,

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 WITH_STATE = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "linear_attention")
-"""By ``model_type`` the type of layers whose state is carried on at the borders of samples: gated delta nets,
-in the update by `qerl.update.delta_net`, in rollouts by either engine."""
+"""By ``model_type`` the type of layers that carry a state and whose state is handled at sample borders: gated
+delta nets, by `qerl.update.delta_net` in the update and by either engine in rollouts."""
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -23,10 +23,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def layers_with_state(config: PreTrainedConfig) -> list[bool]:
-    """For each decoder layer whether it carries a state from token to token, instead of keys and values.
+    """Return for each decoder layer True if it carries a state from token to token instead of a KV cache.
 
     Args:
-        config: Of a model that can be trained (`qerl.families.supported.why_not`), or of the decoder in it.
+        config: Config of a model that can be trained (`qerl.families.supported.why_not`), or of its decoder.
     """
     text = config.get_text_config(decoder=True)
     kind = WITH_STATE.get(text.model_type)
@@ -36,18 +36,18 @@ def layers_with_state(config: PreTrainedConfig) -> list[bool]:
 
 
 def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Put every module into eval mode for the body, and give each its former mode back afterwards."""
+    """Put every module into eval mode inside the block, and restore each module's own mode afterwards."""
     return _mode(model, False)
 
 
 def train_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Put every module into training mode for the body, and give each its former mode back afterwards."""
+    """Put every module into training mode inside the block, and restore each module's own mode afterwards."""
     return _mode(model, True)
 
 
 @contextmanager
 def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """``model.train()`` would not do in the end: it also wakes modules that the caller had set to eval."""
+    """Restore modes one by one, since ``model.train()`` would also change modules that were in eval mode."""
     others = [module for module in model.modules() if module.training != training]
     model.train(training)
     try:

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: one linear for q, k and v, one for gate and up; some turn a part of each head."""
+"""Phi-3 and Phi-4: one linear for q, k and v, one for gate and up; some models rotate a part of each head."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from qerl.families.sizes import Sizes
 
 
 def sizes(config: Any) -> Sizes:
-    """The decoder by its config."""
+    """Return the decoder that a config describes."""
     mixer = attention(
         config, qkv_bias=False, o_bias=False, fused=True, window=config.sliding_window, rotary=rotary(config)
     )

@@ -1,9 +1,9 @@
 """Qwen3.5, 3.6 and 3.8: three of four layers are gated delta nets, every fourth has gated attention.
 
-The attention gates each head by a second half of its query's projection, normalises queries and keys, and
-turns a quarter of each head. Positions are three per token, for text, height and width; on text they are
-equal. All norms but that of a delta net's output multiply by 1 + w. Those with experts have them in all
-layers, beside a shared one.
+Attention gates each head by the second half of its query's projection, normalises queries and keys, and
+rotates a quarter of each head. A token has three positions, for text, height and width; on text they are
+equal. All norms but that of a delta net's output multiply by 1 + w. Models with experts have them in all
+layers, beside a shared expert.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from qerl.families.sizes import Sizes
 
 
 def sizes(config: Any) -> Sizes:
-    """The decoder by its config."""
+    """Return the decoder that a config describes."""
     delta_net = DeltaNet(
         config.linear_num_key_heads,
         config.linear_num_value_heads,

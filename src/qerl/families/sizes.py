@@ -17,7 +17,7 @@ FREQUENCIES = "rotary_emb.inv_freq"
 
 
 class Run(NamedTuple):
-    """Neighbouring layers that are equal."""
+    """Equal neighbouring layers."""
 
     layers: int
     spec: LayerSpec
@@ -31,8 +31,8 @@ class Sizes:
         runs: Its layers, in order.
         positions: Longest sequence.
         tied: True if the output head is the embedding.
-        embedding_scale: What embeddings are multiplied by, unless their own module does it.
-        logit_scale: What logits are multiplied by.
+        embedding_scale: Factor of embeddings, unless their own module applies it.
+        logit_scale: Factor of logits.
         logit_cap: Bounds logits by tanh; None for no bound.
         unit_offset: True if an RMSNorm multiplies by 1 + weight.
     """
@@ -69,7 +69,7 @@ class Sizes:
         qk_norm: bool = False,
         tied: bool = False,
     ) -> "Sizes":
-        """Sizes of a decoder whose layers are the same attention, heads turned as a whole, and SwiGLU."""
+        """Sizes of a decoder of equal layers: attention with whole heads rotated, and SwiGLU."""
         rotary = Rotary(FREQUENCIES, head_size // 2, head_size // 2)
         norm: Literal["", "head"] = "head" if qk_norm else ""
         mixer = Attention(heads, kv_heads, head_size, qkv_bias, o_bias, norm, rotary=rotary)
@@ -95,7 +95,7 @@ class Sizes:
             )
         try:
             full = AutoConfig.for_model(**config)
-        except Exception as error:  # given a file alone; the validators of fields have classes of their own
+        except Exception as error:  # only the file can be at fault, and validators raise their own classes
             reason = " ".join(str(error).split()) or type(error).__name__
             raise QeRLError(
                 f"The config.json of this {model_type} model is not valid ({reason.rstrip('.')}); fix it."
@@ -117,7 +117,7 @@ class Sizes:
         """Sizes of the well-known model of this short name.
 
         Raises:
-            QeRLError: `SIZES` has no such name.
+            QeRLError: Neither `SIZES` nor `PUBLISHED` has this name.
         """
         if name in PUBLISHED:
             return cls.from_config(PUBLISHED[name])
@@ -138,10 +138,10 @@ class Sizes:
 
     @property
     def spec(self) -> LayerSpec:
-        """The description that all layers have.
+        """The description of all layers.
 
         Raises:
-            QeRLError: They differ.
+            QeRLError: Layers differ.
         """
         first, *others = {run.spec for run in self.runs}
         if others:
@@ -150,10 +150,10 @@ class Sizes:
 
     @property
     def attention(self) -> Attention:
-        """The attention that all layers with one have.
+        """The description of attention in all layers that have it.
 
         Raises:
-            QeRLError: It differs, or there is none.
+            QeRLError: Layers have different attention, or none.
         """
         found = {run.spec.mixer for run in self.runs if isinstance(run.spec.mixer, Attention)}
         if len(found) != 1:
@@ -162,10 +162,10 @@ class Sizes:
 
     @property
     def mlp(self) -> GatedMLP | RoutedMLP:
-        """The MLP that all layers have.
+        """The description of the MLP of all layers.
 
         Raises:
-            QeRLError: They differ.
+            QeRLError: MLPs differ.
         """
         first, *others = {run.spec.mlp for run in self.runs}
         if others:
@@ -174,10 +174,10 @@ class Sizes:
 
     @property
     def mixture(self) -> RoutedMLP | None:
-        """The description of all its mixtures; None without any.
+        """The description of all mixtures; None without any.
 
         Raises:
-            QeRLError: They differ.
+            QeRLError: Mixtures differ.
         """
         found = {run.spec.mlp for run in self.runs if isinstance(run.spec.mlp, RoutedMLP)}
         if len(found) > 1:
@@ -186,13 +186,13 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Numbers of a token's keys in all layers, as many as of its values."""
+        """Elements of a token's keys in all layers; its values have as many."""
         mixers = [spec.mixer for spec in self.specs]
         return sum(each.keys for each in mixers if isinstance(each, Attention))
 
     @property
     def states(self) -> int:
-        """Numbers of a sequence's states in all layers that carry one."""
+        """Elements of a sequence's states in all layers that carry one."""
         mixers = [spec.mixer for spec in self.specs]
         return sum(each.state for each in mixers if isinstance(each, DeltaNet))
 
@@ -218,8 +218,8 @@ class Sizes:
 
     @property
     def dense_parameters(self) -> int:
-        """Parameters that stay in 16 bits: embedding, head, norms, biases, and what mixers have beside
-        linears."""
+        """Parameters that stay in 16 bits: embedding, head, norms, biases, routers, and mixers' parameters
+        beside linears."""
         biases = sum(run.layers * (run.spec.biases + run.spec.dense) for run in self.runs)
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + biases + self.norms
 
@@ -301,12 +301,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
 }  # fmt: skip
-"""Well-known models of other families by published config, as far as it is not transformers' default."""
+"""Well-known models of other families by published config, without fields at transformers' defaults."""
 
 
 def check_counts(config: Any) -> None:
-    """Raise for a text model's config with less than one of what every model has, layers and heads among
-    them.
+    """Raise if a size in a text model's config, or its number of layers or heads, is below 1.
 
     Raises:
         QeRLError: A size, or the number of layers or heads, is below 1.
@@ -319,10 +318,10 @@ def check_counts(config: Any) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """Positions of a text model by its config; None where that sets no limit.
+    """Return the number of positions of a text model by its config; None if the config sets no limit.
 
-    Where the rotary embedding is stretched from an original length, as YaRN's is, they are that length times
-    the factor: Qwen2.5's configs keep the original one as max_position_embeddings.
+    If YaRN stretches the rotary embedding from an original length, it is at least that length times the
+    factor: Qwen2.5's configs keep the original length as max_position_embeddings.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
     for rope in rope_parameters(config):
@@ -333,7 +332,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def rope_parameters(config: Any) -> list[Mapping[str, Any]]:
-    """The settings of a text model's rotary embeddings: one mapping, or one for each type of layers."""
+    """Return the settings of a text model's rotary embeddings: one mapping, or one per type of layers."""
     found = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in found.values() if isinstance(each, Mapping)]
     return nested or [found]

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that have no rotary embedding, every fourth of the published model."""
+"""SmolLM3: Llama in which some layers (every fourth of the published model) have no rotary embedding."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from qerl.families.sizes import Sizes
 
 
 def sizes(config: Any) -> Sizes:
-    """The decoder by its config."""
+    """Return the decoder that a config describes."""
     mixers = [
         attention(
             config,

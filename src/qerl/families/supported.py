@@ -1,4 +1,4 @@
-"""Supported model families, as far as a config and names of tensors tell: before weights are read.
+"""Checks of model support before weights are read, from a config and the names of tensors.
 
 The trainer measures the rest before its first step (`qerl.update.row_check`).
 """
@@ -13,17 +13,17 @@ from qerl.families.experts import experts_of, why_not_separable
 from qerl.families.parts import WITH_STATE
 
 _BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layer types whose attention depends on nothing but who may see whom."""
+"""Layer types whose attention is defined by its mask alone."""
 
 LEFT_WHOLE = frozenset({"in_proj_a", "in_proj_b", "gate", "router", "shared_expert_gate"})
-"""Last names of matrices that are neither quantised nor, unless somebody names them, adapted. They are a
-thousandth of their layer, and much depends on what they give: in a gated delta net the decay and the rate,
+"""Last names of matrices that are not quantised, and not adapted unless the settings name them. They are a
+thousandth of their layer, and much depends on their outputs: in a gated delta net the decay and the rate,
 which are exponentiated or summed over all tokens that follow; in a mixture the choice of experts."""
 
 
 def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
-    """The reason why no model of this config and class (transformers' causal LM) can be trained here; else
-    None."""
+    """Return why a model of this config and class (transformers' causal LM) cannot be trained here; None if
+    it can."""
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         return (
@@ -45,11 +45,11 @@ _SEPARATE = re.compile(r"\.experts\.\d+\.(?:gate|up|down)_proj\.\w+")
 
 
 def check_experts(family: str, names: Iterable[str], model: PreTrainedModel | None = None) -> None:
-    """Raise for a mixture whose experts are not linears of their own.
+    """Raise for a mixture whose experts are not separate linears.
 
     Args:
-        family: For the error.
-        names: Of the tensors of the checkpoint.
+        family: Name for the error message.
+        names: Names of the checkpoint's tensors.
         model: As it would be loaded, with its experts separated; None if there is none.
 
     Raises:
@@ -71,15 +71,15 @@ def check_experts(family: str, names: Iterable[str], model: PreTrainedModel | No
 
 
 def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[str]:
-    """Names of the layers to adapt, as PEFT takes them.
+    """Return the names of the layers to adapt, in PEFT's form.
 
     Args:
-        model: May be without memory (on the meta device).
+        model: May be on the meta device.
         wanted: Names or last parts of names; None takes every linear layer of the decoder but those of
             `LEFT_WHOLE` and the experts of a mixture.
 
     Raises:
-        QeRLError: A name that no layer has, or a decoder without linear layers.
+        QeRLError: No layer has one of the names, or the decoder has no linear layers.
     """
     decoder = model.get_decoder()
     experts = tuple(f"{name}." for name, _ in experts_of(decoder))
@@ -94,7 +94,7 @@ def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[s
             raise QeRLError(f"{type(model).__name__} has no linear layers to adapt; use another family.")
         routed = {name.rpartition(".")[2] for name in names if name.startswith(experts)}
         own = [name.split(".") for name in names if not name.startswith(experts)]
-        # Where linears of experts have the same last name, the module around one of another tells them apart.
+        # If linears of experts have the same last name, the name of the parent module tells them apart.
         chosen = [".".join(words[-2:] if words[-1] in routed else words[-1:]) for words in own]
         return [end for end in dict.fromkeys(chosen) if end.rpartition(".")[2] not in LEFT_WHOLE]
     parts = [name.split(".") for name, _ in model.named_modules()]

@@ -1,14 +1,14 @@
-"""Model families whose decoder layers the project's own kernels and the memory plan know.
+"""Model families whose decoder layers are known to the project's own kernels and to the memory plan.
 
 All of them have RMSNorms, attention with several query heads per key head, and gated MLPs or mixtures of
-them. In what a family differs from Llama its file beside this one says: it makes descriptions of layers
-(`qerl.families.layer`) of a config, and has no code that computes. A family of known kinds is such a file
-and a line here. Another kind of mixer or MLP needs a class, and a kernel or function per reader; ARCHITECTURE
-says where each would lie.
+them. A family's file beside this one holds its differences from Llama: it makes descriptions of layers
+(`qerl.families.layer`) from a config, and computes nothing. A new family of known kinds takes such a file and
+a line here. A new kind of mixer or MLP takes a class, and a kernel or function per reader; ARCHITECTURE.md
+says where each belongs.
 
-What samples and trains without these kernels needs no entry: the portable engine and the update check a
-model by what it computes (`qerl.families.supported`, `qerl.update.row_check`), and noise finds norms
-by data flow.
+A model that samples and trains without these kernels needs no entry: the portable engine and the update check
+a model by what it computes (`qerl.families.supported`, `qerl.update.row_check`), and noise finds norms by
+data flow.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class Family:
     """The decoders of one ``model_type``.
 
     Attributes:
-        name: As people write it.
+        name: Its usual spelling.
         sizes: Makes the description of a model's layers from its config, a ``transformers.PreTrainedConfig``.
-        checkpoints: In which classes its checkpoints are published and read, as docs say it.
+        checkpoints: Classes in which its checkpoints are published and read, as text for docs.
     """
 
     name: str
@@ -70,14 +70,14 @@ _UNKNOWN = {
     "num_kv_shared_layers": "some of its layers take the keys of others",
     "enable_moe_block": "it is a mixture of experts",
 }
-"""Fields that, set, make layers something else than their family's file describes."""
+"""Config fields that, if set, make layers differ from the description in their family's file."""
 
 
 def why_not_described(config: Any) -> str | None:
-    """Why no description here is that of a model with this config; None where one is.
+    """Return why no description here fits a model with this config; None if one does.
 
     Args:
-        config: Of a causal LM, a ``transformers.PreTrainedConfig``.
+        config: Config of a causal LM, a ``transformers.PreTrainedConfig``.
     """
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not one of {', '.join(FAMILIES)}"

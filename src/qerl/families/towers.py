@@ -1,4 +1,4 @@
-"""The text decoder of a model for images or sound, as which most of today's checkpoints are published.
+"""The text decoder of a model for images or sound, the form of most checkpoints published today.
 
 Such a model is a wrapper, a ``*ForConditionalGeneration`` whose config has a ``text_config``. Its text
 decoder alone trains here: the causal LM of that config, made of the wrapper's tensors. These have been
@@ -26,7 +26,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from qerl.errors import QeRLError, first_line
 
 WRAPPED = "model.language_model."
-"""How the wrapper's classes name the decoder that the causal LM calls ``model.``."""
+"""Prefix of the decoder's names in the wrapper's classes; ``model.`` in the causal LM."""
 
 _DECODER = re.compile(
     r"(?:model\.)?language_model\.(?:model\.)?|model\.(?=layers\.|embed_tokens\.|norm\.)|(?=lm_head\.)"
@@ -49,7 +49,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
         if kept.get("rope_type") == "mrope":
             kept["rope_type"] = "default"
         text = CONFIG_MAPPING[same](**fields, rope_parameters=kept)
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)  # the wrapper's counts
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)  # the wrapper's setting applies
     text.dtype = config.dtype
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(text, name, None) is None:
@@ -58,16 +58,16 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`text_config` of the content of a config.json.
+    """Apply `text_config` to the content of a config.json.
 
     Raises:
-        QeRLError: A wrapper's fields make no config.
+        QeRLError: A wrapper's fields are not a valid config.
     """
     if not isinstance(fields.get("text_config"), dict):
         return fields
     try:
         return text_config(AutoConfig.for_model(**fields)).to_dict()
-    except Exception as error:  # given a file alone; the validators of fields have classes of their own
+    except Exception as error:  # only the file can be at fault, and validators raise their own classes
         family = fields.get("model_type")
         raise QeRLError(
             f"The config.json of this {family} model is not valid ({first_line(error)}); fix it."
@@ -75,7 +75,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def decoder_name(stored: str) -> str | None:
-    """Name in the causal LM of a wrapper's tensor or module; None for what is not of its text decoder."""
+    """Return the name in the causal LM of a wrapper's tensor or module; None outside of its text decoder."""
     found = _DECODER.match(stored)
     if found is None:
         return None
@@ -90,10 +90,10 @@ def spellings(module: str) -> tuple[str, ...]:
 
 
 def remember_wrapper(model: PreTrainedModel) -> None:
-    """Note on a causal LM that it is a wrapper's, under the name that PEFT reads when it loads an adapter."""
+    """Mark a causal LM as a wrapper's, in the attribute that PEFT reads when it loads an adapter."""
     model._checkpoint_conversion_mapping = _TO_CAUSAL_LM
 
 
 def of_wrapper(model: object) -> bool:
-    """True if `remember_wrapper` has noted it."""
+    """Return True if `remember_wrapper` has marked the model."""
     return getattr(model, "_checkpoint_conversion_mapping", None) == _TO_CAUSAL_LM

@@ -1,1 +1,1 @@
-"""What a run folder says about its run: as a page, as a picture, in the terminal."""
+"""Reports on runs from their run folders: as a page, as a picture, in the terminal."""

@@ -1,7 +1,7 @@
-"""Several runs side by side in the terminal: what their settings differ in, and what came of it.
+"""Several runs side by side in the terminal: differing settings, metrics and held-out scores.
 
-The same numbers as on the report's page, without curves: for a machine without a browser, and for a look in
-between. A value is the mean of the last tenth of what was logged, as single steps are noisy.
+The numbers are those of the report's page, without curves: for a machine without a browser, and for a quick
+look. A value is the mean of the last tenth of the logged values, as single steps are noisy.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def _metrics(runs: Sequence[Run]) -> Rows:
 
 
 def _scores(runs: Sequence[Run], scores: Sequence[Score]) -> tuple[Rows, list[str]]:
-    """A row for each kind of score, with a line for each policy of a run that was scored; and a sentence for
+    """Return a row for each kind of score, with a line for each scored policy of a run; and a sentence for
     each other policy, such as the base model."""
     rows: dict[str, list[str]] = {}
     others = []
@@ -96,7 +96,7 @@ def _scores(runs: Sequence[Run], scores: Sequence[Score]) -> tuple[Rows, list[st
 
 
 def _kinds(scores: Sequence[Score]) -> list[str]:
-    """What each score is of, with those sampling settings in which scores that are else alike differ."""
+    """Return a description of each score, with the sampling settings that tell otherwise equal ones apart."""
     asked: dict[str, list[dict[str, Any]]] = {}
     names = [f"{each.result.task}, {each.measure}, {each.result.problems} problems" for each in scores]
     for name, score in zip(names, scores, strict=True):

@@ -1,16 +1,15 @@
-"""The completions that a run keeps, read back as groups of samples with their rewards.
+"""Logged completions of a run, as groups of samples with their rewards.
 
 With `log_completions` a run writes a table for each logged step (`qerl.run_folder.table_paths`): prompt and
 completion, as text or as messages, a column for each reward function, columns of `log_extra`, the advantage.
-The metrics tell which columns are rewards. `num_generations` in config.yaml cuts groups; without that file,
-neighbouring samples of the same prompt are a group.
+Columns with a metric `rewards/NAME/mean` are rewards. `num_generations` in config.yaml is the size of groups;
+without that file, neighbouring samples of the same prompt are a group.
 
 A table that a killed run has left half written is left out, with a warning.
 
-A long run stays a small page: the chosen steps, the best and the worst group of each, at most `SAMPLES`
-samples of a group, the best and the worst of them, and at most `CHARACTERS` characters of all models
-together, of which each text has its share. Given up: looking at any completion of any step; those are in the
-tables of the run.
+A long run still makes a small page: the chosen steps, the best and the worst group of each, at most `SAMPLES`
+samples per group, the best and the worst of them, and at most `CHARACTERS` characters of text altogether,
+divided equally among the texts. Given up: showing all completions of all steps; they are in the run's tables.
 """
 
 import itertools
@@ -33,10 +32,10 @@ SAMPLES = 8
 """Largest number of samples that are shown of a group."""
 
 CHARACTERS = 500_000
-"""Of all texts of the page together; with the marks around them a page has at most a few megabytes."""
+"""Largest number of characters of all texts together; with its markup a page has at most a few megabytes."""
 
 LONGEST = 6_000
-"""Characters of one text, however few there are."""
+"""Largest number of characters of one text, however few texts there are."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Shown:
 
 
 def shown_groups(tables: Sequence[Sequence[Table]]) -> list[Shown]:
-    """The best and the worst group of each table; ``tables`` has those of each run."""
+    """Return the best and the worst group of each table; ``tables`` has one sequence of tables per run."""
     shown = []
     for run, found in enumerate(tables):
         for table in found:
@@ -139,7 +138,7 @@ def shown_groups(tables: Sequence[Sequence[Table]]) -> list[Shown]:
 
 
 def longest_text(shown: Sequence[Shown]) -> int:
-    """Largest number of characters of each text on the page."""
+    """Return the largest number of characters for each text on the page."""
     said = ((one.group.prompt, *(sample.messages for sample in one.samples)) for one in shown)
     texts = sum(1 + len(turn.calls) for parts in said for part in parts for turn in part)
     return max(min(LONGEST, CHARACTERS // max(texts, 1)), 1)
@@ -158,7 +157,7 @@ def read_tables(run: Run, count: int) -> list[Table]:
 
 
 def read_table(run: Run, path: Path, step: int, evaluation: str = "") -> Table | None:
-    """One table; None without rows, and, with a warning, if it cannot be read."""
+    """Read one table; return None if it has no rows or, with a warning, if it cannot be read."""
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
         if not rows:
@@ -178,7 +177,7 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def _rewards(run: Run, row: dict[str, Any]) -> tuple[list[str], list[float]]:
-    """Columns of a table that are rewards, and their weights."""
+    """Return the names of a table's reward columns, and their weights."""
     named = {key.removeprefix("eval_") for entry in run.rows for key in entry if key.endswith("/mean")}
     names = [name for name in row if f"rewards/{name}/mean" in named]
     weights = (run.settings or {}).get("reward_weights")
@@ -188,7 +187,7 @@ def _rewards(run: Run, row: dict[str, Any]) -> tuple[list[str], list[float]]:
 
 
 def _cut(run: Run, rows: list[dict[str, Any]], evaluation: str) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each group, which lie side by side."""
+    """Yield the rows of each group, which are adjacent in the table."""
     settings = run.settings or {}
     size = (settings.get("num_generations_eval") if evaluation else None) or settings.get("num_generations")
     if isinstance(size, int) and size > 0 and len(rows) % size == 0:
@@ -223,7 +222,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _messages(conversation: Any, name: str) -> tuple[Message, ...]:
-    """Turns of a conversation; text alone is one of the given name."""
+    """Return the turns of a conversation; plain text is one turn whose role is ``name``."""
     if not isinstance(conversation, list):
         return (Message(name, str(conversation)),)
     return tuple(_message(message) for message in conversation)

@@ -21,7 +21,7 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 def terminal_curve(
     values: list[float], width: int = 60, height: int = 8, steps: tuple[int, int] | None = None
 ) -> str:
-    """A curve in Braille characters with its range on the left and its first and last number below.
+    """Draw a curve in Braille characters, with its range on the left and its first and last step below.
 
     Args:
         values: One value for each step; values that are not finite are gaps.
@@ -55,7 +55,7 @@ def terminal_curve(
 
 
 def _columns(values: Sequence[float], columns: int) -> list[float]:
-    """The curve's value at each column of dots: means of what falls into it, or straight lines between."""
+    """Return the curve's value at each column of dots: the mean of its values, or a linear interpolation."""
     count = len(values)
     if count <= columns:
         return np.interp(np.linspace(0, count - 1, columns), range(count), values).tolist()
@@ -64,7 +64,7 @@ def _columns(values: Sequence[float], columns: int) -> list[float]:
 
 
 def _cells(curve: Sequence[float], span: tuple[float, float], width: int, height: int) -> list[list[int]]:
-    """Bits of each Braille character; dots of neighbouring columns are joined by a vertical stroke."""
+    """Return the bits of each Braille character; a vertical stroke joins dots of neighbouring columns."""
     low, high = span
     cells = [[0] * width for _ in range(height)]
     former: int | None = None

@@ -1,13 +1,13 @@
 """The report: one HTML file that shows several runs side by side.
 
-The file holds everything it needs (style sheet, drawings, numbers), so it opens from disk, survives being
-mailed, and asks no server for anything. The one script that it may hold filters completions; curves need
-none, and what was given up is zooming.
+The file holds everything it needs (style sheet, drawings, numbers), so it opens from disk, can be mailed, and
+sends no request to any server. Its only script, if any, filters completions; curves need none. Given up:
+zooming.
 
-Of each chosen step the page shows the completions of the best and the worst group, turn by turn. What a model
-wrote is shown and never acts: the templates escape all that they are given, characters that would act are
-shown as signs (`qerl.visible`), and a content security policy tells the browser to run no script but
-the filter and to ask for nothing. Without a script all groups are there and open by a click.
+For each chosen step the page shows the completions of the best and the worst group, turn by turn. Model
+output is displayed and never executed: the templates escape all values, control characters and marks of
+direction are shown as signs (`qerl.visible`), and a content security policy tells the browser to run no
+script but the filter and to load nothing. Without the script all groups are present and open by a click.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ from qerl.run_folder import CONFIG_FILE, METRICS_FILE
 from qerl.visible import seen
 
 UNCOMPARED = ("output_dir", "run_name", "logging_dir")
-"""Settings that say where a run is kept and not what it does."""
+"""Settings of a run's place and name, which are not compared."""
 
 COMPLETIONS = 6
 """Default number of steps of a run whose completions are shown."""
 
 Curves = dict[Metric, list[Curve]]
-"""For each metric that occurs the curves of the runs that have it."""
+"""Curves by metric, one for each run that has the metric."""
 
 
 def write_report(
@@ -110,12 +110,12 @@ def render(
 
 
 def document(title: str, intro: str, body: str) -> str:
-    """A whole page that needs no other file, from title and introduction as text and a body in HTML."""
+    """Return a self-contained page, from title and introduction as text and a body in HTML."""
     return _page("document.html", title=title, intro=intro, body=Markup(body), script="")
 
 
 def _page(template: str, script: str, **values: Any) -> str:
-    """A page made of a template, which may run this script and no other."""
+    """Render a template as a page that may run this script and no other."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     if script:
         digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -135,7 +135,7 @@ def _page(template: str, script: str, **values: Any) -> str:
 
 
 def style_sheet() -> str:
-    """The style of pages and drawings."""
+    """The style sheet of pages and drawings."""
     return files("qerl.report").joinpath("page.css").read_text(encoding="utf-8")
 
 
@@ -145,7 +145,7 @@ def filter_script() -> str:
 
 
 def _cells(metric: Metric, data: Series) -> list[str]:
-    """Last value, best one and its step, and the mean of the last tenth, as they are shown."""
+    """Return the last value, the best one and its step, and the mean of the last tenth, formatted."""
     best, step = "", ""
     if metric.better is not None:
         value = max(data.values) if metric.better == "high" else min(data.values)
@@ -154,9 +154,9 @@ def _cells(metric: Metric, data: Series) -> list[str]:
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """Settings whose values are not the same in all runs, each with the value of every run.
+    """Return the settings whose values are not the same in all runs, each with the value of every run.
 
-    A key that a config.yaml lacks stands at its default, as `qerl.settings.recipe.resolved` writes them.
+    A key missing from a config.yaml has its default, since `qerl.settings.recipe.resolved` omits defaults.
     """
     keys = list(dict.fromkeys(key for one in settings for key in one if key not in UNCOMPARED))
     rows = {}

@@ -1,4 +1,4 @@
-"""Runs as the report sees them: labels, settings, metrics to show, and their curves.
+"""Runs of a report: labels, settings, the metrics to show, and their curves.
 
 Smoothing is a centred mean over a window of about a tenth of the run. Unlike an exponential average it does
 not lag, so curves of different runs can be compared step by step. Given up: the last points still move a
@@ -19,11 +19,11 @@ class Metric:
 
     Attributes:
         key: As logged.
-        title: For readers.
+        title: Name in the report.
         unit: On the axis, empty for a pure number.
-        better: The better end, None where neither is.
+        better: Whether high or low values are better; None if neither are.
         share: True if logged as a share of one and shown in per cent.
-        smooth: True if it is noisy; a schedule is drawn as its steps.
+        smooth: True if it is noisy; False for a schedule, which is drawn as steps.
     """
 
     key: str
@@ -59,11 +59,11 @@ METRICS = (
 
 
 ACCURACIES = ("rewards/accuracy/mean", "eval_rewards/accuracy/mean")
-"""Metrics that go by the task's own answers."""
+"""Metrics computed from the task's own answers."""
 
 
 def number(value: float) -> str:
-    """Three significant digits; from a thousand on a whole number in groups of three."""
+    """Format with three significant digits; from a thousand on as a whole number in groups of three."""
     if abs(value) >= 999.5:
         return f"{value:,.0f}".replace(",", "\N{THIN SPACE}")
     return f"{value:.3g}"
@@ -118,7 +118,7 @@ class Series:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Run folders with distinct labels.
+    """Read run folders, and give each a distinct label.
 
     Raises:
         QeRLError: A folder is given twice or is not a run.
@@ -144,7 +144,7 @@ def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def series(rows: Sequence[dict[str, Any]], key: str) -> Series | None:
     """A metric by step, None where it was never logged as a number that can be drawn."""
     logged = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-    finite = [(step, float(value)) for step, value in logged if abs(value) < LARGEST]  # not of NaN
+    finite = [(step, float(value)) for step, value in logged if abs(value) < LARGEST]  # False for NaN
     if not finite:
         return None
     steps, values = zip(*finite, strict=True)
@@ -152,10 +152,10 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> Series | None:
 
 
 def shown_series(run: Run, metric: Metric) -> Series | None:
-    """A metric of a run, None where it was not logged or says nothing of the run.
+    """Return a metric of a run; None if it was not logged or carries no information.
 
-    That is an accuracy of 0 throughout where rewards of the user's own judge problems of the user's own,
-    whose answers need not be what is judged. The tasks that come with QeRL have right answers.
+    An accuracy of 0 throughout carries none if rewards and task are both the user's own, since such rewards
+    need not judge the task's answers. The tasks that come with QeRL have correct answers.
     """
     found = series(run.rows, metric.key)
     settings = run.settings or {}
@@ -172,8 +172,8 @@ def window(count: int) -> int:
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Centred moving mean over a window of an odd width in points; at the ends, over the part of it that
-    exists."""
+    """Return the centred moving mean over a window of an odd width in points; at the ends the window is cut
+    off."""
     half = width // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]

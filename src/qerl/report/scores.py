@@ -1,8 +1,8 @@
-"""Held-out scores of runs, as `qerl eval --out` leaves them.
+"""Held-out scores of runs, as `qerl eval --out` writes them.
 
-The results in a run folder (RUN/eval, where the command goes that a run prints at its end, and others up to
-three levels down) belong to that run. Results elsewhere are named, and belong to the run whose adapter or
-model they scored; what is left, such as the base model, stands for itself.
+Results in a run folder belong to that run: in RUN/eval, to which the command writes that a run prints at its
+end, and in other folders up to three levels down. Results elsewhere are named by the caller, and belong to
+the run whose adapter or model they scored; others, such as those of the base model, belong to no run.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Score:
     """One evaluation.
 
     Attributes:
-        run: Index of the scored run, None for a policy of no run that is shown.
+        run: Index of the scored run; None if the policy belongs to no shown run.
         folder: The folder of its result.json.
         result: The content of that file.
     """
@@ -85,6 +85,6 @@ def read_scores(runs: Sequence[Run], more: Sequence[Path] = ()) -> list[Score]:
 
 
 def _run_of(score: Score, runs: Sequence[Run]) -> int | None:
-    """The run that saved the scored policy, at its end or in a checkpoint."""
+    """Return the index of the run that saved the scored policy, at its end or in a checkpoint."""
     policy = Path(score.what).resolve()
     return next((i for i, run in enumerate(runs) if run.folder.resolve() in (policy, policy.parent)), None)

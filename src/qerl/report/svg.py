@@ -59,11 +59,11 @@ def swatch(index: int) -> str:
 
 
 def chart(metric: Metric, curves: Sequence[Curve], steps: tuple[int, int]) -> str:
-    """SVG element with a curve for each run.
+    """Return an SVG element with a curve for each run.
 
     Args:
         metric: The metric to draw.
-        curves: Of each run that has the metric.
+        curves: One curve for each run that has the metric.
         steps: First and last step of the axis, the same for all charts of a page.
     """
     first, last = steps
@@ -77,10 +77,10 @@ def chart(metric: Metric, curves: Sequence[Curve], steps: tuple[int, int]) -> st
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers at equal distances, the first at or below ``low`` and the last at or above ``high``.
+    """Return round numbers at equal distances, the first at or below ``low``, the last at or above ``high``.
 
     Args:
-        low, high: The range; one of (nearly) zero is widened to one.
+        low, high: The range; a width of (nearly) zero is replaced by 1.
         about: Wanted number of intervals.
     """
     if high - low < 1e-100:
@@ -93,7 +93,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def step_ticks(frame: Frame) -> list[tuple[float, str]]:
-    """Places and words of the marks on the axis of steps."""
+    """Return positions and labels of the ticks on the axis of steps."""
     low, high = frame.x_range
     return [(at, tick(at)) for at in ticks(low, high, 6) if low <= at <= high and at == int(at)]
 
@@ -101,12 +101,12 @@ def step_ticks(frame: Frame) -> list[tuple[float, str]]:
 def axes(
     frame: Frame, y_ticks: Sequence[float], x_ticks: Sequence[tuple[float, str]], unit: str, x_name: str
 ) -> str:
-    """Grid, marks and names of both axes.
+    """Return the grid, ticks and names of both axes as SVG.
 
     Args:
         frame: The scale.
         y_ticks: Values with a line and a number.
-        x_ticks: Places of marks along the lower edge, and their words.
+        x_ticks: Positions of ticks along the lower edge, and their labels.
         unit: Of the values, empty for pure numbers.
         x_name: Name of the horizontal axis.
     """
@@ -137,7 +137,7 @@ def axes(
 
 
 def tick(value: float) -> str:
-    """A number beside an axis."""
+    """Format a number beside an axis."""
     return number(round(value, 12) + 0.0)  # neither -0 nor the tail of 3 * 0.1
 
 
@@ -162,7 +162,7 @@ def _curve(metric: Metric, frame: Frame, curve: Curve) -> str:
 
 
 def _path(frame: Frame, steps: Sequence[int], values: Sequence[float], corners: bool = False) -> str:
-    """Path through the points: straight lines, or level to the next step and then up or down."""
+    """Return a path through the points: straight lines, or with ``corners`` level ones and vertical steps."""
     pairs = zip(steps, values, strict=True)
     points = [(f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in pairs]
     if len(points) == 1:  # a line of no length shows as a dot, thanks to round caps

@@ -1,7 +1,7 @@
-"""A running run in the terminal: its progress, last metrics, reward so far and latest completions.
+"""Live view of a run in the terminal: its progress, last metrics, reward so far and latest completions.
 
-Everything is read from the run folder, again and again, so the run is not disturbed and may be on another
-machine with the same disk. Given up: news between two logged steps.
+The run folder is polled, so the run is not disturbed and may be on another machine with the same disk. Given
+up: updates between two logged steps.
 """
 
 import itertools
@@ -26,25 +26,25 @@ from qerl.run_folder import CONFIG_FILE, METRICS_FILE, table_paths
 from qerl.visible import seen, visible
 
 SECONDS = 2.0
-"""Time between two looks at the folder."""
+"""Seconds between two polls of the folder."""
 
 SETTLED = 1.0
-"""Seconds after which a table of completions is no longer being written."""
+"""Seconds after its last change from which on a table of completions counts as complete."""
 
 TWO_METRICS = 140
-"""Characters of a line that has room for two metrics."""
+"""Characters of a line from which on it has room for two metrics."""
 
 PROMPT, COMPLETION = 300, 600
-"""Characters that are shown of the latest prompt, and of a completion."""
+"""Largest number of characters shown of a prompt's last message, and of a completion."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The state of a run at one look.
+    """The state of a run at one poll.
 
     Attributes:
         run: Its metrics and settings.
-        logged: Time when its metrics were last written, in seconds since the epoch; None before that.
+        logged: Time when its metrics were last written, in seconds since the epoch; None before the first.
         table: Its latest completions.
     """
 
@@ -54,7 +54,7 @@ class View:
 
     @property
     def ended(self) -> bool:
-        """True if the training has ended, be it before its last step."""
+        """True if the training has ended, at its last step or before."""
         return bool(self.run.rows) and "train_runtime" in self.run.rows[-1]
 
 
@@ -79,11 +79,11 @@ def watch(folder: Path, console: Console) -> None:
 
 
 def look(folder: Path, former: View | None = None) -> View:
-    """The present state of a run.
+    """Read the current state of a run.
 
     Args:
         folder: The run folder.
-        former: The state at an earlier look; files that have not changed since are not read again.
+        former: The state at an earlier poll; files that have not changed since are not read again.
 
     Raises:
         QeRLError: The folder holds no run, or its metrics are damaged.
@@ -102,7 +102,7 @@ def look(folder: Path, former: View | None = None) -> View:
 
 
 def _latest(run: Run, former: Table | None) -> Table | None:
-    """The last complete table of training; ``former`` if it is still that one."""
+    """Return the last complete table of training; ``former`` if that is still the last."""
     for step, path in reversed(table_paths(run.folder).get("", {}).items()):
         if former and former.step == step:
             return former
@@ -112,11 +112,11 @@ def _latest(run: Run, former: Table | None) -> Table | None:
 
 
 def render(view: View, now: float, width: int) -> RenderableType:
-    """The view of a run for a terminal.
+    """Render the view of a run for a terminal.
 
     Args:
-        view: The run.
-        now: The present time, in seconds since the epoch.
+        view: The state of the run.
+        now: The current time, in seconds since the epoch.
         width: Characters of a line.
     """
     parts: list[RenderableType] = [Rule(Text(visible(view.run.label)), align="left"), _progress(view, now)]
@@ -129,7 +129,7 @@ def render(view: View, now: float, width: int) -> RenderableType:
 
 
 def _progress(view: View, now: float) -> RenderableType:
-    """One line: steps done, a bar where their number is known, and the time that is left."""
+    """Return one line: steps done, a bar if their total is known, and the remaining time."""
     rows = view.run.rows
     done = view.run.last_step
     total = next((row["max_steps"] for row in reversed(rows) if isinstance(row.get("max_steps"), int)), None)
@@ -157,7 +157,7 @@ def _curve(reward: Series, width: int) -> Text:
 
 
 def _metrics(view: View, width: int) -> RenderableType:
-    """Last value and mean of the last tenth of the report's metrics, two to a line if it is wide."""
+    """Return last value and mean of the last tenth of the report's metrics, two per line if it is wide."""
     cells: list[Any] = []
     for metric in METRICS:
         found = shown_series(view.run, metric)
@@ -173,8 +173,8 @@ def _metrics(view: View, width: int) -> RenderableType:
 
 
 def _completions(table: Table) -> list[RenderableType]:
-    """The best completion of the last step's best group and the worst of its worst, with the ends of their
-    prompts."""
+    """Return the best completion of the last step's best group and the worst of its worst, each with the last
+    message of its prompt."""
     parts: list[RenderableType] = []
     for word, end in (("best", 0), ("worst", -1)):
         group = table.groups[end]
@@ -189,7 +189,7 @@ def _completions(table: Table) -> list[RenderableType]:
 
 
 def _words(sample: Sample) -> str:
-    """A completion as text; of several turns each with its role."""
+    """Return a completion as text; several turns each have their role in front."""
     if len(sample.messages) == 1 and not sample.messages[0].calls:
         return sample.messages[0].text
     lines = []

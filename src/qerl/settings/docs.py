@@ -20,24 +20,23 @@ _WIDTH = 100
 _PARENTS = "trl.GRPOConfig and transformers.TrainingArguments"
 
 INSTEAD_OF_TRL = {
-    "loss_type": "In a study here (docs/method.md) it learned better where the sampler was four steps "
-    "behind, and as well where it was not; TRL's own stands beside any field that bounds a ratio.",
-    "epsilon": "It is a divergence of loss_type dppo_kl; beside TRL's losses it is TRL's.",
-    "delta": "It belongs to loss_type dppo_kl; beside TRL's losses it is TRL's.",
+    "loss_type": "In a study of ours (docs/method.md) it learned better with a sampler four steps behind "
+    "and as well with a fresh one; with a field that bounds a ratio the default is TRL's.",
+    "epsilon": "For loss_type dppo_kl it is a divergence; for TRL's losses the default is TRL's.",
+    "delta": "It is for loss_type dppo_kl; for TRL's losses the default is TRL's.",
     "learning_rate": "TRL's 1e-6 suits training all weights; the paper trains adapters on NVFP4 with 1e-5.",
     "bf16": "Autocast would make the trainer's policy differ from the sampler's.",
-    "logging_steps": "A step has a rollout and takes minutes; the curve of a run has few points to spare.",
-    "logging_nan_inf_filter": "To look at each loss makes several processes wait; a gradient that is not "
-    "finite ends the run.",
-    "per_device_eval_batch_size": "No loss bounds it by its memory, and 8 leave most rows of the engine "
-    "empty.",
-    "ddp_find_unused_parameters": "Every backward pass computes a sample, so all adapters have a gradient.",
+    "logging_steps": "A step includes a rollout and takes minutes, so a run has few points to log.",
+    "logging_nan_inf_filter": "The filter reads every loss, for which several processes would wait; a "
+    "gradient that is not finite ends the run.",
+    "per_device_eval_batch_size": "An evaluation computes no loss that would need memory, and 8 samples "
+    "leave most rows of the engine empty.",
+    "ddp_find_unused_parameters": "Every backward pass contains a sample, so every adapter has a gradient.",
     "ddp_broadcast_buffers": "The packed weights are buffers that never change; DDP would send them in every "
     "pass.",
-    "vllm_importance_sampling_mode": "With noise each token shifts a little; over a sequence that masks most "
-    "long samples.",
-    "num_completions_to_print": "All of them are in the run folder, where `qerl report` and `qerl watch` "
-    "find them.",
+    "vllm_importance_sampling_mode": "With noise every token's probability shifts a little; over a sequence "
+    "these shifts add up, and most long samples would be masked.",
+    "num_completions_to_print": "The run folder holds all of them, for `qerl report` and `qerl watch`.",
 }
 """Why a default differs from TRL's."""
 

@@ -1,1 +1,1 @@
-"""What one update computes: packed rows, chunks, forward pass, losses, and retry when memory runs out."""
+"""Computation of an update: packed rows, chunks, forward pass, losses, and retry when memory runs out."""

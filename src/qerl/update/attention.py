@@ -1,20 +1,20 @@
-"""Attention of a packed row that computes only what is seen.
+"""Attention of a packed row that computes only the visible pairs of query and key.
 
-The dense mask of a group of 8 x 2048 tokens has 2.8e8 entries of which 8 % are seen. Here every segment of
-the row (`packed_row.Branches`) is a sequence of FlashAttention's variable-length kernel: its queries, and the
+The dense mask of a group of 8 x 2048 tokens has 2.8e8 entries, 8 % of them visible. Here every segment of the
+row (`packed_row.Branches`) is a sequence of FlashAttention's variable-length kernel: its queries, and the
 keys it sees. Keys and values of a shared prompt are gathered once for each branch, a few megabytes; the
 kernel's causal mask is aligned at the ends of queries and keys, which is exactly what a branch after its
-prompt needs. Backward gathers again, so nothing beyond queries, keys, values and output is kept, and adds the
-gradients of a prompt's copies up in fp32, in a fixed order.
+prompt needs. Backward gathers again, so only queries, keys, values, output and the kernel's statistics are
+kept; it adds up the gradients of a prompt's copies in fp32, in a fixed order.
 
-A layer may see a window: counted from the end of a segment it is the window of the sample. And each head may
-have a sink, a logit s in the softmax that no value belongs to. With l the logarithm of the softmax's sum, it
-makes output o and l into
+A layer may have a window: counted from the end of a segment it is the window of the sample. And each head may
+have a sink, a logit s in the softmax without a value. With l the log-sum-exp of the scores, a sink turns
+output o and l into
 
     o' = o sigmoid(l - s),    l' = log(e^l + e^s)
 
-and the gradient of a score from dP - sum(do o) into the same of o' and P' = exp(score - l'). So the kernel
-knows nothing of sinks: its backward is given o' and l'.
+and the gradient of a score, P (dP - sum(do o)), keeps its form with o' and P' = exp(score - l'). So the
+kernel needs no code for sinks: its backward is given o' and l'.
 
 The implementation is registered with transformers under `NAME`. A forward pass without `branches`
 (evaluation, a padded batch) is plain SDPA.
@@ -48,7 +48,7 @@ from qerl.update.packed_row import Branches, MaskFunction, Sample, pack_row
 NAME = "qerl_branches"
 
 
-# What transformers' models hand to an attention function that is computed here, or has no effect.
+# Arguments that transformers' models pass to attention and that are handled here, or have no effect.
 _KNOWN = {
     "branches", "sequences", "scaling", "sliding_window", "s_aux", "position_ids", "use_cache",
     "output_router_logits", "choices",
@@ -56,11 +56,11 @@ _KNOWN = {
 
 
 class _Declined(Exception):
-    """Raised where the kernel would compute something else than the model's attention."""
+    """Raised if the kernel would compute something other than the model's attention."""
 
 
 def use_branch_attention(model: PreTrainedModel) -> str | None:
-    """Make the attention of a 16-bit model on CUDA take `branches=` in a forward pass, where it allows that.
+    """Make the attention of a 16-bit model on CUDA accept `branches=` in a forward pass, where possible.
 
     Returns:
         None; or the reason why the model keeps its attention and reads dense masks, which is slow for long
@@ -73,11 +73,11 @@ def use_branch_attention(model: PreTrainedModel) -> str | None:
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """The reason why the kernel cannot stand for the model's attention; None where it can.
+    """Return why the kernel cannot replace the model's attention; None if it can.
 
-    A row of a few tokens is run through the model. What its layers ask of masks and hand to attention says
-    more than a list of families would. In place of each mask the layers get the window that it means, which
-    has to be the window that they name to attention.
+    A row of a few tokens is run through the model: the masks that its layers request and their arguments to
+    attention tell more than a list of families would. In place of each mask a layer gets the width of the
+    mask's window, which must equal the window that the layer passes to attention.
     """
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", None):
         return "attention has dropout, which it has in training alone"
@@ -109,7 +109,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 def _window_in_place_of_mask(
     *, mask_function: MaskFunction, device: Any, local_size: int | None = None, **_: Any
 ) -> torch.Tensor:
-    """The width of the window that a mask is asked for, 0 for none, where a layer expects the mask."""
+    """Return, in place of the requested mask, the width of its window; 0 for none."""
     window = 0
     if mask_function is not causal_mask_function:
         if not local_size or not _same(mask_function, sliding_window_causal_mask_function(local_size)):
@@ -119,7 +119,7 @@ def _window_in_place_of_mask(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two functions are the same code with the same values."""
+    """Return True if two functions have the same code and the same closure values."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
@@ -142,7 +142,7 @@ def _checked_attention(
 
 
 def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: dict[str, Any]) -> None:
-    """Raise `_Declined` for what the kernel would leave out: soft caps, biases, other head sizes."""
+    """Raise `_Declined` for features that the kernel lacks: soft caps, biases, other head sizes."""
     asked = {name for name, value in settings.items() if value is not None and name not in _KNOWN}
     if settings.get("is_causal") is True:
         asked.discard("is_causal")
@@ -162,7 +162,7 @@ def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: di
 
 def attention_kwargs(branches: Branches) -> dict[str, Any]:
     """Arguments of a forward pass that attends along the segments of a packed row."""
-    # transformers makes no mask of its own where it is given one of four dimensions; nobody reads this one.
+    # Given a mask of four dimensions, transformers makes none of its own; this one is never read.
     unread = branches.keys_M.new_ones(1, 1, 1, 1, dtype=torch.bool)
     return {"attention_mask": unread, "branches": branches}
 
@@ -180,7 +180,7 @@ def branch_attention(
     if branches is None:
         return _plain_attention(module, query_1HLE, key_1GLE, value_1GLE, attention_mask, **kwargs)
     _check_call(query_1HLE, value_1GLE, kwargs)
-    # Not [0], whose backward writes the gradient into zeros of the whole.
+    # Not [0], whose backward writes the gradient into zeros of the full shape.
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query_1HLE, key_1GLE, value_1GLE))
     scale, sinks_H = kwargs.get("scaling"), kwargs.get("s_aux")
     scale = query_1HLE.shape[-1] ** -0.5 if scale is None else scale
@@ -198,7 +198,7 @@ def _plain_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """SDPA, for which a sink is one more key, of zeros, whose score the mask adds."""
+    """Run SDPA; a sink becomes one more key, of zeros, whose score is its entry in the mask."""
     if s_aux is not None:
         shape = (*query_BHLE.shape[:3], key_BGTE.shape[2])
         if mask is None:
@@ -214,7 +214,7 @@ def _plain_attention(
 
 
 class _BranchAttention(torch.autograd.Function):
-    """Attention along the segments as one node of autograd; backward gathers keys and values anew."""
+    """Attention along the segments as one node of autograd; backward gathers keys and values again."""
 
     @staticmethod
     def forward(
@@ -254,7 +254,7 @@ def _extents(branches: Branches) -> flash.Extents:
 
 
 def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:
-    """The gradient [L, G, E] of the keys, from the gradients of their copies."""
+    """Return the gradient [L, G, E] of keys or values, from the gradients of their copies."""
     gradient_LGE = gradient_MGE[branches.own_L]
     for prompt, index_BP in branches.copies:
         copies = gradient_MGE[index_BP].sum(0, dtype=torch.float32)

@@ -1,24 +1,23 @@
-"""An update in forward passes that fit: its samples in chunks, and in smaller ones where memory runs out.
+"""Division of an update into forward passes that fit in memory, and retry with smaller ones when it runs out.
 
 Activations grow with the tokens of the packed row (`qerl.update.packed_row`), not with its samples: eight
 short answers may take less memory than one long one. So the limit is a number of tokens. The samples of an
-optimizer step are spread over as few chunks as hold them, balanced: the longest first, each to the chunk that
-it leaves the lightest (longest processing time first, Graham 1969). A chunk computes a prompt once for all of
-its samples of that group; groups are divided as far as more chunks would be needed otherwise, no further.
-Each chunk is run forward and backward before the next begins, so that one at a time is in memory, and nothing
-is computed twice.
+optimizer step are spread over as few chunks as hold them, balanced: the longest first, each into the chunk
+that is lightest with it (longest processing time first, Graham 1969). A chunk computes a prompt once for all
+of its samples of that group; groups are divided only if more chunks would be needed otherwise. Each chunk
+runs forward and backward before the next, so that memory holds one at a time and nothing is computed twice.
 
-How much memory a step takes depends on how long its samples turned out, so a run may do well for hours and
-then meet one batch that does not fit. What is sampled is kept; the update is done again from its start
-(`MemoryRetry`): the gradients of the step so far are dropped, since a backward pass that was interrupted has
-left a part of its own in them, and every chunk runs again: first without the keys and values of samples that
-go on behind the update, if there are any, which cost a pass over them; then with every layer recomputed for
-backward, where some kept their activations; then with half as many tokens per forward pass. None changes a
-gradient. What the latter two changed stays for the rest of the run, and for whatever the same trainer trains
-after it, and goes into its checkpoints, so that a resumed run computes what this one would have.
+A step's memory depends on the lengths of its samples, so a run may go well for hours before a batch does not
+fit. Samples are kept; the update is repeated from its start (`MemoryRetry`): the gradients of the step so far
+are dropped, since an interrupted backward pass has left partial sums in them, and every chunk runs again. The
+first remedy drops the keys and values of samples that resume after the update, if there are any, at the cost
+of another prefill; the second recomputes every layer for backward, if some kept their activations; the third
+halves the tokens per forward pass. None changes a gradient. The latter two stay for the rest of the run, and
+for later training by the same trainer, and are saved in checkpoints, so that a resumed run computes the same.
 
-Given up: several processes. One that repeats its step would leave the others waiting in their all-reduce, so
-there the error says what to change and ends the run. A repeated step draws new masks where LoRA has dropout.
+Given up: retries with several processes. A process that repeats its step would leave the others waiting in
+their all-reduce, so the run ends with an error that says what to change. A repeated step draws new masks if
+LoRA has dropout.
 
 Legend: B samples.
 """
@@ -48,11 +47,11 @@ _ADVICE = (
 
 
 def split_rows(rows: list[int], lengths: Lengths, max_tokens: int | None) -> list[list[int]]:
-    """Samples spread over the fewest chunks found, the longest chunk first, so that memory runs out early.
+    """Spread samples over the fewest chunks found, the longest chunk first, so that memory runs out early.
 
     Args:
         rows: Samples to compute, in order.
-        lengths: Of all samples of the batch.
+        lengths: Lengths of all samples of the batch.
         max_tokens: Largest number of tokens in a chunk; a sample that has more is a chunk of its own. None
             is no limit.
 
@@ -68,7 +67,7 @@ def split_rows(rows: list[int], lengths: Lengths, max_tokens: int | None) -> lis
 
 
 def _balanced(rows: list[int], lengths: Lengths, max_tokens: int) -> list[list[int]]:
-    """The smallest number of chunks that works, and for it the largest parts of groups that stay together."""
+    """Use the smallest number of chunks that fits, and with it keep the largest parts of groups together."""
     groups: dict[int, list[int]] = {}
     for row in rows:
         groups.setdefault(lengths.group_B[row], []).append(row)
@@ -87,7 +86,7 @@ def _balanced(rows: list[int], lengths: Lengths, max_tokens: int) -> list[list[i
 
 
 def _spread(units: list[list[int]], lengths: Lengths, count: int) -> list[list[int]]:
-    """Units of samples with one prompt, the longest first, each in the chunk that is lightest with it."""
+    """Put units of samples with one prompt, the longest first, into the chunk that is lightest with each."""
     chunks: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for unit in sorted(units, key=lengths.tokens, reverse=True):
@@ -103,10 +102,10 @@ def _spread(units: list[list[int]], lengths: Lengths, count: int) -> list[list[i
 
 
 def refuse_memory_error(error: torch.AcceleratorError) -> None:
-    """Say in a sentence that memory ran out outside of torch's allocator, as where the CPU's is pinned.
+    """Raise if memory ran out outside of torch's allocator, for example while pinning CPU memory.
 
     Args:
-        error: Any of CUDA's; others than those of memory are left alone.
+        error: Any CUDA error; errors other than those of memory are ignored.
 
     Raises:
         QeRLError: Memory ran out.
@@ -120,18 +119,18 @@ def refuse_memory_error(error: torch.AcceleratorError) -> None:
 
 
 class MemoryRetry:
-    """Runs an update, again where memory ran out.
+    """Runner of an update that repeats it when memory runs out.
 
     Args:
         max_tokens: Largest number of tokens per forward pass, None for no limit.
-        processes: Processes of the run; with more than one nothing is done again.
-        recompute_every_layer: Turns that on and says whether it was off.
-        make_room: Frees what others hold of the memory and says whether that was anything.
-        checkpointing: `gradient_checkpointing_kwargs` of the run, in which it can be set.
-        advice: What to do about one sample that does not fit by itself.
+        processes: Number of processes of the run; with more than one nothing is repeated.
+        recompute_every_layer: Turns on recomputation of every layer and returns True if it was off.
+        make_room: Frees memory held outside of the update and returns True if there was any.
+        checkpointing: `gradient_checkpointing_kwargs` of the run, repeated in the advice of messages.
+        advice: What to do about a single sample that does not fit.
 
     Attributes:
-        max_tokens: The limit that holds at present; lower once memory has run out.
+        max_tokens: The current limit; lowered when memory runs out.
     """
 
     def __init__(
@@ -152,29 +151,29 @@ class MemoryRetry:
         self._newest = (0, 0)  # tokens and samples of the newest forward pass
 
     def lower_to(self, max_tokens: int | None) -> None:
-        """The limit becomes at most this; None changes nothing."""
+        """Lower the limit to at most `max_tokens`; None changes nothing."""
         if max_tokens is not None:
             self.max_tokens = min(max_tokens, self.max_tokens or max_tokens)
 
     def split(self, rows: list[int], lengths: Lengths) -> list[list[int]]:
-        """Samples as chunks of which each fits one forward pass."""
+        """Divide samples into chunks that each fit one forward pass."""
         return split_rows(rows, lengths, self.max_tokens)
 
     def note_forward(self, rows: list[int], lengths: Lengths) -> None:
-        """Note the samples of the forward pass that begins next."""
+        """Record the samples of the forward pass that begins next."""
         self._newest = lengths.tokens(rows), len(rows)
 
     def run(self, step: int, update: Callable[[], T], undo: Callable[[], None]) -> T:
-        """What an update returns, once it got through.
+        """Run an update, repeat it until it fits in memory, and return its result.
 
         Args:
             step: Number of the optimizer step, from 1, for messages.
             update: Forward and backward passes of all of the step's samples, which it divides by `split`.
-            undo: Drops what an attempt that failed has left in gradients.
+            undo: Drops the gradients that a failed attempt has left.
 
         Raises:
-            QeRLError: One sample alone does not fit, there are several processes, or memory ran out that
-                torch's allocator of the GPU does not hold.
+            QeRLError: One sample alone does not fit, there are several processes, or memory ran out outside
+                of torch's allocator of the GPU.
         """
         while True:
             try:
@@ -184,7 +183,7 @@ class MemoryRetry:
             except torch.AcceleratorError as error:
                 refuse_memory_error(error)
                 raise
-            # Only here, with the exception gone, do the frames of the failed attempt let go of their tensors.
+            # Only here, with the exception gone, do the frames of the failed attempt release their tensors.
             undo()
             gc.collect()
             if torch.cuda.is_available():
@@ -201,7 +200,7 @@ class MemoryRetry:
             (folder / LIMITS_FILE).write_text(json.dumps(limits), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Take over the limits of a checkpoint, unless the setting is lower still."""
+        """Load the limits of a checkpoint; a lower setting stays."""
         file = folder / LIMITS_FILE
         if not file.is_file():
             return
@@ -210,15 +209,14 @@ class MemoryRetry:
             self._recomputes = True
             self._recompute()
         found = limits["tokens_per_forward"]
-        if found is not None:
-            self.lower_to(found)
-            self._lowered = True
+        if found is not None and (self.max_tokens is None or found < self.max_tokens):
+            self.max_tokens, self._lowered = found, True
 
     def _lower_limits(self, step: int, error: torch.OutOfMemoryError) -> None:
-        """Choose how the next attempt takes less memory.
+        """Make the next attempt take less memory.
 
         Raises:
-            QeRLError: Nothing is left to do, or there are several processes.
+            QeRLError: No remedy is left, or there are several processes.
         """
         if self._processes > 1:
             raise QeRLError(

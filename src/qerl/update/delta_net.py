@@ -1,16 +1,16 @@
-"""Gated delta nets on a packed row: each branch goes on from the state behind its prompt.
+"""Gated delta nets on a packed row: each branch continues from the state after its prompt.
 
-The code of such a layer knows a row as one sequence. Here its modules are given another `forward` that, where
-the row says which sequences it holds (`packed_row.Sequences`), computes those: all prompts, each from a state
-of zeros, then all branches, each from the state behind its prompt and with the last tokens of the prompt in
-the taps of its convolution. So a prompt's state is computed once, and the gradients of its copies add up.
-Without sequences (a rollout, a padded batch) the module computes as before.
+The code of such a layer treats a row as one sequence. Here its modules get another `forward` that, given the
+sequences of the row (`packed_row.Sequences`), computes all prompts, each from a state of zeros, then all
+branches, each from the state after its prompt and with the last tokens of the prompt in the taps of its
+convolution. So a prompt's state is computed once, and the gradients of its copies add up. Without sequences
+(a rollout, a padded batch) the module computes as before.
 
-A module is recognised by its parts, since class names go stale with each family. That the parts mean what
-they are taken for, `qerl.update.row_check` measures.
+A module is recognised by the names of its parts, since class names go stale with each family.
+`qerl.update.row_check` measures whether the parts compute what is assumed of them.
 
-Linears run on the row as it stands. The convolution gathers its taps anyway, so it brings q, k and v into the
-order of sequences at no cost; what comes out is brought back. Gates are FP32.
+Linears run on the row in its own order. The convolution gathers its taps anyway, so it brings q, k and v into
+the order of sequences at no cost; the output is brought back into the row's order. Gates are FP32.
 
 Shapes: L tokens of the row, U key heads of size K, V value heads of size E, P prompts.
 """
@@ -38,13 +38,13 @@ def delta_nets(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def read_sequences(model: nn.Module) -> None:
-    """Let the gated delta nets of a model take `sequences=` in a forward pass."""
+    """Make the gated delta nets of a model accept `sequences=` in a forward pass."""
     for net in delta_nets(model):
         net.forward = types.MethodType(_forward, net)
 
 
 def sequence_kwargs(model: nn.Module, row: PackedRow) -> dict[str, Any]:
-    """Arguments of a forward pass of a packed row for layers that carry a state; none for a model without."""
+    """Return forward arguments of a packed row for layers that carry a state; none without such layers."""
     net: Any = next(delta_nets(model), None)
     return {} if net is None else {"sequences": row.sequences(net.conv1d.kernel_size[0])}
 
@@ -82,7 +82,7 @@ _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 def _in_sequences(inputs: _Inputs, sequences: Sequences) -> torch.Tensor:
-    """Outputs [L, V, E] of the recurrence of q, k, v, decay and beta, all in the order of sequences."""
+    """Run the recurrence of q, k, v, decay and beta; inputs and outputs [L, V, E] are in sequence order."""
     shared = sequences.prompt_offsets[-1]
     if not shared:
         return chunked_delta_rule(*inputs, sequences.branch_offsets)[0]

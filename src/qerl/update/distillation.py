@@ -1,4 +1,4 @@
-"""How far a policy's distributions are from a teacher's, over the whole vocabulary, without all logits.
+"""Divergence of a policy from a teacher over the whole vocabulary, without holding all logits.
 
 With p the policy's distribution at a position, q the teacher's and m = a q + (1 - a) p, the divergence is the
 generalised Jensen-Shannon divergence of GKD (Agarwal et al., arXiv 2306.13649, equation 1):
@@ -7,22 +7,22 @@ generalised Jensen-Shannon divergence of GKD (Agarwal et al., arXiv 2306.13649, 
     D = KL(q || p)                               for a = 0, the forward KL
     D = KL(p || q)                               for a = 1, the reverse KL (MiniLLM, arXiv 2306.08543)
 
-The ends are the two KL divergences themselves and not the limits of the first line, which are 0; TRL's
+At a = 0 and a = 1, D is the KL divergence itself and not the limit of the first line, which is 0; TRL's
 `DistillationTrainer` has the same three cases. With z the policy's logits the gradient is
 
     dD/dz = p (g - sum p g),    g = (1 - a) log(p / m);    for a = 1: log(p / q);    for a = 0: dD/dz = p - q
 
-so a position's own rows of logits are all that its gradient needs. As in `qerl.update.head` positions go
-through both heads some at a time, whole rows of logits in FP32. Where hidden states alone have a gradient it
-is computed at once, from the rows that are there, and the loss only multiplies it by a number: three products
-with a head, one of them with the teacher's. Where the head trains, backward computes each tile again.
+so the gradient of a position needs only its own rows of logits. As in `qerl.update.head`, both heads take a
+tile of positions at a time, with whole rows of logits in FP32. If only hidden states need a gradient, the
+forward pass computes it from each tile, and backward only scales it: three products with a head, one of them
+with the teacher's. If the head trains, backward recomputes each tile.
 
-The whole vocabulary and not the teacher's k likeliest tokens: a head's product has to be computed for either,
-and what top-k saves, passes over rows of logits, is little beside it. It would bias the reverse KL, whose
-gradient is large where the policy is likely and the teacher is not.
+The divergence covers the whole vocabulary and not the teacher's top k tokens: a head's product has to be
+computed for either, and the passes over rows of logits that top-k saves are cheap beside it. Top-k would bias
+the reverse KL, whose gradient is large where the policy's probability is high and the teacher's is low.
 
 Given up: `qerl.update.head` computes the policy's product again for log-probabilities and entropies, one
-product more than a function of all three would need. They would share no other line.
+product more than a joint function would need. The two would share no other line.
 
 Legend: S positions that are scored, D hidden size, E that of the teacher, V vocabulary, n positions of a
 tile.
@@ -41,11 +41,11 @@ from qerl.update.head import Head
 
 @dataclass(frozen=True)
 class Target:
-    """What a teacher gives for the positions of a row.
+    """The teacher's side of a divergence, for the positions of a row.
 
     Attributes:
-        hidden_SE: What its decoder gave, without a graph.
-        head: Its output head, of the policy's vocabulary.
+        hidden_SE: Output of its decoder, without a graph.
+        head: Its output head, over the policy's vocabulary.
         alpha: a, from 0 to 1.
     """
 
@@ -55,14 +55,14 @@ class Target:
 
 
 def divergence(hidden_SD: torch.Tensor, head: Head, target: Target) -> torch.Tensor:
-    """The divergence D [S] in nats of each position, FP32, with gradients for hidden states and head.
+    """Return the divergence D [S] in nats of each position, FP32, with gradients for hidden states and head.
 
     Args:
-        hidden_SD: What the policy's decoder gave.
+        hidden_SD: Output of the policy's decoder.
         head: Its output head.
         target: The teacher's side.
     """
-    if not torch.is_grad_enabled():  # a function of autograd is not told
+    if not torch.is_grad_enabled():  # `ctx.needs_input_grad` ignores no_grad
         hidden_SD = hidden_SD.detach()
     found: torch.Tensor = _Divergence.apply(hidden_SD, head.weight_VD, head.bias_V, head.transform, target)
     return found
@@ -167,5 +167,5 @@ def _tile(
 
 
 def _mean(weight_nV: torch.Tensor, values_nV: torch.Tensor) -> torch.Tensor:
-    """The mean [n] of values under a distribution; what has no probability may be infinite."""
+    """Return the mean [n] of values under a distribution; values of probability 0 may be infinite."""
     return (weight_nV * values_nV.masked_fill_(weight_nV == 0, 0.0)).sum(-1)

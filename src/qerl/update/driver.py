@@ -1,19 +1,19 @@
 """Log-probabilities and gradients of arbitrary sequences under an arbitrary loss, from plain Python.
 
-`LossDriver` is the update without a trainer: sequences of any length with a loss of `qerl.update.losses` come
-in; log-probabilities, the loss and gradients in `.grad` come out, and the optimizer is the caller's. Behind
-it are the parts that GRPO's update runs on. Sequences that begin alike are found (`qerl.update.prefixes`) and
-stand in one packed row, their common beginning once (`qerl.update.packed_row`). A row with more than
-`tokens_per_forward` tokens is divided into chunks, each run forward and backward before the next
-(`qerl.update.chunks`). The head never holds the logits of a row (`qerl.update.head`). When memory runs out,
-the call is done again with smaller chunks (`qerl.update.chunks.MemoryRetry`).
+`LossDriver` is the update without a trainer: it takes sequences of any length with a loss of
+`qerl.update.losses`, and gives log-probabilities, the loss, and gradients in `.grad`; the optimizer is the
+caller's. It is built from the parts of GRPO's update. Sequences with a common prefix are found
+(`qerl.update.prefixes`) and share a packed row, which holds the prefix once (`qerl.update.packed_row`). A row
+with more than `tokens_per_forward` tokens is divided into chunks, each run forward and backward before the
+next (`qerl.update.chunks`). The head never holds the logits of a row (`qerl.update.head`). When memory runs
+out, the call is repeated with smaller chunks (`qerl.update.chunks.MemoryRetry`).
 
-Sequences whose loss pulls at nothing, all advantages being 0, run forward alone.
+Sequences whose loss has no gradient, because all advantages are 0, run forward only.
 
 The loss of a sequence depends on that sequence alone and is a sum, so any division of the data gives the same
-gradient but for rounding. The same call gives the same bits; two calls with halves of the data do not give
-those of one, because sums have an order. Given up: rows cut so that the halves are rows of their own, which
-would compute a prompt in both.
+gradient up to rounding. The same call gives the same bits; two calls with half of the data each do not give
+the bits of one call, because they add in another order. Given up: rows cut such that each half is a row of
+its own, which would compute a shared prompt in both.
 
     driver = LossDriver(model)
     output = driver.forward_backward(data, "cross_entropy")
@@ -51,11 +51,11 @@ from qerl.update.row_check import check_packed_row
 logger = logging.getLogger(__name__)
 
 CPU_TOKENS = 512
-"""Tokens of a forward pass on a CPU unless asked otherwise.
+"""Default limit of tokens per forward pass on a CPU.
 
-Attention computes all pairs of tokens of a packed row there, those of different sequences as well, and
-nothing says in time that memory runs out. With SmolLM2-135M, 256 sequences that are 2,240 tokens joined took
-23 s of one core and 3.0 GB in chunks of 512, 30 s and 4.6 GB in chunks of 1024, 39 s and 7.0 GB whole.
+On a CPU, attention computes all pairs of tokens of a packed row, across sequences too, and no error comes in
+time when memory runs out. With SmolLM2-135M, 256 sequences that are 2,240 tokens joined took 23 s of one core
+and 3.0 GB in chunks of 512, 30 s and 4.6 GB in chunks of 1024, 39 s and 7.0 GB whole.
 """
 
 _ADVICE = "send shorter sequences, turn on model.gradient_checkpointing_enable() or take a smaller LoRA rank"
@@ -63,7 +63,7 @@ _ADVICE = "send shorter sequences, turn on model.gradient_checkpointing_enable()
 
 @dataclass(frozen=True)
 class _Pass:
-    """What all chunks of a call have in common."""
+    """The inputs of a call, common to all of its chunks."""
 
     data: Sequence[Datum]
     lengths: Lengths
@@ -71,10 +71,10 @@ class _Pass:
     config: Mapping[str, float]
 
     def evaluate(self, at: int, logps: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """The loss of a datum and its gradient with respect to the log-probabilities.
+        """Return the loss of a datum and its gradient with respect to the log-probabilities.
 
         Raises:
-            QeRLError: Either is not finite.
+            QeRLError: The loss or its gradient is not finite.
         """
         value, gradient = self.loss(logps, self.data[at], self.config)
         if not (math.isfinite(value) and gradient.isfinite().all()):
@@ -89,21 +89,22 @@ class LossDriver:
     """Forward and backward passes of a model over sequences with a loss.
 
     Args:
-        model: A decoder-only transformer where it trains, with its adapter if it has one. On a GPU it is put
-            on the kernels of the update; a layer that gets its adapter later keeps the code it came with.
+        model: A decoder-only transformer on its training device, with its adapter if it has one. On a GPU it
+            is switched to the kernels of the update; a layer that gets its adapter later keeps its old code.
         tokens_per_forward: Largest number of tokens in one forward pass; None is no limit on a GPU, until
             memory runs out, and `CPU_TOKENS` on a CPU.
-        advice: What to do about one sequence that does not fit in memory by itself, as part of a sentence.
-        recompute_every_layer: Turns that on and says whether it was off; tried first when memory runs out.
+        advice: What to do about a single sequence that does not fit in memory; part of an error message.
+        recompute_every_layer: Turns on recomputation of every layer and returns True if it was off; tried
+            first when memory runs out.
 
     Attributes:
         update_path: Which parts of the model run on this project's kernels, and why others do not.
-        retry: Divides calls into chunks, and halves these where memory runs out. Forward passes without
-            gradients take chunks of their own size, at most that: they keep nothing for backward, so where
-            memory runs out in one, that says nothing of training.
+        retry: Divides calls into chunks, and halves the chunks when memory runs out. Forward passes without
+            gradients have a limit of their own, never above this one: they keep nothing for backward, so
+            running out of memory in one of them does not lower the limit of training.
 
     Raises:
-        QeRLError: A packed row gives other log-probabilities than the sequences in it.
+        QeRLError: Sequences have other log-probabilities in a packed row than alone.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class LossDriver:
 
     @property
     def tokens_per_forward(self) -> int | None:
-        """The limit that holds at present; lower once memory has run out."""
+        """The current limit of tokens per forward pass; lowered when memory runs out."""
         return self.retry.max_tokens
 
     def forward_backward(
@@ -149,8 +150,8 @@ class LossDriver:
             Log-probabilities under the model as it was, and the loss.
 
         Raises:
-            QeRLError: Something is wrong with the data, the loss is not finite, or one sequence alone does
-                not fit in memory. Gradients are then what they were before, as after any other exception.
+            QeRLError: No parameter trains, the data are invalid, the loss is not finite, or one sequence
+                alone does not fit in memory. Gradients are then unchanged, as after any other exception.
         """
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         if not trained:
@@ -167,14 +168,15 @@ class LossDriver:
     def forward(
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None = None
     ) -> LossOutput:
-        """What `forward_backward` returns, without gradients; arguments and errors are the same."""
+        """Return what `forward_backward` returns, without gradients; arguments and errors are the same, but
+        no parameter has to train."""
         one = self._checked(data, loss, config)
         self._forward_retry.lower_to(self.retry.max_tokens)
         with self._dense_weights_kept(), eval_mode(self._model), torch.no_grad():
             return self._retried(self._forward_retry, one, lambda: None)
 
     def _checked(self, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None) -> _Pass:
-        """The data with their shared beginnings, once nothing is wrong with them."""
+        """Check the arguments of a call, and find the shared prefixes of its data."""
         found, config = find_loss(loss), dict(config or {})
         found.check_config(loss, config)
         if not data:
@@ -196,7 +198,7 @@ class LossDriver:
         return retry.run(self._calls, lambda: self._run(retry, one), undo)
 
     def _run(self, retry: MemoryRetry, one: _Pass) -> LossOutput:
-        """All chunks of a call."""
+        """Run all chunks of a call."""
         logprobs = [torch.empty(0)] * len(one.data)
         pulling: list[int] = []
         quiet: list[int] = []
@@ -211,7 +213,7 @@ class LossDriver:
         return LossOutput(logprobs, {"loss:sum": total})
 
     def _run_chunk(self, one: _Pass, chunk: list[int], logprobs: list[torch.Tensor]) -> float:
-        """Forward of some data and, where gradients are on, backward; their loss."""
+        """Run some data forward and, if gradients are enabled, backward; return the sum of their losses."""
         row, places = _join(one, chunk, self._base.device)
         hidden_LD = hidden_states(self._base.base_model, row, self.update_path.by_segment)
         head = Head.of(self._base)
@@ -229,7 +231,7 @@ class LossDriver:
         if torch.is_grad_enabled():
             gradient_P = torch.cat(gradients)
             gradient_LD = head_backward(head, hidden_LD, position_P, target_P, gradient_P)
-            if hidden_LD.requires_grad:  # not where the head alone trains
+            if hidden_LD.requires_grad:  # False where only the head trains
                 hidden_LD.backward(gradient_LD)
         return total
 
@@ -241,7 +243,7 @@ class LossDriver:
 
 @contextlib.contextmanager
 def _new_gradients(trained: list[nn.Parameter]) -> Iterator[Any]:
-    """Gradients begin anew in the block and are added to those before it at its end, or dropped if it raises.
+    """Collect the block's gradients apart; add them to the former ones at its end, or drop them if it raises.
 
     Yields:
         A function that drops what the block has computed so far.
@@ -264,7 +266,7 @@ def _new_gradients(trained: list[nn.Parameter]) -> Iterator[Any]:
 
 
 def _join(one: _Pass, chunk: list[int], device: torch.device) -> tuple[PackedRow, list[torch.Tensor]]:
-    """Some data as one row, and for each of them the position in the row [T] of its tokens."""
+    """Join some data into one row; also return for each datum the positions [T] of its tokens in the row."""
     builder = RowBuilder()
     groups: dict[int, list[int]] = {}
     for at in chunk:
@@ -281,15 +283,15 @@ def _join(one: _Pass, chunk: list[int], device: torch.device) -> tuple[PackedRow
 
 
 def _like(place_T: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Positions in the shape of their targets, [T] or [T, K]."""
+    """Expand positions to the shape of their targets, [T] or [T, K]."""
     return place_T if targets.ndim == 1 else place_T[:, None].expand(targets.shape)
 
 
 def _check_model(datum: Datum, config: Any) -> None:
-    """Refuse what the model cannot read or predict.
+    """Raise if a datum has more tokens than the model takes, or ids outside of its vocabulary.
 
     Raises:
-        QeRLError: A sentence that begins with what is wrong.
+        QeRLError: The message begins with what is wrong; the caller puts the datum's index in front.
     """
     longest = positions_of(config)
     if longest and len(datum.tokens) > longest:

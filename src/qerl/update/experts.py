@@ -1,20 +1,20 @@
 """The experts of a mixture in the update: grouped products with weights that are dequantised in chunks.
 
-One by one, each expert has a dequantisation and a product for each of its linears, and again in the backward
-pass: with 128 experts a layer is a thousand launches of little work. Here the pairs of token and expert are
-sorted by expert, and a chunk of some experts is dequantised into the workspace and multiplied by one
-`torch.nn.functional.grouped_mm`, which knows where the pairs of each end. In the backward pass weights are
-written again; the frozen matrices have no gradient, so no input of a product is kept: of each pair what the
-first product gave and what the last one gave.
+Computed one by one, each expert takes a dequantisation and a product for each of its linears, and again in
+the backward pass: with 128 experts a layer makes a thousand launches of little work. Here the pairs of token
+and expert are sorted by expert, and a chunk of some experts is dequantised into the workspace and multiplied
+by one `torch.nn.functional.grouped_mm`, which is given the end of each expert's pairs. The backward pass
+dequantises weights again; the frozen matrices have no gradient, so no input of a product is kept, only each
+pair's outputs of the first and the last product.
 
-Where the paged engine has put a layer's experts on top of each other (`qerl.rollout.paged.binding`), a chunk
+If the paged engine has put a layer's experts into one piece of memory (`qerl.rollout.paged.binding`), a chunk
 is dequantised by one kernel, else linear by linear.
 
-Adapters of experts (`qerl.lora.experts`) are grouped products with the matrices of all, or plain ones where
-all experts have the same. What they give is added to what a product gave before its factor is applied, so
-x A^T is divided by that. Then the layer's input is kept, too, and the rest is computed again.
+Adapters of experts (`qerl.lora.experts`) are grouped products with the matrices of all experts, or plain ones
+if the experts share an adapter. Their result is added to a product before its factor is applied, so x A^T is
+divided by that factor. If gate or up is adapted, the layer's input is kept, too; the rest is recomputed.
 
-Given up: products straight from four bits. Where all experts have work, each weight is read once per pass and
+Given up: products straight from four bits. If all experts have tokens, each weight is read once per pass and
 its 16-bit copy written and read, which takes a tenth of the time of the products themselves.
 
 Shapes: T tokens, C experts per token, S = T C pairs in the order of their experts, E experts, e experts of a
@@ -50,11 +50,11 @@ class Stack:
     """One linear of all experts, or gate and up of all, in the order of the experts.
 
     Attributes:
-        linears: Of all experts, those of an expert next to each other.
+        linears: Linears of all experts, those of one expert next to each other.
         shape: (N, K) of an expert.
         factor_EL: fp32, what the outputs of each linear are multiplied by.
-        tiles: [E N, K], if they lie in one piece; else None.
-        scale_1: fp32, a power of two by which what the tiles hold is divided.
+        tiles: [E N, K], if the linears lie in one piece of memory; else None.
+        scale_1: fp32, a power of two by which `dense` divides the tiles' values.
     """
 
     linears: list[Any]
@@ -65,7 +65,7 @@ class Stack:
 
     @classmethod
     def of(cls, experts: Experts, names: tuple[str, ...]) -> "Stack":
-        """The stack of these linears of experts that `qerl.update.path.why_not_grouped` allows."""
+        """Stack these linears of experts, which `qerl.update.path.why_not_grouped` must allow."""
         linears: list[Any] = [_base(expert, name) for expert in experts for name in names]
         device, tiles = _weight(linears[0]).device, _tiles(linears)
         scale_1 = torch.ones(1, device=device)
@@ -81,14 +81,14 @@ class Stack:
 
     @property
     def bias_EN(self) -> torch.Tensor | None:
-        """In the dtype of the linears' own; None without biases."""
+        """Biases in the dtype of the linears' own; None without biases."""
         if self.linears[0].bias is None:
             return None
         return torch.cat([linear.bias.detach() for linear in self.linears]).view(len(self.factor_EL), -1)
 
     def dense(self, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
-        """The weights [e, N, K] of the experts from ``first`` up to ``last``, without factors, in the
-        workspace."""
+        """Dequantise the weights [e, N, K] of the experts from ``first`` to before ``last``, without factors,
+        into the workspace."""
         (rows, width), count = self.shape, self.factor_EL.shape[1]
         dense_NK = workspace(((last - first) * rows, width), like)
         if self.tiles is not None:
@@ -103,7 +103,8 @@ class Stack:
 
 
 def _exact(linear: Any) -> tuple[Callable[[torch.Tensor], Any], float]:
-    """What writes a linear's weight into a 16-bit matrix, exactly, and the factor that is left out."""
+    """Return a function that writes a linear's weight exactly into a 16-bit matrix, and the factor that it
+    leaves out."""
     if not isinstance(linear, PackedLinear):
         return lambda out_NK: out_NK.copy_(linear.weight.detach()), 1.0
     weight, factor = linear.exact()
@@ -111,7 +112,7 @@ def _exact(linear: Any) -> tuple[Callable[[torch.Tensor], Any], float]:
 
 
 def _tiles(linears: list[Any]) -> Tiles | None:
-    """The tiles of linears that lie behind each other in one piece of memory; None for others."""
+    """Return the joint tiles of linears that are adjacent in one piece of memory; None for others."""
     if not all(isinstance(linear, PackedLinear) and linear.storage.in_tiles for linear in linears):
         return None
     parts = [linear.storage.tiles for linear in linears]
@@ -126,7 +127,7 @@ def _tiles(linears: list[Any]) -> Tiles | None:
 
 
 def _follow(parts: list[torch.Tensor]) -> bool:
-    """Whether tensors lie behind each other in one piece of memory."""
+    """Return True if tensors are adjacent, in order, in one piece of memory."""
     ends = [part.data_ptr() + part.nbytes for part in parts[:-1]]
     same = len({part.untyped_storage().data_ptr() for part in parts}) == 1
     return same and ends == [part.data_ptr() for part in parts[1:]]
@@ -134,15 +135,15 @@ def _follow(parts: list[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Where the pairs of a batch are.
+    """The pairs of token and expert of a batch, sorted by expert.
 
     Attributes:
         token_S: int64, each pair's token.
-        expert_S: int32, its expert.
-        place_TC: int32, where each token's pairs are.
-        expert_TC: int32.
-        end_E: int32, where those of each expert end.
-        ends: The same on the host, behind a zero.
+        expert_S: int32, each pair's expert.
+        place_TC: int32, indices of each token's pairs.
+        expert_TC: int32, experts of each token.
+        end_E: int32, end of each expert's pairs.
+        ends: `end_E` on the host, with a zero in front.
     """
 
     token_S: torch.Tensor
@@ -154,7 +155,7 @@ class Pairs:
 
     @classmethod
     def of(cls, expert_TC: torch.Tensor, experts: int) -> "Pairs":
-        """The pairs of tokens that have these experts, of so many."""
+        """Return the pairs of tokens and their experts, of a layer with `experts` experts."""
         chosen_P = expert_TC.flatten()
         expert_S, order_S = chosen_P.sort(stable=True)
         place_P = torch.empty_like(order_S, dtype=torch.int32)
@@ -169,7 +170,7 @@ class Pairs:
 
 
 def _multiply(x_SK: torch.Tensor, stack: Stack, pairs: Pairs, transposed: bool) -> torch.Tensor:
-    """Each pair times its expert's weight, x W^T or, if transposed, x W; without factors."""
+    """Multiply each pair by its expert's weight, x W^T or, if transposed, x W; without factors."""
     rows, width = stack.shape
     each = rows * width * x_SK.element_size()
     count, experts = max(1, EXPERTS_BYTES // each), len(pairs.end_E)
@@ -191,26 +192,26 @@ Matrices = tuple[torch.Tensor, torch.Tensor]
 
 
 def _matrices(lora: ExpertLora) -> Matrices:
-    more = -lora.rank % 8  # as grouped products want it
+    more = -lora.rank % 8  # padding for grouped products
     a_GRK, b_GNR = torch.stack(lora.all_a), torch.stack(lora.all_b) * lora.scaling
     return functional.pad(a_GRK, (0, 0, 0, more)), functional.pad(b_GNR, (0, more))
 
 
 def _by_expert(x_SK: torch.Tensor, w_GKN: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """Each pair times its expert's matrix."""
+    """Multiply each pair by its expert's matrix."""
     w_GKN = w_GKN.to(x_SK.dtype)
     return x_SK @ w_GKN[0] if len(w_GKN) == 1 else functional.grouped_mm(x_SK, w_GKN, offs=pairs.end_E)
 
 
 def _outer(dy_SN: torch.Tensor, x_SK: torch.Tensor, groups: int, pairs: Pairs) -> torch.Tensor:
-    """The sum [G, N, K] over the pairs of each expert, or of all."""
+    """Return the sum [G, N, K] of outer products over the pairs of each expert, or of all experts."""
     if groups == 1:
         return (dy_SN.T @ x_SK)[None]
     return functional.grouped_mm(dy_SN.T, x_SK, offs=pairs.end_E)
 
 
 def _linears(y_SN: torch.Tensor, stack: Stack, pairs: Pairs) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The outputs of each linear of a stack, views, and its factor of each pair [S, 1]."""
+    """Return for each linear of a stack a view of its outputs, and its factor for each pair [S, 1]."""
     factor_SL = stack.factor_EL[pairs.expert_S]
     return list(zip(y_SN.chunk(factor_SL.shape[1], 1), factor_SL.split(1, 1), strict=True))
 
@@ -218,7 +219,7 @@ def _linears(y_SN: torch.Tensor, stack: Stack, pairs: Pairs) -> list[tuple[torch
 def _add_lora(
     y_SN: torch.Tensor, x_SK: torch.Tensor, loras: Sequence[ExpertLora | None], stack: Stack, pairs: Pairs
 ) -> None:
-    """Add B A x, over the factor, to what the linears of a stack gave."""
+    """Add B A x, divided by the factor, to the outputs of a stack's linears."""
     for lora, (part_SN, factor_S1) in zip(loras, _linears(y_SN, stack, pairs), strict=True):
         if lora is not None:
             a_GRK, b_GNR = _matrices(lora)
@@ -234,7 +235,7 @@ def _lora_backward(
     stack: Stack,
     pairs: Pairs,
 ) -> list[torch.Tensor]:
-    """The gradients of `_parameters`; that of the input is added to ``dx``."""
+    """Return the gradients of `_parameters`; the gradient of the input is added to ``dx_SK``."""
     found: list[torch.Tensor] = []
     for lora, (part_SN, factor_S1) in zip(loras, _linears(dy_SN, stack, pairs), strict=True):
         if lora is None:
@@ -278,7 +279,7 @@ class _Mixture(torch.autograd.Function):
         h_SI = gate_pairs(y_SN, gate_up.factor_EL, gate_up.bias_EN, pairs.expert_S, clamp)
         z_SD = _multiply(h_SI, down, pairs, False)
         _add_lora(z_SD, h_SI, [of_down], down, pairs)
-        # Parameters are those of the adapters, and are seen to have stayed what they were.
+        # The adapters' parameters are saved so that autograd checks that they have not changed in place.
         ctx.save_for_backward(y_SN, z_SD, weight_TC, x_TD if any(of_gate_up) else None, *parameters)
         ctx.pairs, ctx.stacks, ctx.clamp, ctx.loras = pairs, (gate_up, down), clamp, loras
         return add_pairs(
@@ -314,13 +315,13 @@ class _Mixture(torch.autograd.Function):
 def grouped_forward(
     experts: Experts, x_TD: torch.Tensor, expert_TC: torch.Tensor, weight_TC: torch.Tensor
 ) -> torch.Tensor:
-    """What `Experts.forward` gives, by grouped products.
+    """Compute `Experts.forward` by grouped products.
 
     Args:
-        experts: Of a layer, for which `qerl.update.path.why_not_grouped` finds nothing.
+        experts: Experts of a layer for which `qerl.update.path.why_not_grouped` returns None.
         x_TD: Input.
         expert_TC: Index of the experts of each token.
-        weight_TC: What the result of each is multiplied with.
+        weight_TC: Factor of each expert's result.
     """
     clamp = getattr(experts[0].gated, "clamp", None)
     loras = tuple(ExpertLora.of(experts, name) for name in LINEARS)
@@ -334,7 +335,7 @@ _held: WeakKeyDictionary[Experts, tuple[list[int], tuple[Stack, Stack]]] = WeakK
 
 
 def _stacks(experts: Experts) -> tuple[Stack, Stack]:
-    """The stacks of gate and up and of down, made once for the memory that the experts are in."""
+    """Return the stacks of gate and up, and of down; they are cached while the experts' memory stays."""
     place = [_weight(_base(expert, name)).data_ptr() for expert in experts for name in LINEARS]
     if experts not in _held or _held[experts][0] != place:
         gate_up, down = (Stack.of(experts, names) for names in RoutedMLP.PLACES.values())

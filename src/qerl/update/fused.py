@@ -1,15 +1,15 @@
-"""A model whose norms, attention inputs and SwiGLU blocks train through few kernels.
+"""Fused kernels for the norms, attention inputs and SwiGLU blocks of a model in training.
 
 transformers writes them as chains of elementwise operations, each a pass over memory, and in the MLP with
-several tensors of tokens x intermediate size that live at once. The kernels are in `qerl.kernels.update`.
-q, k and v, and gate and up, are one product with one adapter each (`qerl.lora.product`), where all of them
-have an adapter; the rotary embedding takes q, k and v as that product leaves them.
+several live tensors of tokens x intermediate size. The kernels are in `qerl.kernels.update`. q, k and v with
+their adapters are one product, and so are gate and up (`qerl.lora.product`), if all of them have an adapter;
+the rotary kernel reads q, k and v directly from that product.
 
 A `PeftModel` that PEFT made itself has PEFT's layers, which compute the adapter beside the layer in FP32;
 they become one product too.
 
-Which modules the kernels serve, `qerl.update.path` says. Those are given a new `forward`; nothing
-else about them changes, and what is not 16-bit on a GPU is computed as before.
+`qerl.update.path` says which modules the kernels serve. These modules get a new `forward`; nothing else about
+them changes, and inputs that are not 16-bit on a GPU are computed as before.
 """
 
 import types
@@ -49,7 +49,7 @@ def fuse(model: nn.Module) -> None:
         if gate := path.gate_of(mlp):
             mlp.forward = types.MethodType(partial(_mlp_forward, gelu=gate == "gelu"), mlp)
     for layer in model.modules():
-        if type(layer) is LoraLinear:  # our own are one product wherever they run
+        if type(layer) is LoraLinear:  # the project's own subclasses are one product already
             layer.forward = types.MethodType(_lora_forward, layer)
 
 

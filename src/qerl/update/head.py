@@ -1,18 +1,17 @@
 """A forward pass of a packed row: log-probabilities of chosen tokens and their gradients, without all logits.
 
-A row of L positions has L x V logits, gigabytes for the vocabularies of today. Here positions go through the
-output head some at a time; of each tile only the log-probabilities of the targets are kept. Logits are FP32
-and never rounded (`qerl.kernels.tensors`).
+A row of L positions has L x V logits, gigabytes for current vocabularies. Here the output head takes a tile
+of positions at a time, and of each tile only the results per target are kept. Logits are FP32 and never
+rounded (`qerl.kernels.tensors`).
 
-`logps_and_entropies` is the trainer's: one target a position, with entropies. Where hidden states alone have
-a gradient and entropies have none, the gradient of a log-probability is known as soon as its row of logits
-is, (onehot - p) W, and the loss only multiplies it by a number: two products with the head's weight.
-Elsewhere backward computes each tile again: three products, and one more where the head trains.
+`logps_and_entropies` serves the trainer: one target per position, with entropies. If only hidden states need
+a gradient, and none through entropies, the forward pass computes the gradient (onehot - p) W from each row of
+logits at once, and backward only scales it: two products with the head's weight. Otherwise backward
+recomputes each tile: three products, and one more if the head trains.
 
-`target_logps` and `head_backward` are `LossDriver`'s. Any number of targets stands at a position, so soft
-targets, and samples that share a prompt, cost one product with the head per position; and tiles are computed
-again with those positions alone whose targets pull at anything: in a batch of samples with prompts, prompts
-do not.
+`target_logps` and `head_backward` serve `LossDriver`. A position may have any number of targets, so soft
+targets, and samples that share a prompt, cost one product with the head per position. Backward recomputes
+only positions whose targets have a gradient; prompts, for example, have none.
 
 Legend: L tokens of a row, S positions that are scored, D hidden size, V vocabulary, P pairs of a position and
 a target, n positions of a tile.
@@ -37,17 +36,17 @@ from qerl.update.packed_row import PackedRow, masked_by_branch
 T = TypeVar("T")
 
 TILE = 1 << 26
-"""Logits of a tile: 256 MB in float32, and some times that while their gradient is computed."""
+"""Logits per tile: 256 MB in float32, and a multiple of that while their gradient is computed."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """What a model does to logits after the head's product, in this order.
+    """Operations of a model on the head's product, which make logits of it, in this order.
 
     Attributes:
-        scale: Multiplies them.
-        cap: Bounds them by tanh; None for no bound.
-        temperature: Divides them.
+        scale: Factor of logits.
+        cap: Bound of logits by tanh; None for no bound.
+        temperature: Divisor of logits.
     """
 
     scale: float = 1.0
@@ -56,9 +55,9 @@ class Transform:
 
     @classmethod
     def of(cls, config: Any, temperature: float = 1.0) -> "Transform":
-        """That of a model, by the names that the configs of transformers' families have for it.
+        """Return a model's transform, from the config fields that transformers' families have for it.
 
-        A family with another name for it is refused by `qerl.update.row_check`, which runs its own code, too.
+        `qerl.update.row_check` refuses a family with another field, since it also runs the model's own code.
         """
         names = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
         given = ((name, getattr(config, name, None)) for name in names)
@@ -68,7 +67,7 @@ class Transform:
         return cls(scale, getattr(config, "final_logit_softcapping", None), temperature)
 
     def __call__(self, product_nV: torch.Tensor) -> torch.Tensor:
-        """Logits from the head's product; the product itself where nothing is done to it."""
+        """Return logits from the head's product; the product itself if no operation applies."""
         z_nV = product_nV if self.scale == 1.0 else product_nV * self.scale
         if self.cap is not None:
             z_nV = self.cap * torch.tanh(z_nV / self.cap)
@@ -80,8 +79,9 @@ class Head:
     """The output head of a model.
 
     Attributes:
-        weight_VD, bias_V: Of its product, which is taken in the weight's dtype and not rounded.
-        transform: What happens to the product.
+        weight_VD, bias_V: Weight and bias of its product, whose inputs have the weight's dtype and whose
+            result is not rounded.
+        transform: Operations on the product.
     """
 
     weight_VD: torch.Tensor
@@ -90,13 +90,13 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel, temperature: float = 1.0) -> "Head":
-        """That of a transformers model; logits are divided by the temperature."""
+        """Return the head of a transformers model; logits are divided by the temperature."""
         linear: Any = model.get_output_embeddings()
         transform = Transform.of(model.config.get_text_config(decoder=True), temperature)
         return cls(linear.weight, linear.bias, transform)
 
     def product(self, hidden_nD: torch.Tensor) -> torch.Tensor:
-        """[n, V], FP32, without a graph."""
+        """Return the product [n, V], FP32, without a graph."""
         product_nV = product(hidden_nD.to(self.weight_VD.dtype), self.weight_VD.T)
         return product_nV if self.bias_V is None else product_nV + self.bias_V
 
@@ -104,15 +104,15 @@ class Head:
 def logps_and_entropies(
     hidden_SD: torch.Tensor, head: Head, target_S: torch.Tensor, entropy_has_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability [S] of each position's target and entropy [S] in nats, FP32.
+    """Return log-probability [S] of each position's target and entropy [S] in nats, FP32.
 
     Args:
-        hidden_SD: What the decoder gave.
+        hidden_SD: Output of the decoder.
         head: The output head.
         target_S: int64.
         entropy_has_gradient: Whether entropies are differentiated, too.
     """
-    if not torch.is_grad_enabled():  # a function of autograd is not told
+    if not torch.is_grad_enabled():  # `ctx.needs_input_grad` ignores no_grad
         hidden_SD = hidden_SD.detach()
     return _Logps.apply(
         hidden_SD, head.weight_VD, head.bias_V, target_S, head.transform, entropy_has_gradient
@@ -165,7 +165,7 @@ class _Logps(torch.autograd.Function):
         ]
         dhidden_SD, dweight_VD, dbias_V = found
         tiles = _Tiles(hidden_SD, weight_VD, bias_V, target_S, ctx.transform, with_gradient=True)
-        pulls_2S = torch.stack((dlogps_S, dentropy_S)).float()  # contiguous, which those of a sum are not
+        pulls_2S = torch.stack((dlogps_S, dentropy_S)).float()  # contiguous, unlike the gradients of a sum
         for part in tiles.parts:
             tiles.run(part, (pulls_2S[0, part], pulls_2S[1, part]))
             if dhidden_SD is not None:
@@ -181,7 +181,7 @@ class _Logps(torch.autograd.Function):
 
 
 class _Tiles:
-    """Whole rows of logits of some positions at a time, and the gradient of the head's product.
+    """Tiles of whole rows of logits, and the gradient of the head's product.
 
     Args:
         hidden_SD, weight_VD, bias_V, target_S, transform: As in `logps_and_entropies`.
@@ -189,7 +189,7 @@ class _Tiles:
 
     Attributes:
         parts: The positions of each tile.
-        gradient_nV: Of the last tile, in the weight's dtype, in the place of its logits.
+        gradient_nV: Gradient of the last tile, in the weight's dtype, in the memory of its logits.
     """
 
     gradient_nV: torch.Tensor
@@ -208,7 +208,7 @@ class _Tiles:
             raise QeRLError("The output head has 64-bit weights; load the model in float32 or in 16 bits.")
         self._transform, self._weight_VD = transform, weight_VD
         positions, vocabulary = len(hidden_SD), len(weight_VD)
-        size = max(1, head_positions(positions, vocabulary))  # of no positions there are no parts
+        size = max(1, head_positions(positions, vocabulary))  # without positions there are no parts
         self.parts = [slice(start, start + size) for start in range(0, positions, size)]
         self._logits = torch.empty(size, vocabulary, device=hidden_SD.device)
         self._with_gradient = with_gradient
@@ -216,7 +216,7 @@ class _Tiles:
     def run(
         self, part: slice, weights: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies [n]; writes the gradient of these, weighted, where it is wanted.
+        """Return log-probabilities and entropies [n]; with `with_gradient`, write their weighted gradient.
 
         Args:
             part: The positions.
@@ -237,7 +237,7 @@ class _Tiles:
         return fold(logits_nV, target_n, of.scale, of.cap, of.temperature, gradient_nV, weights)
 
     def add_to_hidden(self, total_nD: torch.Tensor) -> None:
-        """Add the gradient of the last tile's hidden states."""
+        """Add the gradient of the last tile's hidden states to a total."""
         add_product(total_nD, self.gradient_nV, self._weight_VD)
 
 
@@ -276,11 +276,11 @@ def _fold(
 def target_logps(
     head: Head, hidden_LD: torch.Tensor, position_P: torch.Tensor, target_P: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probability [P] of each target at its position, float32, without a graph.
+    """Return the log-probability [P] of each target at its position, float32, without a graph.
 
     Args:
         head: The output head.
-        hidden_LD: What the decoder gave for the row.
+        hidden_LD: Output of the decoder for the row.
         position_P, target_P: int64 on the CPU.
     """
     logps_P = torch.empty(len(position_P), device=hidden_LD.device)
@@ -298,12 +298,13 @@ def head_backward(
     target_P: torch.Tensor,
     gradient_P: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient [L, D] of hidden states from those of log-probabilities; adds to that of the head.
+    """Return the gradient [L, D] of hidden states from the log-probabilities' gradients; if the head trains,
+    add its gradient to `.grad`.
 
     Args:
         head, hidden_LD, position_P, target_P: As in `target_logps`.
-        gradient_P: Of a loss with respect to each log-probability, on the CPU; pairs where it is 0 cost
-            nothing.
+        gradient_P: Gradient of a loss with respect to each log-probability, on the CPU; pairs where it is 0
+            cost nothing.
     """
     weight_VD, bias_V = head.weight_VD.detach(), head.bias_V
     gradient_LD = torch.zeros_like(hidden_LD, requires_grad=False)
@@ -338,12 +339,13 @@ def _logps(logits_nV: torch.Tensor, local: torch.Tensor, target: torch.Tensor) -
 
 
 def _positions(head: Head) -> int:
-    """Positions of a tile."""
+    """Return the number of positions per tile."""
     return max(1, TILE // len(head.weight_VD))
 
 
 def _tiles(position_P: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each tile its positions [n] in the row, its pairs, and for each pair the index of its position."""
+    """Yield for each tile its positions [n] in the row, the indices of its pairs, and for each pair the index
+    of its position within the tile."""
     positions, index_P = position_P.unique(return_inverse=True)
     order = index_P.argsort(stable=True)
     sorted_P = index_P[order]
@@ -354,11 +356,11 @@ def _tiles(position_P: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, 
 
 
 def hidden_states(decoder: torch.nn.Module, row: PackedRow, by_segment: bool) -> torch.Tensor:
-    """What the part of a model in front of its output head makes of a row, [L, D].
+    """Return the hidden states [L, D] of a row, the input of the output head.
 
     Args:
-        decoder: That part.
-        row: The samples.
+        decoder: The model without its output head.
+        row: The packed row.
         by_segment: Whether the model's attention reads segments instead of a dense mask.
 
     Raises:
@@ -385,12 +387,12 @@ def run_row(
     by_segment: bool,
     of_hidden: Callable[[torch.Tensor], T],
 ) -> T:
-    """What a function makes of the hidden states [S, D] of a row's scored positions.
+    """Apply a function to the hidden states [S, D] of a row's scored positions.
 
     Args:
-        model: The transformers model as it trains, wrapped by PEFT and for several processes or not. The
-            wrappers see a forward pass, since gradients are averaged over processes only after one.
-        base: The transformers model in it.
+        model: The transformers model as it trains, with or without wrappers of PEFT and of several processes.
+            The wrappers see a forward pass, since gradients are averaged over processes only after one.
+        base: The transformers model inside `model`.
         row, by_segment: As in `hidden_states`.
         of_hidden: The function.
     """
@@ -420,16 +422,16 @@ def score(
     logps_have_gradient: bool = True,
     divergence: Callable[[torch.Tensor, Head], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probability of each label of a row, entropy of its distribution in nats and, if that is asked for,
-    the distribution's divergence from another one, [S] each.
+    """Return for each label of a row its log-probability, the entropy of its distribution in nats and, with
+    `divergence`, the distribution's divergence from another one, [S] each.
 
     Args:
         model, base, row, by_segment: As in `run_row`.
         temperature: Divides logits.
         entropy_has_gradient: Whether entropies are differentiated, too.
-        logps_have_gradient: False where the divergence alone is differentiated, which saves a product with
-            the head.
-        divergence: Computes it from hidden states and the head (`qerl.update.distillation`).
+        logps_have_gradient: False if only the divergence is differentiated, which saves a product with the
+            head.
+        divergence: Computes the divergence from hidden states and the head (`qerl.update.distillation`).
     """
 
     def of_hidden(hidden_SD: torch.Tensor) -> tuple[torch.Tensor, ...]:

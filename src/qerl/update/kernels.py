@@ -1,4 +1,4 @@
-"""A model put on the kernels of the update, as far as they compute what it computes."""
+"""Switch of a model to the kernels of the update, for modules whose formulas the kernels compute."""
 
 from typing import Literal
 
@@ -15,13 +15,13 @@ from qerl.update.path import UpdatePath, find_path, why_unfit
 
 
 def use_kernels(model: PreTrainedModel) -> UpdatePath:
-    """Give a model its kernels for packed rows, and say which parts of it run on them.
+    """Switch a model to the kernels for packed rows, and return which parts of it run on them.
 
-    Layers that carry a state learn to read the sequences of a row wherever the model is.
+    Layers that carry a state are made to read the sequences of a row on any device.
 
     Args:
-        model: The transformers model where it trains, adapters included; a layer that is given its adapter
-            later keeps the code that it came with.
+        model: The transformers model on its training device, adapters included; a layer that gets its adapter
+            later keeps its old code.
     """
     read_sequences(model)
     unfit = why_unfit(model)
@@ -34,21 +34,21 @@ def use_kernels(model: PreTrainedModel) -> UpdatePath:
 
 
 def use_backward_dtype(model: PreTrainedModel, dtype: Literal["auto", "fp8"]) -> int:
-    """Choose the products by which gradients pass through the packed layers of a model: in 16 bits, or in
-    FP8.
+    """Choose the dtype, 16 bits or FP8, of the products that compute input gradients of packed layers.
 
     Experts are left out: their products are grouped, in 16 bits.
 
     Args:
-        model: The transformers model where it trains, for FP8 laid out by the paged engine.
-        dtype: As in the settings.
+        model: The transformers model on its training device; for FP8 the paged engine must have laid out its
+            weights.
+        dtype: `backward_dtype` of the settings.
 
     Returns:
         Number of layers with FP8.
 
     Raises:
         QeRLError: The GPU has no FP8, the model is not bfloat16, nothing or only experts are packed, or a
-            packed layer lies as on disk.
+            packed layer still has its layout on disk.
     """
     of_experts = {layer for _, experts in experts_of(model) for layer in experts.modules()}
     layers = [m for m in model.modules() if isinstance(m, PackedLinear) and m not in of_experts]
@@ -66,10 +66,10 @@ def use_backward_dtype(model: PreTrainedModel, dtype: Literal["auto", "fp8"]) ->
 
 
 def check_fp8_gradients(device: torch.device) -> None:
-    """Refuse gradients in FP8 on a device that has no such products.
+    """Raise if a device has no FP8 products for gradients.
 
     Raises:
-        QeRLError: It has none.
+        QeRLError: The device is no CUDA GPU, or has no such products.
     """
     if device.type != "cuda":
         raise _no_fp8("the model is not on a CUDA device")

@@ -1,19 +1,19 @@
-"""Losses of token log-probabilities: what each reads of a sequence, and its formula.
+"""Losses of token log-probabilities: the inputs of each, and its formula.
 
 A loss is a sum over the tokens of a sequence and over sequences. Nothing is divided by a number of tokens or
-samples: whoever sends the data scales its weights or advantages. So the loss of a batch does not depend on
-how the batch was divided.
+samples: the caller scales weights or advantages. So the loss of a batch does not depend on how the batch was
+divided.
 
 Names, formulas and thresholds are those of the Tinker API, as its documentation has them (Loss Functions,
 https://tinker-docs.thinkingmachines.ai/tinker/losses); each function names the paper behind it. With p the
 model's log-probability of a target and q the sampler's, r = exp(p - q) is the importance ratio and A the
-advantage. A token whose advantage is 0 adds nothing, whatever its ratio: prompts have made-up values of q.
+advantage. A token whose advantage is 0 adds nothing, whatever its ratio: q is a placeholder on prompts.
 
-Losses of one's own need no entry here: take the log-probabilities of a forward pass, differentiate with
-respect to them, and let cross_entropy go back with `weights` = minus those gradients (`cross_entropy`).
+A custom loss needs no entry here: take the log-probabilities of a forward pass, differentiate the loss with
+respect to them, and run `cross_entropy` backward with `weights` = minus those gradients.
 
-All is computed in float64 on the CPU from float32 log-probabilities: a few numbers per token, while the model
-behind them took billions of products.
+Losses are computed in float64 on the CPU from float32 log-probabilities: these are a few numbers per token,
+while the model took billions of products for them.
 
 Legend: T tokens of a datum, K targets of a position.
 """
@@ -32,7 +32,7 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence, and what its loss reads at each of its tokens.
+    """A training sequence with its per-token loss inputs.
 
     Attributes:
         tokens: [T] int64, what the model reads; position i predicts `target_tokens[i]`.
@@ -46,13 +46,13 @@ class Datum:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a pass over some data found.
+    """The result of a pass over some data.
 
     Attributes:
         logprobs: For each datum the log-probabilities of its targets in nats, [T] or [T, K], float32 on the
             CPU.
-        metrics: Numbers by `name:reduction`, where the reduction says how those of two calls are put
-            together; `loss:sum` is always there.
+        metrics: Numbers by `name:reduction`, where the reduction says how to combine the numbers of two
+            calls; `loss:sum` is always present.
     """
 
     logprobs: list[torch.Tensor]
@@ -60,9 +60,9 @@ class LossOutput:
 
 
 def cross_entropy(logps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """- sum w p: negative log-likelihood; with [T, K] targets and a teacher's probabilities as weights, its
-    distillation. The gradient with respect to p is -w, so any loss C of log-probabilities has the gradient of
-    this one with w = -dC/dp.
+    """- sum w p: negative log-likelihood; distillation if w are a teacher's probabilities of [T, K] targets.
+
+    The gradient with respect to p is -w, so with w = -dC/dp it is that of any loss C of log-probabilities.
     """
     return -(weights * logps).sum()
 
@@ -83,7 +83,7 @@ def ppo(
 ) -> torch.Tensor:
     """- sum min(r A, clip(r, low, high) A), token by token (PPO, Schulman et al., arXiv 1707.06347).
 
-    Thresholds are of the ratio itself, 0.8 and 1.2 where nothing else is said.
+    Thresholds bound the ratio itself; the defaults are 0.8 and 1.2.
     """
     ratio_T = _ratio(logps_T, logprobs, advantages)
     return clipped(ratio_T, advantages, clip_low_threshold, clip_high_threshold).sum()
@@ -96,10 +96,10 @@ def cispo(
     clip_low_threshold: torch.Tensor,
     clip_high_threshold: torch.Tensor,
 ) -> torch.Tensor:
-    """- sum sg(clip(r, low, high)) p A: the ratio, bounded, weighs a gradient that no token loses (CISPO,
-    MiniMax-M1, arXiv 2506.13585; one-sided as in ScaleRL, arXiv 2510.13786).
+    """- sum sg(clip(r, low, high)) p A: the clipped ratio weights the gradient, so every token keeps one
+    (CISPO, MiniMax-M1, arXiv 2506.13585; one-sided as in ScaleRL, arXiv 2510.13786).
 
-    Thresholds 0 and 4 where nothing else is said: no lower bound.
+    The default thresholds are 0, which is no lower bound, and 4.
     """
     ratio_T = _ratio(logps_T, logprobs, advantages)
     return weighted(ratio_T.clamp(clip_low_threshold, clip_high_threshold), logps_T, advantages).sum()
@@ -108,11 +108,12 @@ def cispo(
 def dro(
     logps_T: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """- sum (p A - beta / 2 (p - q)^2): a quadratic pull to the sampler in place of a ratio (DRO, Richemond
-    et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599). The advantage is the soft one, made by the client.
+    """- sum (p A - beta / 2 (p - q)^2): a quadratic penalty towards the sampler instead of a ratio (DRO,
+    Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599). The advantage is the soft one, computed
+    by the client.
 
-    The pull is on every token, of prompts too, so their `logprobs` must be the sampler's. `beta` is 0.05
-    where nothing else is said, the value of the documentation's example.
+    The penalty applies to every token, prompts included, so prompts need the sampler's `logprobs` too. `beta`
+    defaults to 0.05, the value of the documentation's example.
     """
     return -(logps_T * advantages - 0.5 * beta * (logps_T - logprobs).square()).sum()
 
@@ -125,12 +126,12 @@ def gspo(
     clip_low_threshold: torch.Tensor,
     clip_high_threshold: torch.Tensor,
 ) -> torch.Tensor:
-    """PPO's loss with one ratio s for all tokens of a sequence, the geometric mean of theirs (GSPO-token,
-    Zheng et al., arXiv 2507.18071): - sum min(s_t A, clip(s_t, low, high) A), s_t = sg(s) p_t / sg(p_t).
+    """PPO's loss with one ratio s per sequence, the geometric mean of its token ratios (GSPO-token, Zheng et
+    al., arXiv 2507.18071): - sum min(s_t A, clip(s_t, low, high) A), s_t = sg(s) pi_t / sg(pi_t), pi = e^p.
 
-    The mean of the ratio is over the tokens where `sequence_ratio_mask` is not 0, the sampled ones. The loss
-    is a sum over tokens, while the paper's is their mean in each sequence: that takes advantages divided by
-    their number. Thresholds are 0.9997 and 1.0004 where nothing else is said, the paper's.
+    The mean is over the tokens where `sequence_ratio_mask` is not 0, the sampled ones. The loss is a sum over
+    tokens; for the paper's mean per sequence, divide advantages by the number of tokens. The default
+    thresholds are the paper's, 0.9997 and 1.0004.
     """
     in_ratio_T = sequence_ratio_mask != 0
     log_ratio = (logps_T.detach() - logprobs)[in_ratio_T].mean()
@@ -147,11 +148,11 @@ class Loss:
     """A loss by name.
 
     Attributes:
-        function: Log-probabilities of the targets, inputs by name and options by name, all float64, to a
+        function: Maps log-probabilities of the targets, inputs by name and options by name, all float64, to a
             scalar.
-        inputs: What it reads of a datum beside the targets.
-        pull: The input without which a token has no gradient: where it is 0, the token pulls at nothing. None
-            if every token pulls.
+        inputs: Names of the datum's inputs that it reads beside the targets.
+        pull: Name of the input that scales a token's gradient: where it is 0, the token has none. None if
+            every token has a gradient.
         options: Numbers that a call may set, with their defaults; a datum may have its own for each token.
         soft: Whether a position may have several targets.
     """
@@ -165,11 +166,11 @@ class Loss:
     def __call__(
         self, logps: torch.Tensor, datum: Datum, config: Mapping[str, float]
     ) -> tuple[float, torch.Tensor]:
-        """The loss of one datum, and its gradient with respect to the log-probabilities.
+        """Return the loss of one datum, and its gradient with respect to the log-probabilities.
 
         Args:
-            logps: Of the targets, [T] or [T, K].
-            datum: One that `check` took.
+            logps: Log-probabilities of the targets, [T] or [T, K].
+            datum: A datum that has passed `check`.
             config: Options that the call sets.
         """
         given = {name: value.double() for name, value in datum.inputs.items() if name != TARGETS}
@@ -184,14 +185,14 @@ class Loss:
         return float(loss.detach()), gradient
 
     def pulls(self, datum: Datum) -> bool:
-        """Whether anything of a datum may have a gradient."""
+        """Return True if any token of a datum may have a gradient."""
         return self.pull is None or bool(datum.inputs[self.pull].any())
 
     def check_config(self, name: str, config: Mapping[str, Any]) -> None:
-        """Refuse options that this loss has not, and values that are no finite number.
+        """Raise for options that this loss does not have, and for invalid values.
 
         Raises:
-            QeRLError: The option and what there is.
+            QeRLError: An option is unknown or not a finite number, or the lower threshold is above the upper.
         """
         for option, value in config.items():
             if option not in self.options:
@@ -207,10 +208,10 @@ class Loss:
             )
 
     def check(self, name: str, datum: Datum, config: Mapping[str, float]) -> None:
-        """Refuse a datum that lacks what this loss reads, or has it in other shapes, or not finite.
+        """Raise unless a datum has this loss's inputs and no unread ones, finite and in the right shapes.
 
         Raises:
-            QeRLError: A sentence that begins with what is wrong, for the caller to say which datum it is.
+            QeRLError: The message begins with what is wrong; the caller puts the datum's index in front.
         """
         tokens, given = datum.tokens, datum.inputs
         if tokens.ndim != 1 or not len(tokens):
@@ -270,10 +271,10 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def find_loss(name: str) -> Loss:
-    """The loss of a name.
+    """Return the loss of this name.
 
     Raises:
-        QeRLError: There is none.
+        QeRLError: No loss has this name.
     """
     if name not in LOSSES:
         raise QeRLError(f"There is no loss {name!r}; take one of {', '.join(LOSSES)}.")

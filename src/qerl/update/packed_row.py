@@ -1,4 +1,4 @@
-"""Samples of a batch joined into one row, the prompt of a group once.
+"""Samples of a batch packed into one row, which holds the prompt of a group once.
 
 A padded GRPO batch runs every prompt once per sample. Here the samples that share a prompt share its forward
 and backward: the row holds the prompt without its last token, then for each sample a branch that starts with
@@ -7,21 +7,21 @@ that last token and continues with the completion,
     prompt[:-1] | prompt[-1] c1 .. c(n-1) | prompt[-1] c1' .. c(m-1)' | next prompt[:-1] | ...
 
 so that every position of a branch predicts exactly one completion token and nothing is padded. A branch
-attends to its prompt and to itself; positions count from the start of the sample, so rotary embeddings see
-what they would see in a row of its own. Gradients through the shared prompt add up over its branches, which
-is what a padded batch computes sample by sample.
+attends to its prompt and to itself; positions count from the start of the sample, so rotary embeddings are
+those of the sample alone. Gradients through the shared prompt add up over its branches, which is what a
+padded batch computes sample by sample.
 
-The row says which tokens attend to which in two forms. `Branches` lists the segments of the row for a kernel
-that computes only what is seen (`qerl.update.attention`); `mask_function` answers for any two tokens, from
-which the model's own code makes its dense masks (`masked_by_branch`), at a cost of L^2 whatever they mask. A
-mask made here would have to be made for every family again, and would be wrong without a word for each that
-was forgotten. Given up: models that make masks in some other way. `qerl.update.row_check` finds them.
+The attention mask of the row has two forms. `Branches` lists the segments of the row for a kernel that
+computes only visible pairs (`qerl.update.attention`); `mask_function` decides for any two tokens, and the
+model's own code makes its dense masks from it (`masked_by_branch`), at a cost of L^2 whatever they mask.
+Masks made here would need code for every family, and would silently be wrong for a forgotten one. Given up:
+models that make masks in some other way; `qerl.update.row_check` finds them.
 
-A layer that carries a state from token to token instead reads the row in a third form: `Sequences` says where
-a state begins anew, and which prompt's state a branch goes on with (`qerl.update.delta_net`).
+Layers that carry a state from token to token read a third form: `Sequences` says where a state starts from
+zero, and from which prompt's state a branch continues (`qerl.update.delta_net`).
 
-Legend: B samples (or branches), C completion columns, L tokens of the row, S positions of L that predict
-something, N segments and one, M keys of all segments, W taps of a convolution.
+Legend: B samples (or branches), C completion columns, L tokens of the row, S positions of L that predict a
+token, N number of segments + 1, M keys of all segments, W taps of a convolution.
 """
 
 import base64
@@ -41,7 +41,8 @@ from qerl.errors import QeRLError
 from qerl.kernels.tensors import upload
 
 MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
-"""transformers' form of a mask: by index of batch, head, query and key, whether the query sees the key."""
+"""transformers' form of a mask: True if, at these indices of batch, head, query and key, the query sees the
+key."""
 
 IGNORE = -100
 """Label of positions that predict nothing, as in transformers."""
@@ -55,22 +56,23 @@ class Sample:
         prompt: Token ids, at least one.
         tokens: Token ids of the completion, at least one.
         logprobs: Natural log-probability of each token under the policy that drew it; NaN where unknown.
-        entropies: Entropy in nats of the distribution that each was drawn from; NaN where unknown.
+        entropies: Entropy in nats of the distribution that each token was drawn from; NaN where unknown.
         group: Number of its prompt among those of an optimizer step; samples with one number share it.
-        written: For each token 1 if the policy wrote it, 0 if somebody else did; None for all of them.
+        written: For each token 1 if the policy wrote it, else 0; None if the policy wrote all of them.
         truncated: Whether the completion was cut off.
         masked: Whether the loss sees none of its tokens.
         rewards: One for each reward function; NaN where it gave none.
-        advantage: What its rewards come to.
-        group_tokens: Tokens that the loss sees of a sample of its prompt, on average.
-        old_logprobs: Of the tokens under the policy that the loss takes the ratio to; None: as it updates.
-        reference_logprobs: Of the tokens under the reference policy; None without one.
-        teacher_prompt: Token ids of the prompt behind which a teacher sees the tokens; None for `prompt`.
-        choices: Experts that the sampler chose for its first tokens, prompt included, as of
-            `qerl.rollout.engine.Completion.choices`; None where nobody knows any.
-        ages: Of each token the optimizer steps between its draw and its update; None where all are 0.
-        forks: Other samples of the same trajectory, whose agent has written its history anew; they get its
-            rewards and its advantage, and stand beside it in an update.
+        advantage: Advantage computed from the rewards.
+        group_tokens: Mean number of tokens that the loss sees per sample of its prompt.
+        old_logprobs: Log-probabilities under the old policy, the ratio's denominator; None for the policy at
+            the time of the update.
+        reference_logprobs: Log-probabilities under the reference policy; None without one.
+        teacher_prompt: Token ids of the prompt that a teacher reads before the tokens; None for `prompt`.
+        choices: Experts that the sampler chose for its first tokens, prompt included, as in
+            `qerl.rollout.engine.Completion.choices`; None if no choice is known.
+        ages: For each token the number of optimizer steps between sampling and update; None if all are 0.
+        forks: Other samples of the same trajectory, from an agent that rewrote its history; they get this
+            sample's rewards and advantage, and join the update beside it.
     """
 
     prompt: list[int]
@@ -93,7 +95,7 @@ class Sample:
 
     @property
     def drawn_tokens(self) -> int:
-        """Tokens of its trajectory that the policy wrote."""
+        """Number of tokens of its trajectory that the policy wrote."""
         own = len(self.tokens) if self.written is None else sum(self.written)
         return own + sum(fork.drawn_tokens for fork in self.forks)
 
@@ -106,17 +108,17 @@ class Sample:
 
     @property
     def computed(self) -> list[int]:
-        """The tokens that an update computes: all, or the first alone where the loss sees none of them."""
+        """The tokens that an update computes: all, or only the first if the loss sees none of them."""
         return self.tokens[:1] if self.masked else self.tokens
 
 
 def plain_choices(choices: np.ndarray | None) -> tuple[tuple[int, ...], str] | None:
-    """`Sample.choices` as JSON has them."""
+    """Convert `Sample.choices` for JSON: shape and base64."""
     return None if choices is None else (choices.shape, base64.b64encode(choices.tobytes()).decode())
 
 
 def choices_of_plain(plain: Any) -> np.ndarray | None:
-    """What `plain_choices` was given."""
+    """Invert `plain_choices`."""
     return None if plain is None else np.frombuffer(base64.b64decode(plain[1]), np.uint8).reshape(plain[0])
 
 
@@ -136,7 +138,7 @@ class Lengths:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Lengths":
-        """Those of samples."""
+        """Return the lengths of samples."""
         own = [len(sample.computed) for sample in samples]
         return cls(own, [len(sample.prompt) - 1 for sample in samples], [sample.group for sample in samples])
 
@@ -150,12 +152,12 @@ class Lengths:
 class Branches:
     """The row as segments of queries, each with the segment of keys it sees: causal, aligned at their ends.
 
-    A shared prompt sees itself, a branch sees its prompt and then itself. `keys_M` writes that out: the keys
-    of all segments one after the other, a prompt's once for itself and once more for each of its branches.
+    A shared prompt sees itself, a branch sees its prompt and then itself. `keys_M` concatenates the keys of
+    all segments: a prompt's keys occur once for itself and once more for each of its branches.
 
     Attributes:
-        query_offsets_N: int32, where the queries of each segment begin in the row, and L.
-        key_offsets_N: int32, where its keys begin in `keys_M`, and M.
+        query_offsets_N: int32, start of each segment's queries in the row, then L.
+        key_offsets_N: int32, start of each segment's keys in `keys_M`, then M.
         longest_query, longest_key: Tokens of the longest segment.
         keys_M: Position in the row of each key.
         own_L: Index into `keys_M` of each position's key in its own segment.
@@ -174,16 +176,16 @@ class Branches:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The row for layers that carry a state: shared prompts, which begin with none, then all branches, each
-    of which begins with the state behind its prompt.
+    """The row for layers that carry a state: shared prompts, each from a zero state, then all branches, each
+    from the state after its prompt.
 
     Attributes:
-        prompt_offsets: Where in this order each prompt begins, and where the last one ends; [0] without any.
-        branch_offsets: The same of branches, counted from the first of them.
+        prompt_offsets: Start of each prompt in this order, and end of the last one; [0] without prompts.
+        branch_offsets: The same for branches, counted from the first branch.
         prompt_B: int64, index of each branch's prompt, -1 for none.
-        taps_LW: int64, in this order, the positions in the row of each token and of the W - 1 in front of it
-            in its own sample, itself the last; -1 where the sample has not begun.
-        place_L: int64, where in this order each position of the row is.
+        taps_LW: int64, in this order, row positions of the W - 1 tokens before each token in its own sample,
+            then of the token itself; -1 before the sample's start.
+        place_L: int64, place of each row position in this order.
     """
 
     prompt_offsets: list[int]
@@ -205,10 +207,10 @@ class PackedRow:
         column_L: Completion column that each position predicts.
         group_L: Index of the prompt that a position belongs to, counted within the row.
         branch_L: Index of its branch of that prompt, 0 for the prompt itself.
-        scored_S: Positions that predict something.
+        scored_S: Positions that predict a token.
         segments: (group, branch, tokens) of the row's parts in order.
-        choices_LMC: int16, of each of M mixtures the experts that the sampler chose at each position, -1
-            where nobody knows them; None without any.
+        choices_LMC: int16, experts that the sampler chose at each position, for each of M mixtures, -1 where
+            unknown; None without any.
     """
 
     input_ids_1L: torch.Tensor
@@ -223,7 +225,7 @@ class PackedRow:
     choices_LMC: torch.Tensor | None = None
 
     def mask_function(self, of_sample: MaskFunction) -> MaskFunction:
-        """The mask of the row.
+        """Return the mask function of the row.
 
         Args:
             of_sample: The mask of a sample by itself, by position: causal, within a window, in blocks.
@@ -280,7 +282,7 @@ class PackedRow:
         )
 
     def sequences(self, width: int) -> Sequences:
-        """The row for layers that carry a state, behind a convolution of so many taps, at least one."""
+        """Return the row for layers that carry a state, after a convolution of `width` taps, at least one."""
         prompts: dict[int, torch.Tensor] = {}
         taps: dict[bool, list[torch.Tensor]] = {True: [], False: []}  # of prompts, of branches
         prompt_B: list[int] = []
@@ -308,19 +310,19 @@ class PackedRow:
         )
 
     def scatter(self, values_S: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
-        """Values of the S positions that predict something, in the layout [B, C]; zero elsewhere."""
+        """Scatter values of the S positions that predict a token into the layout [B, C], zero elsewhere."""
         index_S = (self.sample_L * columns + self.column_L)[self.scored_S]
         flat = values_S.new_zeros(batch * columns)
         return flat.index_put((index_S,), values_S).view(batch, columns)
 
 
 def pack_row(samples: Sequence[Sample], rows: Sequence[int], device: torch.device) -> PackedRow:
-    """The samples with these indices as one row; groups stand in the order of their first sample.
+    """Pack the samples with these indices into one row, with groups in the order of their first sample.
 
     Args:
-        samples: Of which some are joined.
-        rows: Indices of those, at least one.
-        device: Of the row; nothing waits for it.
+        samples: The samples to choose from.
+        rows: Indices of the samples to pack, at least one.
+        device: Device of the row; the call does not wait for it.
     """
     builder = RowBuilder()
     groups: dict[int, list[int]] = {}
@@ -338,7 +340,7 @@ def pack_row(samples: Sequence[Sample], rows: Sequence[int], device: torch.devic
 
 
 class RowBuilder:
-    """Grows a packed row sample by sample, on the CPU: on a GPU each sample would be waited for."""
+    """Builder of a packed row, sample by sample, on the CPU: on a GPU each sample would cost a wait."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []  # [7, tokens], in the order of PackedRow's fields
@@ -348,29 +350,29 @@ class RowBuilder:
         self._choices: list[tuple[slice, np.ndarray]] = []
 
     def choose(self, part: slice, choices: np.ndarray | None) -> None:
-        """Note the experts of the first tokens of a part of the row; those beyond it are left out."""
+        """Record the experts of a part's first tokens; choices beyond the end of the part are ignored."""
         if choices is not None:
             self._choices.append((part, choices[: part.stop - part.start]))
 
     def begin_group(self, shared: torch.Tensor) -> slice:
-        """Begin a group with the tokens that its branches share, none at all if need be.
+        """Begin a group with the tokens that its branches share, which may be none.
 
         Returns:
-            Where in the row they stand.
+            Their positions in the row.
         """
         self._shared, self._group, self._branch = len(shared), self._group + 1, 0
         return self._extend(shared, 0, torch.full_like(shared, IGNORE), -1)
 
     def add_branch(self, sample: int, tokens: torch.Tensor, labels: torch.Tensor) -> slice:
-        """Add a sample of the group that was begun last.
+        """Add a sample to the group that was begun last.
 
         Args:
             sample: Its index.
-            tokens: Those that follow the shared ones, at least one.
-            labels: What each of them predicts.
+            tokens: Tokens after the shared ones, at least one.
+            labels: Label of each of these tokens.
 
         Returns:
-            Where in the row they stand.
+            Positions of these tokens in the row.
         """
         self._branch += 1
         return self._extend(tokens, self._shared, labels, sample)
@@ -406,13 +408,12 @@ class RowBuilder:
 
 @contextmanager
 def masked_by_branch(config: PreTrainedConfig, row: PackedRow) -> Iterator[dict[str, Any]]:
-    """Yields arguments of a forward pass; inside the block the model's masks are those of the packed row.
+    """Make the model's masks those of the packed row inside the block; yields arguments of a forward pass.
 
-    Which tokens of a sample attend to which is the model's affair: a layer attends to all that came before,
-    to a window, to a block. transformers writes it as a function of two positions, from which the model's
-    attention implementation makes a tensor, and looks that maker up by name; the entry is replaced for the
-    length of one forward pass. Masks are made in front of the decoder's layers, so layers that are computed
-    again for the backward pass read the ones that were made.
+    The model defines the mask within a sample: a layer attends to all earlier tokens, to a window, to a
+    block. transformers expresses it as a function of two positions, and looks up by name the function of the
+    attention implementation that makes a tensor from it; this entry is replaced for one forward pass. Masks
+    are made before the decoder's layers run, so layers recomputed in the backward pass read the same masks.
 
     Args:
         config: Config of the model, or of the decoder in it.

@@ -1,15 +1,15 @@
 """Which parts of a model's update run on this project's kernels, and why others do not.
 
-A kernel serves one formula. Where a module computes another one, or where autograd needs what the kernel does
-not give (a gradient for a norm's weight, dropout in front of an adapter), the module is left as it is: right,
-slower and larger. What that costs depends on the model and on settings, so a run says at its start which path
-it takes, and its metrics keep it.
+A kernel computes one formula. If a module computes another one, or autograd needs something that the kernel
+does not provide (a gradient for a norm's weight, dropout in front of an adapter), the module keeps its own
+code: correct, but slower and with more memory. The cost depends on the model and on settings, so a run logs
+its path at its start, and its metrics record it.
 
 Modules are measured against the kernels' formulas, because a list of class names or families goes stale with
-each new one. Norms are found as noise finds them, by structure (`qerl.noise.norms.is_norm`), and one of each
-class is run. Attention and MLPs are run with drawn tensors in the place of what their linears give: what
-reaches attention says whether heads are only turned in between, what reaches the last linear whether the MLP
-is gated as the kernel's.
+each new one. Norms are found by structure, as noise finds them (`qerl.noise.norms.is_norm`), and one norm of
+each class is run. Attention and MLPs are run with random tensors in place of their linears' outputs: the
+inputs of attention show whether heads are only rotated in between, the input of the last linear whether the
+MLP has the kernel's gate.
 """
 
 from collections.abc import Iterator
@@ -46,11 +46,11 @@ NO_GPU = "its kernels need a CUDA GPU"
 
 @dataclass(frozen=True)
 class Share:
-    """How many modules of one kind run on the project's kernels.
+    """Number of modules of one kind that run on the project's kernels, out of all of that kind.
 
     Attributes:
         fused, total: Numbers of modules.
-        why_not: Reason of the first module that does not, empty where all do.
+        why_not: Reason for the first module that does not; empty if all do.
     """
 
     fused: int
@@ -63,20 +63,20 @@ class Share:
 
 @dataclass(frozen=True)
 class UpdatePath:
-    """What the update of a run computes with.
+    """The code path of a run's update: which layers run on the project's kernels.
 
     Attributes:
         attention: Layers whose attention reads segments of the packed row instead of a dense mask.
         norms: RMSNorms.
-        rotary: Layers whose rotary embedding takes q, k and v as one product leaves them.
+        rotary: Layers whose rotary kernel reads q, k and v directly from their joint product.
         mlps: SwiGLU blocks.
-        mixtures: Layers whose experts are multiplied in groups.
-        products: Layers with an adapter that are one product with it; none in full tuning.
-        unfit: Why no kernel can serve this model where it is; empty where they can.
-        delta_nets: Layers that carry a state in the place of attention.
-        why_not_flash4: Why attention of long rows is FlashAttention-2; empty where it is FlashAttention-4.
-        has_wide_heads: Whether a layer has heads that neither takes.
-        fp8_gradients: Layers whose inputs get their gradients from products in FP8.
+        mixtures: Layers whose experts are multiplied by grouped products.
+        products: Linear layers computed as one product with their adapter; none in full tuning.
+        unfit: Why no kernel can run this model on its device and in its dtype; empty if they can.
+        delta_nets: Layers that carry a state instead of attention.
+        why_not_flash4: Why attention of long rows is FlashAttention-2; empty if it is FlashAttention-4.
+        has_wide_heads: Whether a layer has heads too wide for either.
+        fp8_gradients: Number of layers whose input gradients come from products in FP8.
     """
 
     attention: Share
@@ -93,18 +93,18 @@ class UpdatePath:
 
     @property
     def by_segment(self) -> bool:
-        """Whether attention reads segments of the packed row instead of a dense mask."""
+        """True if attention reads segments of the packed row instead of a dense mask."""
         return not self.unfit and not self.attention.why_not
 
     @property
     def is_slow(self) -> bool:
-        """Whether attention, adapted layers or experts lack their kernels on a GPU, which costs time and
+        """True if attention, adapted layers or experts lack their kernels on a GPU, which costs time and
         memory."""
         missing = self.unfit or self.attention.why_not or self.products.why_not or self.mixtures.why_not
         return self.unfit != NO_GPU and bool(missing)
 
     def record(self) -> dict[str, str]:
-        """The path as metrics.jsonl keeps it."""
+        """Return the path as written to metrics.jsonl."""
         if self.unfit:
             return {"kernels": f"none ({self.unfit})"}
         parts = {
@@ -124,7 +124,7 @@ class UpdatePath:
         return {name: str(share) for name, share in parts.items() if share.total} | flash | fp8
 
     def sentence(self) -> str:
-        """The path as a run says it at its start."""
+        """Return the path as the sentence that a run logs at its start."""
         if self.unfit:
             return f"The update runs on plain PyTorch: {self.unfit}."
         parts = ", ".join(f"{name} {share}" for name, share in self.record().items())
@@ -132,7 +132,7 @@ class UpdatePath:
 
 
 def why_unfit(model: PreTrainedModel) -> str:
-    """Why no kernel of the update can serve a model where it is; empty where they can."""
+    """Return why no kernel of the update can run a model on its device, in its dtype; empty if they can."""
     if model.device.type != "cuda":
         return NO_GPU
     if model.dtype not in (torch.bfloat16, torch.float16):
@@ -142,11 +142,11 @@ def why_unfit(model: PreTrainedModel) -> str:
 
 
 def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath:
-    """The path on which :func:`qerl.update.fused.fuse` puts a model.
+    """Return the path on which :func:`qerl.update.fused.fuse` puts a model.
 
     Args:
-        model: The transformers model where it trains, adapters included.
-        why_dense_masks: Why its attention reads dense masks; None where it reads segments.
+        model: The transformers model on its training device, adapters included.
+        why_dense_masks: Why its attention reads dense masks; None if it reads segments.
     """
     with_state = layers_with_state(model.config)
     layers, nets = with_state.count(False), with_state.count(True)
@@ -173,7 +173,7 @@ def _share(reasons: list[str | None]) -> Share:
 
 
 class RMSNorm(NamedTuple):
-    """What tells one RMSNorm from another, as arguments of the kernel."""
+    """Parameters of an RMSNorm's formula, as arguments of the kernel."""
 
     eps: float
     added: float
@@ -181,7 +181,7 @@ class RMSNorm(NamedTuple):
 
 
 def norms(model: nn.Module) -> Iterator[tuple[nn.Module, RMSNorm | None]]:
-    """The model's norms, each with the RMSNorm that its class computes, None where it is none."""
+    """Yield the model's norms, each with the RMSNorm formula of its class; None if it has another formula."""
     measured: dict[type, RMSNorm | None] = {}
     for module in model.modules():
         if is_norm(module):
@@ -191,8 +191,8 @@ def norms(model: nn.Module) -> Iterator[tuple[nn.Module, RMSNorm | None]]:
 
 
 def eps_of_gated(norm: Any) -> float | None:
-    """What a norm adds to the mean square if its own code computes ``w * rmsnorm(x) * silu(gate)``, as the
-    kernel does; None for another one."""
+    """Return a norm's epsilon if its own code computes ``w * rmsnorm(x) * silu(gate)``, as the kernel does;
+    None for another formula or a weight that trains."""
     eps = getattr(norm, "variance_epsilon", None)
     if eps is None or norm.weight.requires_grad:
         return None
@@ -208,7 +208,7 @@ def eps_of_gated(norm: Any) -> float | None:
 
 
 def why_not_norm(norm: nn.Module, formula: RMSNorm | None) -> str | None:
-    """Why a norm keeps its own code; None where the kernel computes it."""
+    """Return why a norm keeps its own code; None if the kernel computes it."""
     if formula is None and eps_of_gated(norm) is not None:
         return None
     if formula is None:
@@ -217,7 +217,7 @@ def why_not_norm(norm: nn.Module, formula: RMSNorm | None) -> str | None:
 
 
 def _rms_norm(norm: Any) -> RMSNorm | None:
-    """The RMSNorm that a norm's own code computes."""
+    """Return the RMSNorm formula that a norm's own code computes; None for another formula."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if eps is None:
         return None
@@ -245,8 +245,8 @@ def attentions(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def turned_heads(attention: Any) -> dict[str, Any] | str:
-    """What an attention module gives attention by name (a scale, a window, sinks), if all that it does before
-    is to turn whole heads of q and k; or why it runs its own code."""
+    """Return the keyword arguments (a scale, a window, sinks) with which an attention module calls attention,
+    if it only rotates whole heads of q and k before the call; else why it keeps its own code."""
     if _has(attention, _JOINED_QKV):
         return "q, k and v are one linear layer"
     projections = {name: getattr(attention, name) for name in names(Attention.PLACES["qkv"])}
@@ -259,7 +259,7 @@ def turned_heads(attention: Any) -> dict[str, Any] | str:
     if (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0:
         return "a part of each head is not turned"
     *outputs, cos, sin = _drawn(*(layer.out_features for layer in projections.values()), size, size)
-    far = torch.arange(1, 5)[None] << 20  # where queries are scaled by position, it shows
+    far = torch.arange(1, 5)[None] << 20  # so far out that a scale of queries by position shows
     calls: list[Any] = []
 
     def record(*called: Any, **settings: Any) -> tuple[torch.Tensor, None]:
@@ -284,7 +284,7 @@ def turned_heads(attention: Any) -> dict[str, Any] | str:
 
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """The model's gated MLPs, whose gate and up are two linears or one, without experts."""
+    """Return the model's gated MLPs, with gate and up as two linears or one; experts are left out."""
     gate_up, down = (names(places) for places in GatedMLP.PLACES.values())
     either = (*gate_up, *down), (JOINED, *down)
     return (
@@ -295,7 +295,7 @@ def mlps(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def gate_of(mlp: Any) -> str:
-    """The activation of an MLP that computes ``down(activation(gate x) * up x)``; empty for another one."""
+    """Return the activation of an MLP that computes ``down(activation(gate x) * up x)``; empty for others."""
     gate, up = (3 * x for x in _drawn(64, 64))
     linears = *names(GatedMLP.PLACES["gate_up"]), JOINED
     try:
@@ -310,12 +310,12 @@ def gate_of(mlp: Any) -> str:
 
 
 def why_not_swiglu(mlp: nn.Module) -> str | None:
-    """Why an MLP keeps its own code; None where the kernel computes its gate."""
+    """Return why an MLP keeps its own code; None if the kernel computes its gate."""
     return None if gate_of(mlp) else f"{type(mlp).__name__} has no gate by SiLU or tanh's GELU"
 
 
 def why_not_grouped(experts: Experts) -> str | None:
-    """Why the experts of a layer are computed one by one; None where they are multiplied in groups."""
+    """Return why a layer's experts are computed one by one; None if grouped products compute them."""
     if reason := why_not_together(experts):
         return reason
     for name in LINEARS:
@@ -335,7 +335,7 @@ def why_not_grouped(experts: Experts) -> str | None:
 
 
 def _drawn(*columns: int) -> list[torch.Tensor]:
-    """Numbers [1, 4, columns] for four tokens."""
+    """Return a random tensor [1, 4, columns], of four tokens, for each number of columns."""
     rng = generator("modules")
     return [torch.randn(1, 4, n, generator=rng) for n in columns]
 
@@ -346,7 +346,7 @@ def _equal(found: Any, wanted: torch.Tensor) -> bool:
 
 @contextmanager
 def _in_place_of_linears(module: nn.Module, outputs: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Inside the block some linears of a module return given tensors, all others their input."""
+    """Make some linears of a module return given tensors inside the block, and all others their input."""
     linears = {name: m for name, m in module.named_children() if hasattr(m, "out_features")}
     given: dict[str, Any] = {name: lambda x, name=name: outputs.get(name, x) for name in linears}
     with torch.no_grad(), eval_mode(module):

@@ -1,39 +1,39 @@
-"""GRPO and its relatives: the loss of a microbatch of samples, and what is logged of it.
+"""GRPO and its relatives: the loss of a microbatch of samples, and its metrics.
 
-With r the ratio of the policy to the one that sampled (of a token, or the geometric mean of a sample's) and A
-the advantage of a sample, the loss of a token is
+With r the importance ratio of the policy to the old policy (of a token, or the geometric mean over a sample)
+and A the advantage of a sample, the loss of a token is
 
     l = term(r, A) keep w + beta KL + kl_tau (log r_mu)^2
 
-where `term` is that of the loss's name (`clipped` and its neighbours), `keep` is 0 for samples and tokens
-that an option leaves out, w is the importance correction, and r_mu the ratio to the sampler. What it is
-divided by, before all are added, is again of the name (`_divisor`). The entropy bonus, if any, is subtracted.
-Names and options are TRL's where it has them, else verl's or prime-rl's. Where a teacher has a share d, the
-first term is multiplied by 1 - d and d times the divergence D of the policy from the teacher is added
+where `term` depends on the loss's name (`clipped` and its neighbours), `keep` is 0 for samples and tokens
+that an option leaves out, w is the importance correction, and r_mu the ratio to the sampler. The divisor of l
+before the sum over tokens depends on the name, too (`_divisor`). The entropy bonus, if any, is subtracted.
+Names and options are TRL's where it has them, else verl's or prime-rl's. With a teacher of weight d, the
+first term is multiplied by 1 - d, and d times the divergence D of the policy from the teacher is added
 (`qerl.update.distillation`), over all tokens that the loss sees.
 
-Losses are pure functions of tensors. A loss leaves what it reports on the device, and meets no other process:
-each number that is read there waits for the device, and each meeting for the slowest process. So a loss
-reports a `Metric`, and `gathered` makes numbers of those of all losses of a step, of which all travel in one
-message.
+Losses are pure functions of tensors. A loss leaves its metrics on the device and does not communicate with
+other processes: each number read from the device waits for it, and each collective waits for the slowest
+process. So a loss reports `Metric` objects, and `gathered` turns those of all losses of a step into numbers
+with one collective.
 
-Formulas of single tokens, which the server's losses are made of too (`qerl.update.losses`), compute
-elementwise, in the dtype of their arguments; a ratio per sequence stands beside log-probabilities per token.
-There p is the policy's log-probability of a sampled token, q that of the policy that the ratio is taken to, r
-= exp(p - q), A the advantage, and sg(x) is x without a gradient.
+Formulas of single tokens, shared with the server's losses (`qerl.update.losses`), are elementwise, in the
+dtype of their arguments; a ratio per sequence broadcasts against log-probabilities per token. In them, p is
+the policy's log-probability of a sampled token, q that of the policy in the ratio's denominator, r = exp(p -
+q), A the advantage, and sg(x) is x without a gradient.
 
 **Importance correction.** Samples come from the sampler mu (noisy, quantised, another kernel), gradients are
-of the trainer's policy pi. A token's loss is multiplied by pi / mu of that token, bounded (`weights`). What
-that does not correct is said in docs/numerics.md: the contexts in which tokens were drawn, and what came
-after them.
+of the trainer's policy pi. A token's loss is multiplied by pi / mu of that token, bounded (`weights`). This
+does not correct the contexts in which tokens were drawn, nor what came after them (docs/numerics.md).
 
-Where the loss's own ratio is taken to the sampler (`use_rollout_logprobs`), pi / mu is in r and w is 1; masks
-still drop what is beyond their bounds. A whole sample can be rejected beside either (`Correction.kept`).
+If the loss's own ratio has the sampler in its denominator (`use_rollout_logprobs`), r contains pi / mu and w
+is 1; mask modes still drop ratios beyond their bounds. Whole samples can be rejected with or without this
+option (`Correction.kept`).
 
-`mismatch` measures how far the two are apart, as sums and maxima over the tokens of an optimizer step that
-the update computed, whatever path they came by: old log-probabilities given or not, correction on or off.
-Sums are added over processes; a mean of means would weigh few tokens like many. All travel in one message,
-once a step.
+`mismatch` measures how far pi and mu are apart, as sums and extremes over the tokens of an optimizer step
+that the update computed, in every configuration: with or without old log-probabilities, correction on or off.
+Sums are added over processes, since a mean of means would give few tokens the weight of many. One collective
+per step carries all of them.
 
 Legend: B samples of a microbatch, C completion columns; R processes, n parts of a metric.
 """
@@ -46,7 +46,7 @@ from typing import Any, Literal
 
 import torch
 
-_LEAST_LOG, _LARGEST_LOG = -18.420680743952367, 20.0  # log 1e-8: of a ratio in VESPO's weight
+_LEAST_LOG, _LARGEST_LOG = -18.420680743952367, 20.0  # bounds of log ratios in VESPO's weight; log 1e-8, 20
 
 
 def clipped(
@@ -60,10 +60,10 @@ def clipped(
 
     Args:
         ratio, advantages: r and A.
-        low, high: Bounds of the ratio itself, 0.8 and 1.2 for example; of different width is DAPO's
-            clip-higher (arXiv 2503.14476).
-        delta: Largest r in the first term, which else has no bound where A is negative: two-sided clipping
-            (INTELLECT-2, arXiv 2505.07291).
+        low, high: Bounds of the ratio itself, 0.8 and 1.2 for example; DAPO's clip-higher sets them at
+            unequal distances from 1 (arXiv 2503.14476).
+        delta: Upper bound of r in the first term, which is otherwise unbounded where A is negative:
+            two-sided clipping (INTELLECT-2, arXiv 2505.07291).
     """
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     bounds: Any = low, high
@@ -73,9 +73,9 @@ def clipped(
 def weighted(weight: torch.Tensor, logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     """- sg(w) A p: REINFORCE with a weight (Williams 1992).
 
-    With w = clip(r, low, high) it is CISPO: the bounded ratio weighs a gradient that no token loses
-    (MiniMax-M1, arXiv 2506.13585; one-sided as in ScaleRL, arXiv 2510.13786). With w of `gamma_weight` it is
-    VESPO.
+    With w = clip(r, low, high) it is CISPO: the clipped ratio weights the gradient, so every token keeps one
+    (MiniMax-M1, arXiv 2506.13585; one-sided as in ScaleRL, arXiv 2510.13786). With w from `gamma_weight` it
+    is VESPO.
     """
     return -weight.detach() * advantages * logps
 
@@ -121,8 +121,8 @@ def gamma_weight(
 
 
 def binary_tv(logps: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """|pi - mu| of the sampled token: the total variation of "this token or another one", a lower bound of
-    that of the whole distributions (DPPO, arXiv 2602.04879, Binary-TV).
+    """|pi - mu| of the sampled token: the total variation distance of the outcomes "this token or another
+    one", a lower bound of the distance of the whole distributions (DPPO, arXiv 2602.04879, Binary-TV).
 
     Args:
         logps, old: p and q; probabilities are their exponentials.
@@ -154,8 +154,8 @@ def beyond_divergence(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """DPPO's mask (arXiv 2602.04879): the tokens that the policy has already moved further than a threshold
-    in the direction in which their advantage pushes. What moves back is never masked, however far it is.
+    """Return DPPO's mask (arXiv 2602.04879): the tokens whose probability has already moved beyond a
+    threshold in the direction of their advantage. Tokens that move back are never masked.
 
     Args:
         name: "dppo_tv" or "dppo_kl".
@@ -164,7 +164,7 @@ def beyond_divergence(
         high: The same where A is above 0 and the probability has risen.
 
     Returns:
-        Those beyond `low` and those beyond `high`, bool.
+        The tokens beyond `low` and the tokens beyond `high`, bool.
     """
     divergence = DIVERGENCES[name](logps, old)
     below = (advantages < 0) & (logps < old) & (divergence > low)
@@ -172,17 +172,16 @@ def beyond_divergence(
 
 
 def squared_log_ratio(logps: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
-    """(log pi / mu)^2: a pull of each token towards the sampler (Kimi K2.5, arXiv 2602.02276; prime-rl's KL
-    term), twice the estimator k2 of Schulman's "Approximating KL divergence". 0 where the sampler's
-    log-probability is NaN, which is one that nobody knows.
+    """(log pi / mu)^2: a penalty that pulls each token towards the sampler (Kimi K2.5, arXiv 2602.02276;
+    prime-rl's KL term), twice the estimator k2 of Schulman's "Approximating KL divergence". 0 where the
+    sampler's log-probability is NaN, which stands for an unknown one.
     """
     return (logps - torch.where(sampler.isnan(), logps.detach(), sampler)).square()
 
 
 def covariance(logps_BC: torch.Tensor, advantages_B: torch.Tensor, mask_BC: torch.Tensor) -> torch.Tensor:
-    """(p - mean p) (A - mean A) of each token [B, C], means over the tokens of the mask: what a step of
-    policy gradient takes from the entropy by that token (arXiv 2505.22617). Minus infinity outside of the
-    mask.
+    """(p - mean p) (A - mean A) of each token [B, C], means over the tokens of the mask: the token's part in
+    the entropy that a policy gradient step removes (arXiv 2505.22617). Minus infinity outside of the mask.
     """
     mask_BC = mask_BC.bool()
     count = mask_BC.sum().clamp(min=1)
@@ -195,7 +194,8 @@ def covariance(logps_BC: torch.Tensor, advantages_B: torch.Tensor, mask_BC: torc
 
 
 def largest_covariance(covariance_BC: torch.Tensor, count: int) -> torch.Tensor:
-    """The tokens [B, C], bool, of the largest covariance: those that KL-Cov holds back (arXiv 2505.22617)."""
+    """Return at most `count` tokens [B, C], bool, of the largest covariance: KL-Cov penalises them (arXiv
+    2505.22617)."""
     chosen = torch.zeros_like(covariance_BC, dtype=torch.bool)
     values, places = covariance_BC.flatten().topk(min(count, covariance_BC.numel()))
     chosen.view(-1)[places] = values > -math.inf
@@ -205,22 +205,23 @@ def largest_covariance(covariance_BC: torch.Tensor, count: int) -> torch.Tensor:
 def within_covariance(
     covariance_BC: torch.Tensor, low: float, high: float, count: int, uniform_BC: torch.Tensor
 ) -> torch.Tensor:
-    """At most so many tokens [B, C], bool, drawn from those whose covariance is between two bounds: those
-    that Clip-Cov takes the gradient from (arXiv 2505.22617).
+    """Return at most `count` tokens [B, C], bool, drawn from those whose covariance is between two bounds:
+    Clip-Cov removes their gradient (arXiv 2505.22617).
 
     Args:
         covariance_BC: See `covariance`.
         low, high: The bounds, both excluded.
         count: Number of tokens.
-        uniform_BC: A random number in [0, 1) of each token; the tokens with the largest are taken.
+        uniform_BC: A random number in [0, 1) for each token; the tokens with the largest are taken.
     """
     inside_BC = (covariance_BC > low) & (covariance_BC < high)
     return largest_covariance(torch.where(inside_BC, uniform_BC.to(covariance_BC), -math.inf), count)
 
 
 def kl_to(reference: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
-    """e^d - d - 1 with d = log-probability under the reference - p: an estimate of the KL divergence to it,
-    never negative (estimator k3 of Schulman, "Approximating KL divergence"; GRPO, arXiv 2402.03300).
+    """e^d - d - 1 with d = log-probability under the reference - p: an estimate of the KL divergence to the
+    reference, never negative (estimator k3 of Schulman, "Approximating KL divergence"; GRPO, arXiv
+    2402.03300).
     """
     d = reference - logps
     return d.exp() - d - 1
@@ -229,7 +230,7 @@ def kl_to(reference: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
 def importance_ratio(
     trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor, mode: str
 ) -> torch.Tensor:
-    """pi / mu, unbounded: [B, C] of tokens for the token modes, [B, 1] of samples for the sequence modes.
+    """Return pi / mu, unbounded: [B, C] per token in token modes, [B, 1] per sample in sequence modes.
 
     Args:
         trainer_logps_BC: Log-probabilities of the sampled tokens under the clean policy, without gradient.
@@ -244,11 +245,11 @@ def importance_ratio(
 
 
 def weights(ratio: torch.Tensor, mode: str, low: float | None, high: float | None) -> torch.Tensor:
-    """Factors of the loss: ratios within bounds. Truncation moves others to a bound, a mask mode drops them.
+    """Return factors of the loss. Truncation clamps ratios to the bounds, a mask mode sets those beyond to 0.
 
     Args:
         ratio, mode: As in `importance_ratio`.
-        low, high: Bounds of the ratio, None for none.
+        low, high: Bounds of the ratio, None for no bound.
     """
     if mode.endswith("mask"):
         return ratio.masked_fill(_outside(ratio, low, high), 0.0)
@@ -280,7 +281,7 @@ def kept_samples(
     rule: str,
     threshold: float,
 ) -> torch.Tensor:
-    """[B, 1], bool: the samples that are not rejected for how far trainer and sampler are apart in them
+    """Return the samples [B, 1], bool, in which trainer and sampler are close enough, rejecting all others
     (rejection in verl's rollout correction, by its names; Trust Region Masking, arXiv 2512.23075).
 
     Args:
@@ -306,7 +307,7 @@ class Correction:
         correction: Whether the loss is corrected; the mismatch is measured in any case.
         mode: See :func:`importance_ratio`.
         clip_min, clip_max: Bounds of the ratio, None for no bound.
-        in_ratio: Whether the loss's own ratio is taken to the sampler, and is no factor once more.
+        in_ratio: Whether the loss's own ratio has the sampler in its denominator, so pi / mu is no factor.
         rollout_rs, rollout_rs_threshold: See `kept_samples`; None rejects nothing.
     """
 
@@ -325,8 +326,8 @@ class Correction:
         return importance_ratio(trainer_logps_BC, sampler_logps_BC, mask_BC, self.mode)
 
     def weight(self, ratio: torch.Tensor) -> torch.Tensor:
-        """What the loss is multiplied by: the ratio within its bounds, or 1 without the correction; where the
-        ratio is in the loss 1, or 0 beyond the bounds of a mask."""
+        """Return the factor of the loss: the ratio within its bounds, or 1 without the correction; with
+        `in_ratio` it is 1, or 0 beyond the bounds of a mask mode."""
         if not self.correction or (self.in_ratio and not self.mode.endswith("mask")):
             return torch.ones_like(ratio)
         weight = weights(ratio, self.mode, self.clip_min, self.clip_max)
@@ -335,7 +336,7 @@ class Correction:
     def kept(
         self, trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor
     ) -> torch.Tensor | None:
-        """See `kept_samples`; None where none is rejected."""
+        """See `kept_samples`; None if samples are not rejected."""
         if self.rollout_rs is None:
             return None
         return kept_samples(
@@ -344,18 +345,18 @@ class Correction:
 
 
 _OF_STEP = ("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "token-mean")
-"""Losses that are logged as the microbatch's part of the step's, others as if it were a step."""
+"""Losses that are logged as the microbatch's part of the step's loss; others as if it were a whole step."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What one process knows of a number that is logged of a step.
+    """One process's part of a number that is logged for a step.
 
     Attributes:
-        parts: Float64 on the device: sum and count [2] of a mean; else a sum, or an extreme, of nothing the
-            infinity that any other value replaces [1].
-        kind: What the parts of all processes make together.
-        of_nothing: The mean where the processes count nothing.
+        parts: Float64 on the device: [2], sum and count, for a mean; else [1], a sum or an extreme. Without
+            values an extreme is the infinity that any value replaces.
+        kind: How the parts of all processes are combined.
+        of_nothing: The mean where no process counts a value.
     """
 
     parts: torch.Tensor
@@ -364,7 +365,7 @@ class Metric:
 
     @classmethod
     def mean(cls, values: torch.Tensor, counted: torch.Tensor, of_nothing: float = 0.0) -> "Metric":
-        """The mean over what is counted, 0 or 1 in the shape of the values."""
+        """The mean of the counted values; `counted` is 0 or 1 in the shape of the values."""
         total = torch.where(counted.bool(), values, 0.0).sum()
         return cls(torch.stack([total.detach().double(), counted.sum().double()]), "mean", of_nothing)
 
@@ -375,16 +376,16 @@ class Metric:
 
     @classmethod
     def least(cls, values: torch.Tensor, counted: torch.Tensor) -> "Metric":
-        """The least value of what is counted, NaN where one is NaN."""
+        """The least of the counted values, NaN if one of them is NaN."""
         return cls(values.detach().where(counted.bool(), math.inf).amin().double()[None], "least")
 
     @classmethod
     def largest(cls, values: torch.Tensor, counted: torch.Tensor) -> "Metric":
-        """The largest value of what is counted, NaN where one is NaN."""
+        """The largest of the counted values, NaN if one of them is NaN."""
         return cls(values.detach().where(counted.bool(), -math.inf).amax().double()[None], "largest")
 
     def value(self, parts_Rn: torch.Tensor) -> float:
-        """The number, given the parts of all processes, on the CPU; NaN for an extreme of nothing."""
+        """Return the number from the parts of all processes, on the CPU; NaN for an extreme of no values."""
         if self.kind == "mean":
             total, count = parts_Rn.sum(dim=0).tolist()
             return total / count if count else self.of_nothing
@@ -397,7 +398,7 @@ class Metric:
 
 
 Metrics = Mapping[str, Metric]
-"""What a loss reports, by name."""
+"""Metrics of a loss, by name."""
 
 
 def mismatch(
@@ -410,14 +411,14 @@ def mismatch(
     weight: torch.Tensor,
     bounds: tuple[float | None, float | None],
 ) -> Metrics:
-    """How far the trainer and the sampler are apart in the tokens in the mask whose log-probability the
-    sampler knows; NaN where there is none. `mismatch_metrics` makes of it what is logged.
+    """Measure how far trainer and sampler are apart, on tokens of the mask whose log-probability under the
+    sampler is known; NaN without such tokens. `mismatch_metrics` prepares the result for logging.
 
     Args:
         trainer_logps_BC, sampler_logps_BC: As in `importance_ratio`.
         entropy_BC, sampler_entropy_BC: Entropies of both policies at each token, in nats.
         mask_BC: 1 on tokens that count.
-        ratio, weight: pi / mu, and what the loss is multiplied by; [B, C], or [B, 1] for samples.
+        ratio, weight: pi / mu, and the factor of the loss; [B, C], or [B, 1] for samples.
         bounds: Bounds of the ratio.
     """
     known_BC = mask_BC.bool() & ~sampler_logps_BC.isnan()
@@ -445,13 +446,13 @@ def mismatch(
 
 
 def mismatch_metrics(found: Mapping[str, list[float]], rollout_entropy: float) -> dict[str, list[float]]:
-    """What is logged: the entropy and the effective sample size in the place of what `mismatch` reports for
-    them, and the rest as it is.
+    """Prepare the numbers of `mismatch` for logging: replace "entropy/excess" and "sampling/ratio/square" by
+    the entropy and the effective sample size.
 
     Args:
-        found: Of `gathered`.
+        found: Result of `gathered`.
         rollout_entropy: Mean entropy of the sampler over all tokens of the step's rollouts, computed or not;
-            NaN where the sampler gave none, and then that of computed tokens is taken.
+            NaN where the sampler gave none: then the entropy of the computed tokens is logged.
     """
     logged = dict(found)
     (excess,), (square,) = logged.pop("entropy/excess"), logged.pop("sampling/ratio/square")
@@ -464,11 +465,11 @@ def mismatch_metrics(found: Mapping[str, list[float]], rollout_entropy: float) -
 def gathered(
     losses: Sequence[Metrics], gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, list[float]]:
-    """The numbers of some losses by name, one for each loss that reports it.
+    """Return the metrics of some losses by name, with one number for each loss that reports the metric.
 
     Args:
-        losses: Those of this process; the others have as many, which report the same.
-        gather: From this process's [1, n] to [R, n] of all, as accelerate's.
+        losses: Metrics of this process's losses; other processes have as many, with the same names.
+        gather: Maps this process's [1, n] to the [R, n] of all processes, as accelerate's does.
     """
     reported = [(name, metric) for loss in losses for name, metric in loss.items()]
     found = defaultdict[str, list[float]](list)
@@ -483,24 +484,25 @@ def gathered(
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a loss reads of the sampled tokens.
+    """Inputs of a loss at the sampled tokens.
 
     Attributes:
-        mask_BC: 1 on tokens that the policy wrote and the loss sees. What stands elsewhere in the tensors
-            below may be anything, and changes nothing.
-        advantages_B: Of the samples.
+        mask_BC: 1 on tokens that the policy wrote and the loss sees. Elsewhere the tensors below may hold
+            anything, without effect.
+        advantages_B: Advantages of the samples.
         logps_BC: Log-probabilities under the policy, with its gradient.
         entropy_BC: Entropies of its distributions in nats.
-        old_BC: Log-probabilities under the policy that the ratio is taken to; None is the policy as it is.
-        sampler_BC: Those under the policy that sampled, NaN where unknown; None is the old policy.
-        reference_BC: Those under the reference; None where `beta` is 0.
+        old_BC: Log-probabilities under the old policy, the ratio's denominator; None for the current policy.
+        sampler_BC: Log-probabilities under the sampler, NaN where unknown; None for the old policy.
+        reference_BC: Log-probabilities under the reference policy; None where `beta` is 0.
         correction: w, [B, C] with 1 outside of the mask, or [B, 1]; None is 1.
         high_entropy_BC: Tokens that `high_entropy` keeps; None keeps all.
         kept_B1: Samples that `Correction.kept` keeps, bool; None keeps all.
-        chosen_BC: Tokens that "clip_cov" and "kl_cov" hold back, bool; None holds back none.
-        group_tokens_B: Tokens that the loss sees of a sample of the same prompt, on average; read by
+        chosen_BC: Tokens whose gradient "clip_cov" removes, or that "kl_cov" penalises, bool; None for none.
+        group_tokens_B: Mean number of tokens that the loss sees per sample of the same prompt; read by
             "prompt-mean" alone.
-        divergence_BC: Of the policy's distributions from a teacher's, with its gradient; None without one.
+        divergence_BC: Divergence of the policy's distributions from a teacher's, with its gradient; None
+            without a teacher.
     """
 
     mask_BC: torch.Tensor
@@ -518,7 +520,7 @@ class Tokens:
     divergence_BC: torch.Tensor | None = None
 
     def masked(self) -> "Tokens":
-        """The same with 0 outside of the mask: what overflows there would be infinite, and NaN times 0."""
+        """Return a copy with 0 outside of the mask: an overflow there would be infinite, and times 0 NaN."""
         outside_BC = ~self.mask_BC.bool()
         names = ("logps_BC", "entropy_BC", "old_BC", "sampler_BC", "reference_BC", "divergence_BC")
         given = {name: getattr(self, name) for name in names}
@@ -527,12 +529,12 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of an optimizer step a microbatch is.
+    """A microbatch's share of an optimizer step.
 
     Attributes:
-        microbatches: How many the step has.
-        tokens: How many tokens of the step count, divided by the number of processes.
-        counted: The share of its samples that count: 1, or that of the groups with a signal
+        microbatches: Number of microbatches of the step.
+        tokens: Number of the step's tokens that count, divided by the number of processes.
+        counted: Share of the step's samples that count: 1, or the share of groups with a signal
             (`filter_zero_advantages`).
     """
 
@@ -548,15 +550,15 @@ class PolicyLoss:
     Attributes:
         name: TRL's `loss_type`: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo"; or
             verl's "dppo_tv", "dppo_kl", "clip_cov" or "kl_cov".
-        of_sequence: Whether the ratio is one of samples, the geometric mean of their tokens' (GSPO, arXiv
+        of_sequence: Whether the ratio is per sample, the geometric mean of its token ratios (GSPO, arXiv
             2507.18071).
         epsilon_low, epsilon_high: Bounds of the ratio are 1 - epsilon_low and 1 + epsilon_high; for "cispo"
             `epsilon_high` is the upper bound itself, and there is no lower one; for "dppo_tv" and "dppo_kl"
             both are thresholds of the divergence (`beyond_divergence`).
-        delta: See `qerl.update.policy_loss.clipped`; for "dppo_tv" and "dppo_kl" the largest ratio that
-            weighs a gradient.
+        delta: See `qerl.update.policy_loss.clipped`; for "dppo_tv" and "dppo_kl" the upper bound of the
+            ratio that weights a gradient.
         beta: Weight of the KL divergence to the reference.
-        kl_times_ratio: Whether each token's divergence is multiplied by r, whose gradient it then has too
+        kl_times_ratio: Whether each token's KL divergence is multiplied by r, with a gradient through r
             (DeepSeek-V3.2, arXiv 2512.02556).
         off_policy_threshold: Samples of negative advantage are left out if they are less likely under the
             policy than under the sampler by more than this, in nats per token on average; None keeps all
@@ -564,13 +566,13 @@ class PolicyLoss:
         sapo: Temperatures of "sapo" for positive and other advantages.
         vespo_positive, vespo_negative: (k, lambda) of "vespo" for advantages that are not negative, and the
             others.
-        longest: Tokens of the longest completion that the run allows, the divisor of "dr_grpo".
+        longest: Largest number of completion tokens that the run allows, the divisor of "dr_grpo".
         entropy_bonus: Whether an entropy bonus may be subtracted.
-        aggregation: verl's `loss_agg_mode`, see `_divisor`; None is that of the name.
-        kl_tau: Weight of `squared_log_ratio` in samples that have an advantage (prime-rl, which leaves out
-            the others).
-        kl_cov_coef: Weight of |log r| of the tokens that "kl_cov" holds back.
-        distillation_weight: Share d of a teacher in the loss of a token; at 1 the advantages have none.
+        aggregation: verl's `loss_agg_mode`, see `_divisor`; None takes the aggregation of the loss's name.
+        kl_tau: Weight of `squared_log_ratio` in samples whose advantage is not 0 (prime-rl leaves out the
+            others).
+        kl_cov_coef: Weight of |log r| on the tokens that "kl_cov" penalises.
+        distillation_weight: Weight d of a teacher in the loss of a token; at 1 advantages have no effect.
     """
 
     name: str
@@ -593,23 +595,23 @@ class PolicyLoss:
 
     @property
     def reads_logps(self) -> bool:
-        """Whether the loss has a gradient with respect to log-probabilities."""
+        """True if the loss has a gradient with respect to log-probabilities."""
         return self.distillation_weight < 1.0 or self.beta != 0.0 or self.kl_tau != 0.0
 
     def __call__(
         self, tokens: Tokens, share: Share, entropy_coef: float = 0.0
     ) -> tuple[torch.Tensor, Metrics]:
-        """The loss of a microbatch, a scalar; those of a step's microbatches add up to the step's.
+        """Return the loss of a microbatch, a scalar; the sum over a step's microbatches is the step's loss.
 
         Args:
-            tokens: Of its samples.
-            share: Of the step.
+            tokens: Inputs at the microbatch's tokens.
+            share: Its share of the step.
             entropy_coef: Weight of the entropy bonus, which is the mean entropy of the tokens that the loss
                 keeps.
 
         Returns:
-            The loss, and what is logged of it under TRL's names. With an entropy bonus also the sums
-            "entropy_bonus/nats" and "entropy_bonus/tokens", by which the adaptive one is controlled.
+            The loss, and its metrics under TRL's names. With an entropy bonus also the sums
+            "entropy_bonus/nats" and "entropy_bonus/tokens", which control the adaptive bonus.
         """
         t, mask_BC = tokens.masked(), tokens.mask_BC
         advantages_B1 = t.advantages_B[:, None]
@@ -631,7 +633,7 @@ class PolicyLoss:
             loss = loss * ((advantages_B1 >= 0) | near_B1)
         if t.high_entropy_BC is not None:
             loss = loss * t.high_entropy_BC
-        if t.correction is not None and self.name != "vespo":  # whose weight has it as a factor
+        if t.correction is not None and self.name != "vespo":  # VESPO's weight contains it already
             loss = loss * t.correction
         if t.kept_B1 is not None:
             loss = loss * t.kept_B1
@@ -670,7 +672,7 @@ class PolicyLoss:
     def _terms(
         self, t: Tokens, ratio: torch.Tensor, log_ratio_BC: torch.Tensor, metrics: dict[str, Metric]
     ) -> torch.Tensor:
-        """The policy's part of the loss of each token, [B, C] or [B, 1]; adds what is logged of it."""
+        """Return the policy's part of each token's loss, [B, C] or [B, 1]; adds its metrics to `metrics`."""
         advantages_B1 = t.advantages_B[:, None]
         if self.name == "cispo":
             is_clipped = (ratio > self.epsilon_high) & (advantages_B1 > 0)
@@ -705,8 +707,8 @@ class PolicyLoss:
 
 
 def high_entropy(entropy_BC: torch.Tensor, mask_BC: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """The tokens [B, C] of the mask whose entropy is at least the threshold, a scalar: those that alone carry
-    the gradient in "Beyond the 80/20 Rule" (arXiv 2506.01939)."""
+    """Return the tokens [B, C] of the mask whose entropy is at least the threshold, a scalar: only these
+    carry the gradient in "Beyond the 80/20 Rule" (arXiv 2506.01939)."""
     return (entropy_BC >= threshold) & mask_BC.bool()
 
 
@@ -721,7 +723,7 @@ def adapted_entropy_coef(
 
 
 def _divisor(name: str, t: Tokens, share: Share, longest: int) -> torch.Tensor | float:
-    """What the loss of a token is divided by, before all are added: a scalar, or [B, 1] of samples.
+    """Return the divisor of each token's loss before the sum: a scalar, or [B, 1] per sample.
 
     With n the tokens of a sample, N those of the microbatch, S those of the step in all microbatches and
     processes, and g the mean of n over the samples of a prompt, for a step of one microbatch:
@@ -731,13 +733,13 @@ def _divisor(name: str, t: Tokens, share: Share, longest: int) -> torch.Tensor |
     - "bnpo": N, so that tokens of a microbatch count alike.
     - "dr_grpo", "seq-mean-token-sum-norm": B longest, the same in every microbatch (Dr. GRPO, arXiv
       2503.20783).
-    - "luspo", "seq-mean-token-sum": B, so that a sample counts as often as it has tokens (LUSPO, arXiv
+    - "luspo", "seq-mean-token-sum": B, so that a sample counts in proportion to its tokens (LUSPO, arXiv
       2602.05261).
     - "prompt-mean": B g, so that prompts count alike, and tokens within a prompt (ScaleRL, arXiv 2510.13786).
     - all others, "token-mean": S, so that tokens of a step count alike (DAPO, arXiv 2503.14476).
 
-    Names with dashes are values of verl's `loss_agg_mode`, but "prompt-mean", which it has not. Where groups
-    without signal do not count, B and S are those of the others.
+    Names with dashes are values of verl's `loss_agg_mode`, except "prompt-mean", which verl does not have.
+    Where groups without signal do not count, B and S count the other groups only.
     """
     times = share.microbatches
     samples = len(t.mask_BC) * share.counted
@@ -758,7 +760,7 @@ def _divisor(name: str, t: Tokens, share: Share, longest: int) -> torch.Tensor |
             return share.tokens
 
 
-# What is logged
+# Metrics
 
 
 def _mean_of_samples(values_BC: torch.Tensor, mask_BC: torch.Tensor) -> torch.Tensor:
@@ -773,8 +775,8 @@ def _mean_of(chosen: torch.Tensor, mask_BC: torch.Tensor) -> Metric:
 
 
 def _clip_metrics(below: torch.Tensor, above: torch.Tensor, mask_BC: torch.Tensor) -> dict[str, Metric]:
-    """The share of tokens [B, C], or of samples [B, 1], whose gradient a lower or an upper bound takes; and
-    of all samples' shares the least of the lower bound and the largest of the upper one."""
+    """Return the share of tokens [B, C], or of samples [B, 1], whose gradient a lower or an upper bound
+    removes; also the least share per sample for the lower bound, and the largest for the upper one."""
     of_samples = below.size(1) == 1
     counted_B = torch.ones_like(below[:, 0]) if of_samples else mask_BC.any(dim=-1)
     shares = [

@@ -1,11 +1,11 @@
-"""Which of some sequences begin alike, found again from their tokens.
+"""Detection of shared prefixes among sequences of tokens.
 
-A packed row (`qerl.update.packed_row`) computes the shared beginning of a group once. In GRPO the groups are
-known and that is the prompt; where the samples of a prompt come as separate sequences, it is found. Sequences
-in lexicographic order have their longest common prefixes side by side; joined from the longest prefix
-downwards they form a tree, each node of which is a prefix and the sequences under it. A row has one level of
-sharing, so a node either shares its prefix among its groups, at the price of what they share beyond it, or
-leaves them apart; group by group the larger saving is taken (`_merged`).
+A packed row (`qerl.update.packed_row`) computes the shared prefix of a group once. In GRPO the groups are
+known and the prefix is the prompt; if the samples of a prompt come as separate sequences, it has to be found.
+In lexicographic order, sequences with the longest common prefixes are neighbours; joined from the longest
+prefix downwards they form a tree, in which a node is a prefix and the sequences under it. A row has one level
+of sharing, so a node either shares its prefix among its groups, which then lose their longer prefixes, or
+leaves them apart; each group takes the larger saving (`_merged`).
 
 Given up: prefixes of prefixes (a system prompt, in it a question, in it samples), which a row with one level
 computes once per group.
@@ -20,11 +20,11 @@ import torch
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups of sequences with one shared beginning each.
+    """Groups of sequences with one shared prefix each.
 
     Attributes:
         group_B: Index of each sequence's group.
-        shared_B: Tokens that it shares with its group, 0 where it has none; shorter than any sequence in it.
+        shared_B: Length of its group's prefix, 0 without one; shorter than any sequence of the group.
     """
 
     group_B: list[int]
@@ -43,7 +43,7 @@ class _Group:
 
 
 def shared_prefixes(sequences: Sequence[torch.Tensor]) -> Grouping:
-    """Groups that save the most tokens.
+    """Find the groups that save the most tokens.
 
     Args:
         sequences: Token ids, [T] each with T at least 1.
@@ -59,18 +59,18 @@ def shared_prefixes(sequences: Sequence[torch.Tensor]) -> Grouping:
 
 
 def _common(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Tokens in which two sequences begin alike, leaving each at least one of its own."""
+    """Return the length of two sequences' common prefix, which leaves each at least one token of its own."""
     shorter = min(len(a), len(b)) - 1
     differs = (a[:shorter] != b[:shorter]).nonzero()
     return int(differs[0]) if len(differs) else shorter
 
 
 def _divided(nodes: list[list[_Group]], common: list[int]) -> list[_Group]:
-    """Groups of all sequences; neighbours are joined as a tree of prefixes, the longest first.
+    """Return groups of all sequences; neighbours are joined along the tree of prefixes, the longest first.
 
     Args:
-        nodes: Groups that begin alike, in lexicographic order.
-        common: Tokens that each shares with the next one.
+        nodes: Lists of groups with a common prefix, in lexicographic order.
+        common: Number of tokens that each node shares with the next one.
     """
     for shared in sorted(set(common) - {0}, reverse=True):
         runs, kept = [[nodes[0]]], []
@@ -86,7 +86,7 @@ def _divided(nodes: list[list[_Group]], common: list[int]) -> list[_Group]:
 
 
 def _merged(groups: list[_Group], shared: int) -> list[_Group]:
-    """Groups that all begin with the same ``shared`` tokens, or fewer of them if that saves more."""
+    """Merge groups that all begin with the same ``shared`` tokens, where that saves more."""
     if len(groups) == 1:
         return groups
     gaining = [group for group in groups if len(group.members) * shared > group.saved]

@@ -1,10 +1,9 @@
-"""Gradient checkpointing: of every n-th layer, whoever turns it on, and its settings in transformers'
-arguments.
+"""Gradient checkpointing of every n-th layer, and its settings in transformers' arguments.
 
-transformers counts layers from 0, so whatever n is, it recomputes the first. Here an n above the number of
-layers recomputes none, which takes no more memory: one layer's activations are there in any case.
-transformers takes `every_n_layers` and `offload` out of `gradient_checkpointing_kwargs` when training begins;
-others hand the mapping on whole, which torch refuses, so here the model itself accepts it.
+transformers counts layers from 0, so it recomputes the first for any n. Here an n above the number of layers
+recomputes none, which takes no more memory: one layer's activations are live in any case. transformers
+removes `every_n_layers` and `offload` from `gradient_checkpointing_kwargs` when training begins; other
+callers pass the mapping on whole, which torch refuses, so here the model itself accepts it.
 """
 
 import functools
@@ -24,11 +23,11 @@ _OF_TRANSFORMERS = ("every_n_layers", "offload")
 
 
 def accept_every_n_layers(model: nn.Module) -> None:
-    """Make `gradient_checkpointing_enable` take `every_n_layers` as this module says, among torch's own
-    settings as well.
+    """Make `gradient_checkpointing_enable` accept `every_n_layers` with the meaning above, also among torch's
+    own settings.
 
-    The function is that of the transformers model, which PEFT hands on and through which
-    `activation_checkpointing_enable` goes, so it makes no difference who calls which.
+    It replaces the method of the transformers model, which PEFT and `activation_checkpointing_enable` call,
+    so it takes effect for every caller.
 
     Args:
         model: A transformers model, or a ``PeftModel`` around one.
@@ -52,7 +51,7 @@ def accept_every_n_layers(model: nn.Module) -> None:
 def set_checkpointing(args: TrainingArguments, **options: int | bool) -> None:
     """Set options of gradient checkpointing, under both names that transformers has for the mapping.
 
-    From 5.18 on a trainer reads `activation_checkpointing_kwargs`; what reads the older name is still about.
+    From 5.18 on a trainer reads `activation_checkpointing_kwargs`; other code still reads the older name.
     """
     settings: Any = args
     kwargs = (settings.gradient_checkpointing_kwargs or {}) | options
@@ -62,9 +61,9 @@ def set_checkpointing(args: TrainingArguments, **options: int | bool) -> None:
 
 
 def no_offload_on_cpu(args: TrainingArguments, device: torch.device) -> None:
-    """Turn `offload` off and say so in a run on the CPU, whose activations are in its memory already.
+    """Turn `offload` off with a warning in a run on the CPU, where activations are in CPU memory already.
 
-    transformers would ask there for memory pinned for a GPU, which torch refuses.
+    transformers would request memory pinned for a GPU, which torch refuses there.
     """
     if device.type == "cpu" and (args.gradient_checkpointing_kwargs or {}).get("offload"):
         logger.warning(

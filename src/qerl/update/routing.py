@@ -1,16 +1,16 @@
-"""The experts that the sampler chose, chosen again by the update.
+"""Routing replay: the update uses the experts that the sampler chose.
 
-A router's choice is a comparison of nearly equal numbers: the sampler and the trainer round differently, so
-now and then a token of one goes to another expert than the same token of the other. Then the log-probability
-that the update takes a ratio to is that of another network, and the ratio measures more than what the last
-step has changed. Here the routers of a model are given the experts that the sampler chose for each token of
-the row; the weight of each is still the trainer's, from its own logits, and has a gradient as ever. Tokens of
-which nobody knows a choice (texts of tools, samples of another engine) get those of the trainer's router.
+A router compares nearly equal numbers, and the sampler and the trainer round differently, so now and then the
+same token goes to different experts. The importance ratio then compares two different networks, and measures
+more than the change of the last step. Here the routers of a model get the experts that the sampler chose for
+each token of the row; the weights of the experts still come from the trainer's router logits, with their
+gradient. Tokens without known choices (tool output, samples of another engine) keep those of the trainer's
+router.
 
-What a router's code does with its logits is its own affair: only `torch.topk` in it is answered with the
-choices that are given. So a family needs no code here, as long as its router calls that once.
+A router's own code runs, except that `torch.topk` in it returns the given choices. So a family needs no code
+here, as long as its router calls `torch.topk` once.
 
-Replay of routing is that of Zheng et al., arXiv 2507.18071, section 5.3, and Ma et al., arXiv 2510.11370.
+Routing replay is that of Zheng et al., arXiv 2507.18071, section 5.3, and Ma et al., arXiv 2510.11370.
 
 Shapes: L tokens of the row, M mixtures of the model, C experts per token, E experts.
 """
@@ -30,15 +30,15 @@ from qerl.families.sizes import Sizes
 from qerl.families.table import why_not_described
 
 _MIXERS = ("self_attn", "linear_attn")
-"""Names of what a decoder layer has in front of its MLP."""
+"""Names of the modules that a decoder layer may have before its MLP: attention or a delta net."""
 
 
 class _Given(TorchFunctionMode):
-    """Within this, `torch.topk` gives the elements at indices that are known.
+    """Context in which `torch.topk` returns the elements at the given indices.
 
     Args:
-        choices_LC: int16.
-        replays: False to leave the router its own choice, and count.
+        choices_LC: int16, -1 where unknown.
+        replays: False to keep the router's own choices and only count differences.
     """
 
     def __init__(self, choices_LC: torch.Tensor, replays: bool) -> None:
@@ -65,12 +65,12 @@ class _Given(TorchFunctionMode):
 
 
 class Routing:
-    """The routers of a model, and how often the trainer's own would have chosen otherwise in a pass that has
-    a gradient.
+    """Routing replay of a model, with a count of choices that the trainer's routers would have made
+    differently in passes with a gradient.
 
     Args:
-        model: The transformers model where it trains, of a described family.
-        replays: Whether routers take the choices that they are given.
+        model: The transformers model as it trains, of a described family.
+        replays: Whether routers use the given choices.
     """
 
     def __init__(self, model: nn.Module, replays: bool = True) -> None:
@@ -84,15 +84,14 @@ class Routing:
         self._choices: list[torch.Tensor | None] = [None] * len(found)
 
     def take_counts(self) -> tuple[int, int]:
-        """Choices since the last call that the trainer's router would not have made, and all of them."""
+        """Return the numbers of differing and of all known choices since the last call."""
         counts_N2, self._counts = self._counts, []
         differ, known = torch.stack(counts_N2).sum(0).tolist() if counts_N2 else (0, 0)
         return differ, known
 
     def _take(self, number: int) -> Any:
-        """A hook of a layer's attention or delta net, which is given what the layer is given: it runs in
-        front of the router, and again where the layer is computed again. One of the layer itself would
-        not."""
+        """Return a hook for a layer's attention or delta net, which gets the layer's keyword arguments. It
+        runs before the router, and again if the layer is recomputed; a hook of the layer itself would not."""
 
         def take(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
             choices_LMC = kwargs.get("choices")
@@ -112,7 +111,7 @@ class Routing:
                     f"{type(router).__name__} calls torch.topk {given.calls} times, so the sampler's experts "
                     "cannot be chosen again; set replay_routing: false."
                 )
-            # Neither a reference's pass counts nor one for older log-probabilities.
+            # Passes for reference or old log-probabilities do not count.
             if given.calls == 1 and torch.is_grad_enabled():
                 self._counts.append(given.counts_2)
             return out
@@ -121,13 +120,14 @@ class Routing:
 
 
 def routing_of(model: PreTrainedModel, replays: bool) -> Routing | None:
-    """The routing of a model whose engine may keep choices (`qerl.families.table`); None for another."""
+    """Return the routing of a mixture of a described family (`qerl.families.table`), whose engine may keep
+    choices; None for other models."""
     described = why_not_described(model.config.get_text_config(decoder=True)) is None
     return Routing(model, replays) if described and any(experts_of(model)) else None
 
 
 def _routers(model: Any) -> Iterator[tuple[Any, nn.Module]]:
-    """The router of each mixture, and the decoder layer that it is in."""
+    """Yield the router of each mixture, and its decoder layer."""
     mlp = Sizes.of(model.config.get_text_config(decoder=True)).mixture
     assert mlp is not None
     for name, _ in experts_of(model):

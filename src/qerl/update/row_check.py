@@ -1,21 +1,20 @@
-"""A packed row compared with plain forward passes of the same model, before a run takes its first step.
+"""Comparison of a packed row with plain forward passes of the same model, before a run's first step.
 
-The update is right where a sample in a packed row has the log-probabilities that it has by itself. Whether
-it has them depends on how a model's code treats masks and positions, of which there is no complete list:
-attention that masks on its own, biases by column, rotary embeddings that change with the longest sample of
-a row, kernels. So it is measured, on random tokens: a row with two branches of one prompt and another
-prompt, against each of the three samples alone, through the model's own logits. Where the config names a
-length at which something changes (a window, a chunk, the positions that a rotary embedding was trained on)
-and the run's samples reach it, the longer prompt goes beyond it.
+The update is correct if a sample has the same log-probabilities in a packed row as alone. This depends on how
+a model's code treats masks and positions, and there is no complete list of what may break it: attention that
+masks on its own, biases by column, rotary embeddings that change with the longest sample of a row, kernels.
+So it is measured, on random tokens: a row with two branches of one prompt and another prompt, against each of
+the three samples alone, through the model's own logits. If the config names a length at which something
+changes (a window, a chunk, the positions that a rotary embedding was trained on) and the run's samples reach
+it, the longer prompt exceeds it.
 
-How far the two may be apart, on average over the scored tokens: 1e-4 nats, some ten times what FP32 sums in
-another order differ by; what rounding a logit to the model's dtype can move it, half a unit in the last
-place; and four times the model's own noise, which is measured as well: the same samples, alone and padded
-in a batch, go through different tile sizes on the way to the same numbers. In 16 bits 0.1 nats come on top:
-the packed row goes through other kernels than a plain pass (`qerl.update.fused`), and either is some
-distance from FP32 by rounding each layer, 0.017 nats for a random 7B and 0.032 for SmolLM2-135M on an H100
-(docs/dev/log.md). Wrong masks were seen to be off by 0.1 to 4 nats. Given up: a smaller error in 16 bits,
-which FP32 on a CPU would show.
+The allowed mean difference over the scored tokens is a sum: 1e-4 nats, some ten times the effect of another
+order of FP32 sums; the rounding of a logit to the model's dtype, half a unit in the last place; and four
+times the model's own noise, measured between the same samples alone and padded in a batch, which take
+different tile sizes to the same numbers. In 16 bits 0.1 nats come on top: the packed row goes through other
+kernels than a plain pass (`qerl.update.fused`), and either differs from FP32 by rounding in each layer, by
+0.017 nats for a random 7B and 0.032 for SmolLM2-135M on an H100 (docs/dev/log.md). Wrong masks were off by
+0.1 to 4 nats. Given up: finding smaller errors in 16 bits, which FP32 on a CPU would show.
 
 Legend: T tokens of a sample, N tokens of a completion, V vocabulary.
 """
@@ -51,19 +50,20 @@ def check_packed_row(
     temperature: float = 1.0,
     longest: int | None = None,
 ) -> None:
-    """Refuse a model whose samples have other log-probabilities in a packed row than alone.
+    """Raise if a model's samples have other log-probabilities in a packed row than alone.
 
-    Nothing about the model changes, and no random numbers but the check's own are drawn.
+    The model does not change, and random numbers come from the check's own generator only.
 
     Args:
         model: The policy as it trains, PEFT-wrapped or not.
-        score: Log-probabilities [S] of a row's labels, at the positions that predict something, computed
-            as the update computes them.
-        temperature: What `score` divides logits by.
+        score: Returns log-probabilities [S] of a row's labels, at the positions that predict a token,
+            computed as the update computes them.
+        temperature: Divisor of logits in `score`.
         longest: Tokens of the run's longest sample, prompt and completion; None where it is unknown.
 
     Raises:
-        QeRLError: They differ by more than rounding, or the model cannot run a packed row.
+        QeRLError: Log-probabilities differ by more than rounding, in a packed row or in a padded batch, or
+            the model cannot run a packed row.
     """
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
@@ -97,9 +97,9 @@ def check_packed_row(
 
 
 def _is_of_the_model(error: Exception) -> bool:
-    """Whether an error was raised by the model's code, or because the model lacks what an update reads of it.
+    """Return True if an error comes from the model's code, or from an attribute that the model lacks.
 
-    One that was raised in the code around the model, which is this package's and TRL's, is a defect there.
+    An error raised in the code around the model, which is this package's and TRL's, is a defect there.
     """
     if isinstance(error, AttributeError) and isinstance(
         error.obj, torch.nn.Module | PreTrainedConfig | ModelOutput
@@ -129,14 +129,14 @@ def _judge(
 
 
 def _length(config: PreTrainedConfig, longest: int | None) -> int:
-    """Tokens of the check's longest sample: beyond every length that the run's samples reach."""
+    """Return the tokens of the check's longest sample: beyond every turning point that the run reaches."""
     limit = min(x for x in (longest, getattr(config, "max_position_embeddings", None), 1 << 62) if x)
     reached = [length + _BEYOND for length in _turning_points(config.to_dict()) if length < limit]
     return max(min(max([2 * _COMPLETION, *reached]), limit), 2)
 
 
 def _turning_points(config: dict[str, Any]) -> Iterator[int]:
-    """Lengths from which a model computes otherwise, wherever the config of its decoder names one."""
+    """Yield lengths at which a model's computation changes, wherever its decoder's config names one."""
     if config.get("rope_type") in _ROPE_BY_LENGTH and config.get("original_max_position_embeddings"):
         yield config["original_max_position_embeddings"]
     for key, value in config.items():
@@ -162,7 +162,7 @@ def _samples(config: PreTrainedConfig, vocabulary: int, length: int) -> list[Sam
 
 
 def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
-    """Ids that stand for something else than text, an image for example."""
+    """Yield ids of tokens that are not text, of an image for example."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _special_tokens(value)
