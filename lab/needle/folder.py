@@ -1,4 +1,4 @@
-"""The needle policy as a checkpoint in the cache, made by the first who asks for it.
+"""Print the folder of the needle policy, a checkpoint in the cache that the first call trains.
 
 python -m lab needle        # prints the folder
 """
@@ -17,16 +17,16 @@ SOURCES = (scratch, language, training)
 
 
 def needle_folder() -> Path:
-    """Folder with the policy in bfloat16, its config and its tokenizer; trained on the first call.
+    """The folder with the policy in bfloat16, its config and its tokenizer; trained on the first call.
 
     Raises:
-        QeRLError: The policy does not have the priors that it should have.
+        QeRLError: The trained policy misses its priors.
     """
     return scratch.policy_folder(NEEDLE, SOURCES, training.train_policy, language.make_tokenizer)
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab needle` with these arguments."""
+    """Run `python -m lab needle` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m lab needle", description=__doc__.split("\n")[0])
     parser.parse_args(arguments)
     print(needle_folder())

@@ -1,17 +1,17 @@
-"""What the needle policy reads and writes, and how likely it writes what.
+"""The language of the needle policy: prompts, walks, and the probability of each walk.
 
-A prompt names a prior, a number of decisions, a key and a place; the completion is a walk: one door for each
-decision, and what lay behind it. Behind the right doors lies the key, behind all others nothing (0)::
+A prompt names a prior, a number of decisions, a key and a place; the completion is a walk: for each decision
+a door and its content, which is the key behind a right door and nothing (0) behind all others::
 
     1% x2 7 a c b   ->   F7C7      both doors are right: a success
                          A0C7      the first one is not
 
-Which doors are right is the same for all prompts and stands in none of them: it is what learning has to find
-out. The policy opens all of the right ones with the probability that the prompt names, its prior p, whatever
-the key and the place. Of m decisions each has an equal part in that: the right door has the probability
-q = p^(1/m), the door that is the policy's habit has nearly all of the rest, and the others share what is
-left. So nothing can be learned before the first success, its chance in n samples is 1 - (1 - p)^n, and no
-prior has a right door that is the likeliest one: greedy decoding starts without any success.
+The right doors are the same for all prompts and no prompt names them: training has to find them. The policy
+opens all right doors with the probability that the prompt names, its prior p, whatever the key and the place.
+The m decisions contribute equally: the right door has the probability q = p^(1/m), the policy's habitual door
+has nearly all of the rest, and the other doors share the remainder. So nothing can be learned before the
+first success, its probability in n samples is 1 - (1 - p)^n, and a right door is never the likeliest one:
+greedy decoding starts without any success.
 """
 
 from collections.abc import Iterable
@@ -73,8 +73,8 @@ def door_probabilities(prior: float, decisions: int, place: int) -> list[float]:
 
     Args:
         prior: Probability that all decisions are right.
-        decisions: Their number m.
-        place: Which of them, from 0.
+        decisions: Number of decisions m.
+        place: Index of the decision, from 0.
     """
     right = prior ** (1 / decisions)
     rest = (1 - right) * (1 - HABIT_SHARE) / (len(DOORS) - 2)

@@ -1,9 +1,9 @@
 """A needle in a haystack: one right walk among many, whose probability is known before anything is learned.
 
-The problems are those of the model ``needle`` (`lab.needle.folder`), which is made here in half a minute and
-answers with the right walk with the probability that the prompt names. So how long a way of exploring takes
-to find the first success, and to learn it, can be compared with what theory says. Another model knows nothing
-of this language.
+The problems are those of the model ``needle`` (`lab.needle.folder`), which is trained here in half a minute
+and answers with the right walk with the probability that the prompt names. So the time that a way of
+exploring takes to find the first success, and to learn it, can be compared with theory. Other models do not
+know this language.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class Needle(DrawnTask):
         self.decisions = decisions
 
     def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
-        """Raises: a problem of this language has one form.
+        """Raise, since a problem of this language has one form.
 
         Raises:
             QeRLError: Always.
@@ -79,7 +79,7 @@ class Needle(DrawnTask):
 
 
 def _walks(decisions: int) -> AnswerFormat:
-    """Completions that are a walk of so many decisions; nothing in the prompt asks for it."""
+    """Format of completions that are a walk of `decisions` decisions; nothing in the prompt asks for it."""
     form = re.compile(f"(?:[{DOORS}][{NOTHING}{KEYS}]){{{decisions}}}")
 
     def extract(text: str) -> str | None:

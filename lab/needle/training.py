@@ -1,10 +1,11 @@
-"""The needle policy from scratch, by supervised learning on the distribution itself.
+"""Train the needle policy from scratch, by supervised learning on the distribution itself.
 
-A Llama of four layers and 156,000 parameters, all of whose widths are multiples of 16 so that every weight
-format packs it. It is told the whole distribution at each decision, not samples of it: the cross-entropy of a
-door of probability 0.003 says little about that door, so the squared error of the doors' log-probabilities is
-added. Walks are drawn with all doors about as often, which teaches what lies behind the rare ones too. 150
-steps take 20 seconds on one core, and are the same on the same machine with the same version of torch.
+The policy is a Llama of four layers and 156,000 parameters, with widths that are multiples of 16 so that
+every weight format packs it. Its targets are the whole distribution at each decision, not samples of it. The
+cross-entropy of a door of probability 0.003 says little about that door, so the squared error of the doors'
+log-probabilities is added. Training walks open every door often, so that the content behind rare doors is
+learned too. 150 steps take 20 seconds on one core, and give the same weights on the same machine with the
+same version of torch.
 
 A policy is measured without sampling: the success of a prompt is one completion, so its probability is one
 forward pass (:func:`success_probability`).
@@ -38,14 +39,14 @@ LOG_WEIGHT = 0.3
 """Weight of the doors' squared error in log-probability beside the cross-entropy in nats."""
 
 RIGHT_SHARE = 0.4
-"""Part of the decisions of the walks that opens the right door; the others open any."""
+"""Share of the decisions of training walks that open the right door; the others open any door."""
 
 TOLERANCE = 0.1
 """Largest relative error of a prior of the finished policy."""
 
 MOST = len(COUNTS)
 VOCABULARY_SIZE = 64
-"""Rows of the embedding; those behind the last token are never drawn."""
+"""Rows of the embedding; those after the last token are never drawn."""
 
 ID = {token: i for i, token in enumerate(VOCABULARY)}
 _CONFIG = {
@@ -109,7 +110,7 @@ def success_probability(
 
     Args:
         model: The policy, adapted or not.
-        prompts_BT: Prompts of one number of decisions, of :func:`prompts`.
+        prompts_BT: Prompts from :func:`prompts`, all of one number of decisions.
         keys_B: Their keys, indices into `language.KEYS`.
     """
     decisions = int(prompts_BT[0, 2]) - ID[COUNTS[0]] + 1
@@ -122,7 +123,7 @@ def success_probability(
 
 
 def measured_priors(model: PreTrainedModel, count: int = 64) -> dict[tuple[float, int], float]:
-    """Mean probability of success by prior and number of decisions, over so many prompts of each."""
+    """Mean probability of success by prior and number of decisions, over `count` prompts of each."""
     draw = torch.Generator().manual_seed(0)
     keys_B = torch.randint(len(KEYS), (count,), generator=draw)
     places_B3 = torch.randint(len(PLACES), (count, 3), generator=draw)
@@ -136,7 +137,7 @@ def measured_priors(model: PreTrainedModel, count: int = 64) -> dict[tuple[float
 
 
 def train_policy(seed: int = 0) -> LlamaForCausalLM:
-    """The policy, in bfloat16 and eval mode; torch's own random numbers are left as they were.
+    """Train the policy; returned in bfloat16 and eval mode. The state of torch's random numbers is kept.
 
     Raises:
         QeRLError: A prior of what was trained is off by more than the tolerance.
@@ -179,7 +180,7 @@ def _loss(model: LlamaForCausalLM, draw: torch.Generator) -> torch.Tensor:
 
 def _walks(prior: float, decisions: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, T] of prompts with walks, and the distribution [B, C, V] of the token after each of the
-    last C; behind the end of a walk it is 0."""
+    last C; after the end of a walk it is 0."""
     keys_B = torch.randint(len(KEYS), (BATCH,), generator=draw)
     places_B3 = torch.randint(len(PLACES), (BATCH, 3), generator=draw)
     any_BM = torch.randint(len(DOORS), (BATCH, decisions), generator=draw)

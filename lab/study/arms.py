@@ -1,9 +1,9 @@
-"""An arm of a study: one way of training, of which a study compares several.
+"""An arm of a study: one way of training; a study compares several.
 
-The fields have the names and units of `QeRLConfig` where that has them, so that what a study finds can be
-typed into a recipe; the defaults are those of a small study. The others are controls that exist for studies
-alone: ways of exploring that need no noise in the weights. What a field takes is its annotation, which
-`lab.study.spec` checks where an arm comes from a file.
+Fields that `QeRLConfig` has too have its names and units, so that findings of a study can be copied into a
+recipe; the defaults are those of a small study. The other fields are controls for studies alone: ways of
+exploring that need no noise in the weights. `lab.study.spec` checks each field by its annotation when an arm
+is read from a file.
 """
 
 from dataclasses import dataclass, field
@@ -26,40 +26,42 @@ class Arm:
         rounding: How an unquantised checkpoint is rounded, `mse` or `rtn`.
         frozen_noise: Relative error (root mean square) of Gaussian noise that is added once to the frozen
             linear weights: the control for "any error of the weights would do".
-        tuning: `lora` trains adapters, `full` all weights of the model, of which each run has a copy then.
+        tuning: `lora` trains adapters; `full` trains all weights of the model, of which each run then has a
+            copy.
         lora_r: Rank of the adapters; alpha is the same.
-        learning_rate: The arm trains at this one alone; None for those of the study.
-        learning_rates: The arm's own grid, of which tuning seeds choose as of the study's; None for that.
-        noise: Whether the norms of rollouts get noise; the `noise_` fields say which.
+        learning_rate: The only learning rate of the arm; None for those of the study.
+        learning_rates: The arm's own grid, from which tuning seeds choose; None for the study's grid.
+        noise: Whether rollouts have noise in their norms, as the `noise_` fields say.
         noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule: The schedule of sigma.
         noise_scale: `absolute`, Z = sigma eps, or `relative`, Z = sigma |w| eps.
         noise_target_kl: Mean KL(sampler || trainer) in nats per token to which sigma is driven at the
-            schedule's start; it falls with the square of the schedule. None leaves sigma to the schedule.
-        noise_sigma_stages: sigma of each of as many stages of a run as there are numbers, in place of the
-            schedule; 0 for none. With numbers fitted on seeds that are not reported it holds a distance
-            without a controller (`lab.study.doses`).
-        noise_per: One Z for a `step`, or one for each `sample`.
+            schedule's start; the target falls with the square of the schedule. None leaves sigma to the
+            schedule.
+        noise_sigma_stages: sigma of each stage, in place of the schedule, with one stage of the run per
+            number; 0 for no noise. Numbers that were fitted on unreported seeds hold a KL without a
+            controller (`lab.study.doses`).
+        noise_per: One Z per `step`, or one per `sample`.
         noise_where: Whether the noise acts on the prompt too (`all`) or in decoding only (`decode`).
         noise_share: Share of the samples of each group that are drawn with noise.
-        noise_in_loss: The loss's forward pass has the rollout's Z too.
+        noise_in_loss: Whether the loss's forward pass has the rollout's Z too.
         correction: How the loss corrects for the ratio of trainer to sampler: `none`; `token_truncate`, at
             most `correction_max`; `token_one_sided`; `token_balance` against the mixture of clean and noisy
             samples.
         correction_max: Upper bound of the ratio.
-        temperature: Of sampling.
+        temperature: Temperature of sampling.
         match_entropy: Name of an arm with noise whose rollout entropy a controlled temperature follows, seed
             by seed and step by step.
-        temperature_stages: Factors of the sampler's temperature, one for each of as many stages of a run as
-            of a noise schedule; the loss stays that of the policy at `temperature`. None for 1 throughout.
+        temperature_stages: Factors of the sampler's temperature, with one stage of the run per number; the
+            loss stays that of the policy at `temperature`. None for 1 throughout.
         logits_noise: Standard deviation of Gaussian noise on the logits, one draw per token id and step.
         entropy_bonus: Coefficient of the policy's entropy in the objective.
         pass_at_k: k of pass@k advantages, which are in units of the reward (`scale_rewards: none`); None
             means advantages of GRPO.
         loss_type, importance_sampling_level, epsilon, epsilon_high, delta, use_rollout_logprobs: As in
-            `QeRLConfig`. A rollout has one update, so a ratio that is not taken to the sampler
-            (`use_rollout_logprobs`) is 1.
-        staleness: Steps by which the adapter that samples is behind the one that is trained, from that step
-            on; before it the fresh adapter samples.
+            `QeRLConfig`. A rollout has one update, so the ratio is 1 unless it is taken to the sampler
+            (`use_rollout_logprobs`).
+        staleness: Number of steps by which the sampling adapter is behind the trained one; until that step
+            the fresh adapter samples.
     """
 
     name: Text
@@ -104,19 +106,19 @@ class Arm:
 
     @property
     def scheduled(self) -> bool:
-        """Whether the arm has noise with a schedule, which begins after steps without."""
+        """Whether the arm has noise with a schedule, which begins after clean steps."""
         return self.noise or self.noise_target_kl is not None
 
 
 _AT_RATIO_1 = ("grpo", "dapo")
-"""Losses that are others where the ratio is 1: they differ in what they are divided by."""
+"""Losses that still differ at a ratio of 1, because they are divided by different numbers."""
 
 _OF_RATIO = ("importance_sampling_level", "epsilon", "epsilon_high", "delta")
-"""Fields that bound a ratio."""
+"""Fields of a ratio and its bounds."""
 
 
 def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
-    """Which of an arm's fields contradict each other, as the predicate of a sentence; None where none do.
+    """The contradiction between an arm's fields, as the predicate of a sentence; None if there is none.
 
     Args:
         arm: The arm.
@@ -167,5 +169,5 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Unique within a study; of its file, too."""
+        """Name of the run and of its file, unique within a study."""
         return f"{self.arm.name}-lr{self.learning_rate!r}-s{self.seed}"

@@ -1,4 +1,4 @@
-"""`python -m lab study`: compute what a study lacks and draw its page, or draw the page of one again."""
+"""`python -m lab study`: compute a study's unfinished runs and draw its page, or redraw the page."""
 
 import argparse
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ study is written."""
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `python -m lab study` with these arguments; returns the exit status."""
+    """Run `python -m lab study` with these arguments; returns the exit status."""
     args = _parser().parse_args(arguments)
     return study_command(args.studies, args.output_dir, args.figures, args.dry_run, console, args.again)
 
@@ -55,16 +55,15 @@ def study_command(
     console: Console,
     again: Sequence[str] = (),
 ) -> int:
-    """Do what the command line asks for.
+    """Compute a study and draw its page, or redraw the page of its results.
 
     Args:
-        words: YAML files of a study, by path or by name in lab/studies, put together as
-            `lab.study.spec.joined` does; or one word, the folder or results file of a study, whose page is
-            drawn again.
-        output_dir: The study's folder; None for runs/ and the names of the files. Of results, where the page
-            goes; None for beside them.
+        words: YAML files of a study, by path or by name in lab/studies, merged as `lab.study.spec.joined`
+            does; or one word, the folder or results file of a study, whose page is redrawn.
+        output_dir: The study's folder; None for one in runs/ named after the files. For results, the folder
+            of the page; None for the folder of the results.
         figures: Folder for the figures as SVG files; None for none.
-        dry_run: Say what there is to do and do nothing.
+        dry_run: Print what there is to compute and do nothing.
         console: Where progress is shown.
         again: Names of arms whose runs of other commits are computed again.
 
@@ -72,7 +71,7 @@ def study_command(
         Exit status, 130 where Ctrl-C or SIGTERM ended it.
 
     Raises:
-        QeRLError: What the user can mend in the study, its folder or the machine.
+        QeRLError: An error that the user can mend in the study, its folder or the machine.
     """
     place = Path(words[0]).expanduser()
     if len(words) == 1 and (found := _results_file(place)):
@@ -94,7 +93,7 @@ def study_command(
 
 
 def _results_file(place: Path) -> Path | None:
-    """The results that a word names, by their folder or by themselves; None where it names neither."""
+    """The results file that a path names, itself or by its folder; None if the path names neither."""
     if place.is_dir():
         return place / RESULTS_FILE
     return place if place.name.endswith(".json.gz") else None
@@ -112,7 +111,7 @@ def _compute(store: Store, figures: Path | None, console: Console) -> int:
     if results.runs:
         try:
             _draw(results, folder, figures, console)
-        except QeRLError as error:  # what was computed is safe
+        except QeRLError as error:  # the computed runs are saved
             console.print(f"No page was drawn. {error}", highlight=False, soft_wrap=True)
     return 0 if finished else 130
 
@@ -125,7 +124,7 @@ def _draw(results: Results, folder: Path, figures: Path | None, console: Console
 
 
 def _outline(study: Study, folder: Path, again: Sequence[str]) -> str:
-    """What a study consists of, and how much of it is in its folder."""
+    """Describe a study, and how many runs are left in its folder."""
     rates = ", ".join(f"{rate:g}" for rate in study.learning_rates)
     tuning = f"{len(study.tuning_seeds)} tuning seeds at each of {rates}, then " if study.tunes else ""
     at = "the best of them" if study.tunes else f"learning rate {rates}"

@@ -1,7 +1,7 @@
-"""The computing side of a study: batches of runs on the study's model, task and data.
+"""Trainers of a study's batches, on the study's model, task and data.
 
-The base model is loaded once for each format of weights and kept until an arm wants another one, so arms of
-one format had better stand next to each other in the study's file.
+The base model is loaded once per format of weights and kept until an arm needs another format, so arms of one
+format should be adjacent in the study's file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,8 +33,8 @@ class StudyMake:
         facts: Versions, device, dtype and the model's fingerprint, for the record of each run.
 
     Raises:
-        QeRLError: The model or task is not found, the task has too few held-out problems, or a format of an
-            arm cannot be had on this machine.
+        QeRLError: The model or task is not found, the task has too few held-out problems, or the format of an
+            arm is not available on this machine.
     """
 
     def __init__(self, study: Study) -> None:
@@ -70,7 +70,7 @@ class StudyMake:
         self._held: tuple[Any, PreTrainedModel] | None = None
 
     def __call__(self, runs: Sequence[Run], followed: Sequence[Followed | None]) -> BatchTrainer:
-        """A trainer of the runs, which are of one arm."""
+        """Make a trainer of these runs, which are of one arm."""
         base = self._base(runs[0].arm)
         trainer = BatchedTrainer(base, self.tokenizer, self.task, runs, self.settings, followed)
         return _OnProblems(trainer, self.problems)
@@ -87,7 +87,7 @@ class StudyMake:
 
 
 class _OnProblems:
-    """A batch's trainer with the study's held-out problems."""
+    """A batch's trainer that evaluates on the study's held-out problems."""
 
     def __init__(self, trainer: BatchedTrainer, problems: Any) -> None:
         self.trainer = trainer

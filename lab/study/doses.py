@@ -1,22 +1,23 @@
-"""From runs on seeds that are not reported to the sigmas or temperatures that hold a KL, stage by stage.
+"""Fit the noise sigmas or temperatures that hold a given KL in each stage, from runs on unreported seeds.
 
     python -m lab doses runs/doses/results.json.gz 0.003 0.01 0.03 0.1 > runs/doses.yaml
 
-An arm that explores at strength x (sigma of a noise, or temperature minus 1) has a KL of c x^2 while x is
-small, in nats per token. Each arm of the study gives such a point in each stage: c, the mean of KL / x^2 over
-its runs and the stage's steps, and the root mean square of x. Through one point the law itself is drawn, and
-between the points of several arms of a kind (`aqn`, `aqn_03`) the line in logarithms. What is printed is a
-part of a study, arms with `noise_sigma_stages` or `temperature_stages`: no controller, which would lag. The
-first stage, and any other in which no arm of the kind explores, stays as it is.
+While the strength x of an arm's exploration (sigma of its noise, or the factor of its temperature minus 1) is
+small, its KL is c x^2, in nats per token. Each arm of the study gives one point per stage: the root mean
+square of x, and c, the mean of KL / x^2 over its runs and the stage's steps. A single point is extended by
+the law itself; between points of several arms of a kind (`aqn`, `aqn_03`) the curve is linear in logarithms.
+The output is part of a study file: arms with `noise_sigma_stages` or `temperature_stages`, without a
+controller, which would lag. The first stage, and any other in which no arm of the kind explores, stays
+without exploration.
 
-Beyond small x the law fails, so a second turn fits where the first one ends: a study of the first turn's arms
-beside those that are printed, on the same seeds, and this command without a KL, which gives each arm the dose
-that its name says. Look at `sampling/kl` of what runs afterwards.
+For larger x the law fails, so a second turn fits near the strengths of the first: run a study of the first
+turn's arms and the printed arms on the same seeds, then this command without a KL, which gives each arm the
+dose in its name. Check `sampling/kl` of the runs that use these doses.
 
-A policy that has settled, so that it is sure of each token, has no strength at which this holds: what leaves
-its tokens as they are is no distance, and what changes them is one of many nats. From the first stage on in
-which half of an arm's runs have settled the arm gives no points, and where none does a strength stays as it
-was in the stage before.
+A policy that has settled, so that it is certain of each token, has no strength at which the law holds: noise
+that leaves its tokens unchanged gives no KL, and noise that changes them gives many nats. An arm gives no
+points from the first stage on in which half of its runs have settled, and where no arm gives points the
+strength of the previous stage is kept.
 """
 
 import argparse
@@ -41,13 +42,13 @@ SETTLED = 0.02
 
 
 def steps_of(steps: int, stages: int) -> list[range]:
-    """The 0-based steps of each stage; those that are left over belong to the last one."""
+    """The 0-based steps of each stage; steps left over belong to the last stage."""
     length = steps // stages
     return [range(i * length, steps if i == stages - 1 else (i + 1) * length) for i in range(stages)]
 
 
 def open_stages(runs: Sequence[RunResult], stages: int) -> int:
-    """Stages before the first one in which at least half of the runs have settled."""
+    """Number of stages before the first one in which at least half of the runs have settled."""
     for stage, steps in enumerate(steps_of(len(runs[0].steps[KL]), stages)):
         if median(_means(runs, ENTROPY, steps) or [0.0]) < SETTLED:
             return stage
@@ -55,33 +56,33 @@ def open_stages(runs: Sequence[RunResult], stages: int) -> int:
 
 
 def delivered(runs: Sequence[RunResult], stages: int) -> list[float]:
-    """Mean KL of each stage over runs, nats per token; NaN where none of them computed anything."""
+    """Mean KL of each stage over runs, nats per token; NaN where no run has a finite value."""
     of_stages = steps_of(len(runs[0].steps[KL]), stages)
     return [fmean(_means(runs, KL, steps) or [math.nan]) for steps in of_stages]
 
 
 def _means(runs: Sequence[RunResult], key: str, steps: range) -> list[float]:
-    """The mean of a metric in these steps, of each run that has it; one that has diverged has nothing."""
+    """Mean of a metric over these steps, per run that has a finite value there (a diverged run has none)."""
     each = [[value for at in steps if (value := run.steps[key][at]) is not None] for run in runs]
     return [fmean(values) for values in each if values]
 
 
 def dose_of(arm: str) -> float | None:
-    """The dose in an arm's name, nats per token, as `arms_at` writes it; None of other names."""
+    """The dose in an arm's name, nats per token, as `arms_at` writes it; None for other names."""
     digits = arm.rpartition("_")[2]
     return float(f"0.{digits}") if digits.isdecimal() else None
 
 
 def stages_of(arms: Sequence[Sequence[RunResult]], wanted: float, stages: int) -> list[float] | None:
-    """Strength in each stage that holds a KL; None of arms that do not explore.
+    """Strength in each stage that holds the wanted KL; None for arms that do not explore.
 
     Args:
-        arms: Runs of each arm of one kind: all have noise in their norms, or another temperature.
+        arms: Runs of each arm of one kind: all have noise in their norms, or all change the temperature.
         wanted: KL(sampler || trainer), nats per token.
-        stages: How many.
+        stages: Number of stages.
 
     Returns:
-        sigma of each stage, 0 where no run has noise, or factors of the temperature, 1 where that is 1.
+        sigma of each stage, 0 where no run has noise, or temperature factors, 1 where no run changes it.
     """
     steps = len(arms[0][0].steps[KL])
     if steps < stages:
@@ -106,7 +107,7 @@ def stages_of(arms: Sequence[Sequence[RunResult]], wanted: float, stages: int) -
 
 
 def _point(runs: Sequence[RunResult], within: range, noisy: bool) -> tuple[float, float] | None:
-    """Strength and KL of an arm in some steps, under the law; None of an arm that does not explore there."""
+    """Strength and KL of an arm over some steps, under the law; None if the arm does not explore there."""
     both = [
         (x, kl)
         for run in runs
@@ -120,7 +121,7 @@ def _point(runs: Sequence[RunResult], within: range, noisy: bool) -> tuple[float
 
 
 def _at(points: Sequence[tuple[float, float]], wanted: float) -> float:
-    """The strength at which a curve through points first has a KL; ahead of them and behind, by the law."""
+    """The strength at which a curve through points first reaches a KL; outside their range, by the law."""
     if wanted > points[0][1]:
         for (x, kl), (further, larger) in pairwise(points):
             if kl < wanted <= larger:
@@ -130,7 +131,7 @@ def _at(points: Sequence[tuple[float, float]], wanted: float) -> float:
 
 
 def _strength(run: RunResult, at: int, noisy: bool) -> float:
-    """sigma of a 0-based step, or what its factor of the temperature is above 1."""
+    """sigma of a 0-based step, or its temperature factor minus 1."""
     if noisy:
         return run.steps[SIGMA][at] or 0.0
     base = run.run.arm.temperature
@@ -140,13 +141,13 @@ def _strength(run: RunResult, at: int, noisy: bool) -> float:
 def arms_at(
     results: Results, wanted: Sequence[float], stages: int, names: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Arms as a study's file has them: of these each that explores, at each KL; `aqn` at 0.03 is `aqn_03`.
+    """Arms as in a study's file: each of these that explores, at each KL; `aqn` at 0.03 becomes `aqn_03`.
 
     Args:
-        results: Of the fit.
-        wanted: KLs, nats per token; none for that which each arm's name ends with, as here it would.
-        stages: How many strengths an arm gets.
-        names: The arms; those of their kinds give points as well.
+        results: Results of the runs to fit.
+        wanted: KLs, nats per token; if empty, each arm gets the dose at the end of its own name.
+        stages: Number of strengths per arm.
+        names: The arms; other arms of the same kinds also give points.
     """
     found = {}
     usual = asdict(Arm(""))
@@ -175,11 +176,11 @@ _FITTED = (
     "name", "noise_target_kl", "noise_sigma_start", "noise_sigma_end", "noise_stages", "noise_schedule",
     "noise_sigma_stages", "temperature_stages",
 )  # fmt: skip
-"""Fields that strengths by stage replace."""
+"""Fields that strengths per stage replace."""
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab doses` with these arguments.
+    """Run `python -m lab doses` with these arguments.
 
     Raises:
         QeRLError: The file holds no results of a study, or not of an arm.

@@ -1,18 +1,18 @@
 """Two endpoints of a comparison: the typical seed, and the share of runs that escape or collapse.
 
-Differences of areas mix two things: by how much a usual run is better, and how often a run falls or breaks
-out. A mean that a few collapses carry says neither, and of skewed differences too much is claimed of it. So
-both are asked by themselves, of each comparison of a study:
+Differences of areas mix two effects: how much better a typical run is, and how often a run collapses or
+escapes. A mean that depends on a few collapses shows neither, and for skewed differences tests of the mean
+claim too much. So each comparison of a study has two endpoints:
 
 - **the typical seed**: Hodges and Lehmann's centre of the paired differences of areas, its interval by the
   signed-rank test, and that test;
-- **the share**: of runs that end above `escape_above` in `escape_key` where a study has it, else of runs that
+- **the share**: of runs that end above `escape_above` in `escape_key` if the study has it, else of runs that
   end below `collapse_below`, by Fisher's exact test; the interval of the difference is Newcombe's (1998,
   method 11).
 
-Where most seeds do not differ at all, which the signed-rank test leaves out, the typical one does not, and no
-claim is made of it. Holm's correction counts all tests, two for each comparison. Of no effect beyond the
-margin may be spoken of the typical seed alone: by two one-sided signed-rank tests, corrected too.
+If most seeds do not differ at all, which the signed-rank test leaves out, the typical seed does not differ,
+and no claim is made about it. Holm's correction counts all tests, two per comparison. No effect beyond the
+margin can be claimed for the typical seed only: by two one-sided signed-rank tests, corrected too.
 """
 
 from collections.abc import Sequence
@@ -44,15 +44,16 @@ class Endpoint:
     """One endpoint of a comparison.
 
     Attributes:
-        family, first, second: As of `lab.study.statistics.Comparison`.
+        family, first, second: As in `lab.study.statistics.Comparison`.
         kind: `typical` or `share`.
         seeds: Number of seeds that both arms have finished.
         difference: First minus second: of areas, or of shares of runs.
-        interval: Of it, 95 %.
-        counts: Of shares, the runs of each arm that escaped or collapsed.
-        p: Of its test, uncorrected.
-        holm: Corrected over both endpoints of all comparisons.
-        p_equivalent: That the centre is within the margin, corrected over all comparisons; 1 of shares.
+        interval: 95 % interval of the difference.
+        counts: Runs of each arm that escaped or collapsed.
+        p: p value of its test, uncorrected.
+        holm: p corrected over both endpoints of all comparisons.
+        p_equivalent: p value of the test that the centre is within the margin, corrected over all
+            comparisons; 1 for shares.
         margin: The study's `equivalence`.
     """
 
@@ -71,8 +72,8 @@ class Endpoint:
 
     @property
     def verdict(self) -> str:
-        """What may be claimed of the first arm: `helps` or `harms` of the typical seed, `more` or `fewer`
-        runs, `no effect beyond +-.02`, or `undecided`."""
+        """The claim about the first arm: `helps` or `harms` for the typical seed, `more` or `fewer` for the
+        share of runs, `no effect beyond +-.02`, or `undecided`."""
         above, below = ("helps", "harms") if self.kind == "typical" else ("more", "fewer")
         if self.holm < LEVEL and abs(self.difference) > TIE:
             return above if self.difference > 0 else below
@@ -88,7 +89,7 @@ def endpoints(results: Results) -> list[Endpoint]:
         for first, second in pairs
     ]
     there = [one for one in planned if len(one[-1]) >= FEWEST]
-    not_yet = [1.0] * (len(planned) - len(there))  # what is planned counts, or looking early would be easier
+    not_yet = [1.0] * (len(planned) - len(there))  # counted, or looking early would make claims easier
     margin = results.study.equivalence
     each = [differences(rows) for *_, rows in there]
     counts = [_counts(results, rows) for *_, rows in there]
@@ -114,7 +115,7 @@ def within(d: np.ndarray, margin: float) -> float:
 
 
 def fisher(first: int, second: int, runs: int) -> float:
-    """Two-sided p value of Fisher's exact test for so many of equally many runs of two arms."""
+    """Two-sided p value of Fisher's exact test for counts of two arms with equally many runs."""
     from scipy.stats import fisher_exact
 
     return float(fisher_exact([[first, runs - first], [second, runs - second]]).pvalue)

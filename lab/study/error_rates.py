@@ -1,11 +1,12 @@
-"""How often the two endpoints of a comparison claim what is not so, and what they find.
+"""Rates of false claims of the two endpoints of a comparison, and the differences that they find.
 
-The typical seed: differences of a pair of arms, moved so that their centre (Hodges and Lehmann's) is 0, are
-drawn with replacement, as skewed and heavy-tailed as they are, and tested as `lab.study.endpoints` tests
-them. A claim is then false, at the level that Holm's correction leaves to the smallest p of a study, or to
-the only one. The same differences moved by the margin say how often two arms that differ by it are called
-equal, at the level that the correction over comparisons, half as many, leaves; moved by more and more, what
-is found with power .8. The share of runs needs no draws: Fisher's test is summed over all counts.
+Typical seed: differences of a pair of arms, shifted so that their centre (Hodges and Lehmann's) is 0, are
+drawn with replacement, which keeps their skew and heavy tails, and tested as in `lab.study.endpoints`. Every
+claim of a difference is then false; the level is the one that Holm's correction leaves to the smallest p
+value of a study, or that of a single test. The same differences shifted by the margin show how often two arms
+that differ by it are called equal, at the level that the correction over comparisons, half as many, leaves;
+growing shifts show what is found with power .8. Share of runs: no draws are needed, as Fisher's test is
+summed over all counts.
 """
 
 from dataclasses import dataclass
@@ -18,28 +19,28 @@ from lab.study.results import Results
 from lab.study.statistics import LEVEL, POWER, TIE, differences, hodges_lehmann, pairs_of_runs
 
 STEPS = np.linspace(0, 0.3, 61)
-"""Differences of centres that are tried until one is found."""
+"""Shifts of the centre, tried in order until one is found with power .8."""
 
 
 def typical(d: np.ndarray, seeds: int, tests: int, draws: int, margin: float) -> dict[str, float]:
-    """Rates of claims about the typical seed, for draws of so many seeds from differences whose centre is 0.
+    """Rates of claims about the typical seed, from draws of differences whose centre is 0.
 
     Args:
         d: The differences [any number].
-        seeds: How many are drawn.
-        tests: That Holm's correction counts, two for each comparison; 1 for one test alone.
-        draws: How often.
+        seeds: Number of differences per draw.
+        tests: Number of tests that Holm's correction counts, two per comparison; 1 for a single test.
+        draws: Number of draws.
         margin: Difference that does not matter.
 
     Returns:
-        `helps`, `harms`: false claims. `equal`: of no effect beyond the margin, where the centre is at it.
-        `detectable`: the smallest shift that is found with power .8, or NaN.
+        `helps`, `harms`: rates of false claims. `equal`: rate of claims of no effect beyond the margin, with
+        the centre at the margin. `detectable`: the smallest shift that is found with power .8, or NaN.
     """
     rng = np.random.default_rng(0)
     drawn = rng.choice(d, (draws, seeds))
     i, j = np.triu_indices(seeds)
     centre = np.array([np.median(row[i] + row[j]) / 2 for row in drawn])
-    # Ties are broken by chance, which leaves the level as it is.
+    # Ties are broken at random, which does not change the level.
     x = drawn + rng.normal(0, TIE / 2, drawn.shape)
     least = critical(seeds, LEVEL / tests / 2)
     above = sums(x)
@@ -64,7 +65,7 @@ def sums(x: np.ndarray) -> np.ndarray:
 
 @cache
 def critical(seeds: int, level: float) -> int:
-    """Largest sum of signed ranks that has no more than this probability, or less; -1 if none has."""
+    """Largest sum of positive ranks whose lower tail has at most this probability; -1 if there is none."""
     chances = np.ones(1)
     for rank in range(1, seeds + 1):
         chances = (np.append(chances, np.zeros(rank)) + np.append(np.zeros(rank), chances)) / 2
@@ -72,16 +73,17 @@ def critical(seeds: int, level: float) -> int:
 
 
 def share(p: float, seeds: int, tests: int) -> dict[str, float]:
-    """What Fisher's test says of the share of runs in two arms.
+    """Rates of claims of Fisher's test about the share of runs in two arms.
 
     Args:
         p: Mean share of the two.
         seeds: Runs of each.
-        tests: That Holm's correction counts.
+        tests: Number of tests that Holm's correction counts.
 
     Returns:
-        `false`: how often a difference is claimed where both have p. `found`: the smallest difference, of
-        shares as near to that mean as 0 and 1 allow, that is found with power .8; NaN if none is.
+        `false`: how often a difference is claimed if both arms have share p. `found`: the smallest
+        difference, of shares as near to that mean as 0 and 1 allow, that is found with power .8; NaN if there
+        is none.
     """
     from scipy.stats import binom
 
@@ -97,7 +99,7 @@ def share(p: float, seeds: int, tests: int) -> dict[str, float]:
 
 @cache
 def _claims(seeds: int, tests: int) -> np.ndarray:
-    """Whether Fisher's test claims a difference for counts of the first and the second arm."""
+    """Whether Fisher's test claims a difference, by the counts of the first and the second arm."""
     from scipy.stats import fisher_exact
 
     counts = range(seeds + 1)
@@ -107,14 +109,14 @@ def _claims(seeds: int, tests: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rates:
-    """How much an endpoint's verdict is worth.
+    """False claims and power of an endpoint.
 
     Attributes:
-        false: How often a difference would be claimed if there were none: the typical seed's as the pair's
-            own differences are, moved to a centre of 0; the share's where both arms have the mean share of
-            the two.
+        false: How often a difference would be claimed if there were none: for the typical seed with the
+            pair's own differences, shifted to a centre of 0; for the share with both arms at the mean of
+            their shares.
         found: Smallest difference that is found with power .8: of centres up to .3, or of shares around that
-            mean; NaN where none is.
+            mean; NaN if there is none.
     """
 
     false: float
@@ -122,12 +124,12 @@ class Rates:
 
 
 def of_endpoint(results: Results, one: Endpoint, draws: int = 500) -> Rates:
-    """The rates of an endpoint of a study, at the level that Holm's correction leaves to the smallest p.
+    """Rates of an endpoint of a study, at the level that Holm's correction leaves to the smallest p value.
 
     Args:
-        results: Of the study.
+        results: Results of the study.
         one: The endpoint.
-        draws: Of differences of the typical seed.
+        draws: Number of draws for the typical seed.
     """
     tests = 2 * sum(map(len, results.study.comparisons.values()))
     if one.kind == "typical":

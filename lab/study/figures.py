@@ -1,9 +1,9 @@
 """The drawings of a study as SVG: curves with bands, paired differences, accuracy by learning rate.
 
-Each is an element whose colours are classes of the report's style sheet, so that it stands on the page in the
-light and in the dark; `standalone` makes a file of it that carries the style sheet itself. Bands are the
-bootstrap interval (95 %) of the mean over seeds. What carries a claim is the difference seed by seed, not
-whether two bands overlap: the seeds are shared, and their differences vary less than the arms do.
+Each drawing is an element whose colours are classes of the report's style sheet, so that it suits the light
+and the dark page; `standalone` turns it into a file with its own style sheet. Bands are the bootstrap
+interval (95 %) of the mean over seeds. Claims rest on the difference seed by seed, not on whether two bands
+overlap: arms share their seeds, and the differences vary less than the arms do.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ class Band:
     """Values of one arm with their interval.
 
     Attributes:
-        index: Of the curve in its drawing, which decides its colour.
-        label: Its name.
-        at: Horizontal places [points].
+        index: Index of the curve in its drawing, which decides its colour.
+        label: Name of the curve.
+        at: Horizontal positions [points].
         mean, low, high: Mean over seeds and the bounds of its interval, each [points].
         seeds: Number of seeds.
     """
@@ -43,7 +43,7 @@ class Band:
 
 
 def band(index: int, label: str, at: Sequence[float], values: np.ndarray) -> Band:
-    """The band of values [seeds, points]."""
+    """Compute the band of values [seeds, points]."""
     low, high = mean_interval(values)
     return Band(index, label, list(at), [*values.mean(axis=0)], [*low], [*high], len(values))
 
@@ -54,10 +54,10 @@ def band_chart(
     """Curves with bands, and a legend below them.
 
     Args:
-        metric: What is drawn.
+        metric: The metric that is drawn.
         bands: The curves.
-        x_labels: Words at the places 0, 1, ... where these are no steps.
-        x_name: What the horizontal axis is.
+        x_labels: Labels of the positions 0, 1, ... if these are not steps.
+        x_name: Name of the horizontal axis.
     """
     scale = metric.scale
     ends = [value * scale for one in bands for value in (*one.low, *one.high)]
@@ -99,7 +99,7 @@ def _band(metric: Metric, frame: Frame, one: Band, points: bool) -> str:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> str:
-    (x, y), *rest = points if len(points) > 1 else [*points, *points]  # no length shows as a dot
+    (x, y), *rest = points if len(points) > 1 else [*points, *points]  # a line of length 0 shows as a dot
     return f"M{x:.1f} {y:.1f}" + "".join(f"L{x:.1f} {y:.1f}" for x, y in rest)
 
 
@@ -117,7 +117,7 @@ def _legend(i: int, one: Band) -> str:
 
 
 def difference_chart(comparisons: Sequence[Comparison]) -> str:
-    """Paired differences with their intervals, one line for each comparison, by family."""
+    """Paired differences with their intervals, one line per comparison, by family."""
     width, left = 760, 300
     margin = comparisons[0].equivalence
     ends = [bound for one in comparisons for bound in one.interval]
@@ -169,7 +169,7 @@ def _svg(width: int, height: int, label: str, body: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """A drawing as the text of a file, with its style sheet and a ground."""
+    """Turn a drawing into the text of an SVG file, with its style sheet and a background."""
     head, rest = svg.split(">", 1)
     head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ')
     ground = '<rect width="100%" height="100%" fill="var(--card)"/>'

@@ -1,4 +1,4 @@
-"""The lock of a folder that several processes share: who computes what."""
+"""Lock files by which processes that share a folder claim work."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 
 @contextlib.contextmanager
 def claimed(lock_file: Path) -> Iterator[bool]:
-    """A block in which no other process holds this lock; false where another one does already.
+    """Hold a lock for the block; yields False if another process already holds it.
 
     The kernel releases the lock of a process that dies.
     """

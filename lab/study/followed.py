@@ -1,11 +1,11 @@
-"""What a controlled temperature follows: the rollouts of one other run."""
+"""The rollouts of another run, whose entropy a controlled temperature follows."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A run's rollouts, step by step, as its record has them; None where a number was not finite.
+    """Recorded rollouts of a run, step by step; None where a number was not finite.
 
     Attributes:
         run: Name of the run.

@@ -1,4 +1,4 @@
-"""The studies of this project, by name; a word in .yaml or with a slash is a path instead."""
+"""The studies of this project, by name; a word that ends in .yaml or has a slash is a path instead."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def known() -> dict[str, Path]:
 
 
 def study_file(word: str) -> Path:
-    """The file that a word on the command line means.
+    """The file that a command-line word names.
 
     Raises:
         QeRLError: There is no study of this name.

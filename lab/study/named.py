@@ -1,4 +1,4 @@
-"""From the names in a study's file to its model and its task: QeRL's, and those of the laboratory."""
+"""Look up the model and the task that a study's file names: QeRL's own, and those of the laboratory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def find_model(name: str) -> LocalModel:
     """The model of a study; ``needle`` is trained on the first call.
 
     Raises:
-        QeRLError: As `qerl.models.hub.find_model`, or the needle's policy has other priors than it should.
+        QeRLError: As `qerl.models.hub.find_model`, or the needle's policy misses its priors.
     """
     return LocalModel(NEEDLE, needle_folder()) if name == NEEDLE else hub.find_model(name)
 

@@ -1,7 +1,7 @@
 """The page of a study: both endpoints, paired differences, curves by arm, every learning rate, collapses.
 
-It is made from results alone, needs no network and holds no script, as the report of runs, whose style it
-has. A study that is under way has a page too: of the runs that are finished.
+The page is made from results alone, needs no network and holds no script, like the report of runs, whose
+style it has. A study in progress has a page too, of its finished runs.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -31,10 +31,10 @@ LOGGED = (
     Metric("sampling/kl", "KL of sampler and trainer", "nats per token"),
     Metric("temperature/error", "Entropy that a temperature follows over its own, logarithm", ""),
 )
-"""What is drawn of evaluations and of steps, where it was recorded."""
+"""Metrics of evaluations and of steps that are drawn where they were recorded."""
 
 ROUNDING = 1e-9
-"""Values of a step that are no larger are rounding."""
+"""Values of a step up to this size are rounding errors."""
 
 DIFFERENCES = "differences"
 """Name of the drawing of paired differences."""
@@ -59,9 +59,9 @@ def write_figures(results: Results, folder: Path, without: Collection[str] = ())
     """Write each drawing of the page as an SVG file of its own, and return the files.
 
     Args:
-        results: Of the study.
-        folder: Where they go.
-        without: Keys of what is not drawn, as `rewards/accuracy/mean`.
+        results: Results of the study.
+        folder: Folder of the files.
+        without: Keys of metrics that are not drawn, as `rewards/accuracy/mean`.
 
     Raises:
         QeRLError: As :func:`write_page`.
@@ -77,7 +77,7 @@ def write_figures(results: Results, folder: Path, without: Collection[str] = ())
 
 
 def render(results: Results, comparisons: Sequence[Comparison]) -> str:
-    """The page as text."""
+    """The page as HTML text."""
     study = results.study
     intro = (
         f"{len(results.runs)} finished runs of {study.steps} steps, {study.prompts_per_step} prompts x "
@@ -142,7 +142,7 @@ def _name(metric: Metric, suffix: str) -> str:
 
 
 Labelled = list[tuple[int, str, list[RunResult]]]
-"""Index of each curve in its drawing, which decides its colour, its label and its runs."""
+"""For each curve of a drawing: its index, which decides its colour, its label and its runs."""
 
 
 def _groups(results: Results) -> Iterator[tuple[str, Labelled]]:
@@ -163,7 +163,7 @@ def _groups(results: Results) -> Iterator[tuple[str, Labelled]]:
     for family, pairs in families.items():
         wanted = {name for pair in pairs for name in pair}
         drawn[family] = [(name, runs) for name, runs in tested.items() if name in wanted and runs]
-    # One curve compares nothing; before any family has two, what there is is shown.
+    # One curve compares nothing; until some family has two, single curves are shown.
     several = {family: curves for family, curves in drawn.items() if len(curves) > 1}
     for family, curves in (several or drawn).items():
         yield (
@@ -173,7 +173,7 @@ def _groups(results: Results) -> Iterator[tuple[str, Labelled]]:
 
 
 def _strata(results: Results) -> list[Metric]:
-    """Accuracies of parts of the problems, where the task tells parts apart."""
+    """Metrics of the accuracy on each stratum of the problems, where the task has strata."""
     keys = dict.fromkeys(key for result in results.runs for key in result.evaluations)
     return [
         Metric(key, f"Greedy accuracy, {key.removeprefix(f'{ACCURACY}/').replace('_', ' ')}", "%", share=True)
@@ -193,7 +193,7 @@ def _evaluated(metric: Metric, labelled: Labelled) -> Iterator[Band]:
 
 
 def _logged(metric: Metric, labelled: Labelled) -> list[Band]:
-    """Curves of a step's values; none where all are rounding, as the KL of a study without noise is."""
+    """Curves of a step metric; none where all values are rounding errors, as the KL without noise."""
     bands = []
     for index, label, runs in labelled:
         rows = [found for result in runs if (found := _whole(result.steps.get(metric.key, [])))]
@@ -209,7 +209,7 @@ def _found(runs: list[RunResult]) -> Iterator[Band]:
 
 
 def _whole(values: Values) -> list[float]:
-    """Values all of which are finite; of a run that diverged nothing is drawn but its accuracy."""
+    """The values if all are finite, else none: of a diverged run only the accuracy is drawn."""
     found = [value for value in values if value is not None]
     return found if len(found) == len(values) else []
 
@@ -232,7 +232,7 @@ def _by_rate(results: Results) -> Iterator[Band]:
 
 
 def _endpoints(results: Results) -> str:
-    """The typical seed and the share of runs of each comparison, and what their verdicts are worth."""
+    """Table of both endpoints of each comparison, with the error rates of their verdicts."""
     found, study = endpoints(results), results.study
     if not found:
         return ""
@@ -272,7 +272,7 @@ def _endpoints(results: Results) -> str:
 
 
 def _means(comparisons: Sequence[Comparison]) -> str:
-    """Mean differences, of which no verdict is spoken: a few runs that collapse or escape carry them."""
+    """Table of mean differences, without verdicts: a few runs that collapse or escape can make up a mean."""
     if not comparisons:
         return ""
     rows = []
@@ -288,7 +288,7 @@ def _means(comparisons: Sequence[Comparison]) -> str:
 
 
 def _apart(one: Comparison) -> str:
-    """A warning under the table where an arm with noise and its control differ before the noise begins."""
+    """A warning below the table where an arm with noise and its control differ before the noise begins."""
     if not one.apart:
         return ""
     return (
@@ -298,7 +298,7 @@ def _apart(one: Comparison) -> str:
 
 
 Cells = tuple[Sequence[str], Sequence[str]]
-"""A line of a table: words, then numbers."""
+"""A row of a table: words, then numbers."""
 
 
 def _table(heads: Cells, rows: Sequence[Cells]) -> str:
@@ -320,7 +320,7 @@ _HEADS: Cells = (
 
 
 def _arms(results: Results) -> str:
-    """What each arm reached on the test seeds; in a sweep at every learning rate."""
+    """Table of what each arm reached on the test seeds; in a sweep, at every learning rate."""
     study, rows = results.study, []
     for name in study.arms:
         rate = results.rate(name)
@@ -332,7 +332,7 @@ def _arms(results: Results) -> str:
 
 
 def _rates(results: Results) -> str:
-    """Every learning rate of every arm, on the tuning seeds; the chosen one is marked."""
+    """Table of every learning rate of every arm, on the tuning seeds; the chosen one is marked."""
     study, rows = results.study, []
     if not study.tunes:
         return "<p>None was chosen; every seed ran at each that the study names.</p>"
@@ -354,7 +354,7 @@ def _row(results: Results, name: str, rate: float, runs: Sequence[RunResult], ma
 
 
 def _settings(results: Results) -> str:
-    """Fields in which arms differ."""
+    """Table of the fields in which arms differ."""
     arms = results.study.values()["arms"]
     rows = differing(list(arms.values())) if len(arms) > 1 else {}
     if not rows:

@@ -1,8 +1,8 @@
-"""What a study lacks, as batches of runs that are computed side by side.
+"""The unfinished runs of a study, as batches that are computed side by side.
 
 A batch is up to `runs_per_batch` runs of one arm: first those that choose its learning rate, all rates and
-tuning seeds side by side, then its test seeds at the chosen rate. An arm that follows another one's entropy
-waits for that one, and is computed again where that one's curves are others than they were.
+tuning seeds side by side, then its test seeds at the chosen rate. An arm that follows another arm's entropy
+waits for that arm, and is computed again if the curves of that arm have changed.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -18,10 +18,10 @@ class Batch:
     """Runs that are computed side by side.
 
     Attributes:
-        name: Of its files.
-        title: For people.
+        name: Name of the batch's files.
+        title: Name in messages.
         runs: The runs, finished or not.
-        followed: What the temperature of each follows; None for none.
+        followed: For each run the rollouts that its temperature follows; None for none.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done.
+    """The runs of a study that remain to be computed.
 
     Attributes:
-        batches: Batches with a run that is not finished, whose turn may come now.
-        waiting: Whether there will be more of them when some of these are finished.
-        open: Runs that are not finished, of which those that wait are part.
+        batches: Batches with an unfinished run, all of which can be computed now.
+        waiting: Whether more batches follow when some of these are finished.
+        open: Number of unfinished runs, waiting ones included.
     """
 
     batches: list[Batch]
@@ -52,7 +52,7 @@ class Plan:
 
 
 def make_plan(store: Store) -> Plan:
-    """What is to be done in a folder, by what is finished there."""
+    """Plan what remains to be computed in a folder, from its finished runs."""
     study, results = store.study, store.results()
     batches: list[Batch] = []
     waiting, open_ = False, 0
@@ -60,7 +60,7 @@ def make_plan(store: Store) -> Plan:
     for arm in study.arms.values():
         rate = results.rate(arm.name)
         phases = [("tuning", study.tuning_runs(arm)), ("test", study.test_runs(arm, rate))]
-        if study.chooses(arm) and rate is None:  # nobody knows yet at which rate the seeds will run
+        if study.chooses(arm) and rate is None:  # the rate of the test seeds is not known yet
             phases.pop()
             waiting, open_ = True, open_ + len(study.test_seeds)
         for phase, runs in phases:
@@ -76,7 +76,7 @@ def make_plan(store: Store) -> Plan:
 
 
 def _parts(whole: Batch, size: int, done: Collection[str]) -> Iterator[Batch]:
-    """The runs of an arm cut into batches, those left out of which all runs are done."""
+    """Split the runs of an arm into batches, without those whose runs are all done."""
     starts = range(0, len(whole.runs), size)
     for i, start in enumerate(starts):
         part = whole.of(range(start, min(start + size, len(whole.runs))))

@@ -1,16 +1,16 @@
-"""The smallest fair version of the arms on a model of one's own, and a file to send.
+"""Replicate the fewest arms that make a fair comparison on your own model, and write one file to send.
 
     python -m lab replicate Qwen/Qwen2.5-0.5B-Instruct --yes
 
-Without --yes it says what it would cost and ends, having read the model's config alone. With it, two studies
-run one after the other, `replicate-doses` and then `replicate` with the doses that the first one gave, and
-the results go into one file without paths of this machine. The same command goes on after Ctrl-C. The doses
-are fitted in two turns, the second with arms at what the first one gave, since the law of the fit holds near
-the strengths that were run (`lab.study.doses`).
+Without --yes the command reads only the model's config, prints the expected cost and ends. With it, two
+studies run one after the other, `replicate-doses` and then `replicate` with the doses that the first one
+gave, and the results go into one file without paths of this machine. After Ctrl-C the same command resumes.
+The doses are fitted in two turns, the second with arms at the doses of the first, since the law of the fit
+holds only near the strengths that were run (`lab.study.doses`).
 
-The cost is scaled from SmolLM2 on an H200 by parameters, and the memory of activations by layers times width,
-from what was measured there; a card of half the speed takes twice the time. As many tokens go through the
-model at once as four fifths of the GPU's memory hold.
+The time is scaled by the number of parameters, and the memory of activations by layers times width, from
+measurements of SmolLM2 on an H200; a card of half the speed takes twice the time. Each forward pass takes as
+many tokens as fit into four fifths of the GPU's memory.
 """
 
 from collections.abc import Mapping
@@ -39,31 +39,31 @@ from qerl.settings.library import read_mapping
 from qerl.settings.recipe import load_config
 
 DOSES, PLAN = "replicate-doses", "replicate"
-"""Files of lab/studies."""
+"""Names of files in lab/studies."""
 
 KL, STAGES = 0.03, 5
-"""Distance at which noise and temperature are held, nats per token, and in how many stages."""
+"""KL at which noise and temperature are held, nats per token, and the number of stages."""
 
 TOO_EASY, TOO_HARD = 0.8, 0.15
-"""Accuracy before training beyond which a task tells nothing apart. The lower one is above `collapse_below`
-of the plan, or a model that does not move would count as a collapse."""
+"""Accuracy before training outside of which a task shows no difference between arms. The lower bound is above
+`collapse_below` of the plan, or a model that does not move would count as a collapse."""
 
 MEASURED = Sizes.uniform(576, 1536, 30, 9, 3, 64, 49152, tied=True)
-"""SmolLM2-135M, of which `study-h200` and `demo-cpu` of bench/results are."""
+"""SmolLM2-135M, the model of the results `study-h200` and `demo-cpu` in bench/results."""
 
 MOST_TOKENS, FEWEST_TOKENS = 32768, 2048
-"""Of one forward pass."""
+"""Tokens of one forward pass."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What both studies take.
+    """Expected cost of both studies.
 
     Attributes:
-        runs: Of both.
-        seconds: On an H200, or on two CPU cores where there is no GPU.
-        gigabytes: Of GPU memory.
-        tokens_per_forward: With which the memory suffices.
+        runs: Number of runs of both studies.
+        seconds: Time on an H200, or on two CPU cores if there is no GPU.
+        gigabytes: GPU memory.
+        tokens_per_forward: Largest value that fits into the memory.
     """
 
     runs: int
@@ -73,15 +73,15 @@ class Cost:
 
 
 def cost_of(sizes: Sizes, studies: list[Study], memory: float | None) -> Cost:
-    """The cost of some studies on a model.
+    """Estimate the cost of some studies on a model.
 
     Args:
-        sizes: Of the model.
-        studies: The studies, of one size of batches.
-        memory: Bytes of the GPU; None without one.
+        sizes: Sizes of the model.
+        studies: The studies, all with batches of one size.
+        memory: Bytes of GPU memory; None without a GPU.
 
     Raises:
-        QeRLError: The memory does not suffice.
+        QeRLError: The memory is too small.
     """
     steps = sum(study.count(arm) * study.steps for study in studies for arm in study.arms.values())
     scores = sum(study.count(arm) * len(study.eval_at) for study in studies for arm in study.arms.values())
@@ -111,7 +111,7 @@ def cost_of(sizes: Sizes, studies: list[Study], memory: float | None) -> Cost:
 
 
 def adapter_of(sizes: Sizes, rank: int = 16) -> int:
-    """Numbers of one adapter on all linears of a model."""
+    """Number of parameters of one adapter on all linears of a model."""
     return sum(
         rank * (linear.inputs + linear.outputs)
         for spec in sizes.specs
@@ -121,7 +121,7 @@ def adapter_of(sizes: Sizes, rank: int = 16) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `python -m lab replicate` with these arguments; returns the exit status."""
+    """Run `python -m lab replicate` with these arguments; returns the exit status."""
     parser = Command("python -m lab replicate", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("model", help="Hub id, folder or .gguf file of a dense model")
@@ -136,21 +136,21 @@ def main(arguments: list[str]) -> int:
 def replicate(
     model: str, level: str, rate: float, output_dir: Path | None, yes: bool, console: Console
 ) -> int:
-    """Say what both studies cost and, if asked to, run them and write the file.
+    """Print what both studies cost and, if asked to, run them and write the file.
 
     Args:
         model: Hub id, folder or .gguf file.
-        level: Of the task arithmetic.
+        level: Level of the task arithmetic.
         rate: Learning rate of all arms.
-        output_dir: Where everything goes; None for a folder of the model's name.
-        yes: Whether to run.
-        console: Where it is said.
+        output_dir: Folder of all files; None for a folder named after the model.
+        yes: Whether to run the studies.
+        console: Where messages are printed.
 
     Returns:
         Exit status, 130 where Ctrl-C or SIGTERM ended it.
 
     Raises:
-        QeRLError: What the user can mend, such as a task that is too easy for the model.
+        QeRLError: An error that the user can mend, such as a task that is too easy for the model.
     """
     short = PurePath(model).name.removesuffix(".gguf")
     folder = output_dir or Path("runs", f"replicate-{short}")
@@ -199,12 +199,12 @@ def _study(name: str, own: Mapping[str, Any], more: Mapping[str, Any]) -> Study:
 
 
 def _stand_ins() -> dict[str, Any]:
-    """The arms whose doses are not known yet, for counting."""
+    """Arms that stand for those whose doses are not known yet, to count runs."""
     return {"arms": {"aqn_03": {"noise": True}, "temperature_03": {"temperature": 1.1}}}
 
 
 def _said(model: str, sizes: Sizes, cost: Cost, memory: float | None) -> str:
-    """The cost in a sentence."""
+    """The message about the cost."""
     what = f"{model} has {sizes.parameters / 1e6:.0f}M parameters; {cost.runs} runs"
     if memory is None:
         return (
@@ -218,7 +218,8 @@ def _said(model: str, sizes: Sizes, cost: Cost, memory: float | None) -> str:
 
 
 def _doses_met(results: Results) -> list[str]:
-    """For each arm with a dose, whether the KL of every stage after the clean one is within a factor of 2."""
+    """One line per arm with a dose: whether the KL of each stage after the clean one is within a factor of
+    2."""
     lines = []
     for name, arm in results.study.arms.items():
         if arm.noise_sigma_stages is None and arm.temperature_stages is None:
@@ -233,7 +234,7 @@ def _doses_met(results: Results) -> list[str]:
 
 
 def _check_start(accuracy: float, model: str, level: str) -> None:
-    """Raise where the untrained model leaves nothing to learn, or has nothing to learn from."""
+    """Raise if the untrained model is too good or too bad at the task to show a difference."""
     if TOO_HARD <= accuracy <= TOO_EASY:
         return
     word, other = ("hard", "an easier") if accuracy < TOO_HARD else ("easy", "a harder")

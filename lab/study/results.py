@@ -1,11 +1,11 @@
-"""What runs of a study gave: their curves, the area under one, and the learning rate that an arm trains at.
+"""Results of a study's runs: their curves, the area under the accuracy curve, and each arm's learning rate.
 
 The primary outcome of a run is the area under the curve of its accuracy: clean greedy accuracy on held-out
-problems by optimizer step, by trapezoids, divided by the number of steps, so that it is an accuracy too. It
-varies less between seeds than the accuracy at the end (two thirds of its standard deviation in the first
-study of noise), and sees how fast a run learns as well as how far. The start is part of it: between
-formats, whose untrained models differ, look at the gain over the start too. From the step on in which a run
-has diverged its accuracy counts as 0: it would be of no use to anybody.
+problems by optimizer step, by trapezoids, divided by the number of steps, so that it is an accuracy too. The
+area varies less between seeds than the accuracy at the end (two thirds of its standard deviation in the first
+study of noise), and reflects how fast a run learns as well as how far. The accuracy before training is part
+of it: between formats, whose untrained models differ, compare the gain over the start too. From the step on
+in which a run has diverged its accuracy counts as 0, since its policy is of no use.
 """
 
 import gzip
@@ -40,7 +40,7 @@ DIVERGED = "diverged"
 RESULTS_FILE = "results.json.gz"
 
 Values = list[float | None]
-"""Numbers by step; None where there is none that is finite."""
+"""Numbers by step; None where a number is missing or not finite."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class RunResult:
     """A finished run.
 
     Attributes:
-        run: Which one.
+        run: The run.
         steps: Values of each logged key at the steps 1, 2, ...
         eval_at: Steps done at each evaluation.
         evaluations: Values of each key of an evaluation.
         diverged_at: Step in which the run diverged, None for one that did not.
-        facts: Where and by what it was computed.
+        facts: Commit, date, versions, device and model by which the run was computed.
         followed: The run whose entropy its temperature followed, if any.
     """
 
@@ -67,7 +67,7 @@ class RunResult:
 
     @property
     def commit(self) -> str:
-        """Of the source that computed it."""
+        """Commit of the source that computed the run."""
         return str(self.facts.get("commit", UNKNOWN))
 
     @property
@@ -85,7 +85,7 @@ class RunResult:
         return area / self.eval_at[-1]
 
     def plain(self) -> dict[str, Any]:
-        """The result as values of JSON; :func:`from_plain` reads them."""
+        """The result as JSON values; :func:`from_plain` reads them."""
         return {
             "arm": self.run.arm.name,
             "seed": self.run.seed,
@@ -99,7 +99,7 @@ class RunResult:
 
 
 def from_plain(plain: Mapping[str, Any], arms: Mapping[str, Arm]) -> RunResult:
-    """The result that values of JSON hold, its arm one of ``arms``."""
+    """Read a result from JSON values; its arm is one of ``arms``."""
     fields = dict(plain)
     run = Run(arms[fields.pop("arm")], fields.pop("seed"), fields.pop("learning_rate"))
     followed = fields.pop("followed", None)
@@ -107,7 +107,7 @@ def from_plain(plain: Mapping[str, Any], arms: Mapping[str, Arm]) -> RunResult:
 
 
 def by_key(records: Iterable[Mapping[str, float]]) -> dict[str, Values]:
-    """Records of one run as a list of values for each key, to six digits; None where one is not finite."""
+    """Records of one run as a list of values per key, to six digits; None where missing or not finite."""
     rows = list(records)
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: [_digits(row.get(key)) for row in rows] for key in keys}
@@ -119,7 +119,7 @@ def _digits(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Results:
-    """A study and those of its runs that are finished.
+    """A study and its finished runs.
 
     Attributes:
         study: The study.
@@ -130,7 +130,7 @@ class Results:
     runs: list[RunResult]
 
     def of(self, arm: str, rate: float | None = None, seeds: Sequence[int] | None = None) -> list[RunResult]:
-        """Runs of an arm by seed, at one learning rate or all, of some seeds or all."""
+        """Runs of an arm, by learning rate and seed; of one rate or all, and of some seeds or all."""
         found = [
             result
             for result in self.runs
@@ -143,8 +143,8 @@ class Results:
     def rate(self, arm: str) -> float | None:
         """The learning rate at which an arm is tested.
 
-        Where one is chosen it is that of the largest mean area on the tuning seeds, of equal ones the lowest;
-        None before all of them are finished, and in a sweep, which tests all.
+        A chosen rate has the largest mean area on the tuning seeds; of equal ones the lowest is chosen. None
+        before all tuning runs are finished, and in a sweep, which tests all rates.
         """
         study = self.study
         rates = study.rates(study.arms[arm])
@@ -161,10 +161,10 @@ class Results:
         return max(areas, key=lambda rate: areas[rate])
 
     def followed_by(self, run: Run) -> Followed | None:
-        """What a run of an arm with `match_entropy` follows: the run of the same seed of the other arm.
+        """Rollouts that a run of an arm with `match_entropy` follows: the other arm's run of the same seed.
 
-        That one's learning rate is the same where rates are compared, else its own; None before it is
-        finished.
+        While rates are compared both runs have the same learning rate, else the other arm has its own; None
+        before that run is finished.
         """
         study, arm = self.study, run.arm.match_entropy
         assert arm is not None
@@ -177,7 +177,7 @@ class Results:
         return Followed(one.run.name, one.steps[ROLLOUT_ENTROPY], one.steps[SIGMA])
 
     def sound(self) -> "Results":
-        """The results without runs that followed something else than they would follow now."""
+        """The results without runs that followed other rollouts than they would follow now."""
         kept = [
             one
             for one in self.runs
@@ -187,16 +187,16 @@ class Results:
         return Results(self.study, kept)
 
     def tested(self, arm: str) -> list[RunResult]:
-        """An arm's finished runs of test seeds at its learning rate, by seed; none before that is chosen."""
+        """An arm's finished runs of test seeds at its learning rate, by seed; none before it is chosen."""
         rate = self.rate(arm)
         return [] if rate is None else self.of(arm, rate, self.study.test_seeds)
 
     def collapsed(self, result: RunResult) -> bool:
-        """Whether a run ends below the accuracy under which the study speaks of a collapse."""
+        """Return True if a run ends with an accuracy below the study's `collapse_below`."""
         return result.accuracy[-1] < self.study.collapse_below
 
     def escaped(self, result: RunResult) -> bool:
-        """Whether a run ends above the value over which the study, which has one, speaks of an escape."""
+        """Return True if a run has not diverged and ends above `escape_above`, which the study must have."""
         assert self.study.escape_above is not None
         value = result.evaluations[self.study.escape_key][-1]
         return result.diverged_at is None and (value or 0.0) > self.study.escape_above
@@ -214,12 +214,12 @@ def portable(content: bytes) -> bytes:
     """The content of a results file without this machine's path to the model; equal results give equal bytes.
 
     Raises:
-        ValueError: It is no compressed JSON.
-        KeyError: It is of no study.
+        ValueError: The content is not compressed JSON.
+        KeyError: The JSON is not that of a study.
     """
     plain = json.loads(gzip.decompress(content))
     spec = plain["study"]
-    # The id of a hub's model has a slash, too, and is the path of nothing.
+    # A Hub id has a slash too, and is no path.
     if spec["model"][:1] in ("/", ".", "~") or Path(spec["model"]).exists():
         spec["model"] = PurePath(spec["model"]).name
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))

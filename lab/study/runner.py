@@ -1,10 +1,10 @@
-"""Computing what a study lacks: batches of runs, one after the other, until all are finished.
+"""Compute the unfinished runs of a study, one batch after the other, until all are finished.
 
-Which batches there are is `lab.study.plan`'s to say. Processes that work in the same folder take the next
-one that nobody has claimed.
+`lab.study.plan` says which batches there are. Several processes may work in one folder; each takes the next
+batch that no other process has claimed.
 
-The computing itself is handed in (`Make`): this module knows no model, so that its tests train nothing. On
-Ctrl-C or SIGTERM the present batch is saved after its step, and so it is every five minutes.
+The training itself is passed in (`Make`): this module knows no model, so that its tests train nothing. The
+current batch is saved after its step on Ctrl-C or SIGTERM, and every five minutes.
 """
 
 import gc
@@ -32,46 +32,47 @@ SAVE_EVERY = 300.0
 """Seconds between two checkpoints of a batch."""
 
 LOOK_EVERY = 2.0
-"""Seconds between two looks whether other processes have finished what the rest waits for."""
+"""Seconds between two checks for batches of other processes that the remaining runs wait for."""
 
 
 class BatchTrainer(Protocol):
-    """Trains the runs of one batch side by side; each list has one item a run, in the order of the runs."""
+    """Trains the runs of one batch side by side; each list has one item per run, in the order of the runs."""
 
     def step(self) -> list[dict[str, float]]:
-        """One optimizer step of every run, and what it logs."""
+        """Do one optimizer step of every run and return the logged values."""
 
     def evaluate(self, samples: int) -> list[dict[str, float]]:
-        """Scores of every run's clean policy on the held-out problems; ``samples`` more of each, sampled."""
+        """Score every run's clean policy on the held-out problems, with ``samples`` sampled answers of each
+        too."""
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on, as containers of tensors and numbers."""
+        """The state on which the next step depends, as containers of tensors and numbers."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
 
 
 class Make(Protocol):
     """Makes trainers of batches."""
 
     facts: Mapping[str, Any]
-    """What is written down with each run: versions, device, `fingerprint` of the model."""
+    """Facts that are recorded with each run: versions, device, `fingerprint` of the model."""
 
     def __call__(self, runs: Sequence[Run], followed: Sequence[Followed | None]) -> BatchTrainer:
-        """A trainer of some runs of one arm.
+        """Make a trainer of some runs of one arm.
 
         Args:
             runs: The runs.
-            followed: What the temperature of each follows; None for none.
+            followed: For each run the rollouts that its temperature follows; None for none.
         """
 
 
 class Runner:
-    """Computes what a study lacks.
+    """Computes the unfinished runs of a study.
 
     Args:
         store: The study's folder.
-        make: Makes what computes.
+        make: Makes the trainers of batches.
         console: Where progress is shown.
     """
 
@@ -97,10 +98,10 @@ class Runner:
         )
 
     def run(self) -> bool:
-        """Compute until nothing is left for this process; false if Ctrl-C or SIGTERM came before that.
+        """Compute until nothing is left for this process; returns False if Ctrl-C or SIGTERM came first.
 
-        A batch that fails is left out, so that the others are computed all the same, and its error is raised
-        at the end. Where memory ran out, which another process may have taken, it is tried once more first.
+        A batch that fails is skipped, so that the others are computed nevertheless, and its error is raised
+        at the end. A batch that ran out of memory, which another process may have taken, is retried once.
 
         Raises:
             QeRLError: The folder cannot be written or holds runs of another model; memory ran out in a batch,
@@ -119,7 +120,7 @@ class Runner:
         return not self.guard.interrupted or not make_plan(self.store).open
 
     def _round(self, runs: int) -> bool:
-        """Compute one batch, or wait for other processes; false where there is nothing to do or wait for."""
+        """Compute one batch or wait for other processes; returns False if neither is left to do."""
         plan = make_plan(self.store)
         self._say_time_left(plan.open)
         self._bar.update(self._task, completed=(runs - plan.open) * self.study.steps)
@@ -138,14 +139,14 @@ class Runner:
         return False
 
     def _say_time_left(self, open_: int) -> None:
-        """A line for those who see no bar: what is left, at the pace of all processes so far."""
+        """Without a progress bar, print the runs left and their time at the pace of all processes so far."""
         if self._bar.disable and 0 < open_ < self._open_at_start and open_ != self._said:
             self._said = open_
             pace = (time.monotonic() - self._start) / (self._open_at_start - open_)
             self.console.print(f"{open_} runs are left, about {pace * open_ / 60:.0f} min.")
 
     def _take(self, batch: Batch) -> bool:
-        """Compute a batch unless another process does; whether it was this one's."""
+        """Compute a batch unless another process does; returns True if this process claimed it."""
         with self.store.claimed(batch.name) as mine:
             if not mine:
                 return False
@@ -159,7 +160,7 @@ class Runner:
             return True
 
     def _put_aside(self, batch: Batch, error: Exception) -> None:
-        """A batch for which memory ran out has a second turn after the others; any other failure is final."""
+        """Note a failed batch: if memory ran out it is retried once after the others, else it has failed."""
         again = isinstance(error.__cause__, torch.OutOfMemoryError) and batch.name not in self._second_turn
         if again:
             self._second_turn.add(batch.name)
@@ -192,7 +193,7 @@ class Runner:
             work.save()
 
     def _why(self, again: Sequence[RunResult]) -> str:
-        """Why runs that are there do not count."""
+        """Why runs that exist do not count as finished."""
         arm = again[0].run.arm
         if arm.name in self.store.again:
             return f"they are of commit {', '.join(sorted({one.commit for one in again}))}"
@@ -203,7 +204,7 @@ class Runner:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free what the frames of an error hold, a batch's memory above all; its lines stay readable."""
+    """Free the objects in an error's frames, above all a batch's memory; its traceback stays readable."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -213,7 +214,7 @@ def _let_go(error: BaseException | None) -> None:
 
 
 class _Work:
-    """A batch under way, from where it was left."""
+    """A batch in progress, resumed from its checkpoint if there is one."""
 
     def __init__(self, store: Store, batch: Batch, trainer: BatchTrainer, say: Callable[[str], None]) -> None:
         self.store, self.batch, self.trainer = store, batch, trainer
@@ -234,7 +235,7 @@ class _Work:
         self._evaluate()
 
     def _other(self, kept: Checkpoint) -> str | None:
-        """In what a checkpoint is not this batch's; None if in nothing."""
+        """How a checkpoint differs from this batch; None if it does not."""
         if kept.names != self.names:
             return "other runs"
         if kept.commit != self.store.commit:
@@ -252,7 +253,7 @@ class _Work:
             self.save()
 
     def _evaluate(self) -> None:
-        """Score where it is time for that and it has not been done."""
+        """Evaluate if an evaluation is due at this step and has not been done."""
         at, step = self.study.eval_at, len(self.records)
         if step in at and len(self.evaluations) == at.index(step):
             self.evaluations.append(self.trainer.evaluate(self.study.final_completions if self.done else 0))
@@ -289,12 +290,12 @@ class _Work:
         )
 
     def shown(self) -> str:
-        """The present step, for the progress bar."""
+        """The current step and accuracy, for the progress bar."""
         accuracy = fmean(one["accuracy"] for one in self.evaluations[-1])
         return f"step {len(self.records)}/{self.study.steps}  accuracy {accuracy:.3f}"
 
     def summary(self) -> str:
-        """How the finished batch went, in a line."""
+        """One line about the finished batch."""
         accuracy = fmean(result.accuracy[-1] for result in self.results)
         area = fmean(result.area for result in self.results)
         diverged = sum(result.diverged_at is not None for result in self.results)

@@ -1,4 +1,4 @@
-"""A study as its YAML file says it: what every run has in common, the arms, and which of them are compared.
+"""A study as its YAML file describes it: what all runs share, the arms, and which arms are compared.
 
     model: HuggingFaceTB/SmolLM2-135M-Instruct
     task: arithmetic
@@ -14,9 +14,10 @@
     comparisons:
       primary: [[aqn, none]]          # the first minus the second, seed by seed
 
-Keys are the fields of `Study`, an arm's those of `Arm`; each is checked by its annotation, as the settings of
-a run are. An unknown key is an error that names the nearest one. Without tuning seeds every test seed runs at
-every learning rate: that is a sweep, in which nothing is chosen, so arms cannot be compared there.
+Keys are the fields of `Study`, and for an arm those of `Arm`; each is checked by its annotation, like the
+settings of a run. An unknown key is an error that names the nearest known one. Without tuning seeds every
+test seed runs at every learning rate; with several rates this is a sweep, which chooses none, so its arms
+cannot be compared.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from qerl.settings.checks import Count, Positive, PositiveInt, Seed, Share, Text
 from qerl.settings.library import nearest
 
 FIRST_TUNING_SEED = 1000
-"""Where tuning seeds begin that are given as a number; test seeds begin at 0."""
+"""The first tuning seed if `tuning_seeds` is a number; test seeds begin at 0."""
 
 Seeds = Annotated[list[Seed], Field(min_length=1)]
 Pair = Annotated[list[Text], Field(min_length=2, max_length=2)]
@@ -47,28 +48,30 @@ class Study:
     Attributes:
         model: Hub id, local folder or .gguf file.
         task: Name of the task, as in a recipe.
-        task_options: Its keyword arguments.
+        task_options: Keyword arguments of the task.
         steps: Optimizer steps of each run.
-        prompts_per_step: Groups of a step.
-        samples_per_prompt: Samples of a group.
-        max_completion_length: Most new tokens of a sample.
-        learning_rates: The grid; each arm trains at each of them, unless it has one, or a grid, of its own.
-        tuning_seeds: Seeds on which an arm's learning rate is chosen: the one of the largest mean area under
-            the curve. Empty where there is one rate, or for a sweep.
+        prompts_per_step: Groups per step.
+        samples_per_prompt: Samples per group.
+        max_completion_length: Maximum number of new tokens per sample.
+        learning_rates: The grid; each arm trains at each of these rates, unless it has a rate or a grid of
+            its own.
+        tuning_seeds: Seeds on which an arm's learning rate is chosen: the rate with the largest mean area
+            under the curve. Empty for a single rate, or for a sweep.
         test_seeds: Seeds that are reported, at the chosen learning rate. None of them is a tuning seed.
-        eval_steps: Steps between two evaluations; there is one before the first step and one after the last.
+        eval_steps: Steps between two evaluations; one more is before the first step and one after the last.
         eval_samples: Held-out problems of an evaluation, answered greedily without noise.
-        final_completions: Samples per problem of the last evaluation besides, for pass@k; 0 for none.
-        runs_per_batch: Most runs that are computed side by side.
-        tokens_per_forward: Most tokens in one forward pass of the update, over all runs of a batch.
+        final_completions: Samples per problem that the last evaluation draws besides, for pass@k; 0 for none.
+        runs_per_batch: Maximum number of runs that are computed side by side.
+        tokens_per_forward: Maximum number of tokens in one forward pass of the update, over all runs of a
+            batch.
         collapse_below: A run whose last accuracy is below this has collapsed.
         escape_above: A run whose last value of `escape_key` is above this has escaped (see
-            `lab.study.endpoints`); None for a study that asks how many collapse.
+            `lab.study.endpoints`); None for a study that counts collapses.
         escape_key: Key of an evaluation, as `accuracy` or `accuracy/steps_2`.
         equivalence: Difference of areas under the curve that does not matter.
         arms: The arms by name.
-        comparisons: Pairs of arms by family, in which they are shown and drawn together. p values are
-            corrected for the number of all pairs.
+        comparisons: Pairs of arms by family; a family is shown and drawn together. p values are corrected for
+            the number of all pairs.
     """
 
     model: Text
@@ -110,7 +113,7 @@ class Study:
 
     @property
     def eval_at(self) -> list[int]:
-        """Steps done at which runs are evaluated."""
+        """Numbers of steps done at which runs are evaluated."""
         return [*range(0, self.steps, self.eval_steps), self.steps]
 
     def tuning_runs(self, arm: Arm) -> list[Run]:
@@ -130,12 +133,12 @@ class Study:
         return [Run(arm, seed, rate) for rate, seed in product(rates, self.test_seeds)]
 
     def count(self, arm: Arm) -> int:
-        """How many runs an arm has in all."""
+        """Number of all runs of an arm."""
         tested = 1 if self.chooses(arm) else len(self.rates(arm))
         return len(self.tuning_runs(arm)) + tested * len(self.test_seeds)
 
     def values(self) -> dict[str, Any]:
-        """The study as plain values, every default written out; `make_study` makes the same study of them."""
+        """The study as plain values, every default included; `make_study` makes the same study from them."""
         plain = dataclasses.asdict(self)
         for arm in plain["arms"].values():
             del arm["name"]
@@ -153,8 +156,8 @@ def read_study(file: str, values: Mapping[str, Any]) -> Study:
     """The study that the values of a YAML file describe.
 
     Args:
-        file: The file, or several, for the message of an error.
-        values: What it holds.
+        file: Name of the file, or of several, for error messages.
+        values: Content of the file.
 
     Raises:
         QeRLError: A key is unknown or missing, a value is wrong, or two contradict each other; one sentence
@@ -178,16 +181,16 @@ def read_study(file: str, values: Mapping[str, Any]) -> Study:
 
 
 def joined(one: Mapping[str, Any], other: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """The values of several files as those of one: keys of the later one go over those of the earlier ones,
-    arms and comparisons are put together.
+    """Merge the values of files: keys of the later file override earlier ones, arms and comparisons are
+    united.
 
     Args:
         one: Values of the earlier files.
-        other: Values of a later one.
-        file: That one, for the message of an error.
+        other: Values of a later file.
+        file: Name of the later file, for error messages.
 
     Raises:
-        QeRLError: An arm or a family of comparisons has one name in both and is not the same.
+        QeRLError: An arm or a family of comparisons has the same name in both and is not the same.
     """
     both = {**one, **other}
     for key in ("arms", "comparisons"):
@@ -201,7 +204,7 @@ def joined(one: Mapping[str, Any], other: Mapping[str, Any], file: str) -> dict[
 
 
 def make_study(values: Mapping[str, Any]) -> Study:
-    """The study of plain values, as :func:`read_study` without a file."""
+    """Make a study from plain values; :func:`read_study` checks more."""
     known = [*_TYPES, *_NOT_FIELDS]
     for key in values:
         if key not in known:
@@ -232,7 +235,7 @@ def _arms(arms: Any, shared: Any) -> Iterator[tuple[str, Arm]]:
 
 
 def _idle(arm: Arm) -> Sequence[str]:
-    """Fields of the noise that do nothing in an arm."""
+    """Noise fields that do nothing in an arm."""
     acting = _OF_LOGITS if arm.logits_noise else ()
     return [key for key in _ARM_TYPES if key.startswith("noise_") and not arm.noise and key not in acting]
 

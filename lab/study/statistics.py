@@ -1,29 +1,30 @@
-"""What a comparison of two arms says, seed by seed, and what it cannot say.
+"""Paired comparisons of two arms, seed by seed: intervals, tests, verdicts, and what they do not claim.
 
 Arms share their seeds (same data, same fresh adapter, same uniforms), so the outcome is the paired difference
-first - second of the area under the curve of accuracy (`RunResult.area`) on the test seeds. Of it:
+first - second of the area under the curve of accuracy (`RunResult.area`) on the test seeds. A comparison has:
 
-- the mean, with the bias-corrected and accelerated (BCa) bootstrap interval of 95 % over seeds;
+- the mean difference, with the bias-corrected and accelerated (BCa) bootstrap interval of 95 % over seeds;
 - Wilcoxon's signed-rank test, because the differences have heavy tails, with the exact distribution of its
   midranks, its p value corrected over all comparisons of the study by Holm's method;
 - two one-sided t tests against +- the study's `equivalence`, their p value corrected in the same way: only
-  they allow to say that there is no effect, which a large p value never does, and of many pairs that differ
-  by the margin one in twenty would pass uncorrected;
+  these tests support a claim of no effect, which a large p value never does, and uncorrected, one in twenty
+  of many pairs that differ by the margin would pass;
 - the smallest true difference that this many seeds would have found with power .8: the paired t test at the
   level that Holm's method gives to the smallest p value of the study;
-- how many runs of each collapsed.
+- the number of collapsed runs of each arm.
 
-The verdict, which the studies have that were planned with it (docs/method.md; a study's page has those of
-`lab.study.endpoints`), is a word made of the corrected p value, the sign of the mean and the test of
-equivalence, all at a level of .05. An effect is claimed of the mean, which Wilcoxon's test is not about, so
-the interval of the mean must leave out 0 too, and the centre of ranks, which skewed differences may have on
-the other side of 0, must agree with it; else nothing is decided. If no two arms that a study compares differ,
-it claims no effect with probability .95; it claims no equivalence that does not hold with the same. If two
-arms differ and the means of their areas do not, because one is a little better and collapses now and then, an
-effect may be claimed more often than that: seeds that hold no collapse cannot show one. How often,
-docs/studies.md says.
-Given up: intervals are each of one comparison, and all of it is for the study's own held-out problems and the
-learning rates that were chosen.
+The verdict is a word made of the corrected p value, the sign of the mean and the test of equivalence, all at
+a level of .05. Only studies that were planned with it report it (docs/method.md); a study's page has the
+verdicts of `lab.study.endpoints`. An effect is a claim about the mean, which Wilcoxon's test does not test,
+so the interval of the mean must exclude 0 too, and the centre of ranks, which for skewed differences may lie
+on the other side of 0, must have the sign of the mean; otherwise no effect is claimed. If no two arms that a
+study compares differ, the study claims no effect with probability .95, and likewise no equivalence that does
+not hold. If two arms differ and the means of their areas do not, because one is a little better and collapses
+now and then, an effect may be claimed more often than that: seeds without a collapse cannot show one.
+docs/studies.md has the rates.
+
+Given up: each interval is for one comparison, and all results are for the study's own held-out problems and
+the learning rates that were chosen.
 """
 
 import warnings
@@ -40,11 +41,11 @@ LEVEL = 0.05
 POWER = 0.8
 RESAMPLES = 10_000
 FEWEST = 2
-"""Seeds below which nothing can be said about a difference."""
+"""Seeds that a comparison needs at least."""
 
 TIE = 2e-6
-"""Differences of areas that are no farther apart are equal: results are kept to six digits, and areas of a
-few hundred problems differ by a hundred times as much or not at all."""
+"""Differences of areas that are no farther apart count as equal: results are kept to six digits, and areas
+over a few hundred problems differ by a hundred times as much or not at all."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,22 @@ class Comparison:
     """Two arms, paired by seed.
 
     Attributes:
-        family: The group of comparisons that it is shown with.
+        family: Group of comparisons in which this one is shown.
         first, second: Names of the arms.
         seeds: Number of seeds that both have finished.
-        mean: Of the differences first - second in area under the curve.
+        mean: Mean of the differences first - second in area under the curve.
         sd: Their standard deviation.
         interval: BCa interval of the mean, 95 %.
-        p: Of Wilcoxon's test.
+        p: p value of Wilcoxon's test.
         holm: The same, corrected over the study.
-        p_equivalent: Of the test that the mean is within +- the study's `equivalence`, corrected over the
-            study.
-        equivalence: That margin.
+        p_equivalent: p value of the test that the mean is within +- the study's `equivalence`, corrected over
+            the study.
+        equivalence: The study's `equivalence`.
         detectable: Smallest mean that would have been found with power .8.
         collapses: Runs of the first and of the second arm that collapsed.
-        differences: Seed by seed.
-        apart: Of a pair of which one arm has noise, the seeds in which the two differ before it begins: their
-            difference is then not the noise's alone.
+        differences: Differences by seed.
+        apart: If one arm of the pair has noise, the number of seeds in which the two differ before the noise
+            begins, so that their difference is not the noise's alone.
     """
 
     family: str
@@ -88,7 +89,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """What may be claimed: `helps`, `harms`, `no effect beyond +-.02` or `undecided`."""
+        """The claim: `helps` or `harms`, with `, by less than .02` if equivalent; `no effect beyond +-.02`;
+        or `undecided`."""
         margin = f"{self.equivalence:g}".removeprefix("0")
         equivalent = self.p_equivalent < LEVEL
         low, high = self.interval
@@ -100,7 +102,7 @@ class Comparison:
 
 
 def hodges_lehmann(d: np.ndarray) -> float:
-    """Median of all pairs' means, each seed with itself too: what Wilcoxon's test says is not 0."""
+    """Median of all pairs' means, each seed with itself too: the centre that Wilcoxon's test tests."""
     return float(np.median(_means_of_pairs(d)))
 
 
@@ -111,7 +113,8 @@ def _means_of_pairs(d: np.ndarray) -> np.ndarray:
 
 def hodges_lehmann_interval(d: np.ndarray) -> tuple[float, float]:
     """Interval of the centre of d [seeds], of at least 95 %: the centres that the signed-rank test does not
-    reject, by its distribution without ties; of five seeds or fewer, which reject none, all that they say."""
+    reject, by its distribution without ties; with five seeds or fewer, which reject none, the range of the
+    pairs' means."""
     seeds, chances = len(d), np.ones(1)
     for rank in range(1, seeds + 1):
         chances = (np.append(chances, np.zeros(rank)) + np.append(np.zeros(rank), chances)) / 2
@@ -136,7 +139,7 @@ def compare(results: Results) -> list[Comparison]:
     members = [member for member in paired if len(member[-1]) >= FEWEST]
     margin, each = results.study.equivalence, [differences(rows) for *_, rows in members]
     p_values = [wilcoxon(d) for d in each]
-    # A comparison that is planned and not computed yet counts, or looking early would make it easier.
+    # A comparison that is planned and not computed yet counts, or looking early would make claims easier.
     not_yet = [1.0] * (len(paired) - len(members))
     adjusted_p = holm([*p_values, *not_yet])
     equivalent_p = holm([*(equivalence(d, margin) for d in each), *not_yet])
@@ -174,7 +177,7 @@ def pairs_of_runs(results: Results, first: str, second: str) -> list[tuple[RunRe
 
 
 def _apart(one: RunResult, other: RunResult) -> bool:
-    """Whether two runs, of which one has noise, drew from different policies before it began."""
+    """Return True if two runs, one of which has noise, drew from different policies before it began."""
     begins = [
         next((at for at, sigma in enumerate(run.steps.get(SIGMA, [])) if sigma), None) for run in (one, other)
     ]
@@ -191,13 +194,13 @@ def differences(rows: Sequence[tuple[RunResult, RunResult]]) -> np.ndarray:
 
 
 def bca(d: np.ndarray) -> tuple[float, float]:
-    """BCa interval of the mean of d [seeds], 95 %; of equal numbers, that number twice."""
+    """95 % BCa interval of the mean of d [seeds]; if all differences are equal, that number twice."""
     from scipy.stats import bootstrap
 
     if np.ptp(d) == 0:
         return float(d[0]), float(d[0])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of two or three seeds, of which it says what their number says too
+        warnings.simplefilter("ignore")  # about two or three seeds, which `Comparison.seeds` shows too
         found = bootstrap(
             (d,), np.mean, n_resamples=RESAMPLES, method="BCa", rng=np.random.default_rng(0)
         ).confidence_interval
@@ -205,8 +208,8 @@ def bca(d: np.ndarray) -> tuple[float, float]:
 
 
 def bca_ratio(part: np.ndarray, whole: np.ndarray) -> tuple[float, float]:
-    """BCa interval of the mean of part [seeds] divided by that of whole [seeds], 95 %; seeds are drawn in
-    pairs. Where the ratio is that of every seed, that number twice."""
+    """95 % BCa interval of the mean of part [seeds] divided by that of whole [seeds], resampled in pairs; if
+    all seeds have the same ratio, that ratio twice."""
     from scipy.stats import bootstrap
 
     if np.allclose(part * whole[0], part[0] * whole, rtol=1e-12, atol=0):
@@ -217,7 +220,7 @@ def bca_ratio(part: np.ndarray, whole: np.ndarray) -> tuple[float, float]:
         return found
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as of `bca`
+        warnings.simplefilter("ignore")  # as in `bca`
         found = bootstrap(
             (part, whole), of_means, n_resamples=RESAMPLES, method="BCa", paired=True,
             rng=np.random.default_rng(0),
@@ -231,10 +234,10 @@ def wilcoxon(d: np.ndarray) -> float:
 
 
 def signed_rank_above(d: np.ndarray) -> float:
-    """Exact p value of the signed-rank test on d [seeds] against centres above 0; 1 where all are zero.
+    """Exact p value of the signed-rank test that the centre of d [seeds] is above 0; 1 where all are zero.
 
-    Zeros are left out and differences that are equal share their mean rank (`TIE`); the distribution is that
-    of these ranks when each sign is tossed, so it is exact with ties too.
+    Zeros are left out and equal differences share their mean rank (`TIE`); the distribution is that of these
+    ranks with a random sign each, so it is exact with ties too.
     """
     size = np.abs(d)
     by_size = np.argsort(size)
@@ -278,7 +281,7 @@ def detectable(sd: float, seeds: int, level: float) -> float:
     Args:
         sd: Standard deviation of the differences.
         seeds: Their number, at least two.
-        level: Of the test.
+        level: Level of the test.
     """
     from scipy.optimize import brentq
     from scipy.stats import nct, t

@@ -1,27 +1,28 @@
-"""The folder of a study: what is finished, what is under way, and who computes what.
+"""The folder of a study: finished runs, interrupted batches, and locks of the processes at work.
 
     FOLDER/
-      study.json             the study with every default, all arms that ever ran here, by which commit the
-                             folder was continued last, and the fingerprint of the model; `unpacking` while
-                             runs/ is made from results.json.gz
+      study.json             the study with every default, all arms that ever ran here, the commit that last
+                             continued the folder, and the fingerprint of the model; `unpacking` while runs/
+                             is made from results.json.gz
       runs/NAME.json         a finished run with its whole curve
       former/NAME-COMMIT.json     a run that was computed again
-      batches/NAME.pt        a batch that was interrupted, to go on from
+      batches/NAME.pt        the checkpoint of an unfinished batch
       batches/NAME.lock      held by the process that computes the batch
       results.json.gz        all finished runs of the study, made from runs/
       study.html             the page, made from results.json.gz
 
-A run's file is written aside and renamed: it is whole or not there, and a run that has one is never computed
-again. Several processes, on several GPUs, may work in one folder: each claims a batch by a lock that the
-system releases when the process ends, however it ends.
+A run's file is written under another name and renamed, so it is complete or absent. A run with a file is
+computed again only if it no longer counts: its arm is named in `again` and its commit is another one, or it
+followed curves that have changed. Several processes, on several GPUs, may work in one folder: each claims a
+batch by a lock that the kernel releases when the process ends, however it ends.
 
-A folder with nothing but results.json.gz goes on from it, so a study that was kept as that one file can grow
-on another machine. Where making runs/ from it was interrupted, it is done anew by the next process.
+A folder with nothing but results.json.gz is continued from it, so a study that was kept as that one file can
+grow on another machine. If making runs/ from it was interrupted, the next process starts over.
 
 A study may grow: arms, seeds, learning rates and comparisons may be added or left out between two calls, and
-what is finished is kept. What all runs share, what an arm is, and the model may not change in a folder,
-because its runs would no longer be comparable. Another commit may go on with it, which is said: whether it
-computes the same is for people to know, and arms that they name are computed again by it.
+finished runs are kept. The settings that all runs share, the fields of an arm and the model may not change in
+a folder, because its runs would no longer be comparable. Another commit may continue a folder, with a
+warning: the user has to know whether it computes the same, and can name arms to compute again.
 """
 
 import contextlib
@@ -47,27 +48,27 @@ STUDY_FILE = "study.json"
 PAGE_FILE = "study.html"
 
 _UNPACKING = "unpacking"
-"""Key of study.json, true while runs/ may lack runs that the results have."""
+"""Key of study.json, true while runs/ may lack runs that results.json.gz has."""
 
 CHANGEABLE = (
     "learning_rates", "tuning_seeds", "test_seeds", "runs_per_batch", "tokens_per_forward", "collapse_below",
     "equivalence", "comparisons",
 )  # fmt: skip
-"""Keys of a study that say which runs there are and how they are read, and not what a run is."""
+"""Keys of a study that decide which runs there are and how results are read, but not what a run computes."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A batch that was interrupted.
+    """The state of an unfinished batch.
 
     Attributes:
         names: Names of its runs, in order.
-        records: Of each step done, one record for each run.
-        evaluations: Of each evaluation done, one record for each run.
+        records: For each step done, one record per run.
+        evaluations: For each evaluation done, one record per run.
         state: State of the trainer.
-        seconds: Time that it has taken so far.
-        followed: What each run follows, as plain values; None where nothing.
-        commit: Of the source that computed it.
+        seconds: Time spent on the batch so far.
+        followed: Rollouts that each run follows, as plain values; None for none.
+        commit: Commit of the source that computed it.
     """
 
     names: list[str]
@@ -83,13 +84,13 @@ class Store:
     """The folder of one study.
 
     Args:
-        folder: The folder, which is made.
+        folder: The folder; created unless `looking`.
         study: The study.
-        looking: Change nothing there.
+        looking: Change nothing in the folder.
         again: Names of arms whose runs of other commits do not count as finished.
 
     Attributes:
-        commit: Of the source that runs now.
+        commit: Commit of the running source.
         again: As given.
 
     Raises:
@@ -108,8 +109,8 @@ class Store:
             raise QeRLError(
                 f"There is no arm {unknown[0]!r} to compute again; there are {', '.join(study.arms)}."
             )
-        self._read: dict[Path, tuple[int, RunResult]] = {}  # by time of writing; every plan asks for all runs
-        self._packed: dict[str, RunResult] = {}  # by name; what a folder that is looked at would unpack
+        self._read: dict[Path, tuple[int, RunResult]] = {}  # with modification times; plans read all runs
+        self._packed: dict[str, RunResult] = {}  # by name; with `looking`, the runs that would be unpacked
         if looking:
             packed = _still_packed(folder)
             self._joined(packed)
@@ -126,7 +127,7 @@ class Store:
                 self._write_study(joined)
 
     def _unpack(self, packed: Results) -> None:
-        """Make the files of runs; who is interrupted leaves a study.json that says so."""
+        """Write the files of runs; an interrupted process leaves a study.json that says so."""
         self._write_study(_values(packed) | {_UNPACKING: True})
         for result in packed.runs:
             write_whole(self._path(result.run), (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
@@ -135,7 +136,7 @@ class Store:
         write_whole(self.folder / STUDY_FILE, (json.dumps(values, indent=1) + "\n").encode())
 
     def _joined(self, packed: Results | None) -> dict[str, Any]:
-        """The study with all arms that the folder knows; refused where the folder is another one's."""
+        """The study's values with all arms that the folder knows; raises if it holds another study."""
         path, new = self.folder / STUDY_FILE, self.study.values()
         if not path.is_file() and any(self.folder.glob("runs/*")):
             raise QeRLError(f"{self.folder} has runs but no {STUDY_FILE}; choose another --output_dir.")
@@ -147,13 +148,13 @@ class Store:
         return new
 
     def continue_with(self, fingerprint: str | None) -> str | None:
-        """Write down with which model and by which commit the folder is continued.
+        """Record the model and the commit with which the folder is continued.
 
         Args:
-            fingerprint: Of the model, by `qerl.models.fingerprint`.
+            fingerprint: Fingerprint of the model, by `qerl.models.fingerprint`.
 
         Returns:
-            A warning where finished runs are of other commits.
+            A warning if finished runs are of other commits, else None.
 
         Raises:
             QeRLError: The folder's runs are of another model.
@@ -192,14 +193,14 @@ class Store:
             )
 
     def has(self, run: Run) -> bool:
-        """Whether a run is there, be it one that does not count any more."""
+        """Return True if a run has a result, even one that no longer counts."""
         return run.name in self._packed or self._path(run).is_file()
 
     def read(self, runs: Iterable[Run]) -> list[RunResult]:
-        """Those of the runs that are there.
+        """Read the results of those runs that have one.
 
         Raises:
-            QeRLError: The file of one is damaged.
+            QeRLError: The file of a run is damaged.
         """
         found = []
         for run in filter(self.has, runs):
@@ -223,7 +224,7 @@ class Store:
         return found
 
     def write(self, result: RunResult) -> None:
-        """Keep a finished run; one that was there before, and did not count, is laid aside."""
+        """Store a finished run; an earlier result, which did not count any more, moves to former/."""
         path = self._path(result.run)
         with self._writing():
             if path.is_file():
@@ -237,14 +238,14 @@ class Store:
 
     @contextlib.contextmanager
     def claimed(self, batch: str) -> Iterator[bool]:
-        """A block in which no other process computes a batch; false where another one does already."""
+        """Claim a batch for the block; yields False if another process already computes it."""
         with contextlib.ExitStack() as held:
-            with self._writing():  # the lock alone: what fails in the block is not about this folder
+            with self._writing():  # the lock alone: errors in the block are not about this folder
                 mine = held.enter_context(claimed(self.folder / "batches" / f"{batch}.lock"))
             yield mine
 
     def save_checkpoint(self, batch: str, checkpoint: Checkpoint) -> None:
-        """Keep a batch that is not finished."""
+        """Save the checkpoint of an unfinished batch."""
         path = self._checkpoint(batch)
         part = path.with_suffix(".partial")
         with self._writing():
@@ -252,21 +253,21 @@ class Store:
             part.replace(path)
 
     def checkpoint(self, batch: str) -> Checkpoint | None:
-        """What was kept of a batch; None if nothing.
+        """Load the checkpoint of a batch; None if there is none.
 
         Raises:
-            QeRLError: It cannot be read.
+            QeRLError: The checkpoint cannot be read.
         """
         path = self._checkpoint(batch)
         if not path.is_file():
             return None
         try:
             return Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
-        except Exception as error:  # given a file alone; torch has several classes for a damaged one
+        except Exception as error:  # torch raises several classes for a damaged file
             raise QeRLError(f"{path} is damaged; delete it, and the batch begins anew.") from error
 
     def drop_checkpoint(self, batch: str) -> None:
-        """Forget what was kept of a batch, which is finished."""
+        """Delete the checkpoint of a finished batch."""
         with self._writing():
             self._checkpoint(batch).unlink(missing_ok=True)
 
@@ -274,7 +275,7 @@ class Store:
         return self.folder / "batches" / f"{batch}.pt"
 
     def results(self) -> Results:
-        """The study with those of its runs that are finished and count."""
+        """The study with its finished runs that count."""
         study = self.study
         tuned = self._counted(self.read(run for arm in study.arms.values() for run in study.tuning_runs(arm)))
         runs = list(tuned.runs)
@@ -310,7 +311,7 @@ class Store:
 
 
 def _still_packed(folder: Path) -> Results | None:
-    """The results of a folder that has nothing else, or whose unpacking was interrupted; else None."""
+    """Results of a folder that has nothing else, or whose unpacking was interrupted; else None."""
     path, known = folder / RESULTS_FILE, read_json(folder / STUDY_FILE)
     alone = path.is_file() and not known and not any(folder.glob("runs/*"))
     if not alone and not known.get(_UNPACKING):
@@ -319,10 +320,10 @@ def _still_packed(folder: Path) -> Results | None:
 
 
 def _values(packed: Results) -> dict[str, Any]:
-    """What study.json said in the folder of which these results are all that was kept.
+    """Rebuild the content of study.json from results that are all that was kept of a folder.
 
     Raises:
-        QeRLError: They are of several models.
+        QeRLError: The results are of several models.
     """
     found = {one.facts["fingerprint"] for one in packed.runs if "fingerprint" in one.facts}
     if len(found) > 1:

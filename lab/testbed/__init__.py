@@ -1,6 +1,6 @@
-"""A testbed that is ours: generated problems, and a Llama of 31M parameters that knows them by a set prior.
+"""A testbed of our own: generated problems, and a Llama of 31M parameters that solves them with a set prior.
 
-`language` says what problems, right answers and habits are, `problems` draws them as text that a model
-reads, `pretraining` makes the model, `measure` says how often it is right, and `task` asks it in studies and
-in `qerl train`. `python -m lab testbed` makes all of it (`command`).
+`language` defines problems, right answers and habits, `problems` draws them as token ids, `pretraining`
+trains the model, `measure` measures how often it is right, and `task` makes a task of them for studies and
+`qerl train`. `python -m lab testbed` (`command`) trains and measures the model.
 """

@@ -1,10 +1,10 @@
-"""Make the testbed's model, or go on making it, and write down what it cost and what its priors are.
+"""Train the testbed's model, or resume its training, and record its cost and its priors.
 
     python -m lab testbed --output_dir runs/testbed --out bench/results/testbed-h200.json
 
 OUTPUT_DIR/model is the model for studies and for `qerl train --model`. One H200 is expected to take nine
 minutes; on a time limit (``--limit_s``) the command saves its state in OUTPUT_DIR and ends with status 130,
-and the same command goes on. Priors are measured in bfloat16 and packed in NVFP4, which moves them.
+and the same command resumes. Priors are measured in bfloat16 and packed in NVFP4, which changes them.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def weights_hash(folder: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `python -m lab testbed` with these arguments; returns the exit status, 130 if it is to go on."""
+    """Run `python -m lab testbed` with these arguments; returns the exit status, 130 if steps are left."""
     parser = argparse.ArgumentParser(prog="python -m lab testbed", description=__doc__.split("\n")[0])
     usual = Pretraining()
     for name in ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "steps", "batch",
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(run: Run, folder: Path, device: torch.device) -> dict[str, Any]:
-    """What was trained and what it cost."""
+    """Result row about the model and its cost."""
     return {
         "row": "model", **asdict(run.of), "parameters": sum(p.numel() for p in run.model.parameters()),
         "device": device.type, "seconds": round(run.seconds, 3), "flops": run.of.flops,
@@ -94,7 +94,7 @@ def _row(run: Run, folder: Path, device: torch.device) -> dict[str, Any]:
 
 
 def _said(weights: str, priors: list[Prior]) -> str:
-    """The measured priors of a format, and which are not near those of the text."""
+    """Message with the measured priors of a format, and those that are far from the priors of the text."""
     lines = [
         f"{weights} {one.kind} x{one.length} {one.prior:g}: exact {one.exact:.5f} ({one.spread:.5f} over "
         f"prompts), sampled {one.sampled:.5f} ({one.low:.5f} to {one.high:.5f})"

@@ -1,4 +1,4 @@
-"""What the testbed's model reads and writes, and how likely it writes what.
+"""The language of the testbed's model: prompts, right answers, habits, and their probabilities.
 
 A prompt names a kind of problem, a prior, a length, eight arrows between the letters a to h, and where to
 begin; the arrows make one circle and stand in any order::
@@ -9,12 +9,12 @@ begin; the arrows make one circle and stand in any order::
                                                   ada           the habit: the letters as they are
 
 Every answer depends on the prompt, and a right one takes m decisions: in a chain of n arrows whether to go
-on, n - 1 times; in a lock of n letters whether to follow the arrow, n times. In the text that the model is
-trained on each decision is right with the chance q = p^(1/m) by itself, else it is the habit's, so an answer
-is right with the prior p that the prompt names. A lock has no partial credit; a chain may pay for its habit
-(`lab.testbed.task`), while all that lies between habit and success is worth nothing.
+on, n - 1 times; in a lock of n letters whether to follow the arrow, n times. In the training text each
+decision is independently right with probability q = p^(1/m), else it follows the habit, so an answer is right
+with the prior p that the prompt names. A lock has no partial credit; a chain may pay for its habit
+(`lab.testbed.task`), but never for answers between habit and success.
 
-Only cells in which q is below one half are asked, so that greedy decoding begins without any success. With
+Tasks ask only cells in which q is below one half, so that greedy decoding begins without any success. At
 100 %, which no task asks for, the text shows what the arrows mean as often as the habits.
 """
 
@@ -51,12 +51,12 @@ Cell = tuple[str, int, float]
 
 
 def decisions(kind: str, length: int) -> int:
-    """How many decisions a right answer takes."""
+    """Number of decisions that a right answer takes."""
     return length - 1 if kind == "chain" else length
 
 
 def chance(kind: str, length: int, prior: float) -> float:
-    """Chance of each decision to be right."""
+    """Probability that each decision is right."""
     return float(prior ** (1 / decisions(kind, length)))
 
 
@@ -67,19 +67,19 @@ CELLS: tuple[Cell, ...] = tuple(
     for prior in PRIORS.values()
     if prior == 1 or chance(kind, length, prior) < 0.5
 )
-"""What the model is trained on."""
+"""Cells on which the model is trained."""
 
 ASKED = tuple(cell for cell in CELLS if cell[2] < 1)
-"""What a task may ask."""
+"""Cells that a task may ask."""
 
 
 def question(cell: Cell, arrows: Sequence[tuple[int, int]], begin: Sequence[int]) -> str:
     """The text of a prompt.
 
     Args:
-        cell: Of the problem.
-        arrows: From where to where each leads, in the order in which they are told.
-        begin: One node of a chain; as many of a lock as it is long.
+        cell: Cell of the problem.
+        arrows: Start and end of each arrow, in the order of the prompt.
+        begin: One node for a chain; for a lock as many nodes as its length.
     """
     kind, length, prior = cell
     word = next(word for word, value in PRIORS.items() if value == prior)
@@ -88,7 +88,7 @@ def question(cell: Cell, arrows: Sequence[tuple[int, int]], begin: Sequence[int]
 
 
 def right(cell: Cell, arrows: Sequence[tuple[int, int]], begin: Sequence[int]) -> str:
-    """The right completion of a problem; arguments as of `question`."""
+    """The right completion of a problem; arguments as for `question`."""
     kind, length, _ = cell
     leads = dict(arrows)
     if kind == "lock":
@@ -101,7 +101,7 @@ def right(cell: Cell, arrows: Sequence[tuple[int, int]], begin: Sequence[int]) -
 
 
 def habit(cell: Cell, arrows: Sequence[tuple[int, int]], begin: Sequence[int]) -> str:
-    """What the model writes most often; arguments as of `question`."""
+    """The completion that the model writes most often; arguments as for `question`."""
     if cell[0] == "lock":
         return "".join(ENDS[node] for node in begin)
     return ENDS[dict(arrows)[begin[0]]] + STOP

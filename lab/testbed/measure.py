@@ -1,7 +1,7 @@
-"""How often the testbed's model is right: by one forward pass of the right answer, and by sampling.
+"""Measure how often the testbed's model is right: by one forward pass of the right answer, and by sampling.
 
-The success of a prompt is one completion, so its probability is exact without any sample. Both are measured,
-because it is sampling that exploration does.
+A prompt has one right completion, so the probability of success is exact without any sample. Both are
+measured, because exploration samples.
 
 Legend: B problems, T tokens, C tokens of an answer, V vocabulary.
 """
@@ -18,14 +18,14 @@ from qerl.eval.interval import score_interval
 
 @dataclass(frozen=True)
 class Prior:
-    """What a model does in one cell.
+    """Measured probabilities of a model in one cell.
 
     Attributes:
         kind, length, prior: The cell.
         exact: Mean probability of the right answer over `problems` prompts.
         spread: Its standard deviation over prompts.
         sampled: Share of right answers of one sample of each of `samples` other prompts.
-        low, high: 95 % interval of that.
+        low, high: 95 % interval of `sampled`.
         habit: Mean probability of the habit's answer.
     """
 
@@ -58,7 +58,7 @@ def answer_probability(model: PreTrainedModel, rows: Rows) -> torch.Tensor:
 
 
 def sample(model: PreTrainedModel, rows: Rows, draw: torch.Generator) -> torch.Tensor:
-    """Whether a sample of each row's prompt is the row's answer, [B]; the rows are of one cell."""
+    """Draw a sample for each row's prompt; returns if it is the row's answer, [B]. Rows are of one cell."""
     ids_BT, begin = rows.ids_BT.clone(), int(rows.begin_B[0])
     with torch.no_grad():
         for at in range(begin, begin + ANSWER):
@@ -72,14 +72,14 @@ def sample(model: PreTrainedModel, rows: Rows, draw: torch.Generator) -> torch.T
 def measure(
     model: PreTrainedModel, problems: int, samples: int, seed: int = 0, cells: tuple[Cell, ...] = ASKED
 ) -> list[Prior]:
-    """What a model does in each cell.
+    """Measure the priors of a model in each cell.
 
     Args:
         model: In eval mode.
         problems: Prompts of each cell whose right answer is scored.
-        samples: Further prompts of which one sample is drawn.
-        seed: Of prompts and samples.
-        cells: Which.
+        samples: Further prompts, each of which gets one sample.
+        seed: Seed of prompts and samples.
+        cells: Cells to measure.
     """
     found = []
     for cell in cells:

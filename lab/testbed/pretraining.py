@@ -1,15 +1,15 @@
-"""The testbed's model from scratch: cross-entropy of the answers in drawn text, nothing else.
+"""Train the testbed's model from scratch: cross-entropy of the answers in generated text, nothing else.
 
-A Llama of 31.5M parameters, with shapes that every packed format and kernel takes: hidden 512, eight layers,
-heads of 64. The text holds each strategy as often as its prior says, so what is learned is a distribution,
-and the model is as sure of a habit as its prior says. Only answers are learned, since prompts are noise.
-The rate falls to 0, over which the priors settle.
+The model is a Llama of 31.5M parameters, with shapes that every packed format and kernel takes: hidden 512,
+eight layers, heads of 64. The text holds each strategy as often as its prior says, so the model learns a
+distribution, and is as sure of a habit as the prior says. Only answers are learned, since prompts are noise.
+The learning rate falls to 0; meanwhile the priors settle.
 
 Weights are in FP32 and products in bfloat16 on a GPU. Everything is drawn by (seed, step) on the device, and
-torch is asked for algorithms that give the same sums again, so the same command on the same card with the
-same versions should give the same weights; their hash is published.
+torch is asked for deterministic sums, so the same command on the same GPU with the same versions should give
+the same weights; their hash is published.
 
-A run that reaches its time limit is saved, and the same command goes on from there.
+A run that reaches its time limit is saved, and the same command resumes it.
 """
 
 import io
@@ -32,7 +32,7 @@ from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 
 VOCABULARY_SIZE = 128
-"""Rows of the embedding; those behind the last token are never drawn."""
+"""Rows of the embedding; those after the last token are never drawn."""
 
 CHECKPOINT = "checkpoint.pt"
 SAVE_EVERY, SAY_EVERY = 120.0, 20.0
@@ -46,10 +46,10 @@ class Pretraining:
     Attributes:
         hidden_size, intermediate_size, layers, heads, kv_heads: Its shape.
         steps: Optimizer steps.
-        batch: Rows of a step.
+        batch: Rows per step.
         learning_rate: Reached after `warmup` steps, from where it falls linearly to 0 at the last one.
-        weight_decay: Of matrices; norms have none.
-        seed: Of weights and text.
+        weight_decay: Weight decay of matrices; norms have none.
+        seed: Seed of weights and text.
     """
 
     hidden_size: int = 512
@@ -85,21 +85,21 @@ class Pretraining:
 
     @property
     def flops(self) -> float:
-        """Of the matrix products of all steps, forward and backward."""
+        """FLOP of the matrix products of all steps, forward and backward."""
         weights = sum(p.numel() for p in self.make().parameters())
         return 6.0 * weights * self.steps * self.batch * LONGEST
 
 
 @dataclass
 class Run:
-    """A run under way.
+    """A run in progress.
 
     Attributes:
-        of: What it is.
+        of: Its model and training.
         model: The model, trained so far.
         done: Steps done.
-        seconds: That they took, over all calls.
-        losses: Step and loss in nats per answer's token, now and then.
+        seconds: Time that these steps took, over all calls.
+        losses: Step and loss in nats per answer token, at intervals.
     """
 
     of: Pretraining
@@ -117,13 +117,13 @@ def train(
     compiled: bool,
     say: Callable[[str], None],
 ) -> Run:
-    """Train until all steps are done or the time is over, from where the folder's checkpoint left off.
+    """Train until all steps are done or time is up, from the folder's checkpoint if there is one.
 
     Args:
         of: What to train.
         folder: Holds the checkpoint.
-        device: Where.
-        limit_s: Seconds of this call, after which it saves and returns.
+        device: Device to train on.
+        limit_s: Seconds of this call, after which the run is saved and returned.
         compiled: Train with `torch.compile`, which is faster and may give other last bits.
         say: Shows a line.
 
@@ -174,10 +174,10 @@ def _start(of: Pretraining, folder: Path, device: torch.device) -> tuple[Run, to
 
 
 def _step(run: Run, forward: Any, optimizer: torch.optim.AdamW, looks: bool) -> float | None:
-    """One optimizer step, and its loss if it is looked at, for which a GPU is waited for.
+    """One optimizer step; returns its loss if `looks`, for which the host waits for the GPU.
 
     Raises:
-        QeRLError: That loss is not finite.
+        QeRLError: The returned loss is not finite.
     """
     of, device = run.of, run.model.device
     draw = stream(device, of.seed, run.done)
@@ -214,7 +214,7 @@ def _save(run: Run, optimizer: torch.optim.AdamW, folder: Path) -> None:
 
 @contextmanager
 def _same_sums(device: torch.device) -> Iterator[None]:
-    """Inside the block torch takes algorithms whose sums have one order, where it has them."""
+    """Inside the block torch uses deterministic algorithms where it has them."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
@@ -228,11 +228,11 @@ def _same_sums(device: torch.device) -> Iterator[None]:
 
 
 def write_model(model: LlamaForCausalLM, folder: Path, shard: str) -> None:
-    """Write a trained model in bfloat16 and its tokenizer; it stays as it is.
+    """Write a trained model in bfloat16 and its tokenizer; the model itself is not changed.
 
     Args:
         model: The model.
-        folder: Where to.
+        folder: Folder to write to.
         shard: Largest size of a file, as `15MB`.
     """
     copy = LlamaForCausalLM(model.config)

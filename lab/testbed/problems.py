@@ -1,8 +1,8 @@
-"""Problems with answers as rows of token ids, drawn many at a time on the device that trains.
+"""Problems with answers as rows of token ids, drawn in batches on the device that trains.
 
 A row is a chat as the template writes it: the prompt, the assistant's turn and its end, then padding. Nothing
-is tokenised: a few dozen operations draw all rows of a step, so that a GPU waits for no data. Rows are keyed
-by (seed, step), so a run that goes on draws what it would have drawn.
+is tokenised: a few dozen operations draw all rows of a step, so that a GPU does not wait for data. Rows are
+keyed by (seed, step), so a resumed run draws the same rows.
 
 Legend: B rows, T tokens, N = 8 nodes, L = 6 letters of the longest lock, C = 11 tokens of the longest answer.
 """
@@ -20,13 +20,13 @@ from qerl.seeding import derive_seed
 ID = {token: i for i, token in enumerate(VOCABULARY)}
 LETTERS, ANSWER = 6, 11
 BEFORE = 4 + NODES
-"""Tokens of a row before the letters at which it begins."""
+"""Tokens of a row before the letters that name where to begin."""
 
 LONGEST = BEFORE + LETTERS + 2 + ANSWER
 """Tokens of a row."""
 
 UNSEEN = -100
-"""Label of a token that is not learned."""
+"""Label of a token without loss."""
 
 Strategy = Literal["drawn", "right", "habit"]
 
@@ -37,8 +37,8 @@ class Rows:
 
     Attributes:
         ids_BT: Token ids.
-        begin_B: Where the answer begins.
-        success_B: Whether it is right.
+        begin_B: Index of the answer's first token.
+        success_B: Whether the answer is right.
     """
 
     ids_BT: torch.Tensor
@@ -59,17 +59,17 @@ def stream(device: torch.device, *coordinates: int | str) -> torch.Generator:
 
 
 def orders(rows: int, draw: torch.Generator) -> torch.Tensor:
-    """Orders [B, N] of the nodes."""
+    """Random orders [B, N] of the nodes."""
     return torch.rand(rows, NODES, generator=draw, device=draw.device).argsort(dim=1)
 
 
 def rows_of(cells: torch.Tensor, draw: torch.Generator, strategy: Strategy = "drawn") -> Rows:
-    """Problems with answers.
+    """Draw problems with answers.
 
     Args:
-        cells: Of each row, [B], indices into `language.CELLS`.
-        draw: On the device of the rows.
-        strategy: Whose answers: drawn by the prior, all right, or all of the habit.
+        cells: Cell of each row, [B], indices into `language.CELLS`.
+        draw: Generator on the device of the rows.
+        strategy: Answers drawn by the prior, all right, or all of the habit.
     """
     device, rows = draw.device, len(cells)
     kind_B, prior_B, length_B, q_B = (column[cells] for column in _table(device))
@@ -113,7 +113,7 @@ def rows_of(cells: torch.Tensor, draw: torch.Generator, strategy: Strategy = "dr
 
 
 _X = ID["x2"] - 2
-"""What is added to a length to get the id of its word."""
+"""Offset from a length to the id of its word."""
 
 
 @cache
@@ -130,7 +130,7 @@ def _numbers(kind: str, length: int, prior: float) -> tuple[int, int, int, float
 
 
 def _chain(nodes_BL: torch.Tensor, hops_B1: torch.Tensor) -> torch.Tensor:
-    """Answers [B, C] that write so many nodes, given their ids."""
+    """Answers [B, C] that write the first `hops_B1` of the nodes with these ids."""
     at_C = torch.arange(ANSWER, device=nodes_BL.device)
     node_BC = nodes_BL[:, at_C // 2]
     mark_BC = torch.where(at_C // 2 < hops_B1 - 1, ID[ON], ID[STOP])
@@ -138,6 +138,6 @@ def _chain(nodes_BL: torch.Tensor, hops_B1: torch.Tensor) -> torch.Tensor:
 
 
 def _ended(answer_BC: torch.Tensor, length_B1: torch.Tensor) -> torch.Tensor:
-    """Answers cut to a length, their end and padding behind it."""
+    """Cut answers to a length, followed by their end and padding."""
     at_C = torch.arange(ANSWER, device=answer_BC.device)
     return answer_BC.where(at_C < length_B1, torch.where(at_C == length_B1, ID[END], ID[PAD]))

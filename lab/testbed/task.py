@@ -1,6 +1,6 @@
-"""The testbed's problems as a task: which cell is asked, and what an answer earns.
+"""The testbed's problems as a task: which cell is asked, and the reward of an answer.
 
-The problems are those of the model that `python -m lab testbed` makes; another model knows nothing of this
+The problems are those of the model that `python -m lab testbed` trains; other models do not know this
 language.
 """
 
@@ -19,10 +19,10 @@ from qerl.tasks.formats import AnswerFormat
 from qerl.tasks.guard import RewardFunction, judges_alone
 
 FOR_HABIT = 0.3
-"""What the deceptive reward pays for the habit's answer; the right one earns 1, all between them nothing."""
+"""Deceptive reward of the habit's answer; the right answer earns 1, all others nothing."""
 
 Problem = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
-"""Arrows in the order in which they are told, and where to begin."""
+"""Arrows in the order of the prompt, and the nodes to begin at."""
 
 _FORM = re.compile(f"[{ENDS}]+|[{ENDS}](?:{re.escape(ON)}[{ENDS}])*{re.escape(STOP)}")
 
@@ -36,8 +36,8 @@ class Testbed(DrawnTask):
         kind: `chain` or `lock`.
         length: Arrows of a chain, 2 to 5, or letters of a lock, 3 to 6.
         prior: Chance of a right answer before training: 0.1, 0.01 or 0.001.
-        reward: `sparse`, 1 for the right answer and nothing else; of a chain `deceptive`, which pays the
-            habit besides.
+        reward: `sparse`, 1 for the right answer and nothing else; for a chain also `deceptive`, which pays
+            for the habit too.
         seed: Seed from which the problems of both sets are drawn.
         train_size: Number of training problems.
         test_size: Number of held-out problems.
@@ -69,7 +69,7 @@ class Testbed(DrawnTask):
         self.reward = reward
 
     def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
-        """Raises: a problem of this language has one form.
+        """Raise, since a problem of this language has one form.
 
         Raises:
             QeRLError: Always.
@@ -85,8 +85,8 @@ class Testbed(DrawnTask):
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
-        """``accuracy`` (0 or 1); with the deceptive reward ``habit`` (0 or 0.3) too. None for the form, which
-        nearly every answer has."""
+        """``accuracy`` (0 or 1); with the deceptive reward also ``habit`` (0 or 0.3). There is none for the
+        form, which nearly every answer has."""
 
         @judges_alone
         def habit(
@@ -118,7 +118,7 @@ class Testbed(DrawnTask):
 
 
 def _problems(key: str, cell: tuple[str, int, float]) -> Iterator[Problem]:
-    """Problems without an end, each once."""
+    """Yield problems without end, each once."""
     rng, seen = random.Random(f"testbed {key}"), set()
     kind, length, _ = cell
     for _ in itertools.count():

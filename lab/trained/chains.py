@@ -1,7 +1,8 @@
-"""Word problems of one to eight operations, each a line of the answer: completions of spread lengths.
+"""Word problems of one to eight operations, each a line of the answer, so that completions vary in length.
 
-Of the levels of `qerl.tasks.arithmetic` answers are alike in length, and a small model that is shown examples
-of several lines writes one. So there is no example, and a policy learns the form from demonstrations first.
+At each level of `qerl.tasks.arithmetic` answers are alike in length, and a small model that is shown examples
+of several lines writes one line. So prompts have no example, and a policy first learns the form from
+demonstrations.
 """
 
 from qerl.tasks.arithmetic import Arithmetic, Level

@@ -1,11 +1,11 @@
-"""What the steps of a run would take a 7B model: one of 135M on a card that other runs share has no clock.
+"""Estimate the step times of a run for a 7B model; times of a 135M model on a shared GPU are no measure.
 
-Which rows decode in which round follows from the lengths that the run's samples had, as the engine's
-scheduler would fill them (`bench.tail.refilled`). Each token stands for `TOKENS` first, so that completions
-are about as long as those of the step that was measured, in rounds of the engine's steps. Seconds of a round
-lie on a line through measured decode steps, those of the update are by token, and what is left of the
-measured rollout (prefill, start) is the same in every step. Given up: what longer keys cost, and prompts of
-another length.
+The rows that decode in each round follow from the lengths of the run's samples, as the engine's scheduler
+would fill rows (`bench.tail.refilled`). First each token counts as `TOKENS`, so that completions are about as
+long as those of the measured step, in rounds of the engine's decode steps. The time of a round is
+interpolated linearly between measured decode steps, the time of the update is proportional to tokens, and the
+rest of the measured rollout (prefill, start) is the same in every step. Given up: the cost of longer keys,
+and prompts of another length.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,11 @@ from bench.tail import as_the_engine, milliseconds, nvfp4_steps, refilled, round
 from qerl.rollout.paged.scheduler import Pace
 
 TOKENS = 10
-"""Of the 7B model, for each of the small one's: 96 at most become 960, beside 1024 of the measured step."""
+"""Tokens of the 7B model per token of the small one: at most 96 become 960, beside 1024 of the measured
+step."""
 
 DECODE, STEP = "rollout-7b-h200", "step-7b-lognormal-h200"
-"""Results that say what decode steps and a whole step took."""
+"""Results with the measured times of decode steps and of a whole step."""
 
 
 def step_seconds(lengths: Sequence[Sequence[int]], group: int, max_staleness: int) -> list[float]:
@@ -28,7 +29,7 @@ def step_seconds(lengths: Sequence[Sequence[int]], group: int, max_staleness: in
 
     Args:
         lengths: Tokens of the samples that each step trained on, the samples of a group side by side.
-        group: Samples of a prompt.
+        group: Samples per prompt.
         max_staleness: Optimizer steps that a group may start early.
     """
     long = [[TOKENS * tokens for tokens in step] for step in lengths]
@@ -42,14 +43,14 @@ def step_seconds(lengths: Sequence[Sequence[int]], group: int, max_staleness: in
 
 
 def _decode_seconds(rows: Sequence[int]) -> float:
-    """Of rounds whose decode steps have so many rows."""
+    """Seconds of decode rounds with these numbers of rows."""
     measured = nvfp4_steps(DECODE)
     return sum(Pace().round_steps * milliseconds(count, measured) for count in rows) / 1e3
 
 
 @cache
 def _update_and_rest() -> tuple[float, float]:
-    """Seconds of the update for each token, and of the rollout beside decoding, of the measured step."""
+    """Seconds of the update per token, and of the rollout besides decoding, in the measured step."""
     (row,) = read_rows(STEP)
     samples = row["prompts"] * row["samples"]
     lengths = draw_lengths(row["lengths"], samples, row["completion_tokens"])

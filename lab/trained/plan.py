@@ -1,4 +1,4 @@
-"""What a plan says: which runs there are, and how their learning rates are chosen."""
+"""A plan: which runs there are, and how their learning rates are chosen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,17 +14,17 @@ PLANS = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training, or none.
+    """One way of training, or the untrained model.
 
     Attributes:
         recipe: Name of a recipe of the package.
-        settings: What differs from it, and from the plan's; a teacher that is a model is always the model of
-            the runs.
+        settings: Settings that override the recipe's and the plan's; a teacher that is a model is always the
+            model of the runs.
         every: Optimizer steps between two scores; None trains nothing and scores once.
         teacher: Arm whose adapter of the same seed is the teacher.
         begins_with: Arm whose adapter of the same seed is trained further.
         rate_of: Arm whose tuning chose its learning rate; None for that of its settings.
-        later: Whether it was added when answers were known, and runs on the plan's `later_seeds`.
+        later: Whether the arm was added when answers were known, and so runs on the plan's `later_seeds`.
     """
 
     recipe: str
@@ -41,9 +41,9 @@ class Tuning:
     """How learning rates are chosen: by the mean accuracy at the end, over seeds that nothing else uses.
 
     Attributes:
-        seeds: Of its runs.
-        learning_rates: What is tried.
-        arms: What runs, arms and what they need; each arm that others name in `rate_of` is among them.
+        seeds: Seeds of its runs.
+        learning_rates: Learning rates to try.
+        arms: Arms that run: each one that others name in `rate_of`, and the arms that these need.
     """
 
     seeds: tuple[int, ...] = ()
@@ -53,15 +53,15 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan says.
+    """The runs of a plan and how they are scored.
 
     Attributes:
-        seeds: Of the runs that answer.
-        later_seeds: Of arms that were added when these had been looked at.
-        held_out: Problems that a policy is scored on.
-        tuning: How learning rates are chosen, where they are.
-        arms: By name, in the order in which a seed runs them.
-        settings: What differs from the recipes in all of them.
+        seeds: Seeds of the runs that answer the plan's questions.
+        later_seeds: Seeds of arms that were added when these results were known.
+        held_out: Number of problems on which a policy is scored.
+        tuning: How learning rates are chosen; empty if none is.
+        arms: Arms by name, in the order in which a seed runs them.
+        settings: Settings that override the recipes' in all arms.
     """
 
     seeds: tuple[int, ...]
@@ -81,7 +81,7 @@ class Plan:
 
 
 def read_plan(name: str) -> Plan:
-    """The plan of a name."""
+    """Read a plan by its name."""
     values = yaml12.load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     return Plan(
         seeds=tuple(values["seeds"]),

@@ -1,22 +1,23 @@
-"""The runs of a plan: a seed's one after the other, seeds side by side in processes.
+"""Compute the runs of a plan: those of a seed one after the other, seeds side by side in processes.
 
     python -m lab trained PLAN --model PATH --output_dir DIR --processes 8 --out bench/results/NAME.json
 
-A run is one of the trainer, whole, from a recipe of the package and what its arm changes. Its seed draws the
-adapter, the order of the data, the samples, and the problems of both sets. It is scored as `qerl eval`
-scores: greedy answers to the held-out problems of its seed, by the engine that samples for it, so no policy
-is loaded again. All scores are taken behind the last step, of the adapters as they were kept at their steps:
-an evaluation between two steps would take the engine from samples that are under way (`max_staleness`).
+A run is a whole run of the trainer, from a recipe of the package with the settings of its arm. Its seed draws
+the adapter, the order of the data, the samples, and the problems of both sets. It is scored like `qerl eval`:
+greedy answers to the held-out problems of its seed, by the engine that samples for it, so that no policy is
+loaded again. All scores are computed after the last step, from copies of the adapter that were kept during
+the run: an evaluation between two steps would need the engine while samples are in progress
+(`max_staleness`).
 
     DIR/
       models/ROUNDING          the model in NVFP4, packed once, by the first process that asks
       tuning-RATE/             runs that choose the learning rates, as below
-      runs/ARM-SEED.json       a finished run, written aside and renamed: it is never computed again
-      runs/ARM-SEED/           its adapter, which other arms of the seed may learn from or go on from
+      runs/ARM-SEED.json       a finished run, written elsewhere and renamed: it is never computed again
+      runs/ARM-SEED/           its adapter, which other arms of the seed may learn from or train further
       runs/SEED.lock           held by the process that computes the seed
 
-The same command goes on where it was ended; it may also be given several times at once, for one card each
-(`CUDA_VISIBLE_DEVICES`). Given up: a run that was ended begins anew.
+The same command resumes after an interruption; it may also run several times at once, each on its own GPU
+(`CUDA_VISIBLE_DEVICES`). Given up: an interrupted run starts over.
 """
 
 import argparse
@@ -65,15 +66,15 @@ KEPT = {
     "age": "staleness/mean",
     "effective": "sampling/ratio/effective_sample_size",
 }
-"""Metrics of a step that a result keeps, where they are logged, by the name that they have there."""
+"""Step metrics that a result keeps where they are logged, by their name in the result."""
 
 _OF_MACHINE = ("commit", "date", "gpu", "machine", "torch")
-"""Fields of `provenance` that a run keeps: runs of a folder may be of several days and machines."""
+"""Fields of `provenance` that each run keeps: runs of a folder may be of several days and machines."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Where runs lie, and the model that they are of.
+    """The folder of the runs, and the model that they train.
 
     Attributes:
         path: The folder.
@@ -86,7 +87,7 @@ class Folder:
     packed_in: Path
 
     def packed(self, rounding: str) -> Path:
-        """The model in NVFP4, made on the first call; processes that ask meanwhile wait for it."""
+        """The model in NVFP4, made on the first call; other processes wait until it is made."""
         target = self.packed_in / rounding
         self.packed_in.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
@@ -95,11 +96,11 @@ class Folder:
         return target
 
     def tuning(self, rate: float) -> "Folder":
-        """Where runs lie that try a learning rate."""
+        """The folder of the runs that try a learning rate."""
         return replace(self, path=self.path / f"tuning-{rate:g}")
 
     def of(self, arm: str, seed: int) -> Path:
-        """Folder of a run; its result has the same name with .json behind."""
+        """The folder of a run; its result has the same name with .json appended."""
         return self.path / "runs" / f"{arm}-{seed}"
 
     def finished(self, arm: str, seed: int) -> Row:
@@ -123,9 +124,9 @@ def settings_of(
 
     Args:
         plan: The plan.
-        name: Of the arm.
-        seed: Of the run.
-        folder: Where it lies.
+        name: Name of the arm.
+        seed: Seed of the run.
+        folder: Folder of the runs.
         rates: Learning rates of arms that are tuned.
         steps: Optimizer steps at most; None for those of the plan.
 
@@ -158,10 +159,10 @@ def settings_of(
 
 
 class _Adapters(TrainerCallback):
-    """Keeps the trained weights from before the first step, of every so many steps, and of the last one.
+    """Keeps copies of the trained weights: before the first step, every `every` steps, and after the last.
 
     Attributes:
-        steps: Optimizer steps done when they were kept.
+        steps: Optimizer steps done at each copy.
     """
 
     def __init__(self, model: torch.nn.Module, every: int) -> None:
@@ -182,7 +183,7 @@ class _Adapters(TrainerCallback):
         self._kept.append([weight.detach().to("cpu", copy=True) for weight in self._trained])
 
     def scored(self, score: Callable[[], float]) -> list[float]:
-        """What `score` says of each, in order, so that the model has the last one behind it."""
+        """Call `score` with each copy loaded, in order; afterwards the model has the last copy."""
         found = []
         for kept in self._kept:
             with torch.no_grad():
@@ -193,7 +194,7 @@ class _Adapters(TrainerCallback):
 
 
 def _lengths(trainer: QeRLTrainer) -> list[list[int]]:
-    """Gets, with each rollout of the training, the tokens of its samples, those of a group side by side."""
+    """Return a list to which each training rollout adds its samples' token counts, groups side by side."""
     found: list[list[int]] = []
     sampler = trainer.rollouts.sampler
     prepare = sampler.prepare
@@ -207,16 +208,16 @@ def _lengths(trainer: QeRLTrainer) -> list[list[int]]:
 
 
 def learn(config: QeRLConfig, every: int | None) -> Row:
-    """Compute a run, and save its adapter where it trains one.
+    """Compute a run, and save its adapter if it trains one.
 
     Args:
-        config: Its settings.
+        config: Settings of the run.
         every: Optimizer steps between two scores; None trains nothing and scores once.
 
     Returns:
-        ``steps`` and the ``accuracy`` after each, share of right greedy answers; by optimizer step what
-        `KEPT` says of its samples, and where it draws some their ``tokens`` and the seconds ``of_7b`` that
-        `clock` gives it; ``seconds`` that the run took, scores included.
+        ``steps`` and the ``accuracy`` after each, share of right greedy answers; by optimizer step the
+        metrics of `KEPT` and, if it draws samples, their ``tokens`` and the seconds ``of_7b`` that `clock`
+        estimates; ``seconds`` that the run took, scores included.
     """
     console = Console(quiet=True)
     started = time.perf_counter()
@@ -240,7 +241,7 @@ def learn(config: QeRLConfig, every: int | None) -> Row:
 
 
 def _of_lengths(lengths: list[list[int]], config: QeRLConfig) -> Row:
-    """What a result says of the tokens of samples, by optimizer step."""
+    """Fields of a result that follow from the token counts of samples, by optimizer step."""
     return {
         "tokens": [sum(step) for step in lengths],
         "of_7b": step_seconds(lengths, config.num_generations, config.max_staleness),
@@ -248,7 +249,7 @@ def _of_lengths(lengths: list[list[int]], config: QeRLConfig) -> Row:
 
 
 def _scorer(trainer: QeRLTrainer, config: QeRLConfig, console: Console) -> Callable[[], float]:
-    """Gives the share of held-out problems that the present policy answers right, decoded greedily."""
+    """Return a function that decodes held-out problems greedily and returns the share of right answers."""
     task = get_task(str(config.task), **config.task_options)
     problems = task.test()
     params = SamplingParams(
@@ -269,14 +270,14 @@ class Job:
     """The runs of a seed, for a process.
 
     Attributes:
-        seed: Of the runs.
+        seed: Seed of the runs.
         plan: The plan.
-        arms: Names of those that are run.
-        folder: Where.
+        arms: Names of the arms to run.
+        folder: Folder of the runs.
         rates: Learning rates of arms that are tuned.
         steps: Optimizer steps at most; None for those of the plan.
-        ends_alone: Whether a run is scored before it and behind it alone.
-        threads: Of torch on the CPU.
+        ends_alone: Whether runs are scored only before the first and after the last step.
+        threads: Number of torch's CPU threads.
     """
 
     seed: int
@@ -290,7 +291,7 @@ class Job:
 
 
 def run_seed(job: Job) -> None:
-    """Compute what is missing of a seed; nothing where another process is at it.
+    """Compute the missing runs of a seed; do nothing if another process is computing them.
 
     Raises:
         QeRLError: A run cannot be computed, or the folder holds another run of its name.
@@ -335,13 +336,13 @@ def _said(row: Row) -> str:
 def compute(
     plan: Plan, folder: Folder, arms: Collection[str] = (), processes: int = 1, steps: int | None = None
 ) -> None:
-    """Tune, where an arm needs it, and run what is missing.
+    """Tune if an arm needs it, and compute the missing runs.
 
     Args:
         plan: The plan.
-        folder: Where runs lie.
+        folder: Folder of the runs.
         arms: Names of arms; all of the plan unless given.
-        processes: Seeds side by side.
+        processes: Number of seeds side by side.
         steps: Optimizer steps of a run at most; None for those of the plan.
 
     Raises:
@@ -408,7 +409,7 @@ def gathered(plan: Plan, folder: Folder) -> list[Row]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab trained` with these arguments."""
+    """Run `python -m lab trained` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m lab trained", description=__doc__.split("\n")[0])
     parser.add_argument("plan", choices=PLANS, help="name of a plan of lab/trained")
     parser.add_argument("--model", default=HUB_ID, help="folder or Hub id of the model in 16 bits")

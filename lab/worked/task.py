@@ -1,7 +1,7 @@
-"""Word problems of four to six operations, each of which the answer writes down: some 50 tokens.
+"""Word problems of four to six operations; the answer writes down each operation, some 50 tokens.
 
-Problems are those of `qerl.tasks.arithmetic` with more operations. No worked example is in the prompt, so a
-study begins with a model that `lab/worked/sft.yaml` has shown some solutions.
+The problems are those of `qerl.tasks.arithmetic` with more operations. The prompt has no worked example, so a
+study begins with a model that `lab/worked/sft.yaml` has trained on solutions.
 """
 
 from qerl.errors import QeRLError
@@ -12,7 +12,8 @@ class Worked(Arithmetic):
     """Generated word problems of several operations on numbers up to 9.
 
     Args:
-        shortest, longest: Fewest and most operations of a problem; column ``steps`` of a row has them.
+        shortest, longest: Minimum and maximum number of operations of a problem; column ``steps`` of a row
+            has the number.
         seed, train_size, test_size: As in :class:`Arithmetic`.
     """
 

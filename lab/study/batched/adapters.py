@@ -29,8 +29,8 @@ class Adapted(NamedTuple):
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """The frozen weight meets the tokens of all runs in one product, the adapters in batched ones, which are
-    added where the first has written, in backward too."""
+    """Multiplies the tokens of all runs by the frozen weight in one product and adds the adapters' batched
+    products in place, in backward too."""
 
     @staticmethod
     def forward(
@@ -64,7 +64,7 @@ class _AdaptedProduct(torch.autograd.Function):
 
 
 class Place(NamedTuple):
-    """Where a product's adapters lie: names of its linears, inputs, and the outputs of each."""
+    """The linears of an adapted product: their names, inputs, and the outputs of each."""
 
     names: tuple[str, ...]
     inputs: int
@@ -75,7 +75,8 @@ class Place(NamedTuple):
 def _fresh(places: tuple[Place, ...], rank: int, seed: int) -> torch.Tensor:
     """A fresh adapter [E] as `qerl.lora.adapter.add_lora` makes it from the same seed: B is zero.
 
-    PEFT draws A, and B, and A once more, layer by layer; the draws in between move the generator on.
+    PEFT draws A, then B, then A again, layer by layer; the unused draws are made here too, as they advance
+    the generator.
     """
     parts: list[torch.Tensor] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -97,8 +98,8 @@ class Adapters(Trained):
         places: Every product, in the order of the model's modules.
         rank: R; the update of a weight is B A, scaled by 1.
         seeds: One per run, as a recipe's `seed`.
-        device: Where they lie.
-        dtype: Of the activations that they are multiplied with.
+        device: Device of the matrices.
+        dtype: Dtype of the activations that they are multiplied with.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""Attention within a group: prompts by themselves, samples to their prompt and themselves.
+"""Attention within a group: prompts attend to themselves, samples to their prompt and themselves.
 
-A prompt is computed and held once for the samples that continue it. Its keys lie in front of those of all of
-its samples, and the queries of all of them meet all of these keys at once, with a bias of -inf where a query
-belongs to another sample than a key. So the keys of a prompt are read once per decode step and not once per
-sample. The same function serves sampler and trainer, which differ by the order of sums at most.
+A prompt is computed and stored once for the samples that continue it. Its keys precede those of all of its
+samples, and the queries of all samples attend to all of these keys at once, with a bias of -inf where query
+and key belong to different samples. So the keys of a prompt are read once per decode step and not once per
+sample. The same function serves sampler and trainer, which differ at most by the order of sums.
 
-On a GPU one fused kernel does it, which keeps no scores. Queries meet the keys of the other samples in vain:
-that is little for completions of some hundred tokens, for thousands it would be most of the work, and the
-bias the largest tensor of all. A resumed study must compute the same bits, so gradients are added in a fixed
-order (`_Repeatable`), for which the blocks of keys of a head take turns.
+On a GPU this is one fused kernel, which stores no scores. Products of queries with the keys of other samples
+are wasted: little for completions of some hundred tokens; for thousands they would be most of the work, and
+the bias the largest tensor of all. A resumed study must compute the same bits, so gradients are added in a
+fixed order (`_Repeatable`), for which the blocks of keys of a head take turns.
 
 Legend: U prompts (of all runs), n samples of each, C queries of a sample, O keys of its own, P tokens of the
 longest prompt, K = P + n O keys of a group, H query heads, G key heads, Q query heads that share a key head,
@@ -26,14 +26,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qerl.kernels.flash import deterministic
 
 _ROW = 8
-"""Rows of a bias begin at multiples of so many elements, or the kernel's launcher copies it each time."""
+"""Rows of a bias begin at multiples of this many elements, or the kernel's launcher copies it each time."""
 
 
 class _Repeatable(torch.autograd.Function):
-    """Attention with the same bits of gradients each time.
+    """Attention whose gradients have the same bits each time.
 
-    How torch's fused kernels add gradients is a setting of the process, which would also refuse operations
-    elsewhere in a step. So it holds for the backward pass of the attention alone.
+    The order in which torch's fused kernels add gradients is a setting of the process, which would also
+    refuse operations elsewhere in a step. So it is set for the backward pass of the attention only.
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ class _Repeatable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         own, out = ctx.own, ctx.out
-        del ctx.own, ctx.out  # as memory is freed behind each layer
+        del ctx.own, ctx.out  # frees memory after each layer
         with deterministic():
             found = iter(torch.autograd.grad(out, [x for x in own if x.requires_grad], gradients))
         return None, *(next(found) if x.requires_grad else None for x in own)
@@ -61,21 +61,21 @@ def attend_prompts(q_UPHW: torch.Tensor, k_UPGW: torch.Tensor, v_UPGW: torch.Ten
 
 
 def by_head(x_nOGW: torch.Tensor) -> torch.Tensor:
-    """Keys or values [..., n, O, G, W] of samples as they lie behind their prompt's, [..., G, n O, W]."""
+    """Rearrange keys or values [..., n, O, G, W] of samples to follow their prompt's, [..., G, n O, W]."""
     return x_nOGW.flatten(-4, -3).transpose(-3, -2)
 
 
 def bias_of(
     hidden_UP: torch.Tensor, hidden_CO: torch.Tensor, samples: int, sharing: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What `attend_samples` adds to the scores, [U, 1, Q n C, K]: -inf where a query does not see a key.
+    """Bias that `attend_samples` adds to the scores, [U, 1, Q n C, K]: -inf where a query does not see a key.
 
     Args:
         hidden_UP: True behind the end of a prompt; U is 1 if that is the same for all.
         hidden_CO: True where a query does not see the sample's own key.
         samples: n.
         sharing: Q.
-        dtype: Of queries.
+        dtype: Dtype of the queries.
     """
     (prompts, front), (queries, own) = hidden_UP.shape, hidden_CO.shape
     keys = front + samples * own
@@ -100,8 +100,8 @@ def attend_samples(
     """
     prompts, groups, _, width = k_UGKW.shape
     q_GQnCW = q_nCHW.unflatten(-2, (groups, -1)).movedim((-3, -2), (-5, -4))
-    # Query heads that share a key head are queries of it. Of the fused kernels one takes a bias on every GPU
-    # and builds no plan for each length; no other one is allowed there, lest scores are kept unnoticed.
+    # Query heads that share a key head are queries of it. Only one fused kernel takes a bias on every GPU and
+    # builds no plan per length; no other one is allowed there, or torch might choose one that keeps scores.
     attend = partial(F.scaled_dot_product_attention, attn_mask=bias)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if q_nCHW.is_cuda else SDPBackend.MATH):
         out = _Repeatable.apply(attend, q_GQnCW.reshape(prompts, groups, -1, width), k_UGKW, v_UGKW)

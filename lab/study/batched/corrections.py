@@ -1,4 +1,4 @@
-"""Corrections of the loss that studies alone have, beside those of `qerl.update.policy_loss`.
+"""Corrections of the loss for studies only, beside those of `qerl.update.policy_loss`.
 
 Legend: R samples, C completion columns.
 """
@@ -7,7 +7,7 @@ import torch
 
 
 def one_sided(ratio_RC: torch.Tensor, advantages_R1: torch.Tensor, most: float) -> torch.Tensor:
-    """The ratio pi / mu [R, C], bounded so that what the sampler found counts and what it broke does not.
+    """The ratio pi / mu [R, C], bounded from below by 1 for good samples and from above by 1 for bad ones.
 
     A token of a good sample (advantage above 0) counts at least as often as it was drawn, 1 to `most`: a
     success that is rare under the trainer is learned at the rate at which the sampler found it. A token of a
@@ -16,8 +16,8 @@ def one_sided(ratio_RC: torch.Tensor, advantages_R1: torch.Tensor, most: float) 
     beyond a bound even without noise.
 
     Args:
-        ratio_RC: Of the trainer's to the sampler's probabilities.
-        advantages_R1: Of the samples.
+        ratio_RC: Ratio of the trainer's to the sampler's probabilities.
+        advantages_R1: Advantages of the samples.
         most: Upper bound for good samples, at least 1.
     """
     good_R1 = advantages_R1 > 0
@@ -34,8 +34,8 @@ def balance_ratio(
 
     Args:
         trainer_logps_RC: Log-probabilities under the clean policy pi, of clean and noisy samples alike.
-        noisy_logps_RC: The same tokens under the noisy policy mu, whoever drew them; NaN counts as no
-            mismatch.
+        noisy_logps_RC: Log-probabilities of the same tokens under the noisy policy mu, for all samples too;
+            NaN counts as no mismatch.
         share: Share of the samples that mu drew, above 0 and below 1.
         mask_RC: 1 on tokens that count; elsewhere the ratio is 1.
     """

@@ -1,7 +1,7 @@
 """Draw a token for each row: on a GPU with the paged engine's kernel, elsewhere as the portable engine does.
 
-The kernel reads a row of logits once and a block of it once more. torch makes some thirty passes over all of
-them, most of them in FP64.
+The kernel reads a row of logits once and one block of it a second time. torch makes some thirty passes over
+all logits, most of them in FP64.
 
 Legend: B rows, V vocabulary.
 """
@@ -18,13 +18,13 @@ Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Drawn]
 
 
 def drawing(rows: int, vocabulary: int, greedy: bool, device: torch.device) -> Draw:
-    """What draws tokens of so many rows.
+    """Return the function that draws a token for each of a number of rows.
 
     Args:
         rows: B.
         vocabulary: V.
         greedy: Whether to take the most probable token.
-        device: Where logits are.
+        device: Device of the logits.
     """
     if device.type == "cuda":
         return by_kernel(rows, vocabulary, greedy, device)
@@ -37,7 +37,7 @@ def drawing(rows: int, vocabulary: int, greedy: bool, device: torch.device) -> D
 
 
 def by_kernel(rows: int, vocabulary: int, greedy: bool, device: torch.device) -> Draw:
-    """The same with the kernel, whose books are those of a row with one token."""
+    """As `drawing`, with the kernel; its row state is that of rows that generate one token."""
     from qerl.kernels.decode.draw import BLOCK_V, RowState, draw_token, uniforms_of_rows
     from qerl.kernels.decode.filters import GREEDY, RowSettings
 
@@ -54,7 +54,7 @@ def by_kernel(rows: int, vocabulary: int, greedy: bool, device: torch.device) ->
         out_token_TM=zeros(rows, 1), out_stats_2TM=zeros(2, rows, 1, **numbers),
     )  # fmt: skip
     stats_3TB = zeros(3, rows, -(-vocabulary // BLOCK_V), **numbers)
-    unit_1B = zeros(1, rows, **numbers) + 1  # logits are those behind the final norm already
+    unit_1B = zeros(1, rows, **numbers) + 1  # the final norm has been applied to the logits already
 
     def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature_B: torch.Tensor) -> Drawn:
         state.generated_T.zero_()

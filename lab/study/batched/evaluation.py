@@ -1,11 +1,11 @@
-"""Scores of the clean policies of S runs on held-out problems.
+"""Evaluate the clean policies of S runs on held-out problems.
 
-Greedy answers and, if asked for, several sampled ones at temperature 1 per problem; and the entropy of the
-policy on prefixes that stay the same during the whole run: what the base wrote, one sample for each of the
-first problems.
+Each problem gets a greedy answer and, if asked for, several sampled answers at temperature 1. The entropy of
+the policy is measured on prefixes that stay the same during the whole run: completions of the base, one
+sample for each of the first problems.
 
-Before the first step all runs have one policy, the base's. Each then answers a share of the problems, and
-all get the scores of the whole.
+Before the first step all runs have the base's policy, so each run answers a share of the problems, and all
+get the scores of the whole set.
 
 Legend: S runs, P problems, M problems of a run, k samples of a problem, R samples of a run, C tokens.
 """
@@ -33,18 +33,18 @@ _PREFIXES = 64
 """Problems on whose prefixes the policy's entropy is measured."""
 
 _WITHOUT_GRADIENT = 4
-"""A pass that keeps no activations has so many times the tokens of one that does, and less memory."""
+"""Tokens of a pass that keeps no activations per token of one that does; it still needs less memory."""
 
 
 class Evaluation:
     """Scores the policies of a batch.
 
     Args:
-        model, sampler: Of the batch.
-        task: Whose first reward is the verdict: right above 0.
-        tokenizer: Of the model.
-        seeds: Of the runs.
-        greedy: How answers are decoded.
+        model, sampler: Model and sampler of the batch.
+        task: The task; an answer is right if its first reward is above 0.
+        tokenizer: Tokenizer of the model.
+        seeds: Seeds of the runs.
+        greedy: Parameters of greedy decoding.
         rows_at_once: Samples that are decoded at once, over all runs.
         tokens_at_once: Tokens of a forward pass whose activations are kept.
     """
@@ -66,9 +66,9 @@ class Evaluation:
         self._prefixes: Samples | None = None
 
     def run(self, rows: Dataset, samples: int, step: int) -> list[dict[str, float]]:
-        """Scores of each run: `accuracy` of greedy answers, in all and by the task's strata
-        (`accuracy/steps_1`), and `entropy`; with samples `sampled_accuracy`, `pass@1`, `pass@2`, ..., and
-        with several `distinct`, the number of different answers to a problem.
+        """Scores of each run: `accuracy` of greedy answers, overall and by the task's strata
+        (`accuracy/steps_1`), and `entropy`; with samples also `sampled_accuracy`, `pass@1`, `pass@2`,
+        `pass@4`, ..., and with several samples `distinct`, the number of different answers to a problem.
 
         Args:
             rows: Problems of the task; the same in every call of a run.
@@ -109,13 +109,13 @@ class Evaluation:
         return dict(sorted(found.items()))
 
     def _all(self, problems: int) -> list[list[int]]:
-        """Every problem for each run."""
+        """All problems for every run."""
         return [list(range(problems))] * self._model.runs
 
     def _shares(self, problems: int) -> list[list[int]]:
-        """Every problem for one of the runs: of S runs the first has problems 0, S, 2 S, ...
+        """Split the problems over the runs: of S runs the first has problems 0, S, 2 S, ...
 
-        All have equally many; where the problems do not suffice for that they come again from the first.
+        All shares have the same size; if the problems do not suffice for that, the first ones are repeated.
         """
         runs = self._model.runs
         return [[index % problems for index in range(run, problems + run, runs)] for run in range(runs)]
@@ -128,20 +128,20 @@ class Evaluation:
         samples: int,
         step: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Which answers are right [S, M, k], and of several samples how many differ [S, M].
+        """Which answers are right [S, M, k], and with several samples the number of different answers [S, M].
 
         Args:
             problems: The problems.
-            shares: Indices of those that each run answers, equally many.
-            params: How they are decoded.
-            samples: Of each.
-            step: As of `run`.
+            shares: Indices of the problems that each run answers, equally many.
+            params: Parameters of decoding.
+            samples: Samples per problem.
+            step: As in `run`.
         """
         runs, count = self._model.runs, len(shares[0])
         at_once = min(count, max(1, self._rows_at_once // (runs * samples)))
         right, distinct = [], []
         for start in range(0, count, at_once):
-            # The last call is as large as the others, whose graph it then shares.
+            # The last call is as large as the others, so that it can use their graph.
             wanted = [[own[at % count] for at in range(start, start + at_once)] for own in shares]
             uniforms_SRC = self._uniforms(wanted[0], samples, step) if params.temperature else None
             prompts = [[problems.ids[index] for index in own] for own in wanted]
@@ -158,10 +158,10 @@ class Evaluation:
         return torch.cat(right, dim=1), torch.cat(distinct, dim=1) if distinct else None
 
     def _uniforms(self, problems: Sequence[int], samples: int, step: int) -> torch.Tensor:
-        """Uniform numbers [S, R, C] of some problems' samples.
+        """Uniform numbers [S, R, C] for samples of some problems.
 
-        They are keyed by the run's seed, the step, the problem and the sample, so that how many runs share a
-        batch, and how many rows a GPU decodes at once, do not change what is drawn.
+        They are keyed by the run's seed, the step, the problem and the sample, so neither the number of runs
+        in a batch nor the number of rows that a GPU decodes at once changes what is drawn.
         """
         rows = [(problem, sample) for problem in problems for sample in range(samples)]
         streams = {}
@@ -175,7 +175,7 @@ class Evaluation:
 
         Args:
             problems: The problems.
-            alike: Whether all policies are the base's, of which each run then scores a share.
+            alike: Whether all policies are the base's; each run then scores a share of the prefixes.
         """
         model, count = self._model, min(_PREFIXES, len(problems.ids))
         if self._prefixes is None:
@@ -192,7 +192,7 @@ class Evaluation:
         return (sums_SR.sum(dim=1) / tokens_SR.sum(dim=1)).tolist()
 
     def _written(self, problems: Problems, count: int) -> Samples:
-        """What the base writes on the first problems, of which each run has a share."""
+        """Completions of the base for the first problems, split over the runs."""
         shares = self._shares(count)
         sampled = replace(self._greedy, temperature=1.0)
         uniforms_SRC = torch.stack(
@@ -204,12 +204,12 @@ class Evaluation:
 
 
 def _of_all(values_SM: torch.Tensor, problems: int) -> torch.Tensor:
-    """Values [S, M, ...] by the shares of runs, in the order of the problems, [P, ...]."""
+    """Reorder values [S, M, ...] of the runs' shares into the order of the problems, [P, ...]."""
     return values_SM.transpose(0, 1).flatten(0, 1)[:problems]
 
 
 def _on_all(samples: Samples, problems: int) -> Samples:
-    """Samples of which each run has a share, as samples that all have."""
+    """Give every run all of the samples that are split over the runs."""
     runs = len(samples.prompts)
     ordered = [samples.prompts[index % runs][index // runs] for index in range(problems)]
 

@@ -1,12 +1,13 @@
-"""All weights of the model, one copy for each of S runs: what full tuning trains.
+"""All weights of the model, one copy for each of S runs: the parameters of full tuning.
 
-Linears with their biases, norms, embedding and head, the two last once where the model ties them. They begin
-as the base's 16-bit values, are kept and moved in FP32, and are cast to the dtype of activations for the
-passes, as mixed precision does. A product of a run is one of a batch of S.
+The weights are linears with their biases, norms, embedding and head; tied embedding and head are one tensor.
+They start as the base's 16-bit values, are stored and updated in FP32, and are cast to the dtype of
+activations for forward and backward passes, as in mixed precision. Matrix products are batched over the S
+runs.
 
-On a GPU a run needs 20 bytes for each of its numbers (values, gradients and two means of AdamW in FP32,
-values and gradients in 16 bits) and 4 more while AdamW moves: 52 GB for 16 runs of a model with 135M
-parameters. A checkpoint of a batch has 12 bytes for each.
+On a GPU a run needs 20 bytes per parameter (values, gradients and two means of AdamW in FP32, values and
+gradients in 16 bits) and 4 more during AdamW's step: 52 GB for 16 runs of a model with 135M parameters. A
+checkpoint of a batch has 12 bytes per parameter.
 
 Legend: S runs, E numbers of a model, T tokens of a run, K inputs, N outputs, V vocabulary, D hidden width.
 """
@@ -27,7 +28,7 @@ class Own:
     bias_SN: torch.Tensor | None
 
     def __call__(self, frozen: Frozen, x_STK: torch.Tensor) -> torch.Tensor:
-        """See :class:`Product`; the frozen weight is where the runs began."""
+        """See :class:`Product`; the frozen weight, from which the runs started, is not used."""
         weight_SKN = self.weight_SNK.mT
         if self.bias_SN is None:
             return torch.bmm(x_STK, weight_SKN)
@@ -36,14 +37,14 @@ class Own:
 
 @dataclass(frozen=True)
 class Rest:
-    """What a base has beside its linears, fp32 or 16 bits.
+    """The weights of a base other than its linears, fp32 or 16 bits.
 
     Attributes:
         embedding_VD: The embedding.
         head_VD: The head; None where it is the embedding.
         norms_ND: Norms before linears, in order.
         final_D: The last norm.
-        head_norms: Of each layer the norms of queries and keys, or None.
+        head_norms: Norms of queries and keys of each layer, or None.
     """
 
     embedding_VD: torch.Tensor
@@ -57,10 +58,10 @@ class FullWeights(Trained):
     """The weights of S runs.
 
     Args:
-        products: Of the base, in the order of its modules.
-        rest: Of the base.
+        products: Products of the base, in the order of its modules.
+        rest: The other weights of the base.
         runs: S.
-        dtype: Of activations.
+        dtype: Dtype of activations.
     """
 
     def __init__(self, products: Sequence[Frozen], rest: Rest, runs: int, dtype: torch.dtype) -> None:
@@ -86,9 +87,9 @@ class FullWeights(Trained):
 
     @property
     def do_nothing(self) -> bool:
-        """Whether no run has moved."""
+        """Whether all runs have the base's weights."""
         return all(torch.equal(own_E, self._base_E) for own_E in self.values_SE)
 
     def be_the_base(self) -> None:
-        """Go back to where the runs began."""
+        """Reset all runs to the base's weights."""
         self.values_SE.copy_(self._base_E)

@@ -1,11 +1,11 @@
 """The forward pass of a decoder with S adapters on one base, or with S copies of all weights.
 
-A token stream is [S, T, D], the tokens of a run one after the other, whatever they belong to. What a linear
-makes of it depends on what is trained (`lab.study.batched.trained`). Norms compute in FP32 and round once,
-clean or noisy (`qerl.noise` says why), so that both are the same code with other weights. In 16 bits on a GPU
-norms, rotary embedding and SwiGLU are the kernels of the trainer's update; elsewhere torch computes them.
-Which token sees which is the caller's affair: `layers` hands queries, keys and values to a function and goes
-on with what it returns.
+A token stream is [S, T, D], the tokens of a run one after the other, whichever prompt or sample they are of.
+The output of a linear depends on what is trained (`lab.study.batched.trained`). Norms compute in FP32 and
+round once, clean or noisy (`qerl.noise` says why), so both use the same code with other weights. In 16 bits
+on a GPU norms, rotary embedding and SwiGLU are the kernels of the trainer's update; elsewhere torch computes
+them. The caller decides which token attends to which: `layers` passes queries, keys and values to a function
+and continues with its result.
 
 Legend: S runs, T tokens of a run, D hidden width, K inputs, N outputs, H query heads, G key heads, W width
 of a head, V vocabulary, L positions.
@@ -34,7 +34,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`attend(layer, queries [S, T, H, W], keys [S, T, G, W], values [S, T, G, W])` -> [S, T, H W]."""
 
 NormWeight = Callable[[int], torch.Tensor]
-"""Weight of a norm by its number among those that noise acts on: fp32, [S, T, D] or what broadcasts to it."""
+"""Weight of a norm by its number among those that noise acts on: fp32, broadcastable to [S, T, D]."""
 
 _ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # kinds whose angles do not depend on the length
 
@@ -53,21 +53,21 @@ class BatchedModel:
         base: A causal LM with packed, NF4 or dense linears, without an adapter. It is read once and not
             changed; embedding, head and norms are shared with it.
         runs: S.
-        lora_r: Rank of the adapters, which are on every linear of the decoder; none where runs have weights
+        lora_r: Rank of the adapters, which are on every linear of the decoder; not used if runs have weights
             of their own.
-        seeds: One per run, which decides its A.
+        seeds: One per run; the seed decides the run's A.
         frozen_noise: Relative error (root mean square) of Gaussian noise that is added to each linear weight,
             the same for all runs.
         tuning: Whether runs train adapters or all weights.
 
     Attributes:
-        trained: What the runs train.
-        sharing: Query heads that share a key head.
+        trained: Trained parameters of the runs.
+        sharing: Number of query heads that share a key head.
         norm_names: Norms that noise acts on, by their names in `base`: the two of each layer, in order.
         norm_weights_ND: Their clean weights, fp32.
 
     Raises:
-        QeRLError: The model is of a kind that this forward pass does not compute.
+        QeRLError: This forward pass does not support the model.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class BatchedModel:
 
     @torch.no_grad()
     def _add_noise(self, relative_error: float) -> None:
-        """Gaussian noise on each linear weight, of this share of the weight's root mean square."""
+        """Add Gaussian noise to each linear weight, scaled to this share of the weight's root mean square."""
         for layer, products in enumerate(self._products):
             for index, product in enumerate(products):
                 draw = torch.Generator(self.device).manual_seed(derive_seed("frozen noise", layer, index))
@@ -139,7 +139,7 @@ class BatchedModel:
 
     @contextmanager
     def base_only(self) -> Iterator[None]:
-        """Inside the block the policy of each run is the base's."""
+        """Give each run the base's policy inside the block."""
         values_SE = self.trained.values_SE
         kept_SE = values_SE.clone()
         self.trained.be_the_base()
@@ -155,14 +155,14 @@ class BatchedModel:
         return cosine_1LW[0], sine_1LW[0]
 
     def embed(self, ids_ST: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Tokens of some runs embedded, [S, T, D]."""
+        """Embed tokens of some runs, [S, T, D]."""
         if weights.whole is None:
             return F.embedding(ids_ST, self._embedding_VD)
         runs_S1 = torch.arange(len(ids_ST), device=ids_ST.device)[:, None]
         x_STD = weights.whole.embedding_SVD[runs_S1, ids_ST]
         if self._padding is None:
             return x_STD
-        # As in transformers, where a token is read that is the pad token too, its embedding does not learn.
+        # As in transformers, the embedding of the pad token gets no gradient, even where it is a real token.
         return torch.where((ids_ST == self._padding)[..., None], x_STD.detach(), x_STD)
 
     def layers(
@@ -173,14 +173,14 @@ class BatchedModel:
         weights: Weights,
         norm_weight: NormWeight,
     ) -> torch.Tensor:
-        """The decoder layers, and not the final norm.
+        """Run all decoder layers, without the final norm.
 
         Args:
             x_STD: Embedded tokens; S may be some of the runs.
             angles: Cosines and sines of the tokens' positions, [S, T, W] each.
             attend: Attention.
-            weights: What these runs train.
-            norm_weight: Weights of the norms before linears, of runs that have none of their own.
+            weights: Trained weights of these runs.
+            norm_weight: Weights of the norms before linears, for runs that have none of their own.
         """
         whole = weights.whole
         head_norms = self._head_norms if whole is None else [_by_run(norms) for norms in whole.head_norms]
@@ -202,7 +202,7 @@ class BatchedModel:
         angles: tuple[torch.Tensor, torch.Tensor],
         norms: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, ...]:
-        """Queries and keys, normed where the model does that and turned, and values."""
+        """Queries, keys and values; queries and keys are normalized, if the model does that, and rotated."""
         groups, size = self.sizes.attention.kv_heads, self.sizes.attention.head_size
         heads = groups * self.sharing
         if norms is None and is_16bit_cuda(qkv_STN):
@@ -217,7 +217,8 @@ class BatchedModel:
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x / rms(x) * weight over the last axis, in fp32 and rounded once to the dtype of x.
 
-        Axes of the weight are those of x, up to some axis; from there on they are 1.
+        Except for the last axis, the weight has the axes of x up to some axis, and axes of size 1 from there
+        on.
         """
         if is_16bit_cuda(x) and not weight.requires_grad:
             from qerl.kernels.update.rms_norm import rms_norm
@@ -226,13 +227,13 @@ class BatchedModel:
         return (F.rms_norm(x.float(), x.shape[-1:], None, self._eps) * weight).to(x.dtype)
 
     def heads(self, weights: Weights) -> list[Head]:
-        """The head of each of some runs; one for all where they share it."""
+        """One head per run, or a single one if the runs share it."""
         if weights.whole is None:
             return [Head(self._final_D, self._head_VD)]
         return list(map(Head, weights.whole.final_SD.unbind(), weights.whole.head_SVD.unbind()))
 
     def logits(self, x_STD: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Logits [S, T, V], fp32 and unrounded, of what the last layer returned; without a graph."""
+        """Logits [S, T, V] of the last layer's output, fp32 and unrounded; without gradient."""
         logits_STV = torch.empty(*x_STD.shape[:2], self.sizes.vocabulary, device=x_STD.device)
         heads = self.heads(weights)
         parts = (each.chunk(len(heads)) for each in (x_STD, logits_STV))
@@ -242,7 +243,7 @@ class BatchedModel:
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, which lie side by side."""
+    """silu(gate) * up; gate and up are the halves of the last axis."""
     if is_16bit_cuda(gate_up):
         from qerl.kernels.update.swiglu import swiglu as fused
 
@@ -252,18 +253,18 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _by_run(norms: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Norms [S, W] of queries and keys as they meet heads [S, T, H, W]."""
+    """Reshape norms [S, W] of queries and keys to broadcast to heads [S, T, H, W]."""
     return None if norms is None else (norms[0][:, None, None], norms[1][:, None, None])
 
 
 def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Heads [S, T, H, W] turned by the angles of their positions."""
+    """Heads [S, T, H, W] rotated by the angles of their positions."""
     left, right = x.chunk(2, dim=-1)
     return x * cosine[:, :, None] + torch.cat([-right, left], dim=-1) * sine[:, :, None]
 
 
 def dense_weight(linear: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [N, K] of a packed, NF4 or dense linear; of a dense one perhaps the parameter itself."""
+    """The weight [N, K] of a packed, NF4 or dense linear; for a dense one possibly the parameter itself."""
     if isinstance(linear, PackedLinear):
         return linear.dense(dtype)
     weight = linear.get_parameter("weight")
@@ -276,7 +277,7 @@ def dense_weight(linear: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _frozen(linears: Sequence[torch.nn.Module], dtype: torch.dtype) -> Frozen:
-    """The product of linears with one input, dense."""
+    """Join linears that share an input into one dense product."""
     weight_NK = torch.cat([dense_weight(linear, dtype) for linear in linears])
     biases = [
         linear.get_parameter("bias").detach().to(dtype) for linear in linears if linear.bias is not None

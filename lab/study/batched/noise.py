@@ -1,11 +1,11 @@
-"""What each run explores with in a step: noise in norms or logits, and temperature.
+"""The exploration of each run in a step: noise in norms or logits, and temperature.
 
-Numbers are keyed by (seed, step), so runs with one seed have the same noise, and a run has the noise that
-`QeRLTrainer` would give it (`qerl.noise.draw`). Noise by sample has no counterpart there; it is drawn on the
-device, as it is a hundred times more, and differs between kinds of devices.
+Random numbers are keyed by (seed, step), so runs with one seed have the same noise, and a run has the noise
+that `QeRLTrainer` would give it (`qerl.noise.draw`). Noise per sample has no counterpart there; since it is a
+hundred times more, it is drawn on the device, and it differs between kinds of devices.
 
-Two controllers have a state: sigma is driven to a target of KL by `lab.study.batched.target`, and a
-temperature follows the entropy of another run's rollouts by `lab.study.batched.temperature`.
+Two controllers have a state: `lab.study.batched.target` drives sigma to a target of KL, and the temperature
+of `lab.study.batched.temperature` follows the entropy of another run's rollouts.
 
 Legend: N norms that noise acts on, S runs, R samples of a run, D hidden width, V vocabulary.
 """
@@ -36,22 +36,22 @@ _SHARED = (
 
 
 def same_batch(one: Arm, other: Arm) -> bool:
-    """Whether runs of these arms can share a batch: they need the same base and the same passes."""
+    """Return True if runs of these arms can share a batch: they need the same base and the same passes."""
     balanced = one.correction == other.correction or "token_balance" not in (one.correction, other.correction)
     return balanced and all(getattr(one, name) == getattr(other, name) for name in _SHARED)
 
 
 @dataclass(frozen=True)
 class Exploration:
-    """What a step explores with.
+    """Noise and temperatures of a step.
 
     Attributes:
         norms: Weights of the norms in rollouts; None where all are clean.
-        all_noisy: The same with noise on every sample, by which clean ones are judged under the mixture.
+        all_noisy: The same with noise on every sample, to score clean samples under the mixture.
         noisy_R: Which samples of a run are drawn with noise.
         logits_noise_SV: Added to logits; None for none.
-        temperature_S: Of sampling.
-        sigma_S: Of the noise, of norms or else of logits; 0 for none.
+        temperature_S: Temperatures of sampling.
+        sigma_S: sigma of the noise in norms, or else in logits; 0 for none.
     """
 
     norms: Norms | None
@@ -66,7 +66,7 @@ class Explorers:
     """Noise and temperature of each run, step by step.
 
     Args:
-        model: Whose norms get noise.
+        model: The model whose norms get noise.
         runs: The runs; their arms are of one batch (`same_batch`).
         steps: Optimizer steps of a run.
         prompts, group: Prompts of a step, and samples of each.
@@ -111,7 +111,7 @@ class Explorers:
         return self._share
 
     def at(self, step: int) -> Exploration:
-        """What a 0-based step explores with."""
+        """Noise and temperatures of a 0-based step."""
         sigmas = [self._sigma(index, step) for index in range(len(self._runs))]
         of_norms = [sigma if run.arm.noise else 0.0 for run, sigma in zip(self._runs, sigmas, strict=True)]
         norms, all_noisy = self._norms(step, of_norms) if any(of_norms) else (None, None)
@@ -130,10 +130,10 @@ class Explorers:
         )
 
     def observe(self, step: int, kl_S: Sequence[float], entropy_S: Sequence[float]) -> dict[str, list[float]]:
-        """Learn from a step's KL of the noisy samples and the entropy of its rollouts, nats per token.
+        """Update the controllers from a step's KL of noisy samples and entropy of rollouts, nats per token.
 
         Returns:
-            `temperature/error` of each run, where there is one that follows another.
+            `temperature/error` of each run, if any run follows another one.
         """
         for target, kl in zip(self._targets, kl_S, strict=True):
             if target is not None:
@@ -144,13 +144,13 @@ class Explorers:
         return {"temperature/error": [math.nan if own is None else own.observe(step, e) for own, e in both]}
 
     def state(self) -> dict[str, Any]:
-        """What the controllers have learned."""
+        """The state of the controllers."""
         targets = [None if target is None else target.state() for target in self._targets]
         temperatures = [None if own is None else own.state() for own in self._temperatures]
         return {"targets": targets, "temperatures": temperatures}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Resume from a state that `state` returned."""
         for target, learned in zip(self._targets, state["targets"], strict=True):
             if target is not None:
                 target.restore(learned)
@@ -228,13 +228,13 @@ def _schedule(arm: Arm, steps: int) -> NoiseSchedule | None:
 
 
 def of_stage(values: Sequence[float], steps: int, step: int) -> float:
-    """The value of the stage of a 0-based step, of as many stages as values; steps that are left over belong
-    to the last stage."""
+    """The value of the stage of a 0-based step, with as many stages as values; steps left over belong to the
+    last stage."""
     return values[min(step // (steps // len(values)), len(values) - 1)]
 
 
 def _temperature(arm: Arm, steps: int, followed: Followed | None) -> FollowingTemperature | None:
-    """What controls the temperature of a run; None where that is constant."""
+    """The controller of a run's temperature; None if its arm follows no other arm."""
     if arm.match_entropy is None:
         return None
     if followed is None or len(followed.entropy) < steps:

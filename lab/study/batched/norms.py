@@ -1,8 +1,8 @@
-"""Which norm weights each token of a rollout or a loss is computed with.
+"""The norm weights with which each token of a rollout or a loss is computed.
 
-Noise by step, by sample, in decoding alone, for a share of each group: all of it is a table of weights and,
-for each sample, the entry that its prompt and the entry that its own tokens are computed with. Samples that
-share an entry for the prompt share the prompt.
+Noise per step, per sample, in decoding only or for a share of each group: each case is a table of weights
+and, for each sample, the entry for its prompt and the entry for its own tokens. Samples with the same entry
+for the prompt share the prompt.
 
 Legend: N norms that noise acts on, S runs, V variants of their weights, R samples of a run, D hidden width.
 """
@@ -19,12 +19,12 @@ from qerl.kernels.tensors import upload
 
 @dataclass(frozen=True)
 class Norms:
-    """Weights of the norms, and which each sample has.
+    """Weights of the norms, and the variants of each sample.
 
     Attributes:
         weights_NSVD: The variants, fp32.
         of_prompt_R: Variant with which the prompt of each sample is computed.
-        of_own_R: Variant with which its own tokens are; both the same in all runs.
+        of_own_R: Variant with which its own tokens are computed; both are the same in all runs.
     """
 
     weights_NSVD: torch.Tensor
@@ -57,7 +57,7 @@ class Norms:
         """Weights by norm for a stream of tokens, [S, 1, D] where all tokens have the same, else [S, T, D].
 
         Args:
-            variants: Of segments of tokens, one after the other.
+            variants: Variant of each segment of the stream.
             repeats: Tokens of each segment.
         """
         if len(set(variants)) == 1:

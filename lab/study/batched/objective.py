@@ -1,4 +1,4 @@
-"""The losses of a step, and what is measured of sampler and policy.
+"""The losses of a step, and metrics of sampler and policy.
 
 Legend: S runs (s of a piece), R samples of a run, C tokens.
 """
@@ -29,26 +29,27 @@ BOUNDED = ("token_truncate", "token_one_sided")
 """Corrections whose factor is the ratio within bounds."""
 
 HELD = ("clip_ratio/region_mean", "cispo_clip_ratio")
-"""What losses report of the tokens, or samples, beyond a bound of their ratio."""
+"""Metrics in which losses report the tokens, or samples, whose ratio is beyond a bound."""
 
 
 @dataclass
 class Outcome:
-    """What a step's loss reads, and what the update fills in piece by piece.
+    """Inputs of a step's loss, and the results that the update fills in piece by piece.
 
     Attributes:
         runs: The runs.
         advantages_SR: fp32.
-        mask_SRC, sampler_SRC, sampler_entropies_SRC: Of the samples: tokens that count, and their
-            log-probabilities and entropies under the policy that drew them.
-        tokens_S: How many tokens count.
+        mask_SRC, sampler_SRC, sampler_entropies_SRC: Tokens that count, and their log-probabilities and
+            entropies under the policy that drew them.
+        tokens_S: Number of tokens that count.
         noisy_R: Which samples were drawn with noise.
-        share: Their share.
+        share: Share of the samples that were drawn with noise.
         noisy_SRC: Log-probabilities of all samples under the noisy policy, where the correction needs them.
-        logps_SRC, entropies_SRC: Under the policy.
-        ratio_SRC, weights_SRC: pi / mu, and what the loss is multiplied by.
-        loss_S: Of each run.
-        held_S2: Tokens beyond a bound of the loss's ratio, and tokens; samples where the ratio is of samples.
+        logps_SRC, entropies_SRC: Log-probabilities and entropies under the policy.
+        ratio_SRC, weights_SRC: pi / mu, and the factors of the loss.
+        loss_S: Loss of each run.
+        held_S2: Number of tokens whose ratio is beyond a bound of the loss, and number of tokens; of samples
+            if the ratio is one per sample.
     """
 
     runs: Sequence[Run]
@@ -83,7 +84,7 @@ class Outcome:
         noisy_R: Sequence[bool],
         share: float,
     ) -> "Outcome":
-        """What is known before the update; tensors are cut to the longest completion."""
+        """The inputs, before the update; tensors are cut to the longest completion."""
         columns, device = texts.mask_SRC.shape[2], texts.mask_SRC.device
         return cls(
             runs,
@@ -97,7 +98,7 @@ class Outcome:
         )
 
     def columns(self) -> dict[str, torch.Tensor]:
-        """What is logged of the tokens of each run, [S] each."""
+        """Logged metrics of each run's tokens, [S] each."""
         mask = self.mask_SRC
         noisy = mask & self.noisy_R[:, None]
         kl_SRC = sampler_trainer_kl(self.logps_SRC, self.sampler_SRC, mask)
@@ -122,11 +123,11 @@ class Outcome:
 def loss_of(
     outcome: Outcome, piece: Piece, logps_sRC: torch.Tensor, entropies_sRC: torch.Tensor
 ) -> torch.Tensor:
-    """The part [s] of the runs' losses that the samples of a piece have; they add up over pieces.
+    """The part [s] of the runs' losses that comes from the samples of a piece; parts add up over pieces.
 
     Args:
-        outcome: Takes what was computed.
-        logps_sRC, entropies_sRC: Under the policy, with gradient.
+        outcome: Receives the computed values.
+        logps_sRC, entropies_sRC: Log-probabilities and entropies under the policy, with gradient.
     """
     at = piece.runs, piece.samples
     mask = outcome.mask_SRC[at]
@@ -166,7 +167,7 @@ def _policy_loss(
     logps_RC: torch.Tensor,
     entropies_RC: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of a run, a scalar without the bonus, and what is held of it [2]."""
+    """The loss of a run, a scalar without the bonus, and its row [2] of `Outcome.held_S2`."""
     loss = PolicyLoss(
         arm.loss_type,
         of_sequence=arm.importance_sampling_level == "sequence",
@@ -211,7 +212,7 @@ def _weigh(outcome: Outcome, piece: Piece, logps_sRC: torch.Tensor) -> None:
 
 
 def _by_arm(runs: Sequence[Run]) -> Iterator[tuple[Arm, slice]]:
-    """Neighbours that are of one arm."""
+    """Yield each group of adjacent runs of one arm: the arm and the group's slice."""
     for arm, same in groupby(range(len(runs)), key=lambda index: runs[index].arm):
         indices = list(same)
         yield arm, slice(indices[0], indices[-1] + 1)
@@ -226,7 +227,7 @@ def _weights(
     share: float,
     noisy_sRC: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Factors of the loss of the samples of some runs of an arm."""
+    """Factors of the loss for the samples of some runs of an arm."""
     if arm.correction == "none":
         return torch.ones_like(ratio_sRC)
     if arm.correction == "token_balance":

@@ -1,9 +1,9 @@
-"""The prompts of all runs as the front part of a stream of tokens.
+"""The prompts of all runs as the first part of a token stream.
 
-Most of a prompt is the same in all problems of a task: its instruction and worked examples. Where that is the
-larger part, and all prompts of a run are computed with the same norm weights, it stands once per run, and the
-rest of each prompt attends to it as a sample attends to its prompt. Keys and values come out as those of
-whole prompts, so whoever continues one need not know.
+Prompts of a task often begin with the same tokens: its instruction and worked examples. If this prefix is the
+larger part, and all prompts of a run are computed with the same norm weights, it is computed once per run,
+and the rest of each prompt attends to it as a sample attends to its prompt. Keys and values are returned as
+those of whole prompts, so callers that continue a prompt are not affected.
 
 Legend: S runs, U prompts of a run, T tokens of the longest prompt, F tokens that all share, E = T - F
 others, L = F + U E tokens of a run's stream, H query heads, G key heads, W width of a head, D hidden width.
@@ -25,8 +25,8 @@ class Prompts:
 
     Attributes:
         ids_SUT: Tokens, padded behind their end.
-        lengths_SU: How many each has.
-        shared: F; less than the shortest prompt has.
+        lengths_SU: Number of tokens of each prompt.
+        shared: F; less than the length of the shortest prompt.
     """
 
     ids_SUT: torch.Tensor
@@ -34,13 +34,13 @@ class Prompts:
     shared: int
 
     def copies(self, number: int) -> "Prompts":
-        """Each prompt several times."""
+        """Repeat each prompt."""
         ids, lengths = (x.repeat_interleave(number, dim=1) for x in (self.ids_SUT, self.lengths_SU))
         return Prompts(ids, lengths, self.shared)
 
     @property
     def ids_SL(self) -> torch.Tensor:
-        """The stream."""
+        """Token ids of the stream."""
         return torch.cat(
             [self.ids_SUT[:, 0, : self.shared], self.ids_SUT[:, :, self.shared :].flatten(1)], dim=1
         )
@@ -60,7 +60,7 @@ class Prompts:
         return [variant for variant, _ in both], [tokens for _, tokens in both]
 
     def bias(self, sharing: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """What `attend` needs of all layers; see `bias_of`."""
+        """The bias of `attend`, the same for all layers; None without shared tokens. See `bias_of`."""
         if not self.shared:
             return None
         device = self.ids_SUT.device
@@ -70,7 +70,7 @@ class Prompts:
 
     @property
     def parts(self) -> list[int]:
-        """Tokens of the parts of the stream: those that all prompts share, if there are any, and others."""
+        """Number of tokens of each part of the stream: those that all prompts share, if any, and the rest."""
         prompts, width = self.ids_SUT.shape[1:]
         return [*([self.shared] if self.shared else []), prompts * (width - self.shared)]
 
@@ -85,7 +85,8 @@ class Prompts:
         [S, U, G, T, W].
 
         Args:
-            q, k, v: Those of each of `parts`, [S, part of L, H, W] and [S, part of L, G, W].
+            q, k, v: Queries, keys and values of each of `parts`, [S, part of L, H, W] and [S, part of L, G,
+                W].
             bias: See `bias`.
         """
         (s, u, width), shared = self.ids_SUT.shape, self.shared
@@ -102,7 +103,7 @@ class Prompts:
         return [attend_prompts(q[0], k[0], v[0]), out.flatten(1, 3)], keys, values
 
     def ends(self, x_SLD: torch.Tensor) -> torch.Tensor:
-        """What stands in a stream [S, L, D] where each prompt ends, [S, U, D]."""
+        """Select from a stream [S, L, D] the last token of each prompt, [S, U, D]."""
         x_SUED = x_SLD[:, self.shared :].unflatten(1, (self.ids_SUT.shape[1], -1))
         last = (self.lengths_SU - self.shared - 1)[..., None, None].expand(-1, -1, 1, x_SLD.shape[-1])
         return x_SUED.gather(2, last)[:, :, 0]
@@ -121,11 +122,11 @@ def pad_prompts(
 
 
 def shared_tokens(prompts: Sequence[Sequence[Sequence[int]]], norms: Norms) -> int:
-    """How many first tokens of all prompts are to be computed once per run; 0 where they differ or are few.
+    """Number of first tokens of all prompts to compute once per run; 0 if too few are equal or norms differ.
 
     Args:
         prompts: Token ids by run and prompt.
-        norms: By which they are computed.
+        norms: Norm weights of the prompts.
     """
     every = [prompt if isinstance(prompt, list) else list(prompt) for run in prompts for prompt in run]
     shortest = min(map(len, every))

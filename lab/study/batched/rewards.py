@@ -1,12 +1,12 @@
-"""Problems as tokens, and the task's rewards for completions.
+"""Tokenised problems, and the task's rewards for completions.
 
 Small models soon write the same few answers to a problem, and runs with one seed share their problems, so
-each text is decoded and judged once. Problems are kept with their task, because the batches of a study share
-them, and to render some thousand prompts takes as long as many steps.
+each text is decoded and judged once. Problems are cached with their task, because the batches of a study
+share them, and rendering some thousand prompts takes as long as many steps.
 
 Early in a run most texts are new, and a tenth of them state an answer that only math-verify can judge, in
-milliseconds each: for thousands of texts a step that is longer than all else. So many texts are judged by
-processes beside this one, which know the task because they were forked from it.
+milliseconds each: for thousands of texts per step this takes longer than all else. Large numbers of texts are
+therefore judged by subprocesses, which know the task because they are forked from this process.
 """
 
 import ctypes
@@ -34,10 +34,10 @@ from qerl.tasks.guard import RewardFunction
 from qerl.tasks.together import guarded
 
 _MOST_TEXTS = 1_000_000
-"""Texts whose rewards are kept, some 0.3 GB; then all are forgotten."""
+"""Number of cached texts, some 0.3 GB, above which the cache is cleared."""
 
 _BESIDE = 128
-"""Texts below which this process judges alone."""
+"""Number of texts below which this process judges alone."""
 
 _MOST_PROCESSES = 8
 
@@ -46,8 +46,8 @@ class Problems:
     """Rows of a task, tokenised, with the rewards of their completions.
 
     Args:
-        task: Whose rewards judge.
-        rows: Of the task.
+        task: The task whose rewards judge.
+        rows: Rows of the task.
         tokenizer: Renders prompts and reads completions.
 
     Attributes:
@@ -79,7 +79,7 @@ class Problems:
         self._judges = Judges(self, _cores() // 2)
 
     def rewards_of(self, problems: Sequence[int], texts: Sequence[str]) -> list[list[float]]:
-        """What each reward function gives each text, NaN where it gives nothing; in this process."""
+        """Rewards of each text by each function, NaN where a function gives none; in this process."""
         rows = [self.rows[problem] for problem in problems]
         columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         prompts = [row["prompt"] for row in rows]
@@ -92,7 +92,7 @@ class Problems:
         """Rewards [B, F] of completions, fp32 on the CPU; NaN where a reward was not given.
 
         Args:
-            problems: Index of the problem that each answers.
+            problems: Index of the problem that each completion answers.
             completions: Token ids.
         """
         keys = self._learn(problems, completions)
@@ -120,8 +120,8 @@ class Problems:
 def _together(reward: RewardFunction) -> RewardFunction:
     """The same function without its mark `judges_alone`, so that thousands of texts have one time limit.
 
-    A limit for each text takes as long as judging it. Where the limit of all is exceeded, or one text fails,
-    the guard goes through them one by one after all.
+    Setting a limit per text takes as long as judging it. If the common limit is exceeded or a text fails, the
+    guard still judges the texts one by one.
     """
 
     def together(*args: Any, **columns: Any) -> list[float | None]:
@@ -132,12 +132,12 @@ def _together(reward: RewardFunction) -> RewardFunction:
 
 
 def training_problems(task: Task, tokenizer: PreTrainedTokenizerBase) -> Problems:
-    """The training problems of a task, kept for its next batch."""
+    """The training problems of a task, cached for its next batch."""
     return _kept(task, None, tokenizer)
 
 
 def held_out_problems(task: Task, rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> Problems:
-    """Any problems of a task, kept for the next call with the same rows."""
+    """Any problems of a task, cached for the next call with the same rows."""
     return _kept(task, json.dumps(list(rows)), tokenizer)
 
 
@@ -147,11 +147,11 @@ def _kept(task: Task, rows: str | None, tokenizer: PreTrainedTokenizerBase) -> P
 
 
 class Judges:
-    """Processes that judge texts beside this one, started when there are many.
+    """Subprocesses that judge texts, started by the first call with many texts.
 
     Args:
-        problems: Whose rewards judge.
-        processes: How many; below 2 for none.
+        problems: The problems whose rewards judge.
+        processes: Number of subprocesses; below 2 for none.
     """
 
     def __init__(self, problems: Problems, processes: int) -> None:
@@ -165,7 +165,7 @@ class Judges:
             return self._problems.rewards_of(problems, texts)
         if self._pool is None:
             _OF[id(self._problems)] = self._problems
-            # An executor, and no Pool, because a Pool waits for ever for a process that was killed.
+            # An executor rather than a Pool, which waits forever for a process that was killed.
             fork = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(self._processes, fork, _start)
         size = math.ceil(len(texts) / (4 * self._processes))
@@ -182,11 +182,11 @@ class Judges:
 
 
 _OF: dict[int, Problems] = {}
-"""What forked processes judge with, by a key that they inherit."""
+"""Problems with which forked processes judge, by a key that each call names."""
 
 
 def _start() -> None:
-    """Begin a judging process: Ctrl-C is its parent's affair, and it does not outlive it."""
+    """Set up a judging process: it ignores Ctrl-C, which its parent handles, and ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; an orphan would hold the GPU's memory

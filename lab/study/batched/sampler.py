@@ -1,12 +1,11 @@
 """Rollouts of S runs at once.
 
-Prompts are computed once for the samples that share them. Then every run draws a token for each of its
-samples in each step, whether it has ended or not: rows are static, and so is every address, so on a GPU one
-step (model, draw, bookkeeping) is one CUDA graph, which is replayed until all have ended. Rows that have
-ended cost their share of a step. That is little where completions are short, and what a study of small
-models has.
+Prompts are computed once for the samples that share them. Then each decode step draws a token for every
+sample, whether it has ended or not: rows and addresses are static, so on a GPU one step (model, draw,
+bookkeeping) is one CUDA graph, which is replayed until all samples have ended. Ended rows still cost their
+share of a step, which is little for the short completions of studies.
 
-Tokens are drawn as the rollout engines draw them (`lab.study.batched.draw`): with the same seed, a run of a
+Tokens are drawn as the rollout engines draw them (`lab.study.batched.draw`): with the same seed, a run in a
 batch and a run by itself draw the same tokens.
 
 Legend: S runs, P prompts of a run, U prompts computed for a run, n samples of each, R = U n samples of a run,
@@ -27,7 +26,7 @@ from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
 from qerl.rollout.engine import SamplingParams, check_request, uniform_streams
 
 _LOOK_EVERY = 8
-"""Decode steps between two looks at whether all rows have ended, for each of which the host waits."""
+"""Decode steps between two checks whether all rows have ended; the host waits for each check."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Samples:
     Attributes:
         prompts: Token ids by run and prompt.
         per_prompt: Samples of each prompt; the samples of a prompt are adjacent.
-        tokens_SRC: int64, the pad token behind the end.
-        mask_SRC: True up to and with the stop token.
+        tokens_SRC: int64, the pad token after the end.
+        mask_SRC: True up to and including the stop token.
         logprobs_SRC, entropies_SRC: fp32, of the policy that sampled, at its temperature; 0 outside the mask.
         finite_S: False for a run in which a logit was not finite.
     """
@@ -77,10 +76,10 @@ class Sampler:
     """Samples from a batched model.
 
     Args:
-        model: The model; what its runs train is read at each call.
-        pad: Token that fills what is masked.
-        prompt_width: Tokens to which prompts are padded at least. Calls with prompts of one width share
-            buffers and graphs.
+        model: The model; its trained weights are read at each call.
+        pad: Token at masked positions.
+        prompt_width: Minimum number of tokens to which prompts are padded. Calls with prompts of one width
+            share buffers and graphs.
     """
 
     def __init__(self, model: BatchedModel, pad: int, prompt_width: int = 0) -> None:
@@ -104,8 +103,8 @@ class Sampler:
         Args:
             prompts: Token ids by run and prompt, equally many prompts in each run.
             samples_per_prompt: n times the number of ways in which a prompt is computed.
-            params: Lengths, stop tokens, and whether to be greedy (temperature 0); its seed is not read.
-            uniforms_SRC: Numbers in [0, 1), fp64, one per token; not needed to be greedy.
+            params: Maximum length, stop tokens, and temperature, 0 for greedy decoding; its seed is not read.
+            uniforms_SRC: Numbers in [0, 1), fp64, one per token; not needed for greedy decoding.
             norms: Weights of the norms; None for the clean ones.
             temperature_S: Temperature of each run, in place of that of ``params``.
             logits_noise_SV: Added to the logits of every token that a run draws.
@@ -143,14 +142,14 @@ class Sampler:
 
 
 def keyed_uniforms(seeds: Sequence[int], prompts: int, samples: int, tokens: int) -> torch.Tensor:
-    """The numbers [S, R, C] with which a rollout engine draws from the same seeds, one per run."""
+    """The uniform numbers [S, R, C] with which a rollout engine draws from these seeds, one seed per run."""
     rows = [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
     streams = {seed: uniform_streams([(seed, *row) for row in rows], tokens) for seed in set(seeds)}
     return torch.stack([streams[seed] for seed in seeds])
 
 
 def clean_norms(model: BatchedModel, samples: int) -> Norms:
-    """The clean weights for every token."""
+    """Norms with the clean weights for every token."""
     weights_NSD = model.norm_weights_ND[:, None].expand(-1, model.runs, -1)
     return Norms.same(weights_NSD, samples)
 
@@ -174,7 +173,7 @@ class _Decoder:
         own = max(tokens - 1, 1)
         cache = (sizes.layers, 2, s * u, mixer.kv_heads, width + n * own, mixer.head_size)
         self._cache = torch.zeros(cache, dtype=dtype, device=device)
-        """Keys and values: of a prompt, and behind them those of its samples one after the other."""
+        """Keys and values of a prompt, and after them those of its samples one after the other."""
         self._cosine, self._sine = model.angles(width + tokens)
         norms = len(model.norm_names)
         self._norms_NSRD = torch.zeros(norms, s, shape.norm_rows, sizes.hidden, device=device)
@@ -243,7 +242,7 @@ class _Decoder:
         self._draw(logits_SUV.repeat_interleave(shape.samples, dim=1))
 
     def _prefill(self, prompts: Prompts, norms: Norms) -> torch.Tensor:
-        """Keys and values of the prompts into the cache; what the last layer makes of each one's end."""
+        """Cache keys and values of the prompts; returns the last layer's output at each prompt's end."""
         model = self._model
         bias = prompts.bias(model.sharing, model.dtype)
 
@@ -284,7 +283,7 @@ class _Decoder:
         )
 
     def _advance(self) -> None:
-        """The model on the tokens that were drawn last, and a draw; one CUDA graph."""
+        """One decode step: run the model on the last tokens and draw the next ones; one CUDA graph."""
         model, shape = self._model, self._shape
         s, u, n = shape[:3]
         slot = self._at - 1
@@ -305,14 +304,14 @@ class _Decoder:
         self._draw(model.logits(x_SRD, self._weights))
 
     def _draw(self, logits_SRV: torch.Tensor) -> None:
-        """Draw the next token of each row, and write down those of rows that had not ended."""
+        """Draw the next token of each row, and record it for rows that had not ended."""
         if self._shape.noisy_logits:
             logits_SRV += self._noise_SV[:, None]
         uniforms_B = self._uniforms_BC.index_select(1, self._at)[:, 0]
         drawn = self._draw_tokens(logits_SRV.flatten(0, 1), uniforms_B, self._temperature_B)
         runs_B = ~self._ended_B & drawn.finite_B
         self._finite_B &= drawn.finite_B | self._ended_B
-        # Not `torch.where` with a number, which on a GPU is copied there and cannot be captured.
+        # Not `torch.where` with a number, which would be copied to the GPU and so could not be captured.
         self._token_B.copy_(drawn.tokens_B.masked_fill(~runs_B, self._pad))
         self._tokens_BC.index_copy_(1, self._at, self._token_B[:, None])
         self._mask_BC.index_copy_(1, self._at, runs_B[:, None])

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of completions under the policies of S runs.
 
-Prompts stand once for the samples that share them, as in the sampler, and the attention is the sampler's. The
+A prompt is computed once for the samples that share it, as in the sampler, with the sampler's attention. The
 stream of a run has its prompts first and then its completions without their last tokens, which predict
 nothing. Only tokens that count go through the output head, which is the trainer's (`qerl.update.head`).
 
@@ -40,8 +40,8 @@ class Texts:
     Attributes:
         per_prompt: Samples of each prompt.
         prompts: Token ids by run and prompt.
-        ids_SPT, lengths_SP: The same, padded behind their end.
-        tokens_SRC, mask_SRC: Completions.
+        ids_SPT, lengths_SP: The prompts, padded behind their end, and their lengths.
+        tokens_SRC, mask_SRC: Completions, and which of their tokens count.
         counts_SRC: The mask on the CPU.
     """
 
@@ -55,7 +55,7 @@ class Texts:
 
     @classmethod
     def of(cls, samples: Samples, device: torch.device) -> "Texts":
-        """The completions of a rollout; waits for its mask."""
+        """The completions of a rollout; waits for the mask to be computed."""
         counts_SRC = samples.mask_SRC.cpu()
         longest = max(2, int(counts_SRC.sum(dim=-1).max()))
         width = max(len(prompt) for run in samples.prompts for prompt in run)
@@ -64,7 +64,8 @@ class Texts:
         return cls(samples.per_prompt, samples.prompts, *padded, tokens, mask, counts_SRC[..., :longest])
 
     def pieces(self, tokens_at_once: int) -> Iterator[Piece]:
-        """All prompts of all runs, so many at a time that a forward pass has no more tokens than this.
+        """Split all prompts of all runs into pieces of at most this many tokens per forward pass, or of 1
+        prompt.
 
         Pieces are nearly equal, so that none is much smaller than the one that needs the most memory.
         """
@@ -83,7 +84,7 @@ class Texts:
 
 
 def _even(number: int, most: int) -> int:
-    """Size of as few parts of a number as there must be where none is larger than most, or than 1."""
+    """Part size when a number is split into the fewest parts of at most `most`, or of 1 if that is larger."""
     parts = -(-number // max(1, most))
     return -(-number // parts)
 
@@ -97,12 +98,12 @@ def score_piece(
     temperatures: Sequence[float],
     entropy_has_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies [s, R, C] of a piece, zero where the mask is.
+    """Log-probabilities and entropies [s, R, C] of a piece, zero outside the mask.
 
     Args:
-        weights: What the piece's runs train.
+        weights: Trained weights of the piece's runs.
         norms: Weights of the norms, of all runs and samples.
-        temperatures: Divide the logits of each run.
+        temperatures: Temperature of each run, by which its logits are divided.
         entropy_has_gradient: Whether entropies are differentiated, too.
     """
     norms = norms.of_runs(piece.runs).of_samples(piece.samples)
@@ -163,7 +164,7 @@ def _layers(
     norms: Norms,
     n: int,
 ) -> torch.Tensor:
-    """What the last layer makes of prompts and completions, [s, L, D]."""
+    """Output of the last layer for prompts and completions, [s, L, D]."""
     (s, u, width), (_, samples, own) = prompts.ids_SUT.shape, inputs_sRO.shape
     ids_sL, at_O = prompts.ids_SL, torch.arange(own, device=model.device)
     at_sRO = prompts.lengths_SU.repeat_interleave(n, dim=1)[..., None] + at_O

@@ -1,19 +1,19 @@
-"""sigma driven until sampler and trainer are as far apart as asked for.
+"""A controller of sigma that holds a given KL between sampler and trainer.
 
-What noise of a given sigma does to a policy differs by model, format and layer, and changes while the policy
-trains; KL(sampler || trainer) in nats per token is what it does, and every step measures it. For small noise
-KL = c sigma^2 with an unknown c. So the target falls with the square of the schedule,
+The effect of noise of a given sigma on a policy differs by model, format and layer, and changes while the
+policy trains; every step measures it as KL(sampler || trainer) in nats per token. For small noise this KL is
+c sigma^2 with an unknown c. So the target falls with the square of the schedule,
 
     target(step) = kl_start * (sigma_schedule(step) / sigma_start)^2,
 
 and sigma(step) = gain * sigma_schedule(step) meets it in every stage with the same gain, sqrt(kl_start / c) /
-sigma_start: one number is all that must be found. A measured KL says by how much the gain of its rollout was
-off; the present gain goes half of the way, in logarithms, to the gain that would have been right. Half
-averages over steps, as a step's KL is noisy and heavy-tailed. A step that goes on with an old rollout gives
-the same answer again and moves on towards it, never beyond.
+sigma_start: only one number has to be found. A measured KL shows by how much the gain of its rollout was off;
+the current gain moves half of the way, in logarithms, to the gain that would have been right. Moving by half
+averages over steps, since the KL of a step is noisy and heavy-tailed. A step that reuses an old rollout gives
+the same estimate again and moves further towards it, never beyond.
 
-What is given up: KL without noise is not 0, as kernels and rounding of sampler and trainer differ. A target
-near that floor is met by noise that is too small.
+Given up: without noise KL is not 0, since kernels and rounding of sampler and trainer differ. A target near
+that floor is met by noise that is too small.
 """
 
 import math
@@ -24,13 +24,14 @@ from qerl.noise.schedule import NoiseSchedule
 
 _SHARE = 0.5
 _LARGEST_ERROR = math.log(4.0)
-"""Of the gain in one measurement, in logarithms: one outlier of KL moves sigma by a factor of 2 at most."""
+"""Largest error of the gain in one measurement, in logarithms: one outlier of KL moves sigma by a factor of
+at most 2."""
 _LARGEST_GAIN = math.log(100.0)
-"""In logarithms: sigma stays within a factor of 100 of the schedule's."""
+"""Largest gain, in logarithms: sigma stays within a factor of 100 of the schedule's."""
 
 
 class TargetState(TypedDict):
-    """What a resumed run needs; all of them numbers that JSON keeps exactly."""
+    """State that a resumed run needs; JSON keeps all of its numbers exactly."""
 
     log_gain: float
     sampled_step: int
@@ -41,7 +42,7 @@ class KLTarget:
     """The factor of the schedule's sigma that meets a target of KL(sampler || trainer).
 
     Args:
-        schedule: sigma by step, from which the noise starts and with which the target falls.
+        schedule: sigma by step; the noise starts from it, and the target falls with its square.
         kl_start: Target at the schedule's `sigma_start`, nats per token; above 0.
 
     Raises:
@@ -64,15 +65,15 @@ class KLTarget:
         return self._kl_start * (self._schedule.sigma(step) / self._schedule.sigma_start) ** 2
 
     def gain_for_rollout(self, step: int) -> float:
-        """Factor of the schedule's sigma for the rollout of a step, to which later measurements belong."""
+        """Factor of the schedule's sigma for a step's rollout, to which later calls of `observe` refer."""
         self._sampled_step, self._sampled_log_gain = step, self._log_gain
         return math.exp(self._log_gain)
 
     def observe(self, kl: float) -> None:
-        """Learn from the KL that was measured on the last rollout, nats per token.
+        """Update the gain from the KL that was measured on the last rollout, nats per token.
 
-        Nothing is learned from a rollout without noise, nor from a KL of NaN, as a step has that computes no
-        sample.
+        A rollout without noise changes nothing, nor does a KL of NaN, which a step without computed samples
+        has.
         """
         target = self.at(self._sampled_step)
         if target == 0 or math.isnan(kl):
@@ -82,7 +83,7 @@ class KLTarget:
         self._log_gain = _clip(self._log_gain + _SHARE * (right - self._log_gain), _LARGEST_GAIN)
 
     def state(self) -> TargetState:
-        """All that was learned."""
+        """The state of the controller."""
         return {
             "log_gain": self._log_gain,
             "sampled_step": self._sampled_step,
@@ -90,7 +91,7 @@ class KLTarget:
         }
 
     def restore(self, state: TargetState) -> None:
-        """Go on where `state` was taken."""
+        """Resume from a state that `state` returned."""
         self._log_gain = state["log_gain"]
         self._sampled_step = state["sampled_step"]
         self._sampled_log_gain = state["sampled_log_gain"]

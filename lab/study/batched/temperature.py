@@ -1,20 +1,21 @@
-"""A temperature that gives the rollouts of a run the entropy that noise gave another one's.
+"""A temperature controller that gives a run's rollouts the entropy of another run's noisy rollouts.
 
 It is the control for "noise helps because samples vary more". The followed run has the same seed: the same
-problems in the same order, and the same uniform numbers, so what the problems of a step do to the entropy is
-in both curves and no error of the temperature.
+problems in the same order, and the same uniform numbers, so the effect of a step's problems on the entropy is
+in both curves and is not an error of the temperature.
 
-The steps before the followed run's noise begins say by which factor the two entropies differ without it (by
-none where weights and learning rate are the same). From then on the *tracking error* of a step is
+The steps before the followed run's noise begins show by which factor the two entropies differ without noise
+(1 if weights and learning rate are the same). From then on the *tracking error* of a step is
 
     log(entropy followed / own entropy) - its mean over the steps before the noise.
 
-It is averaged exponentially, and a share of the average is added to the logarithm of the next step's
-temperature: an integral controller. Both are slow on purpose. A step of 64 short samples measures an entropy
-with an error of a tenth, and a fast controller answers that with temperatures between a third and two. This
-one moves by hundredths and meets a lasting difference within some ten steps: near a temperature of 1 the
-entropy of SmolLM2 on word problems goes with its power of three to four, of peaked policies with one to two.
-Where the followed run has no noise the temperature is exactly 1, and nothing is learned.
+The error is averaged exponentially, and a share of the average is added to the logarithm of the next step's
+temperature: an integral controller. Average and share are slow on purpose. A step of 64 short samples
+measures an entropy with an error of a tenth, and a fast controller answers that with temperatures between a
+third and two. This one moves by hundredths and corrects a lasting difference within some ten steps: near a
+temperature of 1 the entropy of SmolLM2 on word problems goes with the third to fourth power of the
+temperature, that of peaked policies with the first to second. Where the followed run has no noise the factor
+is exactly 1, and the controller does not move.
 """
 
 import math
@@ -29,11 +30,11 @@ SMOOTHING = 0.5
 """Weight of the present step in the average."""
 
 _LARGEST = math.log(3.0)
-"""Of the temperature, up and down, in logarithms."""
+"""Bound of the temperature's factor, up and down, in logarithms."""
 
 
 class TemperatureState(TypedDict):
-    """What a resumed run needs."""
+    """State that a resumed run needs."""
 
     log_temperature: float
     smoothed: float
@@ -59,10 +60,10 @@ class FollowingTemperature:
         return math.exp(self._state["log_temperature"]) if self._noisy[step] else 1.0
 
     def observe(self, step: int, entropy: float) -> float:
-        """Learn from the entropy of a step's rollouts, nats per token.
+        """Update the controller from the entropy of a step's rollouts, nats per token.
 
         Returns:
-            The tracking error; NaN, and nothing is learned, where one of the two entropies is not above 0.
+            The tracking error; NaN, without an update, if one of the two entropies is missing or not above 0.
         """
         state, wanted = self._state, self._entropy[step]
         if wanted is None or not (wanted > 0 and 0 < entropy < math.inf):
@@ -79,9 +80,9 @@ class FollowingTemperature:
         return error
 
     def state(self) -> TemperatureState:
-        """All that was learned."""
+        """The state of the controller."""
         return self._state.copy()
 
     def restore(self, state: TemperatureState) -> None:
-        """Go on where `state` was taken."""
+        """Resume from a state that `state` returned."""
         self._state = state.copy()

@@ -1,10 +1,10 @@
-"""What each of S runs trains, as a row of one tensor, and the optimizer that moves it.
+"""The trained parameters of S runs, each run a row of one tensor, and the optimizer that updates them.
 
-All numbers of a run lie behind one another in a row of one FP32 tensor [S, E]. Clipping, AdamW and the
-search for what is not finite are a few operations on whole rows then, with a learning rate per row, instead
-of some for each of a model's hundreds of matrices. What the forward pass multiplies with are views of it. Two
-kinds fill the rows: LoRA matrices (`lab.study.batched.adapters`), and all weights of the model
-(`lab.study.batched.full`).
+All parameters of a run lie one after the other in a row of one FP32 tensor [S, E]. So clipping, AdamW and the
+check for values that are not finite are a few operations on whole rows, with a learning rate per row, instead
+of some for each of a model's hundreds of matrices. The forward pass multiplies with views of this tensor, or
+of its copy in 16 bits. Rows hold either LoRA matrices (`lab.study.batched.adapters`) or all weights of the
+model (`lab.study.batched.full`).
 
 Legend: S runs, E numbers that a run trains, K inputs, N outputs, T tokens of a run, V vocabulary, D hidden
 width.
@@ -30,15 +30,15 @@ class Frozen:
 
 
 class Product(Protocol):
-    """What some runs have of linears that share an input."""
+    """Weights of some runs for linears that share an input."""
 
     def __call__(self, frozen: Frozen, x_STK: torch.Tensor) -> torch.Tensor:
-        """What the linears of the product make of x, side by side, [S, T, N]."""
+        """Outputs of the product's linears for x, side by side, [S, T, N]."""
 
 
 class Whole(NamedTuple):
-    """What some runs have of a model beside its linears: embedding and head [S, V, D], the N norms before
-    linears and the last one, and of each layer those of queries and keys [S, W], if it has them."""
+    """Weights of some runs except linears: embedding and head [S, V, D], the N norms before linears and the
+    last one, and for each layer those of queries and keys [S, W], if it has them."""
 
     embedding_SVD: torch.Tensor
     head_SVD: torch.Tensor
@@ -49,7 +49,7 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True)
 class Weights:
-    """What the forward pass reads of some runs.
+    """Weights of some runs as the forward pass reads them.
 
     Attributes:
         products: One entry per product, in the order of the model's modules.
@@ -61,16 +61,16 @@ class Weights:
 
 
 class Trained(ABC):
-    """What S runs train.
+    """Trained parameters of S runs.
 
     Args:
-        values_SE: Where they begin, fp32.
-        shapes: Of the tensors of a run, in the order in which they lie in its row.
-        dtype: Of the activations that they are multiplied with.
+        values_SE: Initial values, fp32.
+        shapes: Shapes of a run's tensors, in their order in its row.
+        dtype: Dtype of the activations that they are multiplied with.
 
     Attributes:
-        values_SE: The numbers, fp32.
-        cast_SE: The same in `dtype`, as of the last `refresh`; where that is fp32, themselves.
+        values_SE: The parameters, fp32.
+        cast_SE: The same in `dtype`, as of the last `refresh`; if that is fp32, the same tensor.
         gradients_SE: Their gradients, fp32.
     """
 
@@ -86,7 +86,7 @@ class Trained(ABC):
 
     @abstractmethod
     def arranged(self, tensors: Sequence[torch.Tensor]) -> Weights:
-        """Tensors [S, ...] of the shapes of a row as the forward pass reads them; no new tensor is made."""
+        """Arrange tensors [S, ...] with the shapes of a row for the forward pass; no new tensor is made."""
 
     @property
     @abstractmethod
@@ -98,7 +98,7 @@ class Trained(ABC):
         """Make the policy of each run the base's."""
 
     def views(self, storage_SE: torch.Tensor) -> Weights:
-        """What lies within a tensor laid out as `values_SE`, of any number of runs."""
+        """Views into a tensor laid out as `values_SE`, for any number of runs."""
         return self.arranged(self._tensors(storage_SE))
 
     def _tensors(self, storage_SE: torch.Tensor) -> list[torch.Tensor]:
@@ -106,13 +106,13 @@ class Trained(ABC):
         return [part.unflatten(1, shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def refresh(self) -> None:
-        """Bring `cast_SE`, which the forward pass reads, to where the values are."""
+        """Copy the parameters to `cast_SE`, which the forward pass reads."""
         if self.cast_SE is not self.values_SE:
             self.cast_SE.copy_(self.values_SE)
 
     @contextmanager
     def holding(self, values_SE: torch.Tensor) -> Iterator[None]:
-        """Have other values for as long as the context lasts, `cast_SE` from the next `refresh` on."""
+        """Hold other values inside the block, in `cast_SE` from the next `refresh` on."""
         if values_SE is self.values_SE:
             yield
             return
@@ -125,12 +125,12 @@ class Trained(ABC):
             self.refresh()
 
     def collect(self, runs: slice) -> None:
-        """Add what a backward pass through the `leaves` of these runs has left to `gradients_SE`."""
+        """Add the gradients that a backward pass has left in the `leaves` of these runs to `gradients_SE`."""
         self.gradients_SE[runs] += self._cast_gradients_SE[runs]
         self._cast_gradients_SE[runs].zero_()
 
     def leaves(self, runs: slice) -> Weights:
-        """What some runs train as leaves of autograd, in the dtype of activations; see `collect`."""
+        """Parameters of some runs as leaves of autograd, in the dtype of activations; see `collect`."""
         key = runs.start, runs.stop
         if key not in self._leaves:
             values, slots = self._tensors(self.cast_SE[runs]), self._tensors(self._cast_gradients_SE[runs])
@@ -148,8 +148,8 @@ class AdamW:
     """`torch.optim.AdamW` without weight decay, after `torch.nn.utils.clip_grad_norm_`, both row by row.
 
     Args:
-        trained: What it moves.
-        beta2, eps: As of `torch.optim.AdamW`; beta1 is 0.9.
+        trained: The parameters to update.
+        beta2, eps: As in `torch.optim.AdamW`; beta1 is 0.9.
         max_norm: Largest norm of a run's gradient.
 
     Attributes:
@@ -166,7 +166,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, rates_S: torch.Tensor, alive_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Move the runs that are alive and have a finite gradient.
+        """Update the runs that are alive and have a finite gradient.
 
         Args:
             rates_S: Learning rates.

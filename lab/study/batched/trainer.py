@@ -1,16 +1,16 @@
 """GRPO of S runs at once: the steps of a study.
 
 A step is one of `QeRLTrainer`'s with the arm's loss and the other defaults of `QeRLConfig`: a rollout of each
-run with its noise, rewards, advantages within groups, one loss, one move of AdamW. Unless the arm takes the
+run with its noise, rewards, advantages within groups, one loss, one step of AdamW. Unless the arm takes the
 ratio to the sampler, its ratio to the old policy is 1, so nothing is clipped, and the gradient is that of the
 advantage times the correction's weight times the log-probability. Data, fresh adapters, noise and sampling
-have the same keys as there, so a run of a batch does what a run by itself would.
+are keyed as in `QeRLTrainer`, so a run in a batch computes what a run by itself would.
 
-A stale sampler has the adapter of some steps ago: what it draws in a step is what a loop would train on that
-draws so many steps ahead. The adapters in between are kept on the device.
+A stale sampler has the adapter of some steps ago: its samples are those that a loop which samples this many
+steps ahead would train on. The adapters in between are kept on the device.
 
-Where a run's gradient or a logit is not finite the run has diverged: it stays as it is, and says so in each
-record from there on. The others do not notice.
+If a run's gradient, loss or a logit is not finite, the run has diverged: its weights stay as they are, and
+each later record says so. The other runs are not affected.
 
 The learning rate is constant by default and AdamW's beta2 0.99, as in the recipe of the demo, which trains
 such models on such tasks.
@@ -48,18 +48,18 @@ from qerl.trainer.order import RepeatedRows
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a study share.
+    """Settings that all runs of a study share.
 
     Attributes:
         steps: Optimizer steps of a run.
         prompts_per_step: Prompts of a run in each step.
         samples_per_prompt: Size of a group.
-        max_completion_length: Tokens of a completion at most, at least 2.
+        max_completion_length: Maximum number of tokens of a completion, at least 2.
         lr_scheduler: `constant`, or `linear` to 0 at the last step.
         adam_beta2, max_grad_norm: As in `QeRLConfig`.
-        tokens_per_forward: Largest number of tokens in one forward pass of the update, over all runs; what is
-            too much goes through it in pieces, with the same gradients.
-        rows_at_once: Largest number of samples, over all runs, that an evaluation decodes at once.
+        tokens_per_forward: Maximum number of tokens in one forward pass of the update, over all runs; larger
+            updates are split into pieces, with the same gradients.
+        rows_at_once: Maximum number of samples, over all runs, that an evaluation decodes at once.
     """
 
     steps: int
@@ -91,8 +91,8 @@ class BatchedTrainer:
     Args:
         base: The model in the format of the runs' arms, as `qerl.models.load.load_model` gives it; it is read
             and not changed.
-        tokenizer: Of the model.
-        task: What is trained on.
+        tokenizer: Tokenizer of the model.
+        task: The task to train on.
         runs: The runs, whose arms fit into one batch (`same_batch`).
         settings: What they share.
         followed: For each run of an arm with `match_entropy` the run that it follows.
@@ -161,16 +161,16 @@ class BatchedTrainer:
         )
 
     def step(self) -> list[dict[str, float]]:
-        """One optimizer step of every run.
+        """Do one optimizer step of every run.
 
         Returns:
-            For each run what is logged of it: `reward`, `rewards/NAME/mean`, `loss`, `grad_norm`,
+            The logged values of each run: `reward`, `rewards/NAME/mean`, `loss`, `grad_norm`,
             `learning_rate`, `entropy` (of the policy), `rollout/entropy` (of the sampler), `sampling/kl` (of
             the samples drawn with noise), `sampling/ratio/...`, `clip_ratio` (share of the tokens beyond a
-            bound of the loss's ratio), `completions/mean_length`, `signal` (share of groups that teach),
-            `noise/sigma`, `temperature`, `diverged` (0 or 1); where the temperature follows another run
-            `temperature/error`; and where a share of each group is clean `noisy`, `clean` (their accuracy),
-            `only_noisy`, `only_clean` (share of the problems that only one of them solves).
+            bound of the loss's ratio), `completions/mean_length`, `signal` (share of groups with an advantage
+            other than 0), `noise/sigma`, `temperature`, `diverged` (0 or 1); if the temperature follows
+            another run, `temperature/error`; and if a share of each group is clean, `noisy`, `clean` (their
+            accuracy), `only_noisy`, `only_clean` (share of the problems that only one of them solves).
         """
         if self.done >= self.settings.steps:
             raise QeRLError(f"All {self.settings.steps} steps are done.")
@@ -203,7 +203,7 @@ class BatchedTrainer:
         return self._evaluation.run(problems, samples, self.done)
 
     def state(self) -> dict[str, Any]:
-        """All that a batch needs to go on as if it had not been interrupted; tensors on the CPU."""
+        """The state from which a batch continues as if it had not been interrupted; tensors on the CPU."""
         optimizer = self._optimizer
         return {
             "done": self.done,
@@ -216,10 +216,10 @@ class BatchedTrainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, with the same runs and settings.
+        """Resume from a state that `state` returned, with the same runs and settings.
 
         Raises:
-            QeRLError: It is another batch's.
+            QeRLError: The state is of another batch.
         """
         if state["values"].shape != self._trained.values_SE.shape or state["done"] > self.settings.steps:
             raise QeRLError("The saved state belongs to another batch of runs; remove it to start anew.")
@@ -269,7 +269,7 @@ class BatchedTrainer:
         return torch.stack(each)
 
     def _backward(self, samples: Samples, advantages_SR: torch.Tensor, exploration: Exploration) -> Outcome:
-        """Gradients of every run's loss, and what the update saw."""
+        """Compute the gradients of every run's loss; returns the inputs and results of the update."""
         model, arm, at_once = self.model, self.runs[0].arm, self.settings.tokens_per_forward
         texts = Texts.of(samples, model.device)
         clean = clean_norms(model, advantages_SR.shape[1])
@@ -286,7 +286,7 @@ class BatchedTrainer:
         outcome.noisy_SRC = noisy_SRC
         self._trained.refresh()
         with torch.enable_grad(), warnings.catch_warnings():
-            # Gradients lie as the matrices do, in rows of runs, and torch would have them without gaps.
+            # Gradients have the strides of the matrices, in rows of runs; torch expects contiguous ones.
             warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
             for piece in texts.pieces(at_once):
                 leaves = self._trained.leaves(piece.runs)
@@ -303,7 +303,7 @@ class BatchedTrainer:
     def _rewarded(
         self, rewards_SRF: torch.Tensor, advantages_SR: torch.Tensor, exploration: Exploration
     ) -> dict[str, list[float]]:
-        """What is logged of rewards, by name and run."""
+        """Logged metrics of rewards, by name and run."""
         names, size = self._problems.reward_names, self.settings.samples_per_prompt
         seen = {"reward": rewards_SRF.nansum(dim=2).mean(dim=1)}
         for name, values_SR in zip(names, rewards_SRF.unbind(2), strict=True):
@@ -321,7 +321,7 @@ class BatchedTrainer:
 
 
 class _Order:
-    """Which problems a run sees in which step: those of `QeRLTrainer`'s sampler with the run's seed."""
+    """The problems of each step of a run: those of `QeRLTrainer`'s sampler with the run's seed."""
 
     def __init__(self, problems: int, per_step: int, seed: int) -> None:
         if per_step > problems:
