@@ -1,8 +1,8 @@
 """Run a benchmark: `python -m bench NAME ...`; `python -m bench NAME --help` lists its options.
 
 With `--arch 80` after any name this GPU is treated as one of compute capability 8.0 (`qerl.kernels.cards`),
-with `--memory 24` as one that is sold with 24 GB (`qerl.gpu_memory`); with `--host 200` a run may take 200 GB
-of the CPU's memory, whatever the system says (`qerl.host_memory`).
+with `--memory 24` as one sold with 24 GB (`qerl.gpu_memory`); with `--host 200` a run may take 200 GB of the
+CPU's memory, whatever the system reports (`qerl.host_memory`).
 """
 
 import argparse
@@ -24,14 +24,14 @@ BENCHMARKS = (
     "serve", "loop", "cookbook", "demo", "agents",
 )  # fmt: skip
 WITHOUT_GPU = ("turns", "tail", "serve", "loop", "cookbook", "demo", "agents")
-"""Benchmarks that measure the CPU where there is no GPU."""
+"""Benchmarks that measure the CPU if there is no GPU."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the benchmark that the command line names.
 
     Returns:
-        Exit status: 2 where there is no GPU to measure, or for a mistake on the command line.
+        Exit status: 2 if there is no GPU to measure or the command line is wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("name", choices=BENCHMARKS, help="what is measured")
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     for option, variable in EVERYWHERE.items():
         everywhere.add_argument(option, dest=variable)
     chosen, options = everywhere.parse_known_args(args.arguments)
-    # Before the kernels are imported, which look at it.
+    # Before the import of the kernels, which read these variables.
     os.environ.update({variable: value for variable, value in vars(chosen).items() if value})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a peer's process must not outlive this one
     try:

@@ -1,22 +1,21 @@
-"""A rollout that agents of their own lead over the endpoint, beside the same one by the built-in loop.
+"""Time of a rollout led by external agents over the endpoint, beside the same rollout by the built-in loop.
 
     python -m bench agents --shape 7b --out bench/results/agents-7b-CARD.json
     python -m bench agents docs/examples/verifiers-calculator.yaml --beside demo-tools \\
         --out bench/results/agents-verifiers-CARD.json
 
-With two recipes, both are played by turns on the same held-out problems and the untrained model, with the
-samples of a group and the lengths of their recipes, after one rollout of each that imports and connects. What
-is drawn differs, as seeds of agents follow from what they ask, so tokens are given too, and ratios of the
-times for each of them.
+With two recipes, both are run alternately on the same held-out problems with the untrained model, with the
+group sizes and lengths of the recipes, after one untimed rollout of each that imports and connects. The drawn
+tokens differ, because an agent's seeds follow from its requests, so rows have the token counts, and ratios
+are of the times per token.
 
-With a shape, weights are random and turns have lengths that were drawn before, the same ones in every
-rollout, so that all ways do the same work. The agent is the package openai's asynchronous client, in this
-process and then in one of its own. Conversations are of some turns, each answered at once with one sentence.
+With a shape, weights are random and turns end at lengths drawn in advance, the same in every rollout, so that
+all ways do the same work. The agent is the asynchronous client of the package openai, in this process and
+then in a subprocess. Conversations have several turns, each answered at once with one sentence.
 
-The processor's time, of all threads of this process, is given as well: that of a machine that does other
-things, without other processes of agents. So is that of each of the threads that share the
-interpreter: the one that draws, that of the endpoint's server, and that of calls, with the agents and their
-clients in it.
+Rows also have the CPU time of all threads of this process, without subprocesses of agents, for machines that
+do other work as well, and that of each thread that shares the interpreter: the one that draws, the endpoint's
+server, and the calls with the agents and their clients.
 """
 
 import argparse
@@ -61,23 +60,23 @@ ALIKE = (
     "model", "weights", "rounding", "task", "task_options", "num_generations", "max_completion_length",
     "temperature",
 )  # fmt: skip
-"""Settings in which two recipes have to agree, so that their rollouts are the same work."""
+"""Settings that both recipes must share, so that their rollouts are the same work."""
 
 THREADS = {"MainThread": "drawing", "qerl-endpoint": "endpoint", "qerl-calls": "calls"}
-"""Names of threads, and what a row calls them."""
+"""Field of a row by name of the thread."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """The conversations of a recipe, or of a shape.
+    """A way to lead the conversations of a recipe or a shape.
 
     Attributes:
-        about: What a row says of it.
-        engine: Samples from the policy.
-        conversations: Who leads them.
-        rows: Their problems.
-        samples: Conversations of each.
-        params: Of the sampling.
+        about: Fields of the result row that describe the way.
+        engine: Engine of the policy.
+        conversations: Leads the conversations.
+        rows: Problems.
+        samples: Conversations per problem.
+        params: Sampling parameters.
     """
 
     about: dict[str, Any]
@@ -88,7 +87,7 @@ class Way:
     params: SamplingParams
 
     def play(self, repeat: int) -> dict[str, Any]:
-        """One rollout: its wall and processor seconds, tokens drawn, and conversations that failed."""
+        """Run one rollout; return wall and CPU seconds, drawn tokens and number of failed conversations."""
         seeds = [repeat * 10_000 + place for place in range(len(self.rows) * self.samples)]
         for stop in self.params.stops:
             if isinstance(stop, Lengths):
@@ -103,14 +102,14 @@ class Way:
 
 
 class Lengths(Stop):
-    """Ends turns at lengths that were drawn before, uniform between half of a mean and one and a half.
+    """Stop that ends turns at lengths drawn in advance, uniform between 0.5 and 1.5 times a mean.
 
-    A sequence is known by its prompt and first token; which of those lengths are its own follows from the
-    order in which sequences are seen, so that rollouts have the same lengths, if not at the same places.
+    A sequence is identified by its prompt and first token, and gets its lengths by the order in which
+    sequences are first seen. So all rollouts have the same lengths, though not on the same sequences.
 
     Args:
-        turns: Of a conversation.
-        mean: Tokens of a turn.
+        turns: Turns per conversation.
+        mean: Mean tokens per turn.
     """
 
     def __init__(self, turns: int, mean: int) -> None:
@@ -118,7 +117,7 @@ class Lengths(Stop):
         self._seen: dict[tuple[int, int], tuple[list[int], dict[int, int]]] = {}
 
     def begin(self) -> None:
-        """Forget the sequences of a rollout before."""
+        """Forget the sequences of the previous rollout."""
         self._seen.clear()
 
     def end(
@@ -135,10 +134,10 @@ class Lengths(Stop):
 
 
 class Again:
-    """Answers every turn but the last.
+    """Environment that answers every turn but the last.
 
     Args:
-        turns: Of a conversation.
+        turns: Turns per conversation.
     """
 
     def __init__(self, turns: int) -> None:
@@ -149,13 +148,13 @@ class Again:
         self._left = self._turns
 
     def respond(self, text: str) -> str | None:
-        """The answer to a turn."""
+        """Return the answer to a turn; None after the last."""
         self._left -= 1
         return ANSWER if self._left else None
 
 
 def of_recipes(args: argparse.Namespace, console: Console) -> list[Way]:
-    """The built-in loop of one recipe, and the agents of another."""
+    """Return two ways: the built-in loop of one recipe, and the agents of another."""
     names = (args.beside, args.recipe)
     configs = [load_config([name], {"eval_samples": args.prompts}) for name in names]
     for name in ALIKE:
@@ -179,7 +178,7 @@ def of_recipes(args: argparse.Namespace, console: Console) -> list[Way]:
 
 
 def of_shape(args: argparse.Namespace) -> list[Way]:
-    """The built-in loop, and clients here and in another process, with random weights."""
+    """Return three ways with random weights: the built-in loop, and clients here and in a subprocess."""
     tokenizer = load_tokenizer(local_checkpoint(args.tokenizer))
     sizes = SMOLLM2 if args.shape == "smollm2" else Sizes.by_name(args.shape)
     sizes = replace(sizes.with_layers(args.layers or sizes.layers), vocabulary=len(tokenizer))
@@ -217,7 +216,7 @@ def of_shape(args: argparse.Namespace) -> list[Way]:
 
 
 def _problems(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Problems of random tokens."""
+    """Return problems of random tokens."""
     texts = random.Random(0)
     drawn = [[texts.randrange(len(tokenizer)) for _ in range(args.prompt)] for _ in range(args.prompts)]
     said = [tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
@@ -225,7 +224,7 @@ def _problems(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> l
 
 
 def _busy_threads() -> dict[str, float]:
-    """Seconds of the processor that each thread of `THREADS` had so far."""
+    """Return the CPU seconds used so far by each thread of `THREADS`."""
     found: dict[str, float] = {}
     for thread in threading.enumerate():
         if thread.name in THREADS and thread.ident is not None:
@@ -235,7 +234,7 @@ def _busy_threads() -> dict[str, float]:
 
 
 def played(ways: Sequence[Way], repeats: int) -> Iterator[list[Row]]:
-    """The rows of all timed rollouts so far, after each of all ways."""
+    """Yield the rows of all timed rollouts so far, after each round over all ways."""
     for way in ways:
         way.play(0)
     taken = []
@@ -245,7 +244,7 @@ def played(ways: Sequence[Way], repeats: int) -> Iterator[list[Row]]:
 
 
 def rows(ways: Sequence[Way], taken: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Row]:
-    """A row for the built-in loop and one for each way of the agents, with their ratios to it."""
+    """Yield a row per way, with the ratios of its times per token to those of the first, built-in way."""
     loop: dict[str, float] = {}
     for way, runs in zip(ways, zip(*taken, strict=True), strict=True):
         seconds, cpu = (statistics.median(run[key] for run in runs) for key in ("seconds", "cpu_seconds"))
@@ -291,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench agents` with these arguments."""
+    """Run `python -m bench agents` with these arguments."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if (args.shape is None) == (args.recipe is None) or (args.recipe is None) != (args.beside is None):

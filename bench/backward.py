@@ -1,12 +1,12 @@
-"""Gradients through the frozen weights of a layer: products in 16 bits and in FP8, and how far off each is.
+"""Gradients through a layer's frozen weights: times and errors of products in 16 bits and in FP8.
 
     python -m bench backward --shape 7b --tokens 16896
 
 For each fused product of a layer the gradient of its input is computed from random gradients of its output
-as the update does, in bf16 and in FP8, the weight that is written for it included. They take turns, so that
-both see the same clock. Two parts of the time in FP8, rounding the gradients and writing the transposed
-weight, are timed alone as well. Errors are relative, in the Frobenius norm, of a thousand tokens against
-products in FP64; gradients of tokens differ by up to 10^4.
+as in the update, in bf16 and in FP8, including the time to write the dequantized weight. They alternate, so
+that both run at the same clocks. Two parts of the FP8 time, rounding the gradients and writing the transposed
+weight, are also timed alone. Errors are relative, in the Frobenius norm, over about a thousand tokens,
+against products in FP64; the sizes of the tokens' gradients span a factor of 10^4.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _CALLS, _TURNS, _COMPARED = 5, 7, 1024
 
 
 def layers_of(sizes: Sizes) -> dict[str, PackedLinear]:
-    """A layer for each fused product of a model's first layer, with random weights."""
+    """Return a linear layer with random weights per fused product of a model's first layer, by name."""
     found = {}
     for product in sizes.specs[0].products:
         rows = sum(each.outputs for each in product.linears)
@@ -45,7 +45,7 @@ def layers_of(sizes: Sizes) -> dict[str, PackedLinear]:
 
 
 def in_16_bits(dy_TN: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
-    """The gradient of a layer's input as `qerl.lora.product` computes it without FP8."""
+    """Return the gradient of a layer's input as `qerl.lora.product` computes it without FP8."""
     weight, factor = layer.exact()
     dense_NK = workspace(weight.shape, dy_TN)
     weight.write_dense(dense_NK)
@@ -53,14 +53,14 @@ def in_16_bits(dy_TN: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
 
 
 def transposed(q_TN: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
-    """The weight of a product in FP8."""
+    """Return the layer's weight transposed and in FP8."""
     out_KN = workspace((layer.in_features, layer.out_features), q_TN)
     layer.tiles()[0].write_transposed_e4m3(1 / 8, out_KN)
     return out_KN
 
 
 def measure(layer: PackedLinear, tokens: int) -> dict[str, float]:
-    """Milliseconds and errors of one layer."""
+    """Return milliseconds and errors of one layer."""
     n = layer.out_features
     dy_TN = torch.randn(tokens, n, device="cuda") * torch.logspace(-4, 0, tokens, device="cuda")[:, None]
     dy_TN = dy_TN.bfloat16()
@@ -80,7 +80,7 @@ def measure(layer: PackedLinear, tokens: int) -> dict[str, float]:
                 way()
             end.record()
             end.synchronize()
-            if turn:  # the first one compiles and chooses
+            if turn:  # the first turn compiles and tunes
                 times[name].append(start.elapsed_time(end) / _CALLS)
     some = torch.arange(0, tokens, max(1, tokens // _COMPARED), device="cuda")
     exact = dy_TN[some].double() @ layer.dense().double()
@@ -93,7 +93,7 @@ def measure(layer: PackedLinear, tokens: int) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench backward` with these arguments."""
+    """Run `python -m bench backward` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench backward", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16896], help="of a pass")

@@ -1,4 +1,4 @@
-"""Seconds and memory of each training step, read in the same way whoever trains."""
+"""Seconds and memory of each training step, read in the same way for every trainer."""
 
 import statistics
 import time
@@ -17,21 +17,21 @@ _LOGGED = (
 
 
 class Rollout(Protocol):
-    """What the last rollout of a step took."""
+    """Time, tokens and memory of a step's last rollout."""
 
     seconds: float
     tokens: int
-    """Sampled, all completions together."""
+    """Sampled tokens of all completions."""
     rollout_gb: float
-    """In use on the device at its end, in 10^9 bytes."""
+    """Memory in use on the device at the rollout's end, in 10^9 bytes."""
     release_seconds: float
-    """Taken to make room for the update."""
+    """Seconds spent freeing memory for the update."""
     trace: torch.profiler.profile | None
-    """Records the update's kernels, if it does; stopped at the step's end."""
+    """Profiler that records the update's kernels, or None; stopped at the step's end."""
 
 
 class Clock(TrainerCallback):
-    """Wall-clock time and memory of each step; ``rows`` has one dictionary a step.
+    """Callback that records wall-clock time and memory; ``rows`` has one dictionary per step.
 
     The peak of the update is read from torch's allocator, whose statistics the rollout resets at its end.
 
@@ -75,10 +75,11 @@ class Clock(TrainerCallback):
 
 
 def of_all(rows_of_processes: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """The steps of several processes that train together, from what the `Clock` of each saw.
+    """Combine the `Clock` rows of several processes that train together.
 
-    Tokens are added up. Of times and memory the largest counts, and the update is what of a step lies behind
-    the longest rollout: a process that has sampled less waits for it. What is logged is said by the first.
+    Tokens are summed. Times and memory are the maximum over processes, and the update is the part of the step
+    after the longest rollout, for which the other processes wait. Logged values are those of the first
+    process.
     """
     steps = []
     for rows in zip(*rows_of_processes, strict=True):
@@ -94,5 +95,5 @@ def of_all(rows_of_processes: list[list[dict[str, float]]]) -> list[dict[str, fl
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Of what `Clock` saw, over the steps after the first."""
+    """Return the median of each field of `Clock` rows over the steps after the first."""
     return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[1]}

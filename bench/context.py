@@ -1,24 +1,24 @@
-"""The longest completion of a GRPO step: what the plan says fits, and what its two phases then take.
+"""Memory of a GRPO step with the longest completion that fits by the plan: measured against planned.
 
     python -m bench context --shape qwen3-8b --memory 80
 
-A rollout of a hundred thousand tokens takes an hour, and says of memory what its end says. So two things are
-measured that have the memory of a whole step and not its time, in one process and one after the other.
+A rollout of a hundred thousand tokens takes an hour, and its memory peaks at its end. So two shorter
+measurements with the memory of a whole step are made, one after the other in one process.
 
-The update is a step of the trainer itself, with the settings that the plan chose, of completions that nobody
-drew: random tokens. One of them has all the tokens, the others a few. A forward pass of a group of long ones
-holds no more, because no two of them fit into one; and the step begins with the gradients that the others
-would leave.
+The update is a step of the trainer itself, with the settings that the plan chose, on completions of random
+tokens that were not sampled. One of them has the full length, the others are short. A whole group of long
+completions would take no more memory, because no two of them fit into one forward pass; and the step begins
+with gradients in place, as earlier passes would leave them.
 
-The rollout is a session of the engine, beside the optimizer's state that the update has left. It reserves
-keys and values for a group of that length and draws a token of each; as many as the plan says run side by
-side are then given all but the last tokens of their completion, which are prefilled, and draw those.
+The rollout is a session of the engine, beside the optimizer state that the update has left. It reserves a KV
+cache for a group of that length and draws one token per sample; then as many samples as the plan runs
+concurrently get all but the last tokens of their completion as prefill, and draw the rest.
 
-What torch's allocator holds without a use is given back before the update and before the rollout, so what the
-first step left there, whose completions are short, is in neither figure. Where a GPU has more memory than the
-update needs, torch keeps more of what it has freed; ``--hold`` does not let it, and so tests the plan.
+Unused memory of torch's allocator is freed before the update and before the rollout, so that neither figure
+includes leftovers of the first step, whose completions are short. If a GPU has more memory than the update
+needs, torch keeps more of the freed memory; ``--hold`` prevents this and so tests the plan.
 
-Not measured: that the engine goes through all lengths between, and that a step does this for all its samples.
+Not measured: the engine's way through all lengths between, and a step that does this for all its samples.
 """
 
 import argparse
@@ -55,20 +55,20 @@ from qerl.trainer.step_log import used_bytes
 from qerl.weight_formats import FORMATS, WeightFormatName
 
 SHORT = 256
-"""Tokens of the other completions."""
+"""Tokens of the short completions."""
 
 DRAWN = 64
-"""Tokens that are drawn at the end of the long ones."""
+"""Tokens drawn at the end of each long completion."""
 
 _DEVICE = torch.device("cuda")
 
 
 class GivenEngine(RolloutEngine):
-    """An engine whose completions are random tokens that nobody drew; what `Clock` reads of a rollout.
+    """An engine that returns random tokens without sampling; also the `Rollout` that `Clock` reads.
 
     Args:
-        engine: Of the model.
-        lengths: Tokens of each completion of a call; those of the first call are short.
+        engine: The model's engine.
+        lengths: Tokens of each completion of a call; the first call cuts them to `SHORT`.
     """
 
     seconds = rollout_gb = release_seconds = 0.0
@@ -94,17 +94,17 @@ class GivenEngine(RolloutEngine):
 
     def release(self) -> None:
         self.engine.release()
-        # Segments that the short step left fit no long pass; whoever needs them gets them.
+        # Cached segments of the short step are of no use to a long pass.
         torch.cuda.empty_cache()
-        keep_within_limit(_DEVICE)  # as where keys and values are given up; here there are none yet
+        keep_within_limit(_DEVICE)  # as after freeing a KV cache; here there is none yet
         torch.cuda.reset_peak_memory_stats()
 
 
 class OneToken(Stop):
-    """Ends turns after one token, as long as a sequence has fewer than so many.
+    """Stop that ends a turn after one token while a sequence has fewer than ``before`` tokens.
 
     Args:
-        before: Tokens from which on turns go on.
+        before: Tokens of a sequence from which on turns are not ended.
     """
 
     reason = "pause"
@@ -123,10 +123,10 @@ class OneToken(Stop):
 def planned(
     sizes: Sizes, weights: WeightFormatName, rank: int, prompt: int, group: int, tokens: int | None
 ) -> MemoryPlan:
-    """The plan of a step on this GPU with the longest completion that fits, or with one of so many tokens.
+    """Return the plan of a step on this GPU, with a completion of ``tokens``; if None, the longest that fits.
 
     Raises:
-        QeRLError: It does not fit.
+        QeRLError: No such step fits.
     """
     capacity = total_bytes(_DEVICE)
     work = Work(
@@ -146,7 +146,7 @@ def planned(
 
 
 class Gradients(TrainerCallback):
-    """Lets a step begin with gradients, zero ones, as if passes had been made before its first."""
+    """Callback that starts a step with zero gradients allocated, as if earlier passes had left them."""
 
     def on_step_begin(self, *args: Any, model: torch.nn.Module, **kwargs: Any) -> None:
         for parameter in model.parameters():
@@ -155,10 +155,10 @@ class Gradients(TrainerCallback):
 
 
 def measure_update(trainer: Any, clock: Clock) -> dict[str, float]:
-    """Runs both steps, of which the second has the long completion.
+    """Run both steps and return the figures of the second, which has the long completion.
 
     Raises:
-        QeRLError: Memory ran out; what torch says of it is printed.
+        QeRLError: Memory ran out; torch's message is printed.
     """
     try:
         trainer.train()
@@ -172,14 +172,14 @@ def measure_update(trainer: Any, clock: Clock) -> dict[str, float]:
 def measure_rollout(
     engine: RolloutEngine, prompt: int, group: int, tokens: int, rows: int
 ) -> dict[str, float]:
-    """Prefills and draws at the end of completions of so many tokens.
+    """Prefill completions up to their last tokens, draw those, and measure memory and time.
 
     Args:
-        engine: Has sessions.
+        engine: An engine with sessions.
         prompt: Tokens of the prompt.
-        group: Its samples, of which each may have so many tokens.
+        group: Samples of the prompt for which the session has room.
         tokens: Tokens of a completion.
-        rows: Samples that get them.
+        rows: Samples that get a long completion; the others end after one token.
 
     Returns:
         rollout_gb, in use on the device at the end, in 10^9 bytes; prefill_s; and step_ms, of a decode step
@@ -212,7 +212,7 @@ def measure_rollout(
 
 @contextlib.contextmanager
 def held_to(gigabytes: float) -> Iterator[None]:
-    """Within it torch gets so many 10^9 bytes of the GPU, less what others hold."""
+    """Limit torch to ``gigabytes`` (10^9 bytes) of the GPU, less other processes' memory, in the context."""
     before = os.environ.get(LIMIT)
     os.environ[LIMIT] = str((gigabytes * 1e9 + DRIVER_BYTES) / (2**30 * USABLE))
     try:
@@ -226,11 +226,11 @@ def held_to(gigabytes: float) -> Iterator[None]:
 
 
 def measure(plan: MemoryPlan, hold: bool = False) -> Iterator[dict[str, float]]:
-    """What the update takes, and then what the rollout takes, on a random policy of the plan's shape.
+    """Yield the figures of the update and then of the rollout, on a random policy of the plan's shape.
 
     Args:
-        plan: Of the step.
-        hold: The update gets 5 % more memory than the plan says, and no more.
+        plan: The step's plan.
+        hold: Whether to limit the update's memory to 5 % more than planned.
     """
     work, sizes = plan.work, plan.sizes
     positions = work.prompt_tokens + work.completion_tokens + DRAWN
@@ -240,7 +240,7 @@ def measure(plan: MemoryPlan, hold: bool = False) -> Iterator[dict[str, float]]:
     given = GivenEngine(engine, lengths)
     clock = Clock(given)
     with tempfile.TemporaryDirectory() as folder:
-        # What was not drawn has no probability to be corrected by.
+        # Tokens that were not drawn have no sampler probability to correct by.
         trainer = make_trainer(
             policy, given, clock, sizes, 2, work.prompt_tokens, num_generations=work.group,
             per_device_train_batch_size=work.group, gradient_accumulation_steps=2,
@@ -256,7 +256,7 @@ def measure(plan: MemoryPlan, hold: bool = False) -> Iterator[dict[str, float]]:
         else:
             found = measure_update(trainer, clock)
         yield found
-    # `trainer` is still there, and with it the optimizer's state.
+    # `trainer` is still alive, and with it the optimizer state.
     rows = min(plan.sequences, work.group)
     yield measure_rollout(engine, work.prompt_tokens, work.group, work.completion_tokens, rows)
 
@@ -275,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench context` with these arguments."""
+    """Run `python -m bench context` with these arguments."""
     args = _parser().parse_args(arguments)
     sizes = replace(Sizes.by_name(args.shape), tied=False)
     plan = planned(sizes, args.weights, args.rank, args.prompt, args.samples, args.tokens)

@@ -2,17 +2,17 @@
 
     python -m bench cookbook --steps 15 --out bench/results/cookbook-smollm2-CARD.json
 
-Needs the packages tinker and tinker-cookbook beside this one. Servers are started with `qerl serve`, for
-noise and for none; against them runs the recipe, each run a process of its own as a user would start it, all
-of them at once. The problems of a step are the same in every run (the recipe draws them by the number of the
-step), so runs differ in their adapters' first weights and in what is sampled. A control is the same with
-learning rate 0: what its reward does, the problems do.
+Needs the packages tinker and tinker-cookbook in addition to this one. Servers are started with `qerl serve`,
+with and without noise; the recipe runs against them, each run in a subprocess as a user would start it, all
+at once. The problems of a step are the same in every run (the recipe draws them by the step's number), so
+runs differ in their adapters' initial weights and in their samples. A control is a run with learning rate 0:
+changes of its reward are due to the problems.
 
-Each row has a status: "finished", "ended after its time" with the steps that it had until then, or "failed".
-Where a run failed the result is written too, and the exit status is 1.
+Each row has a status: "finished", "ended after its time" with the steps logged until then, or "failed". If a
+run failed, the result is still written, and the exit status is 1.
 
-On a machine with a GPU the servers use it. With an empty CUDA_VISIBLE_DEVICES they use the CPU; give each of
-them its threads then, and the noise settings several servers, because a server runs one model at a time.
+On a machine with a GPU the servers use it. With an empty CUDA_VISIBLE_DEVICES they use the CPU; then set
+`--threads`, and several `--servers` per noise setting, because a server runs one model at a time.
 """
 
 import argparse
@@ -49,13 +49,13 @@ COLUMNS = {
     "grad_norm": "grad_norm",
     "step_seconds": "time/total",
 }
-"""Numbers of each step, by what the recipe calls them in its metrics."""
+"""Fields of a row, and the recipe's names of these metrics."""
 
 FINISHED, CUT, FAILED = "finished", "ended after its time", "failed"
-"""What became of a run."""
+"""Statuses of a run."""
 
 STAGES = 10
-"""Of the noise, where a run has as many steps."""
+"""Maximum number of noise stages; at most one per step of a run."""
 
 _URL = re.compile(r"TINKER_BASE_URL=(\S+)")
 _TAIL = 60
@@ -65,23 +65,23 @@ _REPORT_S = 20.0
 
 @dataclass
 class Process:
-    """A process in a session of its own, and its log."""
+    """A subprocess in a session of its own, and its log."""
 
     name: str
     popen: "subprocess.Popen[bytes]"
     log: Path
     began: float
     seconds: float | None = None
-    """From start to end, once it has ended."""
+    """Seconds from start to end; None while it runs."""
 
     def end(self) -> None:
-        """End it with all that it started."""
+        """Kill the process and all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
     def tail(self) -> str:
-        """The last lines of its log."""
+        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL:])
 
 
@@ -95,21 +95,21 @@ class Run:
     folder: Path
     process: Process | None = None
     status: str | None = None
-    """What became of it, once it has ended."""
+    """One of the statuses above; None while it runs."""
 
     @property
     def name(self) -> str:
-        """Of its folder and its log."""
+        """Name of the run's folder and log."""
         return self.folder.name
 
     def steps(self) -> list[dict[str, Any]]:
-        """What the recipe has logged of each step until now."""
+        """Return the metrics that the recipe has logged so far, per step."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [row for line in lines if COLUMNS["reward"] in (row := json.loads(line))]
 
     def row(self) -> Row:
-        """Its row of the result."""
+        """Return the result row of the run."""
         steps = self.steps()
         found: Row = {
             "noise": self.noise, "learning_rate": self.learning_rate, "run": self.number,
@@ -123,9 +123,9 @@ class Run:
 
 
 def start(name: str, module: str, arguments: Sequence[str], logs: Path, threads: int | None) -> Process:
-    """Start `python -m module` with the network's services off and so many threads."""
+    """Start `python -m module` without telemetry and Hub access, with ``threads`` threads."""
     quiet = {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", "TINKER_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
-    # Where no network answers, a name is looked up for long; the recipe asks for a list of prices.
+    # Without a network the recipe's request for a price list would wait long for its DNS lookup.
     quiet["RES_OPTIONS"] = "timeout:1 attempts:1"
     if threads is not None:
         quiet |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -139,10 +139,10 @@ def start(name: str, module: str, arguments: Sequence[str], logs: Path, threads:
 
 
 def await_url(server: Process, seconds: float) -> str:
-    """Where a server listens, once its model is loaded.
+    """Wait until a server has loaded its model, and return its URL.
 
     Raises:
-        QeRLError: It ended, or said nothing for so long.
+        QeRLError: The server ended, or printed no URL within ``seconds`` of its start.
     """
     while time.monotonic() - server.began < seconds:
         if (found := _URL.search(server.log.read_text(errors="replace"))) is not None:
@@ -154,14 +154,14 @@ def await_url(server: Process, seconds: float) -> str:
 
 
 def folder_of(url: str) -> str:
-    """The folder of the server's model, by which a client finds the tokenizer without the Hub."""
+    """Return the folder of the server's model, in which a client finds the tokenizer without the Hub."""
     request = urllib.request.Request(f"{url}/api/v1/get_server_capabilities", headers={"X-API-Key": KEY})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(json.load(answer)["supported_models"][-1]["model_name"])
 
 
 def recipe_arguments(args: argparse.Namespace, run: Run, url: str, model: str) -> list[str]:
-    """The recipe's command line."""
+    """Return the recipe's command line."""
     return [
         "env=arithmetic", f"base_url={url}", f"model_name={model}", f"renderer_name={args.renderer}",
         "loss_fn=importance_sampling", f"learning_rate={run.learning_rate}", f"max_steps={args.steps}",
@@ -172,7 +172,7 @@ def recipe_arguments(args: argparse.Namespace, run: Run, url: str, model: str) -
 
 
 def servers(args: argparse.Namespace, ended: contextlib.ExitStack) -> Iterator[tuple[bool, list[str]]]:
-    """Start all servers; gives the addresses of those with each noise setting."""
+    """Start all servers; yield whether they have noise, and their URLs, per noise setting."""
     started: dict[bool, list[Process]] = {}
     schedule = ["--noise_steps", str(args.steps), "--noise_stages", str(min(args.steps, STAGES))]
     for noise in (setting == "aqn" for setting in args.noise):
@@ -192,7 +192,7 @@ def servers(args: argparse.Namespace, ended: contextlib.ExitStack) -> Iterator[t
 
 
 def follow(runs: Sequence[Run], deadline: float) -> None:
-    """Wait until all runs have ended or time is up; says how they do, and why one failed at once."""
+    """Wait until all runs have ended or time is up; print their progress, and the log's tail if one fails."""
     reported = time.monotonic()
     left = list(runs)
     while left and time.monotonic() < deadline:
@@ -218,7 +218,7 @@ def follow(runs: Sequence[Run], deadline: float) -> None:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Rows of all runs, once they have ended or time is up."""
+    """Yield the rows of all runs, once they have ended or time is up."""
     deadline = time.monotonic() + 60 * args.minutes
     args.logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as ended:
@@ -239,7 +239,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def _planned(args: argparse.Namespace) -> list[tuple[int, float]]:
-    """Number and learning rate of each run with one noise setting."""
+    """Return the number and learning rate of each run of a noise setting."""
     counts = {args.learning_rate: args.runs, 0.0: args.runs if args.controls is None else args.controls}
     return [(n, rate) for n in range(max(counts.values())) for rate, count in counts.items() if n < count]
 
@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench cookbook` with these arguments.
+    """Run `python -m bench cookbook` with these arguments.
 
     Raises:
         SystemExit: A run failed.

@@ -1,10 +1,10 @@
-"""What a demo learns: greedy accuracy on held-out problems before and after training, one row for each seed.
+"""Learning by a demo: greedy accuracy on held-out problems before and after training, one row per seed.
 
     python -m bench demo docs/examples/verifiers-calculator.yaml --seed 0 \\
         --out bench/results/demo-verifiers-CARD.json
 
-It is `qerl demo`, whose scores are kept in a file. Rows of a file that is there stay, so seeds can be run one
-by one, at one commit. Recipes with an environment of another package are run where that is installed.
+It runs `qerl demo` and saves the scores. Rows are appended to an existing file, so seeds can be run one by
+one, at one commit. Recipes with an environment of another package need that package installed.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from qerl.settings.recipe import load_config
 
 
 def measure(recipe: str, seed: int, folder: Path, console: Console) -> Row:
-    """The row of one seed.
+    """Run the demo with one seed and return its row.
 
     Args:
-        recipe: Name or file.
-        seed: Of the run.
-        folder: The run's folder is written below it.
+        recipe: Name or file of the recipe.
+        seed: Seed of the run.
+        folder: Parent of the run's folder.
         console: Shows progress.
 
     Raises:
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench demo` with these arguments."""
+    """Run `python -m bench demo` with these arguments."""
     args = _parser().parse_args(arguments)
     for seed in args.seed:
         with tempfile.TemporaryDirectory(prefix="qerl-demo-") as folder:

@@ -3,12 +3,11 @@
     python -m bench parity --model HuggingFaceTB/SmolLM2-135M-Instruct
 
 The GPU path samples and trains as a run does: paged engine, 16-bit activations, attention along branches,
-fused kernels. The portable path is given the same completions and computes the same step on the CPU in FP32,
-with a dense mask and transformers' own layers. Where the GPU has FP8, it computes the step once more with
-`backward_dtype: fp8`. LoRA's B is random instead of zero, because otherwise every
-gradient of A would be zero.
+fused kernels. The portable path gets the same completions and computes the same step on the CPU in FP32,
+with a dense mask and transformers' own layers. A GPU with FP8 computes the step once more with
+`backward_dtype: fp8`. LoRA's B is random instead of zero; with B zero, every gradient of A would be zero.
 
-With `--steps`, the divergence of sampler and trainer over some steps instead, on the GPU, into a result.
+With `--steps`, the divergence of sampler and trainer over some steps on the GPU is measured instead.
 """
 
 import logging
@@ -33,11 +32,11 @@ from qerl.trainer.policy import load_policy
 
 
 class ReplayEngine(RolloutEngine):
-    """Gives out, call by call, what another engine sampled.
+    """An engine that records the results of another engine, or replays recorded results call by call.
 
     Args:
-        engine: Samples, and is remembered; None once there is nothing left to sample.
-        results: What was sampled before.
+        engine: The engine to sample with and record; None to replay.
+        results: Recorded results; appended to while recording, consumed while replaying.
     """
 
     def __init__(self, engine: RolloutEngine | None, results: list[RolloutResult]) -> None:
@@ -56,7 +55,7 @@ class ReplayEngine(RolloutEngine):
 
 
 class GradientRecorder(TrainerCallback):
-    """The loss and the gradients of a step, fp64 on the CPU by parameter name."""
+    """Callback that records the loss and, by parameter name, the gradients of a step, fp64 on the CPU."""
 
     def __init__(self) -> None:
         self.loss = float("nan")
@@ -73,7 +72,7 @@ class GradientRecorder(TrainerCallback):
 
 
 def settings(model: str, on_cpu: bool, folder: str, **changes: Any) -> QeRLConfig:
-    """One step of the arithmetic task, 4 prompts x 8 samples."""
+    """Return the settings of one step of the arithmetic task, 4 prompts x 8 samples."""
     fields: dict[str, Any] = {
         "model": model, "task": "arithmetic", "output_dir": folder, "num_generations": 8,
         "task_options": {"level": "wp1", "examples": 1, "train_size": 64}, "per_device_train_batch_size": 8,
@@ -85,7 +84,7 @@ def settings(model: str, on_cpu: bool, folder: str, **changes: Any) -> QeRLConfi
 
 
 def adapted_policy(args: QeRLConfig) -> PreTrainedModel:
-    """The policy, with the same random B on every device."""
+    """Load the policy, with LoRA's B random and the same on every device."""
     policy = load_policy(args, find_model(str(args.model)))
     draw = torch.Generator().manual_seed(0)
     for name, parameter in policy.named_parameters():
@@ -97,7 +96,7 @@ def adapted_policy(args: QeRLConfig) -> PreTrainedModel:
 def sampler(
     model: str, kv_cache_dtype: KvCacheDtype = "auto"
 ) -> tuple[PreTrainedModel, RolloutEngine, list[list[int]]]:
-    """The policy on the GPU, its engine, and four prompts of the task."""
+    """Return the policy on the GPU, its engine, and four prompts of the task."""
     with tempfile.TemporaryDirectory() as folder:
         args = settings(model, False, folder)
     policy, tokenizer = adapted_policy(args), load_tokenizer(model)
@@ -108,13 +107,13 @@ def sampler(
 
 
 def sampling_gap(model: str, steps: int) -> dict[str, Any]:
-    """How far sampler and trainer of a real model are apart, of 128 samples of up to 256 tokens a step.
+    """Measure the divergence of a real model's sampler and trainer, 128 samples of up to 256 tokens per step.
 
-    No step changes a weight, and samples have seeds, so two trees whose samplers are the same score the same
+    No step changes a weight, and samples have seeds, so two source trees with the same sampler score the same
     tokens.
 
     Returns:
-        tokens, kl (mean over all of them, nats per token) and kl_of_steps.
+        tokens, kl (mean over all tokens, nats per token) and kl_of_steps.
     """
     logging.getLogger("qerl").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
@@ -138,11 +137,11 @@ def sampling_gap(model: str, steps: int) -> dict[str, Any]:
 
 
 def step(model: str, on_cpu: bool, results: list[RolloutResult], **changes: Any) -> GradientRecorder:
-    """The step; it samples where there are no results yet, else it replays them."""
+    """Run the step; it samples into ``results`` if they are empty, else it replays them."""
     with tempfile.TemporaryDirectory() as folder:
         args = settings(model, on_cpu, folder, **changes)
         policy, tokenizer = adapted_policy(args), load_tokenizer(model)
-        made = None if on_cpu else make_engine(policy, tokenizer.pad_token_id)  # which lays out the weights
+        made = None if on_cpu else make_engine(policy, tokenizer.pad_token_id)  # also lays out the weights
         engine = ReplayEngine(None if results else made, results)
         task = get_task(args.task or "", **args.task_options)
         seen = GradientRecorder()
@@ -156,11 +155,12 @@ def step(model: str, on_cpu: bool, results: list[RolloutResult], **changes: Any)
 
 
 def compare(model: str) -> list[dict[str, Any]]:
-    """The step on the GPU in each way against the portable path.
+    """Compare the step on the GPU, per `backward_dtype`, with the portable path.
 
     Returns:
-        Of each way backward_dtype, loss, loss_portable, gradients (their number), gradient_error (norm of the
-        difference of all of them over that of the portable path's), gradient_cosine, worst_error and worst.
+        A dictionary per backward_dtype with backward_dtype, loss, loss_portable, gradients (their number),
+        gradient_error (norm of the difference of all gradients over the norm of the portable path's),
+        gradient_cosine, worst_error and worst (the parameter's name).
     """
     logging.getLogger("qerl").setLevel(logging.ERROR)
     results: list[RolloutResult] = []
@@ -188,7 +188,7 @@ def _against(found: GradientRecorder, truth: GradientRecorder) -> dict[str, Any]
 
 
 def line(found: dict[str, Any]) -> str:
-    """What :func:`compare` gives for one way, as a sentence."""
+    """Format one result of :func:`compare` as a sentence."""
     return (
         f"backward {found['backward_dtype']}: loss {found['loss']:.6f} on the GPU, "
         f"{found['loss_portable']:.6f} on the portable path; {found['gradients']} gradients, together off by "

@@ -1,13 +1,13 @@
-"""The four-bit products of a model's shapes, by this package and by others that are installed, side by side.
+"""Times of a model's four-bit products by this package and by other installed ones, side by side.
 
-This package's kernel and quack share one copy of an NVFP4 weight; humming has its own,
-bitsandbytes multiplies with NF4, cuBLAS with BF16. The tile that the rollout gives quack is one for many
-tokens, so with few tokens its best is found by ``--tune quack``.
+This package's kernel and quack share one copy of an NVFP4 weight; humming has a copy of its own,
+bitsandbytes multiplies with NF4, cuBLAS with BF16. The rollout's tile for quack is made for many tokens;
+``--tune quack`` finds the best tile for few.
 
     python -m bench kernels --shape 7b 32b --tokens 1 8 16 32 64 --tune quack
 
-Each time is the median of CUDA-graph replays that walk over copies of the weight larger together than the L2
-cache. The error is against float64, relative, in the Frobenius norm.
+Each time is the median of CUDA-graph replays over copies of the weight that together exceed the L2 cache.
+The error is relative to float64, in the Frobenius norm.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _CACHE_BYTES = 150e6  # three times an H100's L2
 
 
 def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
-    """Microseconds a call: median over replays of a graph with all calls in it."""
+    """Return microseconds per call: the median over replays of one CUDA graph of all calls."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -64,11 +64,11 @@ def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
 
 
 def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
-    """Tilings worth trying on a card: stages of 9 to 74 KB of weight, at least two of them, as many tiles
-    before a wait as the registers of the teams allow. Above 128 tokens a block has 128 rows.
+    """Return the tilings to try on a card.
 
-    Without wgmma a thread needs some 60 registers beside its accumulators, and a quarter of the
-    multiprocessor has 512 for each lane of its warps.
+    Each has at least two stages, of 9 to 74 KB of weight, and as many tiles before a wait as the teams'
+    registers allow. Above 128 tokens a block has 128 rows. Without wgmma a thread needs about 60 registers
+    besides its accumulators, and a quarter of the multiprocessor has 512 per lane of its warps.
     """
     found: dict[tuple[int, ...], Tiling] = {}
     if tokens > 128:
@@ -83,7 +83,7 @@ def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
     fragments = (1,) if hopper or tokens <= 16 else (1, 2)
     spans = (2, 4, 8) if hopper else (1, 2, 4, 8)
     clusters = (1, 2) if hopper and tokens > 32 else (1,)
-    most = tiling_for(tokens, card, (1 << 16, 1 << 16))  # of a large weight
+    most = tiling_for(tokens, card, (1 << 16, 1 << 16))  # for a large weight
     sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), spans, memory, fragments, clusters)
     for teams, row_groups, rounds, shared, rows, cluster in sizes:
         warps = teams * 4 // rows + (1 if card.loader == "bulk" else 4)
@@ -101,14 +101,14 @@ def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
 
 
 def quack_tiles(tokens: int, rows: int) -> list[Tile]:
-    """(tile_m, tile_n, split_k) worth trying."""
+    """Return the tiles (tile_m, tile_n, split_k) to try."""
     widths = {max(16, min(256, 1 << (tokens - 1).bit_length()))} | ({128} if tokens == 256 else set())
     tiles = itertools.product((64, 128), sorted(widths), (1, 2, 3, 4, 6))
     return [tile for tile in tiles if tile[2] == 1 or rows // tile[0] * tile[2] <= 700]
 
 
 def time_packed(x_TK: torch.Tensor, weights: list[Tiles], tiling: Tiling) -> float:
-    """Microseconds of one tiling."""
+    """Return microseconds of this package's product with one tiling."""
     tokens = len(x_TK)
     most, _ = partial_sums(tiling, weights[0].shape, x_TK.device, slices(tokens))
     out = torch.empty(most, tokens, weights[0].shape[0], dtype=sums_dtype(tokens), device="cuda")
@@ -117,18 +117,18 @@ def time_packed(x_TK: torch.Tensor, weights: list[Tiles], tiling: Tiling) -> flo
 
 
 def time_quack(x_TK: torch.Tensor, weights: list[Tiles], tile: Tile) -> float:
-    """Microseconds of one tile."""
+    """Return microseconds of quack's product with one tile."""
     out = torch.empty(x_TK.shape[0], weights[0].shape[0], dtype=torch.bfloat16, device="cuda")
     return graph_time([lambda w=w: quack_gemm(x_TK, w, out, tile) for w in weights])  # type: ignore[misc]
 
 
 def time_others(x_TK: torch.Tensor, others: list[Rival]) -> float:
-    """Microseconds of another package's product."""
+    """Return microseconds of another package's product."""
     return graph_time([lambda o=o: o.multiply(x_TK) for o in others])  # type: ignore[misc]
 
 
 def time_cublas(x_TK: torch.Tensor, rows: int) -> float:
-    """Microseconds of cuBLAS on a BF16 weight."""
+    """Return microseconds of cuBLAS on a BF16 weight."""
     width = x_TK.shape[1]
     weights = [
         torch.randn(rows, width, device="cuda").bfloat16()
@@ -139,7 +139,7 @@ def time_cublas(x_TK: torch.Tensor, rows: int) -> float:
 
 
 def packed_error(x_TK: torch.Tensor, weight: Tiles, tiling: Tiling) -> float:
-    """Relative error of this package's kernel; parts that a row does not have are poisoned."""
+    """Return the relative error of this package's kernel; unused partial sums start as NaN."""
     tokens = len(x_TK)
     most, counts = partial_sums(tiling, weight.shape, x_TK.device, slices(tokens))
     shape = most, tokens, weight.shape[0]
@@ -151,14 +151,14 @@ def packed_error(x_TK: torch.Tensor, weight: Tiles, tiling: Tiling) -> float:
 
 
 def quack_error(x_TK: torch.Tensor, weight: Tiles, tile: Tile) -> float:
-    """Relative error of quack."""
+    """Return the relative error of quack."""
     out = torch.empty(x_TK.shape[0], weight.shape[0], dtype=torch.bfloat16, device="cuda")
     quack_gemm(x_TK, weight, out, tile)
     return _relative(out, x_TK.double() @ dequantised(weight).T)
 
 
 def others_error(x_TK: torch.Tensor, other: Rival) -> float:
-    """Relative error of another package's product."""
+    """Return the relative error of another package's product."""
     return _relative(other.multiply(x_TK), x_TK.double() @ other.dense_NK().T)
 
 
@@ -169,9 +169,9 @@ def _relative(found: torch.Tensor, truth: torch.Tensor) -> float:
 def measure(
     name: str, product: tuple[str, int, int], tokens: int, engines: Sequence[str], tune: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Rows of the table for one product, best first within an engine.
+    """Return the result rows of one product, fastest first within an engine.
 
-    Engines that are not in ``tune`` are timed only with the tiling that the rollout takes.
+    Engines that are not in ``tune`` are timed only with the rollout's tiling.
     """
     label, rows, width = product
     size = FORMATS["nvfp4"].matrix_bytes(rows * width)
@@ -210,7 +210,7 @@ def measure(
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench kernels` with these arguments."""
+    """Run `python -m bench kernels` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])

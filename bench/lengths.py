@@ -1,8 +1,8 @@
-"""Lengths at which the completions of a benchmark end, the same for every engine and in every call.
+"""Lengths of a benchmark's completions, the same for every engine and in every call.
 
-Completions of equal length hide what a rollout's tail costs: the last long ones decode alone, in rows that
-were meant for many. Here each sample gets a limit of its own, so nothing depends on what is sampled. A limit
-ends a completion as a stop token does.
+Completions of equal length hide the cost of a rollout's tail, in which the last long ones decode alone in
+steps made for many rows. Here each sample gets its own token limit, so lengths do not depend on the sampled
+tokens. A limit ends a completion as a stop token does.
 """
 
 import json
@@ -13,24 +13,24 @@ from pathlib import Path
 from qerl.errors import QeRLError
 
 SIGMA = 0.7
-"""Standard deviation of a lognormal length's logarithm: 0.8 times the mean is the lengths' own."""
+"""Standard deviation of a lognormal length's logarithm; that of the lengths is then 0.8 times their mean."""
 
 KINDS = "equal, uniform, lognormal:MEAN or file:LENGTHS.json"
 
 
 def draw_lengths(spec: str, count: int, most: int, seed: int = 0) -> list[int]:
-    """Tokens of so many completions, the same ones for the same arguments.
+    """Return the lengths in tokens of ``count`` completions, equal for equal arguments.
 
     Args:
-        spec: ``equal``: all have ``most``. ``uniform``: 1 to ``most``. ``lognormal:MEAN``: of that mean
-            before they are cut to 1 to ``most``. ``file:PATH``: those of a JSON list, from the first on and
-            again from the first where there are too few, cut to ``most``.
-        count: Completions.
-        most: Tokens of the longest.
-        seed: Of what is drawn.
+        spec: ``equal``: all have ``most``. ``uniform``: 1 to ``most``. ``lognormal:MEAN``: with that mean
+            before clipping to 1 to ``most``. ``file:PATH``: the entries of a JSON list in order, repeated
+            from the first if there are too few, clipped to ``most``.
+        count: Number of completions.
+        most: Maximum length.
+        seed: Seed of the draws.
 
     Raises:
-        QeRLError: The lengths are none of these, or the file has none.
+        QeRLError: ``spec`` is none of these, or the file holds no list of lengths.
     """
     kind, _, value = spec.partition(":")
     draw = random.Random(seed)
@@ -50,15 +50,17 @@ def draw_lengths(spec: str, count: int, most: int, seed: int = 0) -> list[int]:
 
 
 def random_ids(call: int, count: int, tokens: int) -> list[list[int]]:
-    """Prompts of a call, of token ids below 1000; no two of them, of this call or another, begin alike, so no
-    engine can take one's keys and values for the other's."""
+    """Return random prompts of a call, of token ids below 1000.
+
+    No two prompts, of this call or another, share a prefix, so that no engine can reuse keys and values.
+    """
     draw = random.Random(call)
     return [[draw.randrange(1000) for _ in range(tokens)] for _ in range(count)]
 
 
 def call_row(seconds: list[float], lengths: list[int]) -> dict[str, float]:
-    """What is said of calls with completions of these lengths: seconds (the median), tokens, the longest,
-    tokens a second, and spread, (slowest - fastest) / median."""
+    """Return the fields of a row of whole calls: median seconds, tokens per second, tokens, longest length,
+    and spread, (slowest - fastest) / median."""
     middle = statistics.median(seconds)
     return {
         "call_s": middle,

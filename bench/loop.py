@@ -5,12 +5,12 @@
     python -m bench loop --url http://127.0.0.1:8000 --model MODEL --server "qerl serve" --shape qwen3-4b \
         --weights nvfp4 --out rows.json
 
-The loop is that of `bench.serve`, from outside: nothing of the server is asked but its API, so its memory
-is not here. The samples of a prompt are one request, which spares a server that starts with what it finds
-when it looks; the cookbook asks for each by itself, to which `--single` changes it.
+The loop is that of `bench.serve`, from outside: it uses the server's API alone, so the server's memory is not
+measured. All samples of a prompt are one request, which helps servers that start a batch with the requests
+they find when they poll; with `--single` each sample is a request of its own, as in the cookbook.
 
-Servers differ in the clients that they speak with: skyrl-tx 0.3.0 reads tensors as JSON, which the package
-tinker sends up to 0.13.1. Any version from there on will do, and the row says which it was.
+Servers need different client versions: skyrl-tx 0.3.0 reads tensors as JSON, which the package tinker sends
+up to 0.13.1. This loop works with any version from 0.13.1 on, and the row records the version.
 """
 
 import argparse
@@ -30,10 +30,10 @@ COUNTED = ("sample_s", "update_s", "total_s", "tokens_per_s")
 
 
 class OutsideLoop(Loop):
-    """The loop with servers that say nothing of their memory and nothing of a step."""
+    """The loop with servers that report neither their memory nor metrics of a step."""
 
     def sample(self, model: Any) -> list[Any]:
-        """A batch of samples of a model as it is now, as data for its update."""
+        """Return a batch of samples from the model's current weights, as data for its update."""
         if self._args.single:
             return super().sample(model)
         sampler = result_of(model.save_weights_and_get_sampling_client())
@@ -46,8 +46,11 @@ class OutsideLoop(Loop):
         ]
 
     def update(self, model: Any, data: Sequence[Any]) -> dict[str, float]:
-        """A step of the optimizer with some data. It says how far the update's log-probabilities are from the
-        sampler's, on average, in nats."""
+        """Run an optimizer step with some data.
+
+        Returns:
+            Mean absolute difference, in nats, of the update's log-probabilities and the sampler's.
+        """
         passed = model.forward_backward(data, "importance_sampling")
         stepped = model.optim_step(self._tinker.types.AdamParams(learning_rate=1e-5))
         outputs = result_of(passed).loss_fn_outputs
@@ -61,7 +64,7 @@ class OutsideLoop(Loop):
 
 
 def measure(args: argparse.Namespace) -> Row:
-    """Times the steps of one model, of which the first compile and are not counted."""
+    """Time the steps of one model; the first ones compile and are not counted."""
     loop = OutsideLoop(args.url, args, args.vocabulary, dict, args.model)
     loop.grow(1)
     steps = []
@@ -79,7 +82,7 @@ def measure(args: argparse.Namespace) -> Row:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench loop` with these arguments."""
+    """Run `python -m bench loop` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench loop", description=__doc__.split("\n")[0])
     parser.add_argument("--url", required=True, help="of the server; its key is TINKER_API_KEY's")
     parser.add_argument("--model", required=True, help="base model, by the server's name for it")

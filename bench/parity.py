@@ -1,15 +1,14 @@
-"""The policy that samples against the policy that trains: log-probabilities of the same tokens.
+"""Log-probabilities of the same tokens by the policy that samples and the policy that trains.
 
     python -m bench parity --shape 7b --tokens 1024
 
 A random model of the shape, with an adapter whose B is not zero, samples with the paged engine; the trainer's
 forward then scores the completions. Printed are the mean and the largest absolute difference of the
-log-probabilities, and how far either is from FP32 on the same weights, for few samples of one prompt and for
-many of several prompts. Then a greedy completion is
-cut at every 4th token, and the engine prefills prompt and beginning anew for one token more: the same
-log-probability as when it decoded.
+log-probabilities, and the mean difference of either from FP32 on the same weights, for few samples of one
+prompt and for many of several prompts. Then a greedy completion is cut at every 4th token, and the engine
+prefills prompt and beginning to draw one more token, whose log-probability is compared with that of decoding.
 
-With `--model`, a real model: its policy, and its first step, see `bench.first_step`.
+With `--model`, a real model's policy and first step are compared instead, see `bench.first_step`.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from qerl.rollout.paged.engine import PagedEngine
 
 @torch.no_grad()
 def trainer_logprobs(model: nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """fp32 log-probabilities of the completion under the model's own forward."""
+    """Return fp32 log-probabilities of the completion under the model's own forward."""
     ids = torch.tensor([prompt + completion], device="cuda")
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
@@ -39,7 +38,7 @@ def trainer_logprobs(model: nn.Module, prompt: list[int], completion: list[int])
 def compare(
     model: nn.Module, engine: RolloutEngine, prompts: list[list[int]], samples: int, tokens: int
 ) -> dict[str, float]:
-    """The engine's log-probabilities against the trainer's, and both against FP32; differences in nats."""
+    """Compare the engine's log-probabilities with the trainer's, and both with FP32; differences in nats."""
     result = engine.generate(prompts, samples, SamplingParams(max_tokens=tokens, seed=1))
     exact = copy.deepcopy(model).float()
     pairs = [(prompts[i // samples], c.token_ids) for i, c in enumerate(result.completions)]
@@ -59,7 +58,7 @@ def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _kl(sampler: torch.Tensor, other: torch.Tensor) -> float:
-    """KL(sampler || other) per token as `sampling/kl` estimates it."""
+    """Return KL(sampler || other) per token, estimated as `sampling/kl`."""
     return float(((other - sampler).expm1() - (other - sampler)).mean())
 
 
@@ -73,7 +72,11 @@ def _line(found: dict[str, float]) -> str:
 
 
 def compare_prefill(engine: PagedEngine, prompt: list[int], tokens: int) -> str:
-    """One line: log-probabilities of greedy decoding against those after a prefill of all tokens before."""
+    """Compare log-probabilities of greedy decoding with those after a prefill of all previous tokens.
+
+    Returns:
+        One line of text.
+    """
     greedy = SamplingParams(max_tokens=tokens, temperature=0.0)
     decoded = engine.generate([prompt], 1, greedy).completions[0]
     cuts = range(1, tokens, 4)
@@ -94,7 +97,7 @@ def compare_prefill(engine: PagedEngine, prompt: list[int], tokens: int) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench parity` with these arguments."""
+    """Run `python -m bench parity` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench parity", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")

@@ -13,11 +13,11 @@ from qerl.kernels.weights.tiles import Tiles
 
 @dataclass(frozen=True)
 class Rival:
-    """A weight as a package holds it.
+    """A weight in another package's layout.
 
     Attributes:
-        multiply: x [T, K] in bf16 to x w^T [T, N].
-        dense_NK: Makes the weight that this should multiply with, fp64.
+        multiply: Maps x [T, K] in bf16 to x w^T [T, N].
+        dense_NK: Returns the exact weight [N, K] that ``multiply`` should use, fp64.
     """
 
     multiply: Callable[[torch.Tensor], torch.Tensor]
@@ -25,14 +25,14 @@ class Rival:
 
 
 def dequantised(tiles: Tiles) -> torch.Tensor:
-    """[N, K] of tiles, global scale 1, exact in fp64."""
+    """Return the weight [N, K] of tiles with global scale 1, exact in fp64."""
     codes, scales = tiles.rows()
     one = torch.ones(1, device=codes.device)
     return dequantize(PackedRows(codes, scales.view(torch.float8_e4m3fn), one, NVFP4)).double()
 
 
 def humming(tiles: Tiles) -> Rival:
-    """The same NVFP4 weight, global scale 1, in humming's layout; a kernel is compiled for its shape."""
+    """Return the same NVFP4 weight, global scale 1, in humming's layout; compiles a kernel for its shape."""
     from humming.layer import HummingLayer
 
     rows, width = tiles.shape
@@ -55,7 +55,7 @@ def humming(tiles: Tiles) -> Rival:
 
 
 def bitsandbytes(tiles: Tiles) -> Rival:
-    """A random NF4 weight of the same shape; the kernel is bitsandbytes' choice."""
+    """Return a random NF4 weight of the same shape; bitsandbytes chooses the kernel."""
     from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
 
     device = tiles.codes.device
@@ -71,4 +71,4 @@ def bitsandbytes(tiles: Tiles) -> Rival:
 
 
 RIVALS: dict[str, Callable[[Tiles], Rival]] = {"humming": humming, "bitsandbytes": bitsandbytes}
-"""By the name of the package's module."""
+"""Constructors of rivals by the name of the package's module."""

@@ -1,17 +1,17 @@
-"""Result files: one schema for all of them, and where it is written and read.
+"""Result files: their common schema, and functions to write and read them.
 
-A file is a JSON object of the fields that all its rows share, and ``rows``. Each row, the shared fields
-included, says where it comes from:
+A file is a JSON object of the fields that all its rows share, and ``rows``. Each row, together with the
+shared fields, has its provenance:
 
-- ``commit``: of the tree that was measured (`qerl.source`), with `-dirty` where its source was another;
-- ``date``: when, as 2026-11-21 or 2026-11-21 20:42 UTC;
-- ``command``: what was run, with the options that stand for `QERL_ARCH`, `QERL_MEMORY_GB` and `QERL_HOST_GB`;
-- ``gpu``, or ``machine`` where no GPU was measured; ``driver`` and ``clocks_mhz`` where they were read;
-- ``arch``, the class of GPUs as one of which it was treated, where `QERL_ARCH` or ``--arch`` named one;
-- ``memory_gb``, the memory as one with which it was treated, where `QERL_MEMORY_GB` or ``--memory`` did.
+- ``commit``: the measured commit (`qerl.source`), with `-dirty` if the source differed from it;
+- ``date``: as 2026-11-21 or 2026-11-21 20:42 UTC;
+- ``command``: the command line, with the options for `QERL_ARCH`, `QERL_MEMORY_GB` and `QERL_HOST_GB`;
+- ``gpu``, or ``machine`` if no GPU was measured; ``driver`` and ``clocks_mhz`` if they were read;
+- ``arch``: the class of GPUs that `QERL_ARCH` or ``--arch`` named, if one of them did;
+- ``memory_gb``: the GPU memory that `QERL_MEMORY_GB` or ``--memory`` named, if one of them did.
 
-The newest result of a benchmark is NAME-CARD.json. One that it replaces, and that something still refers to,
-keeps a file of its own whose name ends in its commit.
+The newest result of a benchmark is NAME-CARD.json. A replaced result that is still referred to keeps a file
+of its own whose name ends in its commit.
 """
 
 import json
@@ -27,35 +27,38 @@ from qerl.measure.provenance import provenance
 RESULTS = Path(__file__).parent / "results"
 
 EVERYWHERE = {"--arch": ARCH, "--memory": LIMIT, "--host": HOST}
-"""Options that every benchmark has, and the environment variables that each stands for."""
+"""Options of every benchmark, and the environment variable that each sets."""
 
 Row = dict[str, Any]
 
 
 def write_result(path: Path, command: str, rows: list[Row], program: str = "bench", **shared: Any) -> None:
-    """Write a result file, and its folder.
+    """Write a result file; its folder is created.
 
     Args:
-        command: Name and options of the benchmark, without the options that every benchmark has.
-        program: Module whose benchmark it is.
-        shared: Fields that all rows share, beside :func:`provenance`.
+        path: The file.
+        command: Name and options of the benchmark, without those of every benchmark (`EVERYWHERE`).
+        rows: Fields of each row.
+        program: Module that was run.
+        shared: Fields that all rows share, besides :func:`provenance`.
     """
     _write(path, {**_provenance(command, program), **shared, "rows": rows})
 
 
 def add_row(path: Path, command: str, row: Row) -> None:
-    """Add a row to a result file of several runs, whose rows each say for themselves where they come from.
+    """Append a row to a result file of several runs, in which each row has its own provenance.
 
     Args:
-        path: The file; it need not be there.
-        command: As `write_result`.
+        path: The file; created if it does not exist.
+        command: As in `write_result`.
+        row: Fields of the row.
     """
     kept = _rows(path) if path.exists() else []
     _write(path, {"rows": [*kept, {**_provenance(command, "bench"), **row}]})
 
 
 def read_rows(name: str) -> list[Row]:
-    """Rows of ``results/NAME.json``, each with the fields that it shares with the others."""
+    """Return the rows of ``results/NAME.json``, each with the shared fields."""
     return _rows(RESULTS / f"{name}.json")
 
 

@@ -2,14 +2,14 @@
 
     python -m bench rollout --shape 7b --weights nvfp4 --rank 32 --batch 1 8 64 128
 
-Prompts are given as cached random keys and values; the timed part is decoding, from the first token on, with
-the attention's work growing as it does in a rollout. A group shares its prompt. With `--peers`, vLLM does the
-same work in the same run (`bench.peers`).
+The KV cache of the prompts is random; only decoding is timed, from the first token on, with the attention's
+work growing as in a rollout. A group shares its prompt. With `--peers`, vLLM does the same work in the same
+run (`bench.peers`).
 
     python -m bench rollout --shape 7b --batch 128 --decode 1024 --lengths lognormal:400
 
-With `--lengths` whole calls of the engine are timed, prefill, scheduling and fetching included, whose
-completions end at drawn places (`bench.lengths`), the same ones for every engine.
+With `--lengths` whole calls of the engine are timed, including prefill, scheduling and fetching; completions
+end at drawn lengths (`bench.lengths`), the same for every engine.
 """
 
 import argparse
@@ -48,10 +48,10 @@ from qerl.weight_formats import AS_PUBLISHED, FORMATS, WeightFormatName
 
 
 def without_adapter(decoder: Decoder) -> Decoder:
-    """The same weights without LoRA.
+    """Return the decoder without LoRA, sharing its weights.
 
     Raises:
-        QeRLError: Experts are adapted, or narrow linears are computed with its x A^T.
+        QeRLError: Experts have LoRA, or narrow linears are computed together with LoRA's x A^T.
     """
     shares = any(isinstance(s.mlp, RoutedMLP) and s.mlp.shared for s in decoder.sizes.specs)
     adapted = any(isinstance(x.mlp, RoutedWeights) and x.mlp.gate_up_lora is not None for x in decoder.layers)
@@ -72,15 +72,15 @@ def without_adapter(decoder: Decoder) -> Decoder:
 def measure_calls(
     engine: PagedEngine, batch: int, prompt_tokens: int, group: int, lengths: list[int], repeats: int = 3
 ) -> dict[str, Any]:
-    """Times whole calls of the engine, after one that captures its steps.
+    """Time whole calls of the engine, after one that captures its steps.
 
     Args:
-        engine: Samples.
-        batch: Completions of a call.
-        prompt_tokens: Tokens of each prompt; every call has new ones.
-        group: Completions of each.
+        engine: The engine to time.
+        batch: Completions per call.
+        prompt_tokens: Tokens of each prompt; every call has new prompts.
+        group: Completions per prompt.
         lengths: Tokens of each completion.
-        repeats: Calls that are timed.
+        repeats: Timed calls.
     """
     group = min(group, batch)
     times = []
@@ -94,7 +94,7 @@ def measure_calls(
 
 
 def bytes_on_engine(shape: str, weights: WeightFormatName, place: str) -> float:
-    """Bytes of an element of a linear at this place in a decoder layer."""
+    """Return the engine's bytes per weight of the linear at ``place`` in a decoder layer."""
     held = declared_format(declared(shape), f"model.layers.0.{place}") if weights == AS_PUBLISHED else weights
     return FORMATS["bf16" if held == "fp8" else held].on_engine.bytes_per_element
 
@@ -109,8 +109,8 @@ def step_bytes(
     group: int,
     kv_bytes: int,
 ) -> float:
-    """Bytes one decode step must move: weights, head, LoRA, states and, at half of the completion, keys and
-    values. Of experts those that so many rows take on average, each as likely as any other."""
+    """Return the bytes that a decode step must move: weights, head, LoRA, states, and the KV cache halfway
+    through the completion. Experts count as many as ``rows`` rows hit on average, all equally likely."""
     layers = sum(
         run.layers
         * (
@@ -147,9 +147,10 @@ def profile(
     kv_dtype: torch.dtype,
     steps: int = 4,
 ) -> list[tuple[str, int, float]]:
-    """(kernel, calls, microseconds) of one decode step, largest first.
+    """Return (kernel, calls, microseconds) of one decode step, longest first.
 
-    Taken outside the graph: inside, kernels overlap and each would be charged for waiting for the one before.
+    Measured outside the CUDA graph: inside, kernels overlap, and the time of each would include its wait for
+    the previous one.
     """
     pools = KVGeometry.of(decoder.sizes, kv_dtype.itemsize).pools
     demand = BlockDemand(prompt_tokens, 64, group, pools, ahead_tokens=64)
@@ -167,7 +168,7 @@ def profile(
 
 
 def read_bandwidth() -> float:
-    """GB/s at which this GPU reads memory, the limit of a decode step: the best of a few sums over 8 GB."""
+    """Return the GB/s at which this GPU reads memory, a decode step's limit: the best of 5 sums over 8 GB."""
     data = torch.ones(1 << 31, dtype=torch.float32, device="cuda")
     speeds = []
     for _ in range(5):
@@ -210,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _own_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What `decode_speed` gives for each format, batch and, if asked for, without the adapter."""
+    """Yield a row of `decode_speed` per weight format, batch and, with `--no_adapter`, also without LoRA."""
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     for weights in args.weights:
         shape, positions = shape_of(args.shape, args.layers or 0), args.prompt + args.decode + PAGE
@@ -230,7 +231,7 @@ def _own_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _own_calls(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What :func:`measure_calls` gives for each format, with and without the adapter, and batch."""
+    """Yield a row of :func:`measure_calls` per weight format, LoRA rank and batch."""
     for weights, rank in itertools.product(args.weights, _ranks(args)):
         shape, positions = shape_of(args.shape, args.layers or 0), args.prompt + args.decode + PAGE
         policy = random_policy(shape, weights, rank, positions, lora_experts=args.lora_experts)
@@ -252,12 +253,12 @@ def _own_row(args: argparse.Namespace, weights: str, rank: int, batch: int) -> d
 
 
 def _ranks(args: argparse.Namespace) -> list[int]:
-    """LoRA ranks that are measured; 0 is no adapter."""
+    """Return the LoRA ranks to measure; 0 is no adapter."""
     return [args.rank, 0] if args.no_adapter and args.rank else [args.rank]
 
 
 def _peer_rows(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The same of other engines, each in a process of its own, with a model of this config."""
+    """Yield the same rows of other engines, each measured in a subprocess with a model of this config."""
     spec = {
         "config": config,
         "batches": args.batch, "prompt_tokens": args.prompt,
@@ -274,7 +275,7 @@ def _peer_rows(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dic
 def _with_bandwidth(
     row: dict[str, Any], args: argparse.Namespace, sizes: Sizes, limit: float
 ) -> dict[str, Any]:
-    """A row of decode steps with what they read of the memory, and the share that is of what it can give."""
+    """Add to a row the GB/s that its decode steps move, and the share of the memory bandwidth ``limit``."""
     moved = step_bytes(
         sizes, partial(bytes_on_engine, args.shape, row["weights"]), row["lora_rank"], row["batch"],
         args.prompt, args.decode, args.group,
@@ -302,11 +303,11 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench rollout` with these arguments."""
+    """Run `python -m bench rollout` with these arguments."""
     args = _parser().parse_args(arguments)
     sizes = sizes_of(shape_of(args.shape, args.layers or 0))
     if args.lengths:
-        draw_lengths(args.lengths, 1, args.decode)  # a mistake is said before anything is made
+        draw_lengths(args.lengths, 1, args.decode)  # raises on a mistake before anything is made
     for_peers = model_config(sizes, "bf16", sizes.positions).to_dict() if args.peers else {}
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, reads {limit:.0f} GB/s")

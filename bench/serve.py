@@ -2,19 +2,18 @@
 
     python -m bench serve --prompts 16 --tokens 1024 --tokens_per_forward 16896 --every_n_layers 29
 
-The loop is that of the Tinker cookbook with the package tinker, which must be installed: take a snapshot, ask
-for each sample by a request of its own, send all of them back with `importance_sampling`, and step the
-optimizer. The client is a process of its own that reaches the server through HTTP, so whatever the wire and
-the client cost is in the time. Nothing ends a sample before its last token and advantages are random, so a
-step has the tokens of one of `python -m bench step` with the same options, beside which it is to be read.
-The two are comparable only if both are told how to compute the update, by `--tokens_per_forward` and
-`--every_n_layers`: for a server with several adapters the plan finds others than for a run. A row says too
-how the update was computed in the end, because memory that runs out changes it.
+The loop is that of the Tinker cookbook with the package tinker, which must be installed: take a snapshot,
+request each sample separately, send all of them back with `importance_sampling`, and step the optimizer. The
+client is a subprocess that reaches the server through HTTP, so times include the wire and the client. No
+sample ends before its last token and advantages are random, so a step has the tokens of one of
+`python -m bench step` with the same options, for comparison. The two are comparable only if both are given
+`--tokens_per_forward` and `--every_n_layers`: for a server with several adapters the plan finds other values
+than for a run. A row also has the values of the last update, because running out of memory changes them.
 
-For each number of adapters steps of the first are timed, after one that captures and compiles. Then every
-adapter holds gradients and moments at once, while the first is updated with a whole batch, and the peak of
-memory is read beside what the plan says. With `--steps 1` the first step is the one that is counted, so its
-memory is of use and its time is not.
+Per number of adapters, steps of the first adapter are timed, after one that captures and compiles. Then the
+peak memory is read while every adapter holds gradients and moments and the first is updated with a whole
+batch, and is shown beside the plan's. With `--steps 1` the first step is the counted one, so that its memory
+is valid and its time is not.
 """
 
 import argparse
@@ -42,14 +41,14 @@ from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.weight_formats import FORMATS
 
 _PLANNED_GB = 80
-"""Of the GPU that is planned for where there is none."""
+"""Memory of the GPU that is planned for if the machine has none, in GiB."""
 
 
 def planned(sizes: Sizes, args: argparse.Namespace, adapters: int) -> MemoryPlan:
-    """The plan of such a step; what options leave open is what makes it fast.
+    """Return the plan of a step with ``adapters`` adapters; settings without an option are the fastest.
 
     Raises:
-        QeRLError: It does not fit.
+        QeRLError: The step does not fit.
     """
     samples = args.prompts * args.samples
     work = Work(
@@ -69,7 +68,7 @@ def planned(sizes: Sizes, args: argparse.Namespace, adapters: int) -> MemoryPlan
 
 
 def measure(args: argparse.Namespace, sizes: Sizes, served: Served) -> Iterator[Row]:
-    """What the client measures, beside a server that runs in this process.
+    """Yield the rows of the client, which runs as a subprocess against a server in this process.
 
     Raises:
         QeRLError: The client failed.
@@ -96,8 +95,8 @@ def measure(args: argparse.Namespace, sizes: Sizes, served: Served) -> Iterator[
 
 
 def rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[Row]:
-    """A row for each number of adapters."""
-    # What the plan finds for the most adapters holds for all rows, since one server is measured.
+    """Yield a row per number of adapters."""
+    # One server is measured, so the plan for the largest number of adapters applies to all rows.
     work = planned(sizes, args, max(args.adapters)).work
     args.tokens_per_forward, args.every_n_layers = work.tokens_per_forward, work.every_n_layers
     positions = args.prompt + args.tokens + 64
@@ -139,11 +138,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench serve` with these arguments."""
+    """Run `python -m bench serve` with these arguments."""
     args = _parser().parse_args(arguments)
     if find_spec("tinker") is None:
         raise QeRLError("`python -m bench serve` needs the package tinker; install it with pip.")
-    os.environ |= {"TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}  # of the client's process
+    os.environ |= {"TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}  # for the client's process
     sizes = Sizes.by_name(args.shape)
     sizes = sizes.with_layers(args.layers or sizes.layers)
     found: list[Row] = []

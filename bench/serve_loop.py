@@ -1,7 +1,7 @@
-"""The client of `bench.serve`, in a process of its own: a loop of the cookbook's shape, timed from outside.
+"""The client of `bench.serve`, in a subprocess: a loop shaped like the cookbook's, timed from outside.
 
-Times are a client's: from a call to its result. The server's process is asked through a pipe for the peak of
-its memory, and told through the same pipe what was measured.
+Times are the client's, from a call to its result. Through a pipe the client asks the server's process for its
+peak memory, and sends it the measured rows.
 """
 
 import argparse
@@ -18,18 +18,18 @@ from bench.served import BASE
 from qerl.errors import QeRLError
 
 Memory = Callable[[], dict[str, float]]
-"""The peak of the server's memory since it was last asked for."""
+"""Returns the peak of the server's memory since the last call."""
 
 
 class Loop:
     """A client's loop over several models of one server.
 
     Args:
-        url: Of the server.
+        url: The server's URL.
         args: Options of the benchmark.
-        vocabulary: Tokens of the model.
-        memory: Asks the server's process.
-        base: The base model, by the server's name for it.
+        vocabulary: Size of the model's vocabulary.
+        memory: Returns the server's peak memory since the last call.
+        base: The server's name for the base model.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Loop:
         self.models: list[Any] = []
 
     def grow(self, count: int) -> None:
-        """Create models until there are so many."""
+        """Create models until there are ``count``."""
         while len(self.models) < count:
             made = self._service.create_lora_training_client(base_model=self._base, rank=self._args.rank)
             self.models.append(result_of(made))
 
     def sample(self, model: Any) -> list[Any]:
-        """A batch of samples of a model as it is now, as data for its update."""
+        """Return a batch of samples from the model's current weights, as data for its update."""
         sampler = result_of(model.save_weights_and_get_sampling_client())
         asked = [
             (prompt, sampler.sample(inputs, 1, self._params()))
@@ -64,13 +64,13 @@ class Loop:
         return self._tinker.types.SamplingParams(max_tokens=self._args.tokens, temperature=1.0, stop=[])
 
     def _prompts(self) -> Iterator[tuple[list[int], Any]]:
-        """Prompts of a step, as token ids and as the client sends them."""
+        """Yield the prompts of a step, as token ids and as the client sends them."""
         for _ in range(self._args.prompts):
             prompt = [self._draw.randrange(1, self._vocabulary) for _ in range(self._args.prompt)]
             yield prompt, self._tinker.types.ModelInput.from_ints(prompt)
 
     def _datum(self, prompt: list[int], drawn: Any) -> Any:
-        """A sample as the cookbook sends it: prompt and completion, of which the latter counts."""
+        """Return a sample as the cookbook sends it: prompt and completion; only the completion is trained."""
         types = self._tinker.types
         if len(drawn.tokens) != self._args.tokens:
             raise QeRLError(f"A sample has {len(drawn.tokens)} tokens of {self._args.tokens}.")
@@ -84,14 +84,14 @@ class Loop:
         return types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
 
     def update(self, model: Any, data: Sequence[Any]) -> dict[str, float]:
-        """A step of the optimizer with some data; what it says."""
+        """Run an optimizer step with some data and return its metrics."""
         passed = model.forward_backward(data, "importance_sampling")
         stepped = model.optim_step(self._tinker.types.AdamParams(learning_rate=1e-5))
         passed.result()
         return {"grad_norm": stepped.result().metrics["grad_norm"]}
 
     def timed_step(self) -> Row:
-        """Seconds and memory of a step of the first model."""
+        """Run a step of the first model and return its seconds and memory."""
         self._memory()
         start = time.perf_counter()
         self._newest = self.sample(self.models[0])
@@ -105,8 +105,10 @@ class Loop:
         }  # fmt: skip
 
     def fill(self) -> dict[str, float]:
-        """Peak of memory while all models have moments and gradients and the first is updated, with the data
-        of the step before."""
+        """Return the peak memory while the first model is updated and all others hold moments and gradients.
+
+        The update uses the data of the last timed step.
+        """
         few = self._newest[: self._args.samples]
         for model in self.models[1:]:
             self.update(model, few)
@@ -122,7 +124,7 @@ class Loop:
 
 
 def result_of(future: Any) -> Any:
-    """What a call gives; some give a future of a future, and older clients what they make at once."""
+    """Return a call's result, which may be nested in futures; older clients return some results directly."""
     while hasattr(future, "result"):
         future = future.result()
     return future
@@ -131,9 +133,8 @@ def result_of(future: Any) -> Any:
 def client(
     url: str, args: argparse.Namespace, vocabulary: int, server: "Connection[Any, dict[str, float]]"
 ) -> None:
-    """The client's process: sends what it measured with each number of adapters, and None to ask for the
-    peak of memory."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # whose context would count as the server's memory
+    """Run the client's process: it sends a row per number of adapters, and None to ask for peak memory."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CUDA context here would count as the server's memory
 
     def memory() -> dict[str, float]:
         server.send(None)

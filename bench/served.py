@@ -1,8 +1,7 @@
-"""A server of a random model behind HTTP, and the memory that it takes, as `bench.serve` measures it.
+"""An HTTP server of a random model, and the memory that it uses, for `bench.serve`.
 
-The backend is made by the function that `qerl serve` makes its own with, and served by the same server; only
-the weights are random. A thread reads the memory in use all the time, because keys and values of the paged
-engine come and go within a step.
+Backend and server are made as `qerl serve` makes them; only the weights are random. A thread polls the memory
+in use, because the paged engine's KV cache is allocated and freed within a step.
 """
 
 import tempfile
@@ -35,15 +34,15 @@ _READ_S = 0.02
 
 @dataclass(frozen=True)
 class Served:
-    """What is served.
+    """Settings of the server and its model.
 
     Attributes:
-        sizes: Of the model.
+        sizes: The model's shape.
         weights: Format of its linears.
-        rank: Largest rank of an adapter.
-        adapters: That there may be at once, all of which stay on the GPU.
-        positions: Tokens of a prompt and its completion together.
-        tokens_per_forward, every_n_layers: Of the update, as `qerl serve` takes them.
+        rank: Maximum rank of an adapter.
+        adapters: Maximum number of adapters, all of which stay on the GPU.
+        positions: Maximum tokens of a prompt and its completion together.
+        tokens_per_forward, every_n_layers: Settings of the update, as in `qerl serve`.
     """
 
     sizes: Sizes
@@ -56,7 +55,7 @@ class Served:
 
 
 class Peak:
-    """The largest of many readings of the memory in use, from a thread of its own until it is closed."""
+    """Peak of the memory in use, polled by a thread until closed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._peak, self._closed = device, 0, threading.Event()
@@ -68,7 +67,7 @@ class Peak:
             self._peak = max(self._peak, used_bytes(self._device))
 
     def take(self) -> dict[str, float]:
-        """GB in use on the device, and in torch's tensors, at the most since this was last asked."""
+        """Return the peak GB in use on the device, and in torch's tensors, since the last call."""
         found = {"peak_gb": max(self._peak, used_bytes(self._device)) / 1e9}
         self._peak = 0
         if self._device.type == "cuda":
@@ -77,19 +76,19 @@ class Peak:
         return found
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop polling."""
         self._closed.set()
         self._thread.join()
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: Its address.
-        peak: The memory of this process.
-        worker: Whose gauges say how updates are computed at present.
+        url: Its URL.
+        peak: Peak memory on the device.
+        worker: The server's worker, whose gauges have the current settings of the update.
     """
 
     url: str
@@ -97,7 +96,7 @@ class Serving:
     worker: Worker
 
     def held(self) -> dict[str, int | None]:
-        """How the update was computed last: a retry after memory ran out changes it for good."""
+        """Return the settings of the last update; a retry after running out of memory changes them."""
         gauges = self.worker.gauges
         tokens = gauges.get("update_tokens_per_forward")
         return {
@@ -108,7 +107,7 @@ class Serving:
 
 @contextmanager
 def serving(served: Served) -> Iterator[Serving]:
-    """A server for as long as the context lasts."""
+    """Run a server until the context ends."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = random_policy(served.sizes, served.weights, 0, served.positions, str(device))

@@ -3,36 +3,36 @@
     python -m bench step --shape 7b --weights nvfp4 bf16 --samples 8 --tokens 2048
 
 Runs the trainer itself. Weights are random and made on the GPU layer by layer, so a shape of 72B needs no
-more memory than training it. Nothing ends a completion before its last token and rewards are random, so every
-sample of every row does the same work. A row begins with a step that is not counted: its rollout, spoilt by a
-NaN, ends at once, but captures the graphs, and its update compiles. With `--peers`, TRL with vLLM does the
-same work in the same run (`bench.peers`).
+more memory than training it. No completion ends before its last token and rewards are random, so every
+sample of every row does the same work. A row begins with an uncounted step: its rollout ends at once, because
+a NaN is injected, but captures the CUDA graphs, and its update compiles. With `--peers`, TRL with vLLM does
+the same work in the same run (`bench.peers`).
 
     python -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400
 
-With `--lengths` completions end at drawn places (`bench.lengths`), the same ones in every step and for every
-trainer. Then the first step's rollout is a whole one, because its tail captures one step after another.
+With `--lengths` completions end at drawn lengths (`bench.lengths`), the same in every step and for every
+trainer. The first step's rollout is then a whole one, because its tail captures one step size after another.
 
     python -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400 --dead 0.5
 
-With `--dead` groups have no signal with this probability, and the step is DAPO's: groups enter one open
-rollout until enough have one, up to three times as many as it trains on.
+With `--dead` groups have no signal with this probability, and the step is DAPO's: further groups enter the
+open rollout until enough have a signal, at most three times as many as the step trains on.
 
     python -m bench step --prompts 16 --tokens 1024 --backward_dtype auto fp8
 
-With `--backward_dtype auto fp8 auto fp8` the update is computed in these ways one after the other, each a
-row, on one policy and engine.
+With `--backward_dtype auto fp8 auto fp8` each entry is a row; the rows run in this order on one policy and
+engine.
 
     python -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400 --max_staleness 2
 
-With `--max_staleness` rows are refilled across steps: samples go on over the update, and groups of coming
-steps start beside a tail. As many steps more are trained before those that are counted and behind them, so
-that each of these finds samples under way and leaves some.
+With `--max_staleness` rows are refilled across steps: samples continue across the update, and groups of
+coming steps start beside a tail. `max_staleness` extra steps are trained before and after the counted ones,
+so that each counted step begins and ends with unfinished samples.
 
     torchrun --nproc_per_node 2 -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400
 
-Under torchrun every process has a GPU and so many prompts, with lengths of its own, and all train one policy.
-A row is then of all of them (`bench.clock.of_all`).
+Under torchrun every process has a GPU, its own prompts (`--prompts` counts those of one process) and its own
+lengths, and all train one policy. A row then combines all processes (`bench.clock.of_all`).
 """
 
 import argparse
@@ -99,23 +99,23 @@ _TRL_STEP = "bench.peers.trl_step"  # runs in the peer's process, which alone im
 _DEVICE = torch.device("cuda")
 
 _BATCHES = 3
-"""Groups that may enter with `--dead`, in batches of those of a step."""
+"""Maximum number of further groups with `--dead`, in multiples of the groups of a step."""
 _TOLD = ("lora_experts", "teacher", "dead", "max_staleness")
-"""Options that a row says if they are given."""
+"""Options that a row contains if they are given."""
 
 
 def _processes() -> tuple[int, int]:
-    """Number of this process, and how many train together; torchrun says so."""
+    """Return the rank of this process and the number of processes, from torchrun's environment."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class TimedEngine(RolloutEngine):
-    """An engine whose time and memory are read at the end of each call.
+    """An engine that records time and memory at the end of each call.
 
     Args:
-        engine: The engine; one with sessions of which all know their sequences, as both of ours have.
-        lengths: Tokens of each completion of a call, or of those that may be started in an open one; of one
-            that goes on, those of each step.
+        engine: The engine to time, with sessions that take parameters per sequence.
+        lengths: Tokens of each completion of a call. In a session, sequences get them in order of start, from
+            the first again after the last, also across the steps of a session that continues.
         profile_call: Number of the call after which kernels are recorded, until `trace` is stopped.
     """
 
@@ -125,7 +125,7 @@ class TimedEngine(RolloutEngine):
         self.rollout_gb = self.seconds = self.release_seconds = 0.0
         self.calls = self.tokens = 0
         self._own: Iterator[SamplingParams] = iter(())  # parameters of the sequences to start
-        self._under_way: dict[int, int] = {}  # tokens of sequences that go on
+        self._under_way: dict[int, int] = {}  # tokens of unfinished sequences, by index
         self.trace: torch.profiler.profile | None = None
 
     def generate(
@@ -145,7 +145,7 @@ class TimedEngine(RolloutEngine):
         session = self.engine.session(params, norm_offsets)
         own = [replace(params, max_tokens=length) for length in self._lengths]
         result = whole_completions(session, prompts, samples_per_prompt, own, seeds, ended)
-        if self.calls == 1:  # a rollout in which no sample has finite logits would end the run
+        if self.calls == 1:  # a rollout without any finite logits would end the run
             whole = [replace(completion, finish_reason="length") for completion in result.completions]
             result = replace(result, completions=whole)
         torch.cuda.synchronize()
@@ -230,24 +230,24 @@ def measure(
     max_staleness: int = 0,
     backward_dtype: str = "auto",
 ) -> list[dict[str, float]]:
-    """Runs GRPO steps and returns what `Clock` saw of each, of all processes together.
+    """Run GRPO steps and return the `Clock` row of each, combined over all processes.
 
     Args:
-        policy: Of :func:`random_policy`; trained in place.
-        engine: Samples from it; one for all rows, because it lays the policy's weights out anew.
-        sizes: Its shape.
-        samples: Completions a prompt.
-        prompts: Prompts a step, of each process.
-        microbatch: Completions a loss of the update takes.
+        policy: Made by :func:`random_policy`; trained in place.
+        engine: Engine of the policy, one for all rows, because making one changes the layout of the weights.
+        sizes: The policy's shape.
+        samples: Completions per prompt.
+        prompts: Prompts per step and process.
+        microbatch: Completions per loss of the update.
         tokens_per_forward: As in `QeRLConfig`; None for all of a microbatch.
         checkpointing: As `gradient_checkpointing_kwargs` in `QeRLConfig`.
-        prompt_tokens: Of each prompt.
-        tokens: Of the longest completion.
+        prompt_tokens: Tokens of each prompt.
+        tokens: Tokens of the longest completion.
         lengths: Tokens of each completion of this process.
         steps: Optimizer steps after the first.
-        profile: Print the kernels of the last update.
-        teacher: Whose distributions the policy learns, beside nothing else; None for GRPO.
-        dead: Probability that a group has no signal; above 0 others take their places.
+        profile: Whether to print the kernels of the last update.
+        teacher: Model whose distributions alone the policy learns; None for GRPO.
+        dead: Probability that a group has no signal; such groups are replaced by further ones.
         max_staleness: Optimizer steps that groups may start early.
         backward_dtype: As in `QeRLConfig`.
     """
@@ -281,7 +281,7 @@ def measure(
 
 @contextmanager
 def taught_by(model: PreTrainedModel | None) -> Iterator[None]:
-    """A block in which a teacher that is a model of its own is this one, whatever its name."""
+    """Make every `Teacher` in the context use ``model`` in place of loading one by name."""
 
     def take(self: Teacher, *_: Any) -> None:
         assert model is not None
@@ -302,17 +302,17 @@ def make_trainer(
     dead: float = 0.0,
     **settings: Any,
 ) -> QeRLTrainer:
-    """A trainer that keeps nothing, with random rewards and new prompts for each step.
+    """Return a trainer that saves nothing, with random rewards and new prompts in each step.
 
     Args:
-        policy: Of :func:`random_policy`; trained in place.
-        engine: Samples from it.
-        clock: Sees the steps.
+        policy: Made by :func:`random_policy`; trained in place.
+        engine: Engine of the policy.
+        clock: Callback that records the steps.
         sizes: The policy's shape.
-        prompts: Prompts a step, of each process.
-        prompt_tokens: Of each prompt.
+        prompts: Prompts per step and process.
+        prompt_tokens: Tokens of each prompt.
         dead: Probability that a group has no signal.
-        settings: Of `QeRLConfig`, `output_dir` and `max_steps` among them.
+        settings: Fields of `QeRLConfig`, including `output_dir` and `max_steps`.
     """
     args = QeRLConfig(
         learning_rate=1e-5, loss_type="grpo", noise=False, gradient_checkpointing=True, report_to="none",
@@ -364,10 +364,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """What :func:`measure` gives for each format, rank, number of prompts and length."""
+    """Yield a row of :func:`measure` per weight format, rank, prompt count, length and backward dtype."""
     number, processes = _processes()
     for weights, rank in itertools.product(args.weights, args.rank):
-        before = _requested()  # workspaces of the row before
+        before = _requested()  # workspaces of the previous row
         positions = args.prompt + max(args.tokens) + 64
         shape = shape_of(args.shape)
         policy = random_policy(shape, weights, rank, positions, lora_experts=args.lora_experts)
@@ -403,7 +403,7 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
 
 
 def _requested() -> int:
-    """Bytes of all tensors. torch's allocator may give each up to 1 MiB more, which counts as allocated."""
+    """Return the bytes requested for all tensors; torch's allocated bytes add up to 1 MiB per tensor."""
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
@@ -416,8 +416,8 @@ def _settings(
     tokens: int,
     fp8: bool,
 ) -> tuple[int | None, dict[str, int | bool]]:
-    """How the update is computed: as asked for, else as a run would on this GPU. `tokens_per_forward` and
-    `gradient_checkpointing_kwargs`."""
+    """Return `tokens_per_forward` and `gradient_checkpointing_kwargs`: as given, else as a run would choose
+    them on this GPU."""
     tokens_per_forward, every = args.tokens_per_forward, args.every_n_layers
     if tokens_per_forward and every:
         return tokens_per_forward, {"every_n_layers": every}
@@ -439,7 +439,7 @@ def _settings(
 
 
 def of_teacher(name: str | None, weights: WeightFormatName) -> dict[str, Any]:
-    """The fields of `Work` that say what a random teacher of this shape takes."""
+    """Return the fields of `Work` for a random teacher of this shape."""
     if name is None:
         return {}
     sizes = sizes_of(shape_of(name))
@@ -447,11 +447,11 @@ def of_teacher(name: str | None, weights: WeightFormatName) -> dict[str, Any]:
 
 
 def does_not_fit(what: str, sizes: Sizes, work: Work, capacity: int, *choices: Any) -> QeRLError:
-    """The error of work that does not fit, with what the CPU's memory has to do with it.
+    """Return the error for work that does not fit; it says if more CPU memory would help.
 
     Args:
-        what: What does not fit, the beginning of a sentence.
-        sizes, work, capacity, choices: As of `fastest`, which found nothing.
+        what: The beginning of the sentence, naming the work.
+        sizes, work, capacity, choices: As passed to `fastest`, which found nothing.
     """
     beyond = beyond_host(sizes, work, capacity, *choices)
     said = f"{what} does not fit this GPU by the plan"
@@ -459,7 +459,7 @@ def does_not_fit(what: str, sizes: Sizes, work: Work, capacity: int, *choices: A
 
 
 def _peer_rows(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The same of other trainers, each row in a process of its own, with a model of this config."""
+    """Yield the same rows of other trainers, each measured in a subprocess with a model of this config."""
     for peer, rank, prompts, tokens in itertools.product(args.peers, args.rank, args.prompts, args.tokens):
         spec = {
             "config": config,
@@ -474,7 +474,7 @@ def _peer_rows(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dic
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench step` with these arguments."""
+    """Run `python -m bench step` with these arguments."""
     args = _parser().parse_args(arguments)
     if args.peers and _processes()[1] > 1:
         raise QeRLError("--peers measures others on one GPU; run it without torchrun.")
@@ -486,7 +486,7 @@ def main(arguments: list[str]) -> None:
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
         "microbatch": args.microbatch or args.samples, "lengths": args.lengths,
     }  # fmt: skip
-    draw_lengths(args.lengths, 1, max(args.tokens))  # a mistake is said before anything is made
+    draw_lengths(args.lengths, 1, max(args.tokens))  # raises on a mistake before anything is made
     rows: list[dict[str, Any]] = []
     with gauge() as state:
         for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, for_peers)):

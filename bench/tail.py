@@ -1,24 +1,24 @@
-"""What a rollout's tail costs, by which sizes of decode steps there are and when a smaller one is taken.
+"""Simulated cost of a rollout's tail, by available decode-step sizes and the rule that picks a smaller one.
 
     python -m bench tail --out bench/results/tail.json
 
-Needs no GPU: the engine's own scheduler runs through completions of drawn lengths (`bench.lengths`), round by
-round, and each round counts the rows of the step that it would be decoded with. A row that is computed and
-gives no token of a completion is wasted. Seconds are the rows of each step read off a line through measured
-steps (a committed result of `bench rollout`), which says nothing of how products are padded between them.
+Needs no GPU: the engine's own scheduler runs completions of drawn lengths (`bench.lengths`) round by round,
+and each round counts the rows of the decode step it would use. A row that is computed but yields no token of
+a completion is wasted. Seconds are interpolated linearly, by rows, between measured steps (a committed result
+of `bench rollout`); how products are padded between the measured sizes is not modeled.
 
     python -m bench tail --dead 0.5 --steps rollout-7b-h200 --samples 128
 
 With `--dead` groups have no signal with this probability, and the rollout is DAPO's: groups enter an open
-call as the engine's trainer lets them (`qerl.trainer.dynamic_sampling`); beside it, one starts only once
-another has failed, rows are always full, or what is missing is sampled in further rollouts. Means over so
-many draws.
+call by the trainer's rule (`qerl.trainer.dynamic_sampling`). It is compared with starting a group only once
+another has failed, with rows that are always full, and with further rollouts for the missing groups. Figures
+are means over 30 draws.
 
     python -m bench tail --max_staleness 0 1 2 4 --steps rollout-7b-h200 --samples 128
 
-With `--max_staleness` rows are refilled across steps, as `qerl.trainer.refill` does it: seconds of decoding a
-step, and how many optimizer steps old its tokens are when they train. Means over the steps of a long run
-behind its first.
+With `--max_staleness` rows are refilled across steps as in `qerl.trainer.refill`: seconds of decoding per
+step, and the age in optimizer steps of its tokens when they train. Figures are means over the steps of a long
+run after its first ones.
 """
 
 import argparse
@@ -41,11 +41,11 @@ from qerl.trainer.refill import StalenessWindow
 POWERS = tuple(count for count in ROW_COUNTS if count & (count - 1) == 0)
 
 Choice = Callable[[int, int | None], int]
-"""Rows of a step, from what runs and the rows of the step in use."""
+"""Rows of the next step, from the number of running sequences and the rows of the last step, if any."""
 
 
 def at_a_quarter(running: int, present: int | None) -> int:
-    """Powers of two, and a smaller one once a quarter of the rows is enough: the rule before."""
+    """Return a power of two that shrinks once a quarter of the rows suffices: the engine's earlier rule."""
     small = Pace().small_rows
     if present is not None and (present // 4 if present > small else 0) < running <= present:
         return present
@@ -53,14 +53,14 @@ def at_a_quarter(running: int, present: int | None) -> int:
 
 
 def at_once(running: int, present: int | None) -> int:
-    """Powers of two, and a smaller one as soon as it is enough."""
+    """Return a power of two that shrinks as soon as a smaller one suffices."""
     small = Pace().small_rows
     least = running if present is None else max(running, min(present, small))
     return next(count for count in POWERS if count >= least)
 
 
 def as_the_engine(running: int, present: int | None) -> int:
-    """What the engine does."""
+    """Return the engine's own choice."""
     return rows_of_step(running, present, Pace().small_rows)
 
 
@@ -72,13 +72,13 @@ RULES: dict[str, Choice] = {
 
 
 def rounds(lengths: Sequence[int], group: int, rows: int, choose: Choice) -> list[int]:
-    """Rows of the step of each round of a rollout.
+    """Return the rows of the decode step of each round of a rollout.
 
     Args:
         lengths: Tokens of each completion.
-        group: Completions of a prompt.
-        rows: Completions that are decoded side by side at most.
-        choose: Which step is taken.
+        group: Completions per prompt.
+        rows: Maximum number of completions decoded at a time.
+        choose: The rule that picks the step.
     """
     pace = Pace()
     scheduler = Scheduler(BlockManager(len(lengths) * (max(lengths) // 64 + 8), 64), rows, pace)
@@ -104,7 +104,7 @@ def rounds(lengths: Sequence[int], group: int, rows: int, choose: Choice) -> lis
 
 
 def nvfp4_steps(name: str) -> dict[int, float]:
-    """Milliseconds of our own steps of NVFP4 with an adapter, by rows, in ``results/NAME.json``."""
+    """Return milliseconds of QeRL's NVFP4 steps with an adapter, by rows, from ``results/NAME.json``."""
     return {
         row["batch"]: row["step_ms"]
         for row in read_rows(name)
@@ -113,7 +113,7 @@ def nvfp4_steps(name: str) -> dict[int, float]:
 
 
 def milliseconds(rows: int, measured: dict[int, float]) -> float:
-    """Time of a step of so many rows, on a line between the measured ones, or through the last two."""
+    """Return the time of a step of ``rows`` rows, linear between measured ones or through the last two."""
     known = sorted(measured)
     above = next((i for i, count in enumerate(known) if count >= rows), len(known) - 1)
     low, high = known[max(0, above - 1)], known[max(1, above)]
@@ -124,7 +124,7 @@ def milliseconds(rows: int, measured: dict[int, float]) -> float:
 def simulate(
     spec: str, samples: int, most: int, group: int, measured: dict[int, float]
 ) -> list[dict[str, Any]]:
-    """A row for each rule: tokens, row steps, the share of them that is wasted, and seconds of decoding."""
+    """Return a result row per rule: tokens, row steps, their wasted share, and seconds of decoding."""
     lengths = draw_lengths(spec, samples, most)
     found = []
     for name, choose in RULES.items():
@@ -148,14 +148,14 @@ def simulate(
 
 
 class FirstStep(Intake):
-    """Nothing is known of other groups."""
+    """The trainer's rule without a share from an earlier step."""
 
     def __init__(self, wanted: int, most: int, share: float) -> None:
         super().__init__(wanted, most)
 
 
 class AfterFailures(Intake):
-    """A group starts only once another has failed."""
+    """Rule that starts a group only once another has failed."""
 
     def start(self, room: int) -> range:
         """See `Intake.start`."""
@@ -166,7 +166,7 @@ class AfterFailures(Intake):
 
 
 class FullRows(Intake):
-    """A group starts wherever there is room."""
+    """Rule that starts a group whenever there is room."""
 
     def start(self, room: int) -> range:
         """See `Intake.start`."""
@@ -176,7 +176,7 @@ class FullRows(Intake):
 
 
 class Rounds(AfterFailures):
-    """What is missing starts once all that runs has ended."""
+    """Rule that starts missing groups once all running ones have ended."""
 
     def start(self, room: int) -> range:
         """See `Intake.start`."""
@@ -200,15 +200,15 @@ def filled(
     wanted: int,
     share: float,
 ) -> tuple[list[int], Intake]:
-    """Rows of the step of each round of a rollout with dynamic sampling, and what entered.
+    """Return the rows of each round's decode step in a rollout with dynamic sampling, and the final intake.
 
     Args:
-        kind: When groups start.
+        kind: The rule by which groups start.
         lengths: Tokens of each completion of all groups that may start.
         alive: Whether each group has a signal.
-        group: Completions of a prompt.
+        group: Completions per prompt.
         wanted: Groups that the step trains on.
-        share: Of groups that have a signal, as far as is known before.
+        share: Expected share of groups with a signal.
     """
     intake, pace, taken = kind(wanted, len(alive), share), Pace(), list[int]()
     left: dict[int, list[int]] = {}
@@ -236,13 +236,13 @@ def simulate_dapo(
     batches: int = 3,
     draws: int = 30,
 ) -> list[dict[str, Any]]:
-    """A row for each way of filling a step: seconds of decoding, groups that started and that were needed.
+    """Return a result row per intake rule: seconds of decoding, groups started and groups needed.
 
     Args:
-        spec, samples, most, group, measured: As of `simulate`.
+        spec, samples, most, group, measured: As in `simulate`.
         dead: Probability that a group has no signal.
-        batches: As many further groups may start as this times those of the step.
-        draws: Over which means are taken.
+        batches: Maximum number of further groups, in multiples of the groups of the step.
+        draws: Number of draws to average over.
     """
     wanted = samples // group
     every = wanted * (1 + batches)
@@ -270,18 +270,20 @@ def simulate_dapo(
 def refilled(
     lengths: Sequence[int], group: int, wanted: int, max_staleness: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Of each optimizer step the rows of the step of each round, and how many of its tokens are 0, 1, 2 ...
-    steps old; rows are refilled across steps.
+    """Simulate rollouts whose rows are refilled across steps.
 
     Args:
-        lengths: Tokens of each completion of all groups, whole steps of them.
-        group: Completions of a prompt.
+        lengths: Tokens of each completion of all groups, for a whole number of steps.
+        group: Completions per prompt.
         wanted: Groups that a step trains on.
         max_staleness: Optimizer steps that a group may start early.
+
+    Returns:
+        Per optimizer step: rows of the decode step of each round, and tokens by age, 0, 1, 2 ... steps.
     """
     window, pace, steps = StalenessWindow(wanted, max_staleness), Pace(), len(lengths) // (group * wanted)
     left: dict[int, list[int]] = {}
-    tokens: dict[int, list[int]] = {}  # of each group, those drawn in each step
+    tokens: dict[int, list[int]] = {}  # by group, tokens drawn in each step
     found: list[tuple[list[int], list[int]]] = []
     present: int | None = None
     for step in range(steps):
@@ -314,13 +316,13 @@ def simulate_refilled(
     max_staleness: int,
     steps: int = 60,
 ) -> dict[str, Any]:
-    """Seconds of decoding a step, mean age and largest age of its tokens, and the share of row steps that is
-    wasted.
+    """Return seconds of decoding per step, mean and largest age of its tokens, and wasted share of row steps.
 
     Args:
-        spec, samples, most, group, measured: As of `simulate`.
+        spec, samples, most, group, measured: As in `simulate`.
         max_staleness: Optimizer steps that a group may start early.
-        steps: Optimizer steps; the first and the last, which nothing precedes or follows, are not counted.
+        steps: Optimizer steps; the first 10 and the last 1 + ``max_staleness`` are not counted, as too little
+            precedes or follows them.
     """
     lengths = draw_lengths(spec, samples * steps, most)
     every = refilled(lengths, group, samples // group, max_staleness)[10 : -1 - max_staleness]
@@ -338,7 +340,7 @@ def simulate_refilled(
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench tail` with these arguments."""
+    """Run `python -m bench tail` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench tail", description=__doc__.split("\n")[0])
     parser.add_argument("--lengths", nargs="+", default=["lognormal:400", "uniform", "equal"], help=KINDS)
     parser.add_argument("--samples", type=int, nargs="+", default=[128, 1024])

@@ -1,17 +1,17 @@
-"""Speed of trajectories of several turns, with keys and values kept between turns and without.
+"""Speed of trajectories of several turns, with and without keeping the KV cache between turns.
 
     python -m bench turns --shape smollm2 --turns 1 2 4 8 --out bench/results/turns-smollm2-CARD.json
 
-Weights are random, and the temperature is so high that every token is as likely as any other. With a share of
-the vocabulary as stop tokens, turns then differ in length as real ones do (geometric, of a given mean), the
-same ones whatever the weights. Others answer at once with random tokens, so no time is spent waiting. Without
-kept keys a sequence gives up its pages when its turn has ended, and is computed from its first token when it
-goes on. On a GPU the paged engine runs, elsewhere the portable one in FP32, whose processor time is given as
-well: that of a machine that does other things.
+Weights are random, and the temperature is so high that all tokens are equally likely. With a share of the
+vocabulary as stop tokens, the lengths of turns are then geometric with a given mean, like real ones, and the
+same for any weights. The other side of the conversation answers at once with random tokens, so no time is
+spent waiting. Without a kept KV cache a sequence drops its blocks when its turn has ended, and is prefilled
+from its first token for its next turn. On a GPU the paged engine runs, elsewhere the portable one in FP32,
+with CPU time given as well, for machines that do other work.
 
-With `--requests` each turn is a request with all that was said, as of a server's clients, and draws `--drawn`
-tokens: computed anew, behind the prefixes that the engine keeps (`RolloutEngine.session`, policy), and, to
-compare with, as sequences that go on.
+With `--requests` each turn is a request with the whole conversation, as a server's client sends it, and draws
+`--drawn` tokens. Three ways are compared: full prefill, reuse of the prefixes that the engine keeps
+(`RolloutEngine.session`, policy), and sequences that continue.
 """
 
 import argparse
@@ -40,21 +40,17 @@ SMOLLM2 = Sizes.uniform(576, 1536, 30, 9, 3, 64, 49152, tied=True)
 """SmolLM2-135M, which `qerl.families.sizes` does not list."""
 
 EVERY_TOKEN_ALIKE = 1e4
-"""A temperature at which random logits, of the size of ten or so, make no difference."""
+"""A temperature at which random logits, of about ten in size, make no difference."""
 
 WAYS = ("anew", "prefixes", "going on")
-"""How the keys and values of a conversation are had."""
+"""Sources of a conversation's keys and values: full prefill, kept prefixes, a sequence that continues."""
 
 LONGEST = 8
-"""A sequence has room for turns of so many times their mean length; one in 3,000 is longer."""
+"""Room per turn, in multiples of the mean length; one turn in 3,000 is longer."""
 
 
 def play(session: Session, args: argparse.Namespace, turns: int, kept: bool) -> int:
-    """Play trajectories to their ends.
-
-    Returns:
-        The tokens that were drawn.
-    """
+    """Play trajectories to their ends and return the number of drawn tokens."""
     texts = random.Random(0)
     prompts = [[texts.randrange(args.vocabulary) for _ in range(args.prompt)] for _ in range(args.prompts)]
     left = dict.fromkeys(session.start(prompts, args.samples), turns)
@@ -75,7 +71,7 @@ def play(session: Session, args: argparse.Namespace, turns: int, kept: bool) -> 
 
 
 def play_once(engine: RolloutEngine, args: argparse.Namespace, turns: int, kept: bool) -> tuple[int, int]:
-    """Tokens that are drawn and that are prefilled in one step's rollout."""
+    """Run one step's rollout and return the numbers of drawn and of prefilled tokens."""
     params = SamplingParams(
         max_tokens=max_tokens(args, turns),
         temperature=EVERY_TOKEN_ALIKE,
@@ -87,7 +83,7 @@ def play_once(engine: RolloutEngine, args: argparse.Namespace, turns: int, kept:
 
 
 def ask(engine: RolloutEngine, args: argparse.Namespace, turns: int, way: str) -> tuple[int, int]:
-    """As `play_once`, for conversations whose turns are requests, those of one turn a batch."""
+    """As `play_once`, for conversations whose turns are requests; requests of the same turn form a batch."""
     chance = random.Random(0)
 
     def said(tokens: int) -> list[int]:
@@ -125,7 +121,7 @@ def ask(engine: RolloutEngine, args: argparse.Namespace, turns: int, way: str) -
 
 
 def measure(run: Callable[[], tuple[int, int]], args: argparse.Namespace, **row: Any) -> dict[str, Any]:
-    """A row of what takes how long: the median of some runs, after one that captures and compiles."""
+    """Return a row of the median times of `--repeats` runs, after one that captures and compiles on a GPU."""
     seconds: list[float] = []
     busy: list[float] = []
     for _ in range(args.repeats + args.on_gpu):
@@ -144,12 +140,12 @@ def measure(run: Callable[[], tuple[int, int]], args: argparse.Namespace, **row:
 
 
 def max_tokens(args: argparse.Namespace, turns: int) -> int:
-    """Tokens that a sequence may have."""
+    """Return the maximum number of tokens of a sequence after its prompt."""
     return turns * (LONGEST * args.drawn + args.written)
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What `measure` gives for each number of turns, with kept keys and without, or for each of the ways."""
+    """Yield a row of `measure` per number of turns, with and without kept keys, or per way of `WAYS`."""
     sizes = SMOLLM2 if args.shape == "smollm2" else Sizes.by_name(args.shape)
     args.vocabulary, args.on_gpu = sizes.vocabulary, torch.cuda.is_available()
     positions = args.prompt + max_tokens(args, max(args.turns))
@@ -196,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench turns` with these arguments."""
+    """Run `python -m bench turns` with these arguments."""
     args = _parser().parse_args(arguments)
     if args.requests:
         args.samples = 1

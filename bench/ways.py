@@ -1,12 +1,12 @@
-"""Ways to decode, by turns in one process: what a choice is worth in whole steps.
+"""Alternative ways to decode, compared in one process: the effect of a choice on whole decode steps.
 
     python -m bench ways --shape 7b --batch 256 512 \
         --way quack "qerl.kernels.weights.packed_gemm:MAX_TOKENS['wgmma']=128" --way packed
 
-A way is a name and what it sets: names of modules, or entries of tables with such a name, that say what is
-chosen, for as long as steps are captured and timed. Clocks and temperature drift by more than a choice is
-worth, so all ways take their turn in each round, in every second one in reverse order, and what a way is
-worth is its speed over that of the first way in the same round.
+A way is a name and settings: module variables, or entries of module-level tables, that are changed while the
+steps are captured and timed. Clocks and temperature drift by more than the effect of a choice, so each round
+times all ways, every second round in reverse order, and the result of a way is its speed over that of the
+first way in the same round.
 """
 
 import argparse
@@ -37,10 +37,10 @@ _SETTING = re.compile(r"([\w.]+):(\w+)(?:\[(.+?)\])?=(.+)")
 
 
 def value_of(text: str) -> Any:
-    """A value as a command line writes it: a literal of Python, or ``Tiling(...)`` of literals.
+    """Parse a value from the command line: a Python literal, or ``Tiling(...)`` of literals.
 
     Raises:
-        QeRLError: It is neither.
+        QeRLError: The text is neither.
     """
     try:
         node = ast.parse(text, mode="eval").body
@@ -54,10 +54,10 @@ def value_of(text: str) -> Any:
 
 @contextmanager
 def setting(text: str) -> Iterator[None]:
-    """Sets what ``MODULE:NAME=VALUE`` or ``MODULE:NAME[KEY]=VALUE`` says, for as long as the context lasts.
+    """Apply ``MODULE:NAME=VALUE`` or ``MODULE:NAME[KEY]=VALUE`` until the context ends.
 
     Raises:
-        QeRLError: It says something else, or there is no such name or entry.
+        QeRLError: The text has another form, or there is no such name or entry.
     """
     found = _SETTING.fullmatch(text)
     if found is None:
@@ -79,7 +79,7 @@ def setting(text: str) -> Iterator[None]:
 
 
 def turns(names: list[str], rounds: int) -> list[tuple[int, str]]:
-    """(round, way) in the order in which they are timed."""
+    """Return (round, way) pairs in the order in which they are timed."""
     return [(r, name) for r in range(rounds) for name in (names if r % 2 == 0 else names[::-1])]
 
 
@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
         raise QeRLError("Two of --way have one name; give each its own.")
     for settings in ways.values():
         for text in settings:
-            with setting(text):  # a mistake is said before anything is made
+            with setting(text):  # raises on a mistake before anything is made
                 pass
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, reads {limit:.0f} GB/s")
@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> None:
 
 
 def over_first(rows: list[dict[str, Any]], batch: int, name: str, first: str) -> list[float]:
-    """Speed of a way over that of the first way in each round."""
+    """Return the speed of a way over that of the first way, per round."""
     speed = {(r["round"], r["way"]): r["decode_tok_s"] for r in rows if r["batch"] == batch}
     return [speed[turn, name] / speed[turn, first] for turn in sorted({turn for turn, _ in speed})]
 

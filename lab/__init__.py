@@ -1,4 +1,4 @@
-"""The laboratory: studies, and what writes results into the docs. It lies in a clone and not in the wheel.
+"""The laboratory: studies, and code that writes results into the docs. It is in a clone, not in the wheel.
 
 It imports the package `qerl` and `bench`, and neither imports it.
 """

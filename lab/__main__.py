@@ -24,14 +24,14 @@ COMMANDS = {
     "numbers": "writers.numbers",
     "take": "writers.take",
 }
-"""Modules by the name of their command; each has a ``main`` that takes the words after the name."""
+"""Modules by command name; each has a ``main`` that takes the arguments after the name."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the command that the command line names.
 
     Returns:
-        Exit status: 2 for a mistake that the user can mend, 130 where Ctrl-C ended it.
+        Exit status: 2 for an error that the user can fix, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
     parser.add_argument("name", choices=COMMANDS, help="what is done")

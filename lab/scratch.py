@@ -1,4 +1,4 @@
-"""Tiny policies that are trained from scratch here: how they read, and their folders in the cache."""
+"""Tiny policies trained from scratch: their tokenizer, and their folders in the cache."""
 
 import hashlib
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
 ROLES = {role: f"<|{role}|>" for role in ("system", "user", "assistant")}
 SPECIAL = (PAD, END, UNKNOWN, *ROLES.values())
-"""The tokens that every vocabulary begins with."""
+"""The first tokens of every vocabulary."""
 
 _CHAT = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
@@ -26,11 +26,11 @@ _CHAT = (
 
 
 def word_tokenizer(vocabulary: Sequence[str], word: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of words that prompts may have spaces between and completions have not.
+    """Return a word tokenizer that ignores spaces between words when encoding and writes none when decoding.
 
     Args:
-        vocabulary: Every token in the order of their ids, those of `SPECIAL` first.
-        word: A regular expression of one word.
+        vocabulary: All tokens in the order of their ids, beginning with `SPECIAL`.
+        word: Regular expression for one word.
     """
     ids = {token: i for i, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
@@ -50,13 +50,13 @@ def policy_folder(
     train: Callable[[], PreTrainedModel],
     tokenizer: Callable[[], PreTrainedTokenizerFast],
 ) -> Path:
-    """Folder with a policy, its config and its tokenizer; trained on the first call.
+    """Return the folder of a policy, its config and its tokenizer; the first call trains the policy.
 
     Args:
-        name: Of the policy. The folder's name has a hash of the sources too, so that another policy is never
-            taken for this one.
-        sources: Modules that decide what the policy is.
-        train: Trains it.
+        name: Name of the policy. The folder's name also has a hash of the sources, so that a policy of other
+            sources is never taken for this one.
+        sources: Modules that determine the policy.
+        train: Trains the policy and returns it.
         tokenizer: Makes its tokenizer.
     """
     hashed = hashlib.blake2b(digest_size=6)

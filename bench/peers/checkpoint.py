@@ -1,4 +1,4 @@
-"""Folders from which a peer loads a model of a shape and an adapter, without weights that anybody trained.
+"""Folders from which a peer loads a model of a given shape and an adapter, with zero or random weights.
 
 Legend: N out, K in, R rank of LoRA.
 """
@@ -14,14 +14,14 @@ from qerl.families.sizes import Sizes
 
 
 def write_zeros(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A checkpoint with the names and shapes of some tensors and zeros as content, in BF16.
+    """Write a checkpoint of BF16 zeros with the names and shapes of some tensors.
 
-    The file is a header with a hole behind it, so a model of 7B takes no disk and no time to write. It serves
-    a peer that insists on a checkpoint but gets its weights otherwise.
+    The file is a header followed by a hole, so a model of 7B takes no disk space and no time to write. It is
+    for a peer that requires a checkpoint but receives its weights in another way.
 
     Args:
-        folder: Exists; gets `model.safetensors`.
-        tensors: By name; only their shapes are read, so they may be on the meta device.
+        folder: Existing folder for `model.safetensors`.
+        tensors: Tensors by name; only their shapes are read, so they may be on the meta device.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -37,11 +37,11 @@ def write_zeros(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_adapter(folder: Path, sizes: Sizes, rank: int) -> list[str]:
-    """A LoRA adapter of random matrices on all seven linears of each layer, as PEFT saves it, in BF16.
+    """Write a random BF16 LoRA adapter on all linears of each layer, in PEFT's format.
 
     Args:
-        folder: Made here.
-        sizes: The shape.
+        folder: Folder to create.
+        sizes: The model's shape.
         rank: R; alpha is 2 R.
 
     Returns:

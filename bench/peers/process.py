@@ -1,14 +1,14 @@
-"""Runs a peer in a process of its own and reads its rows.
+"""Runs a peer in a subprocess and reads its rows.
 
-The process is `python -m` of a peer's module, by the interpreter that runs the benchmark and in its
-environment. Where the peer is installed elsewhere, QERL_PEER_PATH, folders with its packages, takes the
-place of PYTHONPATH for it. Both sides share a temporary folder: `spec.json` says what to measure,
-`rows.jsonl` takes a line a row as soon as it is known (a pipe would stay open, and the reader wait, as long
-as any process of the peer lives), and the rest of it is the peer's to write models into. It goes, with
-everything that the peer started, at the end.
+The subprocess is `python -m` of a peer's module, with the benchmark's interpreter and environment. If the
+peer is installed elsewhere, QERL_PEER_PATH lists the folders with its packages and replaces PYTHONPATH for
+it. Both sides share a temporary folder: `spec.json` describes what to measure, `rows.jsonl` gets one line per
+row as soon as it is measured (a pipe would stay open, and the reader would wait, while any process of the
+peer lives), and the peer writes its models beside them. The folder and all processes that the peer started
+are removed at the end.
 
-A peer that is not there, fails, or gives no row for too long, is said in one sentence and left out; the rows
-it gave stay.
+If a peer is not installed, fails, or yields no row for too long, one sentence is printed and the peer is left
+out; rows that it has already yielded are kept.
 """
 
 import contextlib
@@ -29,30 +29,30 @@ import torch
 import qerl
 
 PEER_PATH = "QERL_PEER_PATH"
-# A peer's model is a local folder, and nothing that it does is anybody else's business.
+# A peer's model is a local folder; it needs no network and sends no telemetry.
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TQDM_DISABLE": "1"}
 # With its engine in a process of its own vLLM 0.24 hung on an H200, at "Using FlashInfer for top-p & top-k
-# sampling", without using a CPU. In one process the engine also pays nothing for talking to itself.
+# sampling", without using a CPU. One process also saves the communication between front end and engine.
 _VLLM = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _POLL_SECONDS = 0.2
 
 PATIENCE_MINUTES = 15.0
-"""Minutes that a peer may take for a row; vLLM compiles for five of them before the first."""
+"""Minutes that a peer may take per row; vLLM compiles for five of them before its first."""
 
 
 def peer_rows(
     name: str, module: str, spec: Mapping[str, Any], minutes: float = PATIENCE_MINUTES
 ) -> Iterator[dict[str, Any]]:
-    """Rows of a peer, each as soon as it is measured.
+    """Yield the rows of a peer, each as soon as it is measured.
 
-    What this process holds on the GPU without using it is given back first. When the caller stops, or is
-    interrupted, the peer is ended with all processes that it started.
+    GPU memory that torch caches in this process is freed first. When the caller stops or is interrupted, the
+    peer and all processes that it started are killed.
 
     Args:
-        name: What the peer is called, in what is printed and in the name of its log.
+        name: Name of the peer in messages and in the name of its log.
         module: Module that calls :func:`serve`.
-        spec: What it is to measure; goes through JSON.
-        minutes: Time for a row, starting and loading included; a peer that takes longer is ended.
+        spec: Description of what to measure, serializable as JSON.
+        minutes: Time limit per row, including start and loading; a peer that exceeds it is killed.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -70,7 +70,7 @@ def peer_rows(
             try:
                 hung = yield from _follow(process, reader, 60 * minutes)
             finally:
-                # The session's leader may be gone while others of it live on.
+                # The process group may outlive its leader.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -81,10 +81,10 @@ def peer_rows(
 
 
 def serve(run: Callable[[dict[str, Any], Path], Iterator[dict[str, Any]]]) -> None:
-    """The peer's side: runs what the folder on the command line asks for and writes the rows there.
+    """Measure, in the peer's process, the spec in the folder on the command line, and write the rows there.
 
     Args:
-        run: Takes the spec and the folder, where it may write what it needs; gives rows.
+        run: Takes the spec and the folder, in which it may write files, and yields rows.
     """
     folder = Path(sys.argv[1])
     spec = json.loads((folder / "spec.json").read_text())
@@ -95,10 +95,10 @@ def serve(run: Callable[[dict[str, Any], Path], Iterator[dict[str, Any]]]) -> No
 
 
 def _environment() -> dict[str, str]:
-    """Environment of the peer's process.
+    """Return the environment of the peer's process.
 
-    The peer finds the packages in QERL_PEER_PATH, or else those in PYTHONPATH, and behind them benchmarks and
-    package.
+    Its PYTHONPATH has QERL_PEER_PATH, or else this process's PYTHONPATH, followed by the folders of `bench`
+    and `qerl`.
     """
     packages = os.environ.get(PEER_PATH) or os.environ.get("PYTHONPATH")
     homes = (Path(__file__).parents[2], Path(qerl.__file__).parents[1])
@@ -109,10 +109,10 @@ def _environment() -> dict[str, str]:
 def _follow(
     process: "subprocess.Popen[bytes]", reader: Any, seconds: float
 ) -> Generator[dict[str, Any], None, bool]:
-    """Rows as they are written, until the process has ended and all are read.
+    """Yield rows as they are written, until the process has ended and all are read.
 
     Returns:
-        True if it gave none for so many seconds.
+        True if the process wrote no row for ``seconds`` seconds.
     """
     unfinished = ""
     last = time.monotonic()
@@ -130,7 +130,7 @@ def _follow(
 
 
 def _patience_ended(minutes: float, log: Path) -> str:
-    """What a peer that gave no row in time wrote last."""
+    """Return the message for a peer that yielded no row in time, with the last line of its log."""
     return (
         f"it gave no row for {minutes:g} minutes (its last words: {_last_line(log)}); all that it wrote is "
         f"in {log}. --peer_minutes gives it more time."
@@ -138,7 +138,7 @@ def _patience_ended(minutes: float, log: Path) -> str:
 
 
 def _reason(status: int, log: Path) -> str:
-    """Why a peer ended, from its status and the last line that it wrote."""
+    """Return the reason why a peer ended, from its status and the last line of its log."""
     last = _last_line(log)
     missing = last.removeprefix("ModuleNotFoundError: ")
     if missing != last:

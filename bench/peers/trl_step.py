@@ -1,17 +1,17 @@
 """A GRPO step of plain TRL with vLLM in the same process, for `python -m bench step --peers`.
 
-TRL's `GRPOTrainer` as it comes, with `use_vllm=True` and `vllm_mode="colocate"`: BF16 weights twice, once in
-the trainer and once in vLLM, to which TRL sends the weights with LoRA merged into them at the start of every
-step. Prompts, rewards, lengths, microbatch and optimizer are those of our own rows. Gradient checkpointing
-is TRL's default and recomputes every layer, as `every_n_layers` of its row says. Ours recomputes the layers
-that the memory plan chose, none where memory allows it. TRL's importance-sampling correction stays on, as it
-is by default and as it is in our rows; TRL spends a forward pass on it.
+TRL's `GRPOTrainer` with defaults, `use_vllm=True` and `vllm_mode="colocate"`: BF16 weights are held twice,
+in the trainer and in vLLM, to which TRL sends them with LoRA merged at the start of every step. Prompts,
+rewards, lengths, microbatch and optimizer are those of our own rows. Gradient checkpointing is TRL's default
+and recomputes every layer, as `every_n_layers` of its row says; ours recomputes the layers that the memory
+plan chose, none if memory allows. TRL's importance-sampling correction stays on, as by default and in our
+rows; TRL spends a forward pass on it.
 
-vLLM gets memory for the keys and values of all samples of a step at once, so that none waits. It does not
-sleep during the update: giving weights up and sending them again would only cost time where both fit. It
-loads zeros, because the first thing that TRL does is to send it the trainer's random weights.
+vLLM gets memory for the KV cache of all samples of a step at once, so that none waits. It does not sleep
+during the update: if both fit, discarding the weights and sending them again only costs time. It loads zeros,
+because TRL first sends it the trainer's random weights.
 
-With `lengths` each request gets a limit of its own, that of our engine's sample, on its way from TRL to vLLM.
+With `lengths`, each request that TRL passes to vLLM gets its own limit, that of our engine's sample.
 """
 
 import copy
@@ -37,18 +37,18 @@ from qerl.measure.model_config import model_config
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.trainer.step_log import used_bytes
 
-# What vLLM takes beside weights and keys and values: a prefill of 4096 tokens, graphs, workspaces.
+# vLLM's memory besides weights and KV cache: a prefill of 4096 tokens, graphs, workspaces.
 _VLLM_BYTES = 8e9
 
 
 class Colocated:
-    """TRL's vLLM with a clock around it; what `Clock` reads of a rollout, sending weights included.
+    """Timer around TRL's vLLM; the `Rollout` that `Clock` reads, with the time of sending weights included.
 
     Args:
         generation: The trainer's `vllm_generation`, whose two methods are wrapped.
     """
 
-    release_seconds = 0.0  # nothing is given back between rollout and update
+    release_seconds = 0.0  # nothing is freed between rollout and update
     trace: torch.profiler.profile | None = None
 
     def __init__(self, generation: Any) -> None:
@@ -76,7 +76,7 @@ class Colocated:
 
 
 class SyncClock(Clock):
-    """`Clock` with the seconds that sending the weights took."""
+    """`Clock` that also records the seconds of sending the weights."""
 
     def __init__(self, rollout: Colocated) -> None:
         super().__init__(rollout)
@@ -88,15 +88,16 @@ class SyncClock(Clock):
 
 
 def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
-    """One row, in the peer's process.
+    """Yield one row, in the peer's process.
 
     Args:
-        spec: ``config`` (a config.json's content), ``rank``, ``prompts``, ``samples``, ``microbatch``,
-            ``prompt_tokens``, ``tokens``, ``lengths`` and ``steps``, as `bench.step.measure` has them.
-        folder: Gets the model's folder and TRL's.
+        spec: ``config`` (content of a config.json), ``rank``, ``prompts``, ``samples``, ``microbatch``,
+            ``prompt_tokens``, ``tokens``, ``lengths`` (a spec of `draw_lengths`) and ``steps``; otherwise as
+            in `bench.step.measure`.
+        folder: Folder for the model and TRL's output.
 
     Returns:
-        Medians of what `SyncClock` saw of the steps after the first, version, and ``steps``, all of them.
+        Medians of the `SyncClock` rows after the first, version, and ``steps``, all the rows.
     """
     import vllm
 
@@ -126,11 +127,11 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def limit_requests(llm: Any, lengths: list[int]) -> None:
-    """Have vLLM end each request of a call at a length of its own, whatever TRL asks for all of them.
+    """Give each request of a vLLM call its own `max_tokens`, in place of TRL's common one.
 
     Args:
-        llm: TRL's, whose method `generate` is wrapped.
-        lengths: Tokens of each, in the order of the prompts.
+        llm: TRL's vLLM, whose method `generate` is wrapped.
+        lengths: Tokens of each completion, in the order of the prompts.
     """
     generate = llm.generate
 
@@ -144,7 +145,7 @@ def limit_requests(llm: Any, lengths: list[int]) -> None:
 
 
 def _model(sizes: Sizes, positions: int, folder: Path) -> PreTrainedModel:
-    """A random BF16 model on the GPU whose `name_or_path` is a folder from which vLLM loads zeros."""
+    """Return a random BF16 model on the GPU whose `name_or_path` is a folder from which vLLM loads zeros."""
     config = model_config(sizes, "bf16", positions)
     config.name_or_path = str(folder)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -156,7 +157,7 @@ def _model(sizes: Sizes, positions: int, folder: Path) -> PreTrainedModel:
 
 
 def _settings(sizes: Sizes, spec: dict[str, Any], folder: Path) -> GRPOConfig:
-    """TRL's defaults but for what makes the work that of our own rows."""
+    """Return TRL's defaults, changed only to match the work of our own rows."""
     samples = spec["prompts"] * spec["samples"]
     return GRPOConfig(
         output_dir=str(folder / "run"), num_generations=spec["samples"],
@@ -171,7 +172,7 @@ def _settings(sizes: Sizes, spec: dict[str, Any], folder: Path) -> GRPOConfig:
 
 
 def _vllm_share(sizes: Sizes, samples: int, positions: int) -> float:
-    """Part of the GPU's memory with which vLLM holds its weights and all samples of a step at once."""
+    """Return the share of GPU memory for vLLM's weights and the KV cache of all samples of a step."""
     weights = 2 * replace(sizes, tied=False).parameters
     cache = samples * positions * 2 * 2 * sizes.keys  # keys and values in bf16
     return (weights + cache + _VLLM_BYTES) / torch.cuda.mem_get_info()[1]

@@ -1,14 +1,14 @@
 """Decode speed of vLLM, for `python -m bench rollout --peers`.
 
-Three peers: BF16 weights, NVFP4 weights as vLLM takes them by itself (Marlin on Hopper), and NVFP4 with its
-`quantization="humming"`. Prefix caching is on and CUDA graphs are captured for exactly the measured batches
-where completions are equally long, so that no step is padded. Weights are vLLM's own dummies, the adapter is
+Three peers: BF16 weights, NVFP4 weights with vLLM's own choice of kernel (Marlin on Hopper), and NVFP4 with
+`quantization="humming"`. Prefix caching is on. If completions are equally long, CUDA graphs are captured for
+exactly the measured batch sizes, so that no step is padded. Weights are vLLM's dummies, the adapter is
 random.
 
 A batch is timed twice, to its first token and to `decode_tokens` more, with its prompts in the prefix cache;
-the difference is the decoding alone. What vLLM's scheduler costs is in it, as far as the GPU waits for it.
-With `lengths`, whole calls are timed instead: prompts are new in each, so that they are prefilled, and each
-request has the limit of its own that our engine's sample has.
+the difference is decoding alone. It includes the time of vLLM's scheduler for which the GPU waits. With
+`lengths`, whole calls are timed instead: prompts are new in each call, so that they are prefilled, and each
+request has its own limit, that of our engine's sample.
 """
 
 import statistics
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 PEERS = {"vllm-bf16": ("bf16", None), "vllm-nvfp4": ("nvfp4", None), "vllm-humming": ("nvfp4", "humming")}
 """Format of the weights, and vLLM's `quantization`, of each peer."""
 
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank may be
-# Of the GPU's memory; what is left is for CUDA graphs and the contexts of both processes.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts as max_lora_rank
+# Share of the GPU's memory; the rest is for CUDA graphs and the contexts of both processes.
 _SHARE = 0.94
 
 
 def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
-    """A row for each batch, in the peer's process.
+    """Yield a row per batch size, in the peer's process.
 
     Args:
-        spec: ``config`` (a config.json's content), ``weights`` and ``quantization`` (of `PEERS`),
+        spec: ``config`` (content of a config.json), ``weights`` and ``quantization`` (from `PEERS`),
             ``rank`` (0 for no adapter), ``batches``, ``prompt_tokens``, ``decode_tokens``, ``group`` (samples
-            a prompt), ``repeats`` and ``lengths``, as `bench.lengths.draw_lengths` takes them, or None.
-        folder: Gets config and adapter.
+            per prompt), ``repeats`` and ``lengths`` (a spec of `bench.lengths.draw_lengths`, or None).
+        folder: Folder for config and adapter.
 
     Returns:
-        Rows with version, batch, and what `qerl.measure.decode.decode_speed` has, or
+        Rows with version, batch, and the fields of `qerl.measure.decode.decode_speed`, or of
         `bench.rollout.measure_calls`.
     """
     import vllm
@@ -59,11 +59,11 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
         lora = {
             "enable_lora": True,
             "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= spec["rank"]),
-            # vLLM would make place for LoRA on the head of some models, and pay for it at each step.
+            # Without this vLLM reserves LoRA on the head of some models and pays for it in each step.
             "lora_target_modules": write_adapter(folder / "adapter", sizes, spec["rank"]),
         }
         adapter = LoRARequest("random", 1, str(folder / "adapter"))
-    # Equal lengths never leave the batch that they began with; others do, and take vLLM's own sizes.
+    # With equal lengths the batch size never changes; with others it does, and vLLM's default sizes are used.
     sizes_captured = {} if spec["lengths"] else {"cudagraph_capture_sizes": sorted(spec["batches"])}
     llm = vllm.LLM(
         model=str(folder / "model"), load_format="dummy", skip_tokenizer_init=True, max_model_len=positions,
@@ -77,7 +77,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _measure(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict[str, float]:
-    """Medians over the repeats of one batch, and spread, (largest - smallest) / median."""
+    """Return the medians over the repeats of one batch, and spread, (largest - smallest) / median."""
     decoded = spec["decode_tokens"]
     group = min(spec["group"], batch)
     first = range(1, 1 + spec["prompt_tokens"])
@@ -101,7 +101,7 @@ def _measure(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict
 
 
 def _measure_calls(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict[str, float]:
-    """Medians over the repeats of whole calls, after one that compiles."""
+    """Return the medians over the repeats of whole calls, after one that compiles."""
     lengths = draw_lengths(spec["lengths"], batch, spec["decode_tokens"])
     group = min(spec["group"], batch)
     times = []
@@ -113,7 +113,7 @@ def _measure_calls(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -
 
 
 def _seconds(llm: "LLM", adapter: Any, prompts: list[dict[str, list[int]]], tokens: int | list[int]) -> float:
-    """Time until each prompt has exactly so many tokens, all as many or each its own number."""
+    """Return the seconds until each prompt has exactly ``tokens`` tokens, one number or one per prompt."""
     from vllm import SamplingParams
 
     lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens

@@ -1,4 +1,4 @@
-"""A generated table of a page, and what of it is compared."""
+"""A generated table of a page, and its published cells beside the recomputed ones."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,10 @@ class Table:
     """A generated table of a page.
 
     Attributes:
-        name: Of its mark.
-        head: Its columns.
+        name: Name of its mark.
+        head: Column headings.
         rows: Cells of each row.
-        text: All of it, the caption below the rows too.
+        text: The whole text, including the caption below the rows.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a page says somewhere, and what the raw files say."""
+    """A published text of a page, its place, and the text recomputed from the raw files."""
 
     where: str
     published: str
@@ -37,6 +37,6 @@ class Cell:
 
 
 def row_of_cells(row: Sequence[str], found: Sequence[str], head: Sequence[str]) -> Iterator[Cell]:
-    """A row's cells behind its first beside what was found."""
+    """Yield the cells of a row, except its first, with the recomputed texts."""
     for column, cell, own in zip(head[1:], row[1:], found, strict=True):
         yield Cell(f"{row[0]}, {column}", cell, own)

@@ -1,7 +1,7 @@
-"""Compare what the pages say of studies with what the raw files say, cell by cell.
+"""Compare the pages' figures of studies with the same figures recomputed from the raw files, cell by cell.
 
-A generated table stands between ``<!-- table NAME -->`` and ``<!-- /table -->``, a number of a sentence
-between ``<!-- number NAME -->`` and ``<!-- / -->``. Those of these pages that are not recomputed are named.
+A generated table is between ``<!-- table NAME -->`` and ``<!-- /table -->``, a number of a sentence between
+``<!-- number NAME -->`` and ``<!-- / -->``. The command lists the marks that are not recomputed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"<!-- number (\S+) -->(.*?)<!-- / -->", re.DOTALL)
 
 
 def cells(page: str) -> Iterator[Cell | str]:
-    """Each cell and number of a page that is recomputed, and the name of each mark that is not."""
+    """Yield each recomputed cell and number of a page, and the name of each mark that is not recomputed."""
     for name, text in _TABLE.findall(page):
         compute = next((make for end, make in TABLES.items() if name.endswith(end)), None)
         if compute is None:
@@ -37,7 +37,7 @@ def cells(page: str) -> Iterator[Cell | str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `python -m lab audit` with these arguments; returns the exit status, 1 where a page differs."""
+    """Run `python -m lab audit` with these arguments; return the exit status, 1 if a page differs."""
     parser = argparse.ArgumentParser(prog="python -m lab audit", description=__doc__.split("\n")[0])
     parser.parse_args(arguments)
     differ = 0

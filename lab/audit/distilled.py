@@ -1,4 +1,4 @@
-"""What distillation gave SmolLM2: cells and numbers of docs/training.md, from the runs as they are.
+"""Distillation of SmolLM2: cells and numbers of docs/training.md, recomputed from the runs.
 
 Legend: a run is a row of the file; N seeds.
 """
@@ -15,16 +15,16 @@ from lab.audit.words import estimate, p_value
 
 FILE = "distilled-smollm2.json"
 NEAR = 0.01
-"""Below a teacher's end by how much its pupil has what it has."""
+"""Distance below a teacher's final accuracy within which its pupil counts as having reached it."""
 
 LAST = 5
-"""Steps at the end whose divergences are averaged."""
+"""Final steps whose divergences are averaged."""
 
 Row = dict[str, Any]
 
 
 def runs(*arms: str, file: str = FILE) -> list[tuple[Row, ...]]:
-    """Runs of arms side by side, of seeds that have them all."""
+    """Return tuples of the runs of several arms, per seed that has all of them."""
     found: list[dict[int, Row]] = [{} for _ in arms]
     for row in read(file)["rows"]:
         if row["arm"] in arms and not row["tuning"]:
@@ -33,18 +33,18 @@ def runs(*arms: str, file: str = FILE) -> list[tuple[Row, ...]]:
 
 
 def ends(runs: Sequence[Row]) -> st.Array:
-    """Accuracies behind the last step, [N]."""
+    """Return the accuracies after the last step, [N]."""
     return np.array([run["accuracy"][-1] for run in runs])
 
 
 def minus_teacher(rl: str, taught: str) -> str:
-    """The pupils' ends minus those of their teachers."""
+    """Format the pupils' final accuracies minus those of their teachers."""
     teachers, pupils = zip(*runs(rl, taught), strict=True)
     return estimate(ends(pupils) - ends(teachers))
 
 
 def pupils(rl: str, taught: str) -> Callable[[Table], Iterator[Cell]]:
-    """Cells of the table of a pupil and its teacher, and what its caption says of them."""
+    """Return a function that yields the cells of the table of a pupil and its teacher, and of its caption."""
 
     def compute(table: Table) -> Iterator[Cell]:
         if not (pairs := runs(rl, taught)):
@@ -73,25 +73,25 @@ def pupils(rl: str, taught: str) -> Callable[[Table], Iterator[Cell]]:
 
 
 def _said(text: str, what: str) -> str:
-    """What a caption says behind some words."""
+    """Return the part of a caption from the end of ``what`` to the next semicolon."""
     return text.partition(what)[2].partition(";")[0]
 
 
 def _first(run: Row, bar: float) -> int:
-    """The first score behind a step that is at least as right as a bar; else one score behind the last."""
+    """Return the first scored step, after 0, with at least this accuracy; else one interval past the last."""
     steps: list[int] = run["steps"]
     enough = [step for step, right in zip(steps, run["accuracy"], strict=True) if step and right >= bar]
     return enough[0] if enough else steps[-1] + (steps[-1] - steps[-2])
 
 
 def plain(values: st.Array, digits: int = 3) -> str:
-    """A mean with its BCa interval."""
+    """Format a mean with its BCa interval."""
     low, high = st.bca(values)
     return f"{values.mean():.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def share(arm: str) -> str:
-    """How much of the gap to 16 bits an arm has closed, in percent."""
+    """Format the share of the gap to 16 bits that an arm has closed, in percent."""
     taught, sixteen = zip(*runs(arm, f"{arm.partition('-')[0]}-16bit"), strict=True)
     before = np.array([run["accuracy"][0] for run in taught])
     whole = ends(sixteen) - before
@@ -105,11 +105,11 @@ def share(arm: str) -> str:
 WORDS = {
     "reverse KL": "reverse", "forward KL": "forward", "rounded to nearest, reverse KL": "rtn-reverse",
 }  # fmt: skip
-"""End of an arm's name by the words of the table."""
+"""Suffix of an arm's name by the words of the table."""
 
 
 def bits(table: Table) -> Iterator[Cell]:
-    """Cells of the table of what 16 bits taught."""
+    """Yield the cells of the table of distillation from 16 bits."""
     for row in table.rows:
         task, _, words = row[0].partition(", ")
         arm = f"{task}-{WORDS[words]}"
@@ -124,7 +124,7 @@ def bits(table: Table) -> Iterator[Cell]:
 
 
 def before_rl(table: Table) -> Iterator[Cell]:
-    """Cells of the table of RL behind a distillation."""
+    """Yield the cells of the table of RL after a distillation."""
     pairs = {
         row[0]: list(zip(*runs(f"{row[0]}-rl", f"{row[0]}-reverse-rl"), strict=True)) for row in table.rows
     }

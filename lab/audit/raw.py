@@ -1,4 +1,4 @@
-"""The raw files of studies and probes as they are, and what of a run the pages speak of.
+"""The raw files of studies and probes, and the values of a run that the pages report.
 
 Legend: a value of a run is a number; seeds are keys. P problems, R resamples.
 """
@@ -25,34 +25,34 @@ STEPS_2 = "accuracy/steps_2"
 
 
 def area(run: Run) -> float:
-    """Area under the curve of accuracy by trapezoids, per step."""
+    """Return the area under the accuracy curve by trapezoids, per step."""
     return float(np.trapezoid(curve(run), run["eval_at"])) / run["eval_at"][-1]
 
 
 def curve(run: Run) -> list[float]:
-    """Accuracy at each evaluation, 0 from the step on in which the run diverged."""
+    """Return the accuracy at each evaluation, 0 from the step in which the run diverged."""
     sound = math.inf if run["diverged_at"] is None else run["diverged_at"]
     pairs = zip(run["eval_at"], run["evaluations"]["accuracy"], strict=True)
     return [value if value is not None and at < sound else 0.0 for at, value in pairs]
 
 
 def start(run: Run) -> float:
-    """Accuracy before training."""
+    """Return the accuracy before training."""
     return curve(run)[0]
 
 
 def end(run: Run) -> float:
-    """Accuracy of the last evaluation."""
+    """Return the accuracy of the last evaluation."""
     return curve(run)[-1]
 
 
 def two_steps(run: Run) -> float:
-    """Share of the two-step problems that are right at the end."""
+    """Return the share of two-step problems answered right at the end."""
     return float(run["evaluations"][STEPS_2][-1] or 0.0)
 
 
 def logged(key: str, at: Sequence[int] | None = None) -> Value:
-    """Mean of what was logged under a key, in some steps or all, where there is a number."""
+    """Return a function: the mean of the values logged under a key in some steps, or all; NaN without any."""
 
     def mean(run: Run) -> float:
         values = run["steps"].get(key, [])
@@ -63,19 +63,19 @@ def logged(key: str, at: Sequence[int] | None = None) -> Value:
 
 
 def noisy(run: Run) -> list[int]:
-    """0-based steps with noise."""
+    """Return the 0-based steps with noise."""
     return [at for at, sigma in enumerate(run["steps"].get("noise/sigma", [])) if sigma]
 
 
 def first_quarter(run: Run) -> list[int]:
-    """The first quarter of them."""
+    """Return the first quarter of the steps with noise."""
     steps = noisy(run)
     return steps[: max(1, len(steps) // 4)]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What a comparison of a study says; fields as in docs/studies.md."""
+    """The results of a comparison of a study; fields as in docs/studies.md."""
 
     differences: st.Array
     p: float
@@ -105,7 +105,7 @@ class Judged:
 @dataclass(frozen=True)
 class Side:
     """One endpoint of a comparison: a difference with its interval, corrected p, counts of runs, verdict, and
-    as ``rates`` how often a claim is false and from which size on a difference is found."""
+    as ``rates`` the rate of false claims and the smallest difference that is found."""
 
     difference: float
     interval: tuple[float, float]
@@ -115,7 +115,7 @@ class Side:
     verdict: str = ""
 
     def judged(self, above: str, below: str, otherwise: str) -> "Side":
-        """The same with its verdict."""
+        """Return the endpoint with its verdict."""
         claimed = self.holm < st.LEVEL and abs(self.difference) > st.TIE
         return replace(self, verdict=(above if self.difference > 0 else below) if claimed else otherwise)
 
@@ -124,7 +124,7 @@ class Study:
     """A study's raw file.
 
     Args:
-        plain: What the file holds.
+        plain: Content of the file.
     """
 
     def __init__(self, plain: Mapping[str, Any]) -> None:
@@ -132,7 +132,10 @@ class Study:
         self.pairs = [tuple(pair) for pairs in self.spec["comparisons"].values() for pair in pairs]
 
     def rate(self, arm: str) -> float | None:
-        """The rate that an arm is tested at: the only one, or the best of its grid on the tuning seeds."""
+        """Return an arm's learning rate on the test seeds: its only one, or its grid's best on tuning seeds.
+
+        None if runs of the tuning seeds are missing.
+        """
         fields = self.spec["arms"][arm]
         own = fields.get("learning_rate")
         rates = [own] if own is not None else fields.get("learning_rates") or self.spec["learning_rates"]
@@ -147,33 +150,33 @@ class Study:
         return float(max(means, key=lambda rate: means[rate]))
 
     def of(self, arm: str, rate: float | None, seeds: Sequence[int]) -> list[Run]:
-        """An arm's runs at a rate on some seeds, by seed."""
+        """Return an arm's runs at a learning rate on some seeds, in order of seed."""
         found = [
             r for r in self.runs if r["arm"] == arm and r["learning_rate"] == rate and r["seed"] in seeds
         ]
         return sorted(found, key=lambda run: int(run["seed"]))
 
     def tested(self, arm: str) -> list[Run]:
-        """An arm's runs on the test seeds; none of an arm that the study does not have."""
+        """Return an arm's runs on the test seeds; empty if the study does not have the arm."""
         if arm not in self.spec["arms"]:
             return []
         return self.of(arm, self.rate(arm), self.spec["test_seeds"])
 
     def by_seed(self, arm: str, value: Value) -> dict[int, float]:
-        """A value of each of these runs."""
+        """Return a value of each test run of an arm, by seed."""
         return {run["seed"]: value(run) for run in self.tested(arm)}
 
     def paired(self, first: str, second: str, value: Value = area) -> st.Array:
-        """Differences of two arms [N] over the seeds that both have."""
+        """Return the differences [N] of two arms over the seeds that both have."""
         return subtract(self.by_seed(first, value), self.by_seed(second, value))
 
     def collapsed(self, arm: str) -> int:
-        """How many runs of an arm end below what the study calls a collapse."""
+        """Return the number of an arm's test runs that end below the study's bound of a collapse."""
         return sum(end(run) < self.spec["collapse_below"] for run in self.tested(arm))
 
     @cached_property
     def judged(self) -> dict[tuple[str, str], Judged]:
-        """All comparisons of which two seeds have run; Holm's count is of those that have not, too."""
+        """All comparisons with at least two seeds; Holm's correction also counts those that have not run."""
         margin, count = self.spec["equivalence"], len(self.pairs)
         found = {pair: self.paired(*pair) for pair in self.pairs}
         p = [st.signed_ranks(d) if len(d) > 1 else 1.0 for d in found.values()]
@@ -190,7 +193,7 @@ class Study:
 
     @cached_property
     def endpoints(self) -> dict[tuple[str, str], tuple["Side", "Side"]]:
-        """The typical seed and the share of runs of all comparisons of which two seeds have run."""
+        """Both endpoints, typical seed and share of runs, of all comparisons with at least two seeds."""
         margin = self.spec["equivalence"]
         found = {pair: self.paired(*pair) for pair in self.pairs}
         there = {pair: d for pair, d in found.items() if len(d) > 1}
@@ -219,7 +222,7 @@ class Study:
         return sides
 
     def _both(self, first: str, second: str) -> tuple[int, int]:
-        """Runs of two arms that escaped, or collapsed in a study without escapes, over the seeds of both."""
+        """Count runs of two arms that escaped, or collapsed in a study without escapes, on common seeds."""
         seeds = self.by_seed(first, end).keys() & self.by_seed(second, end).keys()
         one, other = (
             sum(self._counts(run) for run in self.tested(arm) if run["seed"] in seeds)
@@ -235,7 +238,7 @@ class Study:
         return run["diverged_at"] is None and last > above
 
     def _apart(self, first: str, second: str) -> int:
-        """Seeds in which two arms, of which one has noise, sampled from others before it began."""
+        """Count seeds in which two arms differ before noise begins, if exactly one of them has noise."""
         ones, others = ({r["seed"]: r for r in self.tested(arm)} for arm in (first, second))
         count = 0
         for seed in ones.keys() & others.keys():
@@ -248,7 +251,7 @@ class Study:
 
 
 def subtract(ones: Mapping[int, float], others: Mapping[int, float]) -> st.Array:
-    """Differences [N] of the seeds that both have, where both are numbers."""
+    """Return the differences [N] over common seeds, without those that are not finite."""
     found = np.array([ones[seed] - others[seed] for seed in ones if seed in others], dtype=np.float64)
     return found[np.isfinite(found)]
 
@@ -257,37 +260,37 @@ class Probe:
     """A probe's raw file: counts and sums of each problem, by cell.
 
     Args:
-        plain: What the file holds.
+        plain: Content of the file.
     """
 
     def __init__(self, plain: Mapping[str, Any]) -> None:
         self.cells, self.samples = plain["cells"], plain["probe"]["samples"]
 
     def interval(self, statistic: Callable[..., Any], *addends: Any) -> tuple[float, float, float]:
-        """A function of sums over problems with its bootstrap interval over problems."""
+        """Return a statistic of sums over problems, and its bootstrap interval over problems."""
         columns = [np.asarray(values, dtype=np.float64) for values in addends]
         drawn = st.times(len(columns[0]), 2000)
         low, high = np.quantile(statistic(*(drawn @ column for column in columns)), [0.025, 0.975])
         return float(statistic(*(column.sum() for column in columns))), float(low), float(high)
 
     def gain(self, cell: str, other: str) -> tuple[float, float, float]:
-        """By how much ln P(one of 8 samples is right) of one cell is above another's, paired by problem."""
+        """Return the difference of ln P(one of 8 samples is right), one cell minus another, by problem."""
         return self.interval(lambda a, b: np.log(a / b), self._one_of_8(cell), self._one_of_8(other))
 
     def entropy_more(self, cell: str, other: str) -> tuple[float, float, float]:
-        """The same of the entropy of own samples, per token."""
+        """Return the difference of the entropy per token of own samples, one cell minus another."""
         own, its = (self.cells[name]["numbers"] for name in (cell, other))
         columns = own["entropy"], own["tokens"], its["entropy"], its["tokens"]
         return self.interval(lambda a, n, b, m: a / n - b / m, *columns)
 
     def prefix_more(self, cell: str, other: str) -> tuple[float, float, float]:
-        """The same of the entropy along given prefixes, per token."""
+        """Return the difference of the entropy per token along given prefixes, one cell minus another."""
         own, its = (self.cells[name]["prefixes"] for name in (cell, other))
         more = np.subtract(own["entropy"], its["entropy"])
         return self.interval(lambda a, n: a / n, more, own["tokens"])
 
     def gains(self, reference: str = "clean") -> dict[tuple[str, str, float], tuple[float, float, float]]:
-        """The gain of each perturbed cell over its policy's clean one, by policy, kind and KL aimed at."""
+        """Return the gain of each perturbed cell over its policy's clean one, by policy, kind and KL."""
         found = {}
         for name, cell in self.cells.items():
             beside = f"{cell['policy']}-{cell['task']}-{reference}"
@@ -296,7 +299,7 @@ class Probe:
         return found
 
     def _one_of_8(self, cell: str) -> list[float]:
-        """Chance of each problem that 8 of its samples, drawn without replacement, hold a right one."""
+        """Return per problem the chance that 8 of its samples, without replacement, include a right one."""
         n = self.samples
         return [
             1 - math.comb(n - right, 8) / math.comb(n, 8) for right in self.cells[cell]["numbers"]["right"]
@@ -305,7 +308,7 @@ class Probe:
 
 @cache
 def read(name: str) -> dict[str, Any]:
-    """The content of a result file, whose name has its suffix if it is not packed."""
+    """Return the content of a result file; the name of an uncompressed one ends in .json."""
     file = RESULTS / (name if name.endswith(".json") else f"{name}.json.gz")
     content = file.read_bytes()
     plain: dict[str, Any] = json.loads(gzip.decompress(content) if file.suffix == ".gz" else content)
@@ -313,17 +316,17 @@ def read(name: str) -> dict[str, Any]:
 
 
 def there(name: str) -> bool:
-    """Whether a study has results."""
+    """Return True if a study has results."""
     return (RESULTS / f"{name}.json.gz").is_file()
 
 
 @cache
 def study(name: str) -> Study:
-    """A study by the name of its file."""
+    """Return a study by the name of its file."""
     return Study(read(name))
 
 
 @cache
 def probe(name: str) -> Probe:
-    """A probe by the name of its file."""
+    """Return a probe by the name of its file."""
     return Probe(read(name))

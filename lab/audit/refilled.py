@@ -1,4 +1,4 @@
-"""What rows refilled across steps cost SmolLM2: cells and numbers of the pages, from the runs as they are.
+"""The cost of rows refilled across steps for SmolLM2: cells and numbers of the pages, from the runs.
 
 Legend: a run is a row of the file; N seeds.
 """
@@ -27,25 +27,25 @@ Row = dict[str, Any]
 
 
 def difference(arm: str, value: Callable[[Row], Any], control: str = "synchronous") -> st.Array:
-    """A value of an arm's runs minus that of the control's, by seed, [N]."""
+    """Return a value of an arm's runs minus that of the control's, paired by seed, [N]."""
     if not (RESULTS / FILE).exists():
         return np.array([])
     return np.array([value(run) - value(other) for run, other in runs(arm, control, file=FILE)])
 
 
 def end(run: Row) -> float:
-    """Accuracy behind the last step."""
+    """Return the accuracy after the last step."""
     return float(run["accuracy"][-1])
 
 
 def area(run: Row) -> float:
-    """The mean height of the curve of accuracy, by trapezoids."""
+    """Return the mean height of the accuracy curve, by trapezoids."""
     at, height = np.array(run["steps"], float), np.array(run["accuracy"])
     return float(((height[1:] + height[:-1]) / 2 * np.diff(at)).sum() / at[-1])
 
 
 def at_equal_time(arm: str) -> st.Array:
-    """Ends of an arm minus the synchronous accuracy at the same seconds, [N]."""
+    """Return final accuracies of an arm minus the synchronous accuracy at equal simulated seconds, [N]."""
     found = []
     for run, other in runs(arm, "synchronous", file=FILE):
         clock = [sum(other["of_7b"][:step]) for step in other["steps"]]
@@ -54,7 +54,7 @@ def at_equal_time(arm: str) -> st.Array:
 
 
 def _on_line(at: float, clock: list[float], heights: list[float]) -> float:
-    """The height at a time, on a line between its neighbours; the last one behind it."""
+    """Return the height at a time by linear interpolation; after the last time, the last height."""
     for i in range(1, len(clock)):
         if at <= clock[i]:
             share = (at - clock[i - 1]) / (clock[i] - clock[i - 1])
@@ -63,8 +63,11 @@ def _on_line(at: float, clock: list[float], heights: list[float]) -> float:
 
 
 def judged(arm: str) -> tuple[float, float, str]:
-    """One-sided p that an arm costs something, by Holm over the three, and that it costs no more than the
-    margin; and what is claimed: each below .025, the second only if it is of all arms before it."""
+    """Return two one-sided p of an arm and its claims.
+
+    The first p, Holm-corrected over the three arms, is that the arm costs something; the second that it costs
+    no more than the margin. Each is claimed below .025, the second only if it holds for all earlier arms too.
+    """
     d = [difference(other, end) for other in ORDER]
     costs = st.holm([st.ranks_above(-own) if len(own) == SEEDS else 1.0 for own in d])
     no_more = [st.ranks_above(own + MARGIN) if len(own) == SEEDS else 1.0 for own in d]
@@ -76,7 +79,7 @@ def judged(arm: str) -> tuple[float, float, str]:
 
 
 def learned(table: Table) -> Iterator[Cell]:
-    """Cells of the table of arms."""
+    """Yield the cells of the table of arms."""
     for row in table.rows:
         arm = WORDS[row[0]]
         own = [run for (run,) in runs(arm, file=FILE)]
@@ -109,12 +112,12 @@ def learned(table: Table) -> Iterator[Cell]:
 
 
 def without_ratio() -> str:
-    """Ends without any ratio to the sampler minus those with it."""
+    """Format the final accuracies without any ratio to the sampler minus those with it."""
     return centre(difference("uncorrected-4", end, "refilled-4"))
 
 
 def costs(arm: str) -> str:
-    """The difference at equal steps, and what is claimed of it."""
+    """Format the difference at equal steps and its claim."""
     d = difference(arm, end)
     return f"{centre(d)}, {judged(arm)[2]}" if len(d) > 1 else NOT_RUN
 

@@ -1,4 +1,4 @@
-"""Numbers within sentences, from the raw files."""
+"""Numbers within sentences of the pages, recomputed from the raw files."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,8 +10,8 @@ from lab.audit.words import EARLIER, TASKS, TRAINED, TRUST, estimate, sentence, 
 
 
 def with_noise() -> dict[tuple[str, str], Judged]:
-    """Comparisons on word problems of an arm with noise with one without, at one rate, by task and arm; not
-    those with an arm whose temperature is another one."""
+    """Return the comparisons, on word problems, of an arm with noise and one without, at the same learning
+    rate, by task and arm; without those with an arm whose temperature changes."""
     found = {}
     for task in ("wp12", "wp1"):
         one = study(TASKS[task])
@@ -25,7 +25,7 @@ def with_noise() -> dict[tuple[str, str], Judged]:
 
 
 def better() -> str:
-    """How many arms with noise help."""
+    """Return the number of arms with noise that help."""
     pairs = with_noise()
     kinds = {words.split()[1] for words, _ in pairs}
     helped = {words for (words, _), judged in pairs.items() if judged.verdict.startswith("helps")}
@@ -33,7 +33,7 @@ def better() -> str:
 
 
 def runs_with_noise() -> str:
-    """Runs of these arms, and of the first control of each, each once."""
+    """Return the number of runs of the arms of `with_noise` and of each arm's first control."""
     controls: dict[str, str] = {}
     for words, second in with_noise():
         controls.setdefault(words, second)
@@ -44,7 +44,7 @@ def runs_with_noise() -> str:
 
 
 def doses(*names: str) -> str:
-    """Least and most mean KL in the first quarter of the noisy steps, of arms of word problems."""
+    """Return the range over arms of word problems of the mean KL in the first quarter of the noisy steps."""
     found = []
     for task in ("wp12", "wp1"):
         for arm in names:
@@ -55,7 +55,7 @@ def doses(*names: str) -> str:
 
 
 def sound() -> str:
-    """AQN over the seeds of which neither run collapsed."""
+    """Return the effect of AQN over the seeds in which neither run collapsed."""
     one = study(TASKS["wp12"])
     below = one.spec["collapse_below"]
     kept = [{r["seed"]: area(r) for r in one.tested(arm) if end(r) >= below} for arm in ("aqn", "none")]
@@ -64,32 +64,32 @@ def sound() -> str:
 
 
 def escaped(arm: str | None = None) -> str:
-    """Runs that have more than a tenth of the two-step problems right at the end."""
+    """Return the count of runs that have more than a tenth of the two-step problems right at the end."""
     one = study(TASKS["wp12"])
     runs = one.runs if arm is None else one.tested(arm)
     return f"{sum(two_steps(run) > 0.1 for run in runs)} of {len(runs)}"
 
 
 def rising() -> str:
-    """How many of those had fewer right one evaluation before."""
+    """Return the count of escaped runs that had fewer right one evaluation before."""
     runs = [run for run in study(TASKS["wp12"]).runs if two_steps(run) > 0.1]
     before = [run["evaluations"]["accuracy/steps_2"][-2] or 0.0 for run in runs]
     return f"{sum(b < two_steps(run) for b, run in zip(before, runs, strict=True))} of {len(runs)}"
 
 
 def more_two_steps(arm: str) -> str:
-    """Percent points more of the two-step problems than `none`."""
+    """Return the difference to `none` in two-step problems right at the end, in percentage points."""
     return estimate(100 * study(TASKS["wp12"]).paired(arm, "none", two_steps), 1)
 
 
 def probes_better(names: Sequence[str], reference: str = "clean") -> str:
-    """Cells whose interval of the gain is above 0."""
+    """Return the count of cells whose interval of the gain is above 0."""
     lows = [low for name in names for _, low, _ in probe(name).gains(reference).values()]
     return f"{sum(low > 0 for low in lows) or 'none'} of {len(lows)}"
 
 
 def decode_gains(target: float, other: str | None = None) -> str:
-    """The gain of `decode` at a KL, over clean samples or over another kind, for each trained policy."""
+    """Return the gain of `decode` at a KL over clean samples or over another kind, per trained policy."""
     found = []
     for one in map(probe, TRAINED):
         cells = {(c["policy"], c["what"]): n for n, c in one.cells.items() if c.get("target") == target}
@@ -101,7 +101,7 @@ def decode_gains(target: float, other: str | None = None) -> str:
 
 
 def on_testbed(endpoint: str, task: str, first: str, second: str) -> str:
-    """The typical seed's difference, or the runs of both arms, and what is claimed of them."""
+    """Return the typical seed's difference, or the counts of both arms' runs, with the verdict."""
     name = f"matched-testbed-{task}"
     found = study(name).endpoints.get((first, second)) if there(name) else None
     if found is None:
@@ -113,7 +113,7 @@ def on_testbed(endpoint: str, task: str, first: str, second: str) -> str:
 
 
 def number(name: str) -> str | None:
-    """The words of the mark of this name; None of one that is not recomputed."""
+    """Return the recomputed text of a mark; None for a mark that is not recomputed."""
     if name in NUMBERS:
         return NUMBERS[name]()
     kind, _, rest = name.partition("-")

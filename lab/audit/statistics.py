@@ -17,7 +17,7 @@ Array = npt.NDArray[np.float64]
 
 LEVEL = 0.05
 TIE = 2e-6
-"""Sizes of differences that are no farther apart than this share their rank, or are 0: results have six
+"""Absolute differences no farther apart than this are ties, and no larger than this are 0: results have six
 digits."""
 
 NORMAL = NormalDist()
@@ -25,14 +25,14 @@ NORMAL = NormalDist()
 
 @cache
 def times(seeds: int, resamples: int) -> Array:
-    """How often each resample holds each seed, [R, N], by numpy's default generator from 0."""
+    """Return how often each resample contains each seed, [R, N]; numpy's default generator, seeded with 0."""
     drawn = np.random.default_rng(0).integers(seeds, size=(resamples, seeds))
     flat = np.bincount((drawn + seeds * np.arange(resamples)[:, None]).ravel(), minlength=seeds * resamples)
     return flat.reshape(resamples, seeds).astype(np.float64)
 
 
 def bca(d: Array, resamples: int = 10_000) -> tuple[float, float]:
-    """Efron's bias-corrected and accelerated interval of the mean of d, 95 %."""
+    """Return Efron's bias-corrected and accelerated 95 % interval of the mean of d."""
     if np.ptp(d) == 0:
         return float(d[0]), float(d[0])
     means = times(len(d), resamples) @ d / len(d)
@@ -40,14 +40,14 @@ def bca(d: Array, resamples: int = 10_000) -> tuple[float, float]:
 
 
 def bca_ratio(part: Array, whole: Array, resamples: int = 10_000) -> tuple[float, float]:
-    """The same of the mean of part [N] by that of whole [N]; seeds are drawn in pairs."""
+    """Return the BCa interval of mean(part) / mean(whole), both [N], resampled with the same seeds."""
     drawn = times(len(part), resamples)
     left_out = (part.sum() - part) / (whole.sum() - whole)
     return _corrected((drawn @ part) / (drawn @ whole), part.sum() / whole.sum(), left_out)
 
 
 def _corrected(resampled: Array, found: float, left_out: Array) -> tuple[float, float]:
-    """BCa interval of a statistic, from what it is of each resample [R] and without each seed [N]."""
+    """Return the BCa interval of a statistic, from its values per resample [R] and without each seed [N]."""
     below = (np.sum(resampled < found) + np.sum(resampled <= found)) / (2 * len(resampled))
     bias = NORMAL.inv_cdf(float(below))
     away = left_out.mean() - left_out
@@ -61,19 +61,22 @@ def _corrected(resampled: Array, found: float, left_out: Array) -> tuple[float, 
 
 
 def percentile(values: Array, resamples: int = 2000) -> tuple[float, float]:
-    """Percentile interval of the mean of values [N], 95 %."""
+    """Return the 95 % percentile interval of the mean of values [N]."""
     low, high = np.quantile(times(len(values), resamples) @ values / len(values), [0.025, 0.975])
     return float(low), float(high)
 
 
 def hodges_lehmann(d: Array) -> float:
-    """Median of the means of all pairs, each seed with itself too."""
+    """Return the median of the means of all pairs, including each seed with itself."""
     return float(np.median([(d[i] + d[j]) / 2 for i in range(len(d)) for j in range(i, len(d))]))
 
 
 def centre_interval(d: Array) -> tuple[float, float]:
-    """Interval of that centre, 95 % at least: the means of pairs in order, less as many at each end as there
-    are smallest sums of ranks that together have a chance of .025 at most."""
+    """Return an interval of the Hodges-Lehmann centre with a level of at least 95 %, from 6 seeds on.
+
+    The k smallest and the k largest of the sorted means of pairs are cut, where k is the largest rank sum
+    with P(sum <= k) of at most .025; with fewer than 6 seeds none is cut.
+    """
     means = sorted((d[i] + d[j]) / 2 for i in range(len(d)) for j in range(i, len(d)))
     ways = [1] + [0] * len(means)
     for rank in range(1, len(d) + 1):
@@ -87,13 +90,13 @@ def centre_interval(d: Array) -> tuple[float, float]:
 
 
 def ranks_above(d: Array) -> float:
-    """One-sided p of the signed-rank test that the centre is above 0."""
+    """Return the one-sided p of the signed-rank test that the centre is above 0."""
     return _tails(d)[1]
 
 
 def fisher(first: int, second: int, runs: int) -> float:
-    """Two-sided p of Fisher's exact test of two counts of equally many runs: the chance of all tables with
-    the same margins that are no likelier than this one."""
+    """Return the two-sided p of Fisher's exact test of two counts out of ``runs`` runs each: the probability
+    of all tables with the same margins that are no likelier than this one."""
     total = first + second
     tables = {
         k: math.comb(runs, k) * math.comb(runs, total - k)
@@ -103,14 +106,14 @@ def fisher(first: int, second: int, runs: int) -> float:
 
 
 def newcombe(first: int, second: int, runs: int) -> tuple[float, float]:
-    """Newcombe's interval (1998, method 11) of the difference of two shares, from Wilson's with continuity
-    correction."""
+    """Return Newcombe's interval (1998, method 11) of the difference of two shares, from Wilson's intervals
+    with continuity correction."""
     (p, low_p, high_p), (q, low_q, high_q) = (_wilson(count, runs) for count in (first, second))
     return p - q - math.hypot(p - low_p, high_q - q), p - q + math.hypot(high_p - p, q - low_q)
 
 
 def _wilson(count: int, runs: int) -> tuple[float, float, float]:
-    """A share with Wilson's interval, continuity corrected (Newcombe 1998, one share, method 4)."""
+    """Return a share and its Wilson interval, continuity corrected (Newcombe 1998, one share, method 4)."""
     p, z = count / runs, NORMAL.inv_cdf(1 - LEVEL / 2)
     ends = [0.0, 1.0]
     for side, sign in enumerate((-1, 1)):
@@ -121,14 +124,14 @@ def _wilson(count: int, runs: int) -> tuple[float, float, float]:
 
 
 def signed_ranks(d: Array) -> float:
-    """Two-sided p of Wilcoxon's signed-rank test of d: twice the share of the 2^N choices of signs whose sum
-    of ranks is as far out."""
+    """Return the two-sided p of Wilcoxon's signed-rank test of d: twice the share of the 2^N choices of signs
+    whose rank sum is at least as extreme."""
     return min(1.0, 2 * min(_tails(d)))
 
 
 def _tails(d: Array) -> tuple[float, float]:
-    """Chance of a sum of ranks as low as that of d, and as high, counted in whole numbers over twice the
-    midranks."""
+    """Return the probabilities of a rank sum at most, and at least, that of d, counted in integers over
+    doubled midranks."""
     kept = sorted((float(x) for x in d if abs(x) > TIE), key=abs)
     if not kept:
         return 1.0, 1.0
@@ -151,10 +154,12 @@ def _tails(d: Array) -> tuple[float, float]:
 
 
 def rates_of_typical(d: Array, tests: int, draws: int = 500) -> tuple[float, float]:
-    """How often the signed-rank test claims a centre that is not there, of draws from d moved to a centre of
-    0, at the level that Holm's correction leaves to the smallest of so many p; and the smallest shift, of
-    0, .005, ... .3, that it finds with power .8, or NaN. Draws are of numpy's default generator from 0: which
-    seeds, and then what breaks ties."""
+    """Return the signed-rank test's rate of false claims, and the smallest shift that it finds.
+
+    The level is that of Holm's correction for the smallest p of ``tests`` tests. False claims are counted on
+    draws from d moved to a centre of 0. The shift is the smallest of 0, .005, ... .3 found with power .8, or
+    NaN. Numpy's default generator, seeded with 0, draws the seeds and then the noise that breaks ties.
+    """
     rng, runs = np.random.default_rng(0), len(d)
     drawn = rng.choice(d - hodges_lehmann(d), (draws, runs))
     apart = drawn + rng.normal(0, TIE / 2, drawn.shape)
@@ -167,7 +172,7 @@ def rates_of_typical(d: Array, tests: int, draws: int = 500) -> tuple[float, flo
         total += ways[most]
 
     def tails(x: Array) -> tuple[Array, Array]:
-        """Which rows have sums of ranks of negative, and of positive, numbers that are rejected."""
+        """Return per row if the rank sum of its negative, and of its positive, numbers is rejected."""
         order = np.argsort(np.abs(x), axis=1)
         positive = np.take_along_axis(x, order, axis=1) > 0
         ranks = np.arange(1, runs + 1)
@@ -182,9 +187,12 @@ def rates_of_typical(d: Array, tests: int, draws: int = 500) -> tuple[float, flo
 
 
 def rates_of_share(first: int, second: int, runs: int, tests: int) -> tuple[float, float]:
-    """How often Fisher's test claims a difference where both arms have the mean share of two counts, and the
-    smallest difference of .01, .02, ... 1 that it finds with power .8, or NaN: of arms half of it below and
-    half above that mean, moved as far as both need to lie between 0 and 1."""
+    """Return Fisher's test's rate of false claims, and the smallest difference of shares that it finds.
+
+    False claims are those if both arms have the mean share of the two counts. The difference is the smallest
+    of .01, .02, ... 1 found with power .8, or NaN; one arm is half of it above that mean and the other half
+    below, both moved if needed to lie between 0 and 1.
+    """
     p, claims = (first + second) / (2 * runs), _claims(runs, tests)
 
     def chances(share: float) -> Array:
@@ -200,14 +208,14 @@ def rates_of_share(first: int, second: int, runs: int, tests: int) -> tuple[floa
 
 @cache
 def _claims(runs: int, tests: int) -> Array:
-    """Whether Fisher's test claims a difference of two counts, [runs + 1, runs + 1]."""
+    """Return 1 where Fisher's test claims a difference of two counts, else 0, [runs + 1, runs + 1]."""
     counts = range(runs + 1)
     claims = [[float(fisher(a, b, runs) * tests < LEVEL) for b in counts] for a in counts]
     return np.array(claims)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: the i-th smallest of m times m - i, never below a smaller one's."""
+    """Return Holm-corrected p: the i-th smallest (from 0) of m times m - i, never below a smaller one's."""
     order = np.argsort(p_values, kind="stable")
     factors = np.arange(len(p_values), 0, -1)
     stepped = np.maximum.accumulate(np.minimum(1.0, factors * np.asarray(p_values)[order]))
@@ -217,8 +225,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def student_above(t: float, freedom: int) -> float:
-    """P(T > t) of Student's t, by the finite sums for whole degrees of freedom (Abramowitz and Stegun 26.7.3
-    and 26.7.4)."""
+    """Return P(T > t) of Student's t, by the finite sums for integer degrees of freedom (Abramowitz and
+    Stegun 26.7.3 and 26.7.4)."""
     angle = math.atan2(abs(t), math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
@@ -231,7 +239,7 @@ def student_above(t: float, freedom: int) -> float:
 
 
 def equivalence(d: Array, margin: float) -> float:
-    """Larger p of the two one-sided t tests that the mean of d is above -margin and below margin."""
+    """Return the larger p of two one-sided t tests that the mean of d is above -margin and below margin."""
     if np.ptp(d) == 0:
         return float(abs(d[0]) >= margin)
     error = d.std(ddof=1) / math.sqrt(len(d))
@@ -240,8 +248,11 @@ def equivalence(d: Array, margin: float) -> float:
 
 @cache
 def detectable(seeds: int, level: float, power: float = 0.8) -> float:
-    """Smallest true mean, in standard deviations of the differences, that a two-sided paired t test finds
-    with this power: P((Z + shift) / S > bound), Z normal, S^2 a chi-squared over its degrees of freedom."""
+    """Return the smallest true mean that a two-sided paired t test finds with this power.
+
+    Its unit is the standard deviation of the differences. The power is P((Z + shift) / S > bound), Z normal,
+    S^2 a chi-squared over its degrees of freedom.
+    """
     freedom = seeds - 1
     bound = _root(lambda t: level / 2 - student_above(t, freedom))
     s = np.linspace(1e-6, 3, 6001)
@@ -253,7 +264,7 @@ def detectable(seeds: int, level: float, power: float = 0.8) -> float:
 
 
 def _root(rising: Callable[[float], float]) -> float:
-    """Where a rising function crosses 0, between 0 and 60."""
+    """Return the zero of an increasing function between 0 and 60, by bisection."""
     low, high = 0.0, 60.0
     while high - low > 1e-7:
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
-"""Cells of the generated tables beside what the raw files say.
+"""Cells of the generated tables, recomputed from the raw files.
 
-`TABLES` has, by the name of a table or what it ends with, the function that computes its cells; of which file
-they are, the table's own caption says where it says it.
+`TABLES` maps the name of a table, or a suffix of names, to the function that yields its cells. The result
+file is taken from the table's caption if the caption names one.
 """
 
 import re
@@ -58,7 +58,7 @@ CLEAN = ("none", "none_uncorrected", "none_one_sided")
 
 
 def answers(table: Table) -> Iterator[Cell]:
-    """Differences, seeds and verdicts of each question."""
+    """Yield differences, seeds and verdicts of each question."""
     for row in table.rows:
         first, second = row[1].split(MINUS)
         for name, cell in zip(table.files, row[2:], strict=True):
@@ -71,7 +71,7 @@ def answers(table: Table) -> Iterator[Cell]:
 
 
 def comparisons(table: Table) -> Iterator[Cell]:
-    """Planned comparisons of one study."""
+    """Yield the planned comparisons of one study."""
     one = study(table.files[0])
     count = re.search(r"over all (\d+) comparisons", table.text)
     yield Cell("comparisons of the study", count[1] if count else "", str(len(one.pairs)))
@@ -88,7 +88,7 @@ def comparisons(table: Table) -> Iterator[Cell]:
 
 
 def two_endpoints(table: Table) -> Iterator[Cell]:
-    """Both endpoints of the comparisons of one study."""
+    """Yield both endpoints of the comparisons of one study."""
     if not table.rows:
         name = table.name.removesuffix("-endpoints")
         yield Cell(f"{name} has run", "no", "yes" if there(name) and study(name).endpoints else "no")
@@ -106,7 +106,7 @@ def two_endpoints(table: Table) -> Iterator[Cell]:
 
 
 def doses(table: Table) -> Iterator[Cell]:
-    """Distances at which the arms of one study were held, in the stages before their runs settled."""
+    """Yield the KL at which the arms of one study were held, in the stages before their runs settled."""
     if not table.rows:
         name = table.name.removesuffix("-doses")
         yield Cell(f"{name} has run", "no", "yes" if there(name) else "no")
@@ -138,11 +138,11 @@ def doses(table: Table) -> Iterator[Cell]:
 
 
 ONLY_SHARES = {("four-bits", "formats"), ("four-bits", "nf4"), ("four-bits", "four_bits")}
-"""Comparisons of two formats, whose plan reads no areas."""
+"""Families that compare two formats; their plan does not evaluate areas."""
 
 
 def questions(table: Table) -> Iterator[Cell]:
-    """Verdicts of families of comparisons, of studies that may not have run."""
+    """Yield the verdicts of families of comparisons, also of studies that have not run."""
     for row in table.rows:
         name, family = row[1].split(": ")
         said: tuple[dict[str, list[str]], ...] = ({}, {})
@@ -161,7 +161,7 @@ def questions(table: Table) -> Iterator[Cell]:
 
 
 def arms(table: Table) -> Iterator[Cell]:
-    """Arms of one study."""
+    """Yield the cells of the arms of one study."""
     one = study(table.files[0])
     for row in table.rows:
         runs = one.tested(row[0])
@@ -179,7 +179,7 @@ def arms(table: Table) -> Iterator[Cell]:
 
 
 def rates(table: Table) -> Iterator[Cell]:
-    """Arms of one study at each rate of its tuning seeds."""
+    """Yield the arms of one study at each learning rate of its tuning seeds."""
     one = study(table.files[0])
     below, seeds = one.spec["collapse_below"], one.spec["tuning_seeds"]
     for row in table.rows:
@@ -193,7 +193,7 @@ def rates(table: Table) -> Iterator[Cell]:
 
 
 def paper(table: Table) -> Iterator[Cell]:
-    """What AQN changes; corrected on `wp12`, the mean of two studies by seed."""
+    """Yield the effect of AQN; with the correction on `wp12`, the mean of two studies by seed."""
     for row in table.rows:
         words, task = re.fullmatch(r"(.*?), (\w+)(?:, two runs of each seed)?", row[0]).groups()  # type: ignore[union-attr]
         names = [TASKS[task], *([EARLIER] if "two runs" in row[0] else [])]
@@ -209,7 +209,7 @@ def paper(table: Table) -> Iterator[Cell]:
 
 
 def learned(table: Table) -> Iterator[Cell]:
-    """What each format learns above its start, on `wp12`."""
+    """Yield differences between formats in accuracy gained above the start, on `wp12`."""
     values = (lambda run: area(run) - start(run), lambda run: end(run) - start(run))
     for row in table.rows:
         first, second = (str(ARMS[word]) for word in row[0].split(MINUS))
@@ -218,7 +218,7 @@ def learned(table: Table) -> Iterator[Cell]:
 
 
 def entropies(table: Table) -> Iterator[Cell]:
-    """Entropies of formats, of a probe and while training."""
+    """Yield differences between the entropies of formats, in a probe and during training."""
     one, trained = probe("probe"), study(TASKS["wp12"])
     for row in table.rows:
         first, second = (str(ARMS.get(word, "nvfp4-rtn")) for word in row[0].split(MINUS))
@@ -230,7 +230,7 @@ def entropies(table: Table) -> Iterator[Cell]:
 
 
 def unanswered(table: Table) -> Iterator[Cell]:
-    """Undecided comparisons on word problems, with what would have been found."""
+    """Yield the undecided comparisons on word problems, with the effect that would have been found."""
     for task, words in re.findall(r"- Undecided on `(\w+)`, [^:]*: (.*)\.", table.text):
         found = [
             f"{first}{MINUS}{second} ({judged.detectable:.3f})"
@@ -241,7 +241,7 @@ def unanswered(table: Table) -> Iterator[Cell]:
 
 
 def beside_controls(table: Table) -> Iterator[Cell]:
-    """Arms with noise beside their control, and beside the mean of four arms without."""
+    """Yield arms with noise against their control, and against the mean of four arms without noise."""
     one = study(TASKS["wp12"])
     four = [*(one.by_seed(arm, area) for arm in CLEAN), study(EARLIER).by_seed("none", area)]
     mean = {seed: float(np.mean([arm[seed] for arm in four])) for seed in four[0]}
@@ -253,7 +253,7 @@ def beside_controls(table: Table) -> Iterator[Cell]:
 
 
 def hard(table: Table) -> Iterator[Cell]:
-    """Problems of two steps that each arm has right at the end."""
+    """Yield the share of two-step problems that each arm has right at the end."""
     one = study(table.files[0])
     for row in table.rows:
         values = list(one.by_seed(row[0], two_steps).values())
@@ -265,7 +265,7 @@ def hard(table: Table) -> Iterator[Cell]:
 
 
 def reached(table: Table) -> Iterator[Cell]:
-    """How far the noise of each arm moved the sampler."""
+    """Yield how far the noise of each arm moved the sampler from the policy."""
     one = study(table.files[0])
     for row in table.rows:
         runs = one.tested(row[0])
@@ -283,7 +283,7 @@ def reached(table: Table) -> Iterator[Cell]:
 
 
 def _without_noise(one: Study, arm: str) -> str | None:
-    """The arm without noise that has all other fields of one, or all but the correction."""
+    """Return the arm without noise that equals ``arm`` in all other fields, or in all but the correction."""
     arms = one.spec["arms"]
 
     def other(name: str, *left_out: str) -> list[tuple[str, Any]]:
@@ -304,7 +304,7 @@ def _without_noise(one: Study, arm: str) -> str | None:
 
 
 def follows(table: Table) -> Iterator[Cell]:
-    """What a temperature adds to the entropy that follows that of an arm with noise."""
+    """Yield the entropy that a temperature adds which follows the entropy of an arm with noise."""
     for row in table.rows:
         task, arm, followed, first, last = re.fullmatch(
             r"(\w+): (\w+) after (\w+), steps (\d+) to (\d+)", row[0]
@@ -321,7 +321,7 @@ def follows(table: Table) -> Iterator[Cell]:
 
 
 def discovery(table: Table) -> Iterator[Cell]:
-    """When each arm has a first right sample, and when half of its samples are right."""
+    """Yield the steps in which each arm has its first right sample and half of its samples right."""
     one = study(table.files[0])
     for row in table.rows:
         found = [plain([logged("rollout/entropy", [0])(run) for run in one.tested(row[0])])]
@@ -333,7 +333,8 @@ def discovery(table: Table) -> Iterator[Cell]:
 
 
 def _first_step(least: float) -> Value:
-    """The first step, from 1, of which at least this share is right; one past the last if none is."""
+    """Return a function: a run's first step, from 1, with a share of right samples above ``least``, or one
+    past the last."""
 
     def when(run: Run) -> float:
         values = [value or 0.0 for value in run["steps"]["rewards/accuracy/mean"]]
@@ -343,7 +344,7 @@ def _first_step(least: float) -> Value:
 
 
 def halves(table: Table) -> Iterator[Cell]:
-    """What noisy and clean samples of the same groups find."""
+    """Yield the shares of right samples and solved problems of noisy and clean samples of the same groups."""
     for row in table.rows:
         task, arm = row[0].split(": ")
         runs, found = study(TASKS[task]).tested(arm), []
@@ -355,7 +356,7 @@ def halves(table: Table) -> Iterator[Cell]:
 
 
 def trust(table: Table) -> Iterator[Cell]:
-    """Verdicts of the study of trust regions."""
+    """Yield the verdicts of the study of trust regions."""
     one = study(table.files[0])
     for row in table.rows:
         for setting, cell in zip(SETTINGS, row[1:], strict=True):
@@ -365,7 +366,7 @@ def trust(table: Table) -> Iterator[Cell]:
 
 
 def trust_ends(table: Table) -> Iterator[Cell]:
-    """Ends, collapses and bounds of the study of trust regions, and its KL."""
+    """Yield final accuracies, collapses and bound shares of the study of trust regions, and its KL."""
     one = study(table.files[0])
     for row in table.rows:
         for setting, cell in zip(SETTINGS, row[1:], strict=True):
@@ -381,7 +382,7 @@ def trust_ends(table: Table) -> Iterator[Cell]:
 
 
 def _loss(words: str) -> str:
-    """The arm of a loss in words."""
+    """Return the arm of a loss given in words."""
     named = re.match(r"`(\w+)`", words)
     return named[1] if named else str(ARMS[words])
 
@@ -396,4 +397,4 @@ TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     **distilled.TABLES,
     **refilled.TABLES,
 }  # fmt: skip
-"""By the name of a table, or how it ends."""
+"""Functions by the name of a table, or a suffix of it."""

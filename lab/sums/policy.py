@@ -1,10 +1,10 @@
 """Tiny models that add two numbers below 100, trained by supervised learning until they are right at times.
 
 ``hybrid`` is a Qwen3.5 of three gated delta nets and one gated attention, ``mixture`` a Qwen3-MoE of four
-layers with two of eight experts per token; the packed formats and the kernels take all their widths. A policy
-reads a character at a time and writes the digits of the sum from the last one on, the order in which they
-are known. Training ends when `ENOUGH` of its samples at temperature 1 are right: what is left is there for
-reinforcement learning to find. That takes half a minute on one core, and is the same on the same machine
+layers with two of eight experts per token; the packed formats and the kernels support all their widths. A
+token is a character, and a policy writes the digits of the sum from the last one on, the order in which they
+can be computed. Training ends when the share of right samples at temperature 1 reaches `ENOUGH`; the rest is
+left for reinforcement learning. That takes half a minute on one core, and is reproducible on the same machine
 with the same version of torch.
 
 Legend: B sums, T tokens, V vocabulary.
@@ -29,34 +29,34 @@ from lab.scratch import END, PAD, ROLES, SPECIAL, word_tokenizer
 from qerl.errors import QeRLError
 
 BELOW = 100
-"""Both numbers of a sum are smaller."""
+"""Upper bound, exclusive, of both numbers of a sum."""
 
 VOCABULARY = (*SPECIAL, "+", *"0123456789")
-"""Every token, in the order of their ids."""
+"""All tokens in the order of their ids."""
 
 ID = {token: i for i, token in enumerate(VOCABULARY)}
 Kind = Literal["hybrid", "mixture"]
 ENOUGH = 0.4
 BATCH, MOST_STEPS, LEARNING_RATE = 128, 1000, 3e-3
 WARMUP, EVERY = 50, 10
-"""Steps in which the learning rate grows, and after which samples are looked at."""
+"""Steps of the learning rate's warmup, and between checks of the share of right samples."""
 
 ANSWER = 4
 """Tokens of a completion: three digits and the end."""
 
 
 def question(first: int, second: int) -> str:
-    """The text of a prompt."""
+    """Return the text of a prompt."""
     return f"{first:02d}+{second:02d}"
 
 
 def answer(first: int, second: int) -> str:
-    """The three digits of the sum, the last one first."""
+    """Return the three digits of the sum, the last one first."""
     return f"{first + second:03d}"[::-1]
 
 
 def config(kind: Kind) -> PreTrainedConfig:
-    """Of a policy."""
+    """Return the config of a policy."""
     if kind == "mixture":
         return Qwen3MoeConfig(
             vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
@@ -75,7 +75,7 @@ def config(kind: Kind) -> PreTrainedConfig:
 
 
 def chats(sums_B2: torch.Tensor) -> torch.Tensor:
-    """Token ids [B, T] of prompts as the chat template writes them, answers and ends."""
+    """Return token ids [B, T] of prompts as the chat template writes them, with answers and end tokens."""
     rows = [
         [ROLES["user"], *question(a, b), END, ROLES["assistant"], *answer(a, b), END]
         for a, b in sums_B2.tolist()
@@ -84,7 +84,7 @@ def chats(sums_B2: torch.Tensor) -> torch.Tensor:
 
 
 def right_probability(model: torch.nn.Module, sums_B2: torch.Tensor) -> torch.Tensor:
-    """Probability [B] that the policy answers right."""
+    """Return the probability [B] of a right answer."""
     ids_BT = chats(sums_B2).to(next(model.parameters()).device)
     with torch.no_grad():
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, -ANSWER - 1 : -1]
@@ -93,10 +93,10 @@ def right_probability(model: torch.nn.Module, sums_B2: torch.Tensor) -> torch.Te
 
 
 def train_policy(kind: Kind, seed: int = 0) -> PreTrainedModel:
-    """A policy, in bfloat16 and eval mode; torch's own random numbers are left as they were.
+    """Train a policy and return it in bfloat16 and eval mode; torch's global random state is not changed.
 
     Raises:
-        QeRLError: Too few of its samples were right in the end.
+        QeRLError: Too few of its samples were right after `MOST_STEPS` steps.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -104,7 +104,7 @@ def train_policy(kind: Kind, seed: int = 0) -> PreTrainedModel:
     draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
-    # The rule by chunks is made for 64 tokens and more; a chat has 13.
+    # The chunked delta rule is made for 64 tokens and more; a chat has 13.
     by_token = modeling_qwen3_5.torch_recurrent_gated_delta_rule
     with mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", by_token):
         for step in range(MOST_STEPS):
@@ -126,5 +126,5 @@ def train_policy(kind: Kind, seed: int = 0) -> PreTrainedModel:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of characters."""
+    """Return a character tokenizer."""
     return word_tokenizer(VOCABULARY, r"\S")

@@ -1,12 +1,12 @@
-"""GRPO on sums with a packed base: how often the policy is right, over seeds, beside runs with a rate of 0.
+"""GRPO on sums with a packed base: share of right answers by seed, beside runs with a learning rate of 0.
 
     python -m lab sums                               # prints the folder of the policy
-    python -m lab sums --seeds 0 1 2 --out FILE      # trains, and writes what came of it
+    python -m lab sums --seeds 0 1 2 --out FILE      # trains, and writes the results
     python -m lab sums --policy mixture --seeds 0 1 2 --out FILE
 
-On a GPU a mixture learns with its sampler's routing replayed and without; the engine of a CPU keeps no
-choices. A run is that of `lab/sums/recipe.yaml`, whole: rollout engine, rewards, packed row, optimizer. What
-it learned is not sampled but computed: the mean probability of a right answer over sums that are held out.
+On a GPU a mixture learns with and without replay of its sampler's routing; the CPU's engine does not record
+expert choices. A run is a whole one of `lab/sums/recipe.yaml`: rollout engine, rewards, packed row,
+optimizer. Its result is not sampled but computed: the mean probability of a right answer over held-out sums.
 """
 
 import argparse
@@ -37,14 +37,14 @@ _ARMS: dict[policy.Kind, tuple[dict[str, Any], ...]] = {
     "hybrid": ({}, {"learning_rate": 0.0}),
     "mixture": ({}, {"replay_routing": False}, {"learning_rate": 0.0}),
 }
-"""What differs from the recipe in the runs of a seed."""
+"""Changes to the recipe of each run of a seed."""
 
 
 def sums_folder(kind: policy.Kind = "hybrid") -> Path:
-    """Folder with a policy in bfloat16, its config and its tokenizer; trained on the first call.
+    """Return the folder of a bfloat16 policy, its config and its tokenizer; the first call trains the policy.
 
     Raises:
-        QeRLError: Its training did not come far enough.
+        QeRLError: Its training ended with too few right samples.
     """
     name = SUMS if kind == "hybrid" else f"{SUMS}-{kind}"
     return scratch.policy_folder(
@@ -53,18 +53,18 @@ def sums_folder(kind: policy.Kind = "hybrid") -> Path:
 
 
 def learn(kind: policy.Kind, seed: int, changes: dict[str, Any]) -> dict[str, Any]:
-    """A run of the recipe.
+    """Run the recipe and return the figures of the run.
 
     Args:
-        kind: Of the policy.
-        seed: Of the run: its prompts, samples and adapter.
+        kind: Kind of the policy.
+        seed: Seed of the run: its prompts, samples and adapter.
         changes: Settings that differ from the recipe's.
 
     Returns:
-        Figures of the run: share of right samples of each step, probability of a right answer on held-out
-        sums before and after, and `sampling/kl` of the first step, in which both policies are the same, and
-        of all; of a mixture also the share of the sampler's experts that the trainer's router would not have
-        chosen.
+        Among others: share of right samples per step, probability of a right answer on held-out sums before
+        and after, `sampling/kl` of the first step, in which sampler and trainer have the same policy, and its
+        mean over all steps; for a mixture also the share of the sampler's experts that the trainer's router
+        would not have chosen.
     """
     with tempfile.TemporaryDirectory() as folder:
         given = {"model": str(sums_folder(kind)), "output_dir": folder, "seed": seed, "eval_strategy": "no"}
@@ -102,7 +102,7 @@ def _right(model: torch.nn.Module, sums_B2: torch.Tensor) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab sums` with these arguments."""
+    """Run `python -m lab sums` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m lab sums", description=__doc__.split("\n")[0])
     parser.add_argument("--policy", choices=_ARMS, default="hybrid")
     parser.add_argument("--seeds", type=int, nargs="+", help="train with these seeds")

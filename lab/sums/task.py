@@ -1,4 +1,4 @@
-"""Sums of two small numbers, in the form in which the policy of `lab.sums.policy` knows them."""
+"""Task of sums of two small numbers, in the format of the policy of `lab.sums.policy`."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ _THREE_DIGITS = re.compile(r"\d{3}")
 
 
 class Sums(DrawnTask):
-    """Sums, of which a quarter is held out, whatever the seed.
+    """Sums, a fixed quarter of which is held out, whatever the seed.
 
     Args:
         seed: Seed from which the sums of both sets are drawn.
@@ -27,7 +27,7 @@ class Sums(DrawnTask):
         super().__init__("sums", form, seed, train_size, test_size)
 
     def same(self, answer: str, reference: str) -> bool:
-        """True for the right digits."""
+        """Return True if the digits are right."""
         return answer == reference
 
     def draw(self, split: Set, count: int) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""What writes the numbers, tables and figures of README and docs from bench/results, and some of these."""
+"""Writers of the numbers, tables and figures of README and docs from bench/results, and of some results."""

@@ -1,4 +1,4 @@
-"""Gradients through frozen weights in 16 bits and in FP8: what each takes, and how far off it is."""
+"""Table and numbers of gradients through frozen weights in 16 bits and in FP8: times and errors."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ _PRODUCTS, _STEPS, _FIRST = "backward-7b-h200", "step-7b-backward-h200", "parity
 
 
 def products() -> str:
-    """Milliseconds and errors of a layer's products, and their sums."""
+    """Return the table of milliseconds and errors of a layer's products, with the sums of the times."""
     found = rows(_PRODUCTS)
     keys = ("bf16_ms", "fp8_ms", "quantize_rows_ms", "transpose_e4m3_ms")
     lines = [
@@ -34,12 +34,12 @@ def products() -> str:
 
 
 def _seconds(dtype: str | None, phase: str) -> str:
-    """Of a step of 7B; its row names a format that is not the default."""
+    """Format the seconds of a phase of a 7B step; rows name ``dtype`` unless it is the default (None)."""
     return f"{row(_STEPS, backward_dtype=dtype)[f'{phase}_s']:.2f} s"
 
 
 def _norm(dtype: str | None) -> str:
-    """Of the gradients of that step."""
+    """Format the gradient norm of that step."""
     return f"{row(_STEPS, backward_dtype=dtype)['grad_norm']:.3f}"
 
 

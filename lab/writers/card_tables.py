@@ -1,4 +1,4 @@
-"""Tables of GPUs: which code each gets and where that was run, and what fits on small ones by the plan."""
+"""Tables of GPUs: the code that runs on each and where it was tested, and the planned fits on small ones."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _SHOWN = " and ".join(words(one) for one in sorted(needs.RUN_ON))
 
 
 def cards() -> str:
-    """What the kernels take on each class of GPUs, and where that was run."""
+    """Return the table of the kernels' variants on each class of GPUs, and where each was run."""
     lines = [
         (
             ", ".join(name for name, _ in card.gpus),
@@ -44,7 +44,7 @@ def cards() -> str:
 
 
 def runs_on() -> str:
-    """What runs where, in three lines."""
+    """Return the three-line table of rollout and training paths per kind of device."""
     since = "NVIDIA GPUs since Ampere (RTX 30 to 50, A100, L40S, B200)"
     more = "[per card](docs/install.md#what-runs-where)"
     code = f"compiled; on {_SHOWN}, the code of {' and '.join(map(words, sorted(needs.RUN_AS)))} was run"
@@ -69,7 +69,7 @@ _STEP_GOAL = 18.5
 
 
 def older_path() -> str:
-    """What a Hopper card loses as one of compute capability 8.0, beside what it was to keep."""
+    """Return the table of a Hopper card's speed as compute capability 8.0, beside the goals."""
     lines: list[tuple[str | None, ...]] = []
     for batch, share in _GOALS.items():
         native, treated = (row(names[0], batch=batch)["decode_tok_s"] for names in (_BESIDE, _TREATED))
@@ -92,7 +92,7 @@ def older_path() -> str:
 
 
 def capped() -> str:
-    """Steps on a large card that is treated as one of 24 GB."""
+    """Return the table of steps on a large card treated as one of 24 GB."""
     found = row("step-7b-arch80-24gb-h200")
     head = (
         "7B, NVFP4, LoRA rank 32", "rollout, s", "update, s", "step, s", "peak in use, 10^9 bytes", "limit",
@@ -129,7 +129,7 @@ _PROMPT = 512
 
 
 def small_cards() -> str:
-    """The longest completions that fit, and how many of them decode side by side."""
+    """Return the table of the longest completions that fit small cards, and how many decode concurrently."""
     lines = [(name, *(_longest(model, size) for size in _MEMORIES)) for model, name in _MODELS.items()]
     caption = (
         f"NVFP4, LoRA rank 32, groups of 8 samples, prompts of {_PROMPT} tokens. Tokens of a completion "
@@ -143,7 +143,7 @@ _LONGEST_ON = (80, 141)
 
 
 def longest() -> str:
-    """The longest completion of a step by the plan, inputs of layers on the GPU or in the CPU's memory."""
+    """Return the table of the longest planned completion, with layer inputs on the GPU or in CPU memory."""
     lines = []
     for model in ("qwen3-8b", "14b", "32b"):
         cells = [_MODELS[model]]
@@ -169,7 +169,7 @@ def longest() -> str:
 
 
 def context() -> str:
-    """What steps with the longest completions took, beside their plans."""
+    """Return the table of measured steps with the longest completions, beside their plans."""
     names = sorted(path.stem for path in RESULTS.glob("context-*.json"))
     if not names:
         return "None of it was measured yet; `python -m bench context` does that.\n"
@@ -217,6 +217,6 @@ def _longest(model: str, size: int) -> str | None:
 
 
 def _plan(model: str, fields: dict[str, Any], size: int, *recipes: str) -> MemoryPlan:
-    """What `qerl plan` would say, without its advice: what would fit instead takes most of its time."""
+    """Return the plan of `qerl plan` without its advice, which takes most of the time."""
     config = load_config([*recipes], fields | {"model": model}, required=("model",))
     return plan_settings(config, planned_gpu(size).capacity, processes=1)

@@ -1,4 +1,4 @@
-"""Which model and recipe for which card, by the plan, and what the packaged recipes set."""
+"""Tables of models and recipes that fit each card by the plan, and of the settings of packaged recipes."""
 
 from lab.writers.captions import table
 from qerl.plan.gpu import planned_gpu
@@ -22,11 +22,11 @@ _CHOICES = (
     ("H200", "qwen2.5-7b", "7b", None),
     ("H200", "qwen2.5-32b", "32b", None),
 )
-"""Card, recipe of the model, its sizes as the plan knows them without a network, and recipe of the card."""
+"""Card, recipe of the model, name of its sizes known without a network, and recipe of the card."""
 
 
 def choices() -> str:
-    """What fits a card with the recipes of the package: memory, sequences, and time where it is known."""
+    """Return the table of packaged recipes that fit a card: memory, sequences, and time if known."""
     lines = []
     for card, model, sizes, small in _CHOICES:
         words = ["gsm8k", "nvfp4-lora", *([small] if small else [])]
@@ -69,7 +69,7 @@ _RECIPES = {
 
 
 def set_by_recipes() -> str:
-    """Fields that people ask about: their values without a recipe and in some of the package."""
+    """Return the table of often-asked fields: their defaults and their values in some packaged recipes."""
     columns = []
     for names in _RECIPES.values():
         config = load_config([*names], {"model": "7b"} if "demo" not in names else {}, required=("model",))

@@ -1,4 +1,4 @@
-"""Tables of decoded tokens per second: by shape and number of sequences, and by ways to multiply."""
+"""Tables of decoded tokens per second: by shape and number of sequences, and by choice of kernels."""
 
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
@@ -16,19 +16,19 @@ _H100 = {
 _NF4 = "rollout-7b-nf4-h100"
 BESIDE_VLLM = "rollout-7b-vllm-h200"
 _H200 = {"7b": ("rollout-7b-h200", BESIDE_VLLM), "32b": ("rollout-32b-h200",)}
-"""Of each shape, the newest first; a row is shown of the first file that has it."""
+"""Files by shape, the newest first; a row is taken from the first file that has it."""
 _WAYS = "decode-128-ways-h200"
 _FEW, _FEW_PARTS = "ways-7b-few-h200", "ways-7b-few-parts-h200"
 _TOGETHER = {
     "before": ("rollout-7b-unmerged-1-h200", "rollout-7b-unmerged-2-h200"),
     "after": ("rollout-7b-merged-1-h200", "rollout-7b-merged-2-h200"),
 }
-"""Processes by turns on one card, before and after the kernels of few and of many rows."""
+"""Results of alternating processes on one card, before and after the kernels for few and for many rows."""
 _DECIDED = {
     "before": ("rollout-7b-before-decided-1-h200", "rollout-7b-before-decided-2-h200"),
     "after": ("rollout-7b-decided-1-h200", "rollout-7b-decided-2-h200"),
 }
-"""The same before and after what `ways_tried` calls taken."""
+"""Results of alternating processes before and after the changes that `ways_tried` marks as taken."""
 _MANY = {
     "ways-7b-products-h200": (
         ("quack-early", "with quack's products, LoRA's sums and 1/rms loaded early in act_mul"),
@@ -49,7 +49,7 @@ _MANY = {
         ("4x2", "with two stages rather than three"),
     ),
 }
-"""Ways of many rows by file, each with what it is against the first way of the file."""
+"""Ways for many rows by file, each with its difference from the first way of the file."""
 _ATTEND = {name: f"ways-7b-attend-{name}-h200" for name in ("few", "apart", "halves")}
 _BETWEEN = {name: f"ways-7b-between{name}-h200" for name in ("", "-few")}
 _LAST = "ways-7b-last-h200"
@@ -68,7 +68,7 @@ _TRIED = (
     ("x A^T is computed in the product", (_LAST, "own")),
     ("and splits are combined by the one that ends last", (_LAST, "both")),
 )
-"""Lines of files and ways, each way against the first of its file."""
+"""Words of a table's line, and its files and ways, each way against the first of its file."""
 
 _PROMPTS = (
     ("ways-7b-apart-few-h200", "apart", "prompts apart"),
@@ -79,7 +79,7 @@ _PROMPTS = (
     ("ways-7b-longest-prompts-h200", "apart", "prompts apart"),
     ("ways-7b-longest-prompts-h200", "apart-32", "prompts apart, and the same up to 32"),
 )
-"""Files, ways and what each is."""
+"""File, way, and words for the way."""
 
 
 _USUAL = "rollout-7b-fce65ec-h200"
@@ -94,11 +94,11 @@ _CONFIGURATIONS = {
     "the same, keys and values in FP8": "rollout-llama3-8b-keys-fp8-h200",
     "32B": "rollout-32b-256-h200",
 }
-"""Ranks, prompts and types of keys that were measured, each with its file."""
+"""Measured ranks, prompts and KV cache dtypes, each with its file."""
 
 
 def decode() -> str:
-    """Decoded tokens per second by shape and batch."""
+    """Return the table of decoded tokens per second by shape and batch."""
     lines = []
     for shape, parts in _H100.items():
         where = {batch: name for name, batches in parts for batch in batches}
@@ -132,7 +132,7 @@ def decode() -> str:
 
 
 def beside_vllm() -> str:
-    """Decoded tokens per second beside vLLM, all in one run."""
+    """Return the table of decoded tokens per second beside vLLM, all from one run."""
     name = BESIDE_VLLM
     found = {
         (row["engine"], row["weights"], row["batch"]): float(row["decode_tok_s"])
@@ -156,7 +156,7 @@ def beside_vllm() -> str:
 
 
 def configurations() -> str:
-    """Decoded tokens per second by rank, prompt and type of keys, and what a token costs in joules."""
+    """Return the table of decoded tokens per second by rank, prompt and KV dtype, and joules per 1000."""
     batches = sorted({row["batch"] for name in _CONFIGURATIONS.values() for row in rows(name)})
     lines: list[tuple[str | None, ...]] = []
     for what, name in _CONFIGURATIONS.items():
@@ -176,7 +176,7 @@ def configurations() -> str:
 
 
 def ways_of_128() -> str:
-    """What clusters and three warpgroups do to the speed of steps of 128 sequences, by shape."""
+    """Return the table of the effect of clusters and three warpgroups on steps of 128 sequences, by shape."""
     shapes = ("7b", "qwen3-8b", "14b", "32b")
     compared = (
         ("clusters, with two warpgroups", "pairs", "single", 1),
@@ -209,7 +209,7 @@ def ways_of_128() -> str:
 
 
 def ways_of_few() -> str:
-    """What each change for few rows is worth: all of them, and all but one."""
+    """Return the table of the effect of each change for few rows: of all, and of leaving out each one."""
     compared = (
         (_FEW, "new", "all of it, against none"),
         (_FEW_PARTS, "new-combine", "without a program for each head and token that combines splits"),
@@ -233,7 +233,7 @@ def ways_of_few() -> str:
 
 
 def ways_of_many() -> str:
-    """What each choice for 256 and 512 rows is worth."""
+    """Return the table of the effect of each choice for 256 and 512 rows."""
     found = {
         what: [_over_first(name, way, batch) for batch in (256, 512)]
         for name, ways in _MANY.items()
@@ -252,7 +252,7 @@ def ways_of_many() -> str:
 
 
 def ways_tried() -> str:
-    """What attention, the kernels between products, and fewer launches are worth, by sequences."""
+    """Return the table of the effect of attention, kernels between products and fewer launches, by batch."""
     names = [*_ATTEND.values(), *_BETWEEN.values(), _LAST]
     batches = sorted({row["batch"] for name in names for row in rows(name)})
     found = {
@@ -278,7 +278,7 @@ def ways_tried() -> str:
 
 
 def long_prompts() -> str:
-    """What reading prompts in a launch of their own is worth, by prompt, group and sequences."""
+    """Return the table of the effect of a separate launch for prompts, by prompt, group and sequences."""
     names = list(dict.fromkeys(name for name, *_ in _PROMPTS))
     batches = sorted({row["batch"] for name in names for row in rows(name)})
     found = [
@@ -306,12 +306,12 @@ def long_prompts() -> str:
 
 
 def kernels_together() -> str:
-    """Decoded tokens per second before and after the kernels for few and for many rows, all of them."""
+    """Return the table of decoded tokens per second before and after all kernels for few and many rows."""
     return _before_after(_TOGETHER)
 
 
 def kernels_decided() -> str:
-    """The same before and after what `ways_tried` calls taken, all of it."""
+    """Return the table of decoded tokens per second before and after all that `ways_tried` marks as taken."""
     return _before_after(_DECIDED)
 
 
@@ -333,7 +333,7 @@ def _before_after(processes: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _over_first(name: str, way: str, batch: int) -> list[float]:
-    """Speed of a way over that of the first way of its file, in each round."""
+    """Return the speed of a way over that of the first way of its file, per round."""
     speeds = [
         [row["decode_tok_s"] for row in sorted(rows(name, way=each, batch=batch), key=itemgetter("round"))]
         for each in (way, rows(name)[0]["way"])
@@ -342,7 +342,7 @@ def _over_first(name: str, way: str, batch: int) -> list[float]:
 
 
 def _apart(found: Iterable[list[float]]) -> float:
-    """Largest difference between rounds."""
+    """Return the largest difference between rounds."""
     return max(max(each) - min(each) for each in found)
 
 
@@ -351,18 +351,17 @@ def _percent(ratio: float) -> str:
 
 
 def faster_128(shape: str) -> str:
-    """By how much clusters and three warpgroups make steps of 128 sequences faster."""
+    """Format the speedup of steps of 128 sequences by clusters and three warpgroups."""
     return _change("decode_tok_s", shape, "three", "single", 1).removeprefix("+")
 
 
 def long_prompts_faster(name: str, way: str, batch: int) -> str:
-    """By how much a way is faster than the first of its file."""
+    """Format the speedup of a way over the first way of its file."""
     return _percent(fmean(_over_first(name, way, batch))).removeprefix("+")
 
 
 def fp8_keys_faster(batch: int) -> str:
-    """By how much steps with keys in FP8 became faster from one commit to another, in which queries meet them
-    in FP16."""
+    """Format the speedup of steps with FP8 keys by the commit that multiplies them with queries in FP16."""
     before, after = (
         rows(f"rollout-llama3-8b-keys-fp8-{when}-h200", batch=batch)[0]["decode_tok_s"]
         for when in ("old", "new")
@@ -391,12 +390,12 @@ def _of(name: str | None, /, **where: object) -> list[Row]:
 
 
 def _first(names: tuple[str, ...], /, **where: object) -> list[Row]:
-    """Rows of the first of these files that has any."""
+    """Return the rows of the first of these files that has any."""
     return next((found for name in names if (found := _of(name, **where))), [])
 
 
 def _joules(found: list[Row]) -> str:
-    """Energy for 1000 tokens."""
+    """Format the joules for 1000 tokens."""
     return f"{1000 * found[0]['gpu_state']['power_w']['median'] / found[0]['decode_tok_s']:.0f}"
 
 
@@ -405,6 +404,6 @@ def _tokens_s(found: list[Row]) -> str | None:
 
 
 def _decoded(name: str) -> int:
-    """Tokens that each sequence of a result decoded."""
+    """Return the number of tokens that each sequence of a result decoded."""
     (tokens,) = {row["decode_tokens"] for row in rows(name)}
     return int(tokens)

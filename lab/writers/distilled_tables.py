@@ -1,6 +1,6 @@
-"""What distillation gave SmolLM2: the endpoints of lab/trained/distilled.yaml, from the runs of its seeds.
+"""Distillation of SmolLM2: the endpoints of lab/trained/distilled.yaml, from the runs of its seeds.
 
-Arms are compared seed by seed, of the seeds that both have. What has not run is named below a table.
+Arms are compared paired by seed, over the seeds that both have. Captions name the arms that have not run.
 
 Legend: a value of a seed is a number; a cell is its mean over seeds with the 95 % BCa interval of that mean.
 """
@@ -18,10 +18,10 @@ from qerl.report.runs import number
 
 NAME = "distilled-smollm2"
 NEAR = 0.01
-"""Below a teacher's final accuracy by how much an adapter has what its teacher has."""
+"""Distance below a teacher's final accuracy within which an adapter counts as having reached it."""
 
 LAST = 5
-"""Steps at the end of a run whose divergences are averaged."""
+"""Final steps of a run whose divergences are averaged."""
 
 _ARMS = (
     ("wp12", "reverse", "reverse KL"),
@@ -29,7 +29,7 @@ _ARMS = (
     ("wp12", "forward", "forward KL"),
     ("wp12", "rtn-reverse", "rounded to nearest, reverse KL"),
 )
-"""Task, end of the arm's name and words of what is taught by 16 bits."""
+"""Task, suffix of the arm's name, and words of each distillation from 16 bits."""
 
 _TASKS = ("wp12", "wp1")
 
@@ -53,7 +53,7 @@ def _caption(words: str, missing: Sequence[str]) -> str:
 
 
 def _rates() -> str:
-    """The learning rates of RL and of the two kinds of teachers."""
+    """Return the learning rates of RL and of the two kinds of teachers, in words."""
     words = {"wp1-rl": "of RL", "wp1-taught": "with an adapter as teacher", "wp12-reverse": "with 16 bits"}
     found = {arm: {run["learning_rate"] for run in rows(NAME, arm=arm, tuning=False)} for arm in words}
     return ", ".join(f"{rate:g} {words[arm]}" for arm, rates in found.items() for rate in sorted(rates))
@@ -68,15 +68,14 @@ def _mean(values: Sequence[float], digits: int = 3) -> str:
 
 
 def first_step(run: Row, least: float) -> int:
-    """The first scored step of a training with so much accuracy; where none has it, one score behind its
-    end."""
+    """Return the first scored step with accuracy of at least ``least``; else one interval past the last."""
     steps: list[int] = run["steps"]
     scored = zip(steps[1:], run["accuracy"][1:], strict=True)
     return next((step for step, right in scored if right >= least), 2 * steps[-1] - steps[-2])
 
 
 def taught_by_adapter(rl_arm: str = "wp1-rl", taught_arm: str = "wp1-taught") -> str:
-    """A fresh adapter that learns from one that RL has taught, beside that RL."""
+    """Return the table of a fresh adapter taught by one that RL has trained, beside that RL."""
     if not _is_there():
         return _absent()
     pairs = side_by_side(NAME, rl_arm, taught_arm)
@@ -113,7 +112,7 @@ def taught_by_adapter(rl_arm: str = "wp1-rl", taught_arm: str = "wp1-taught") ->
 
 
 def taught_minus_teacher() -> str:
-    """Accuracy of the adapters that were taught minus that of their teachers, both at their ends."""
+    """Format the final accuracy of the taught adapters minus that of their teachers."""
     return _minus_teacher(side_by_side(NAME, "wp1-rl", "wp1-taught")) if _is_there() else NOT_RUN
 
 
@@ -122,7 +121,7 @@ def _minus_teacher(pairs: Sequence[tuple[Row, ...]]) -> str:
 
 
 def _closed(task: str, arm: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of each seed, how much of the gap an arm has closed [seeds], and the gap [seeds]."""
+    """Return the accuracy that an arm has gained [seeds], and its gap to 16 bits at the start [seeds]."""
     pairs = side_by_side(NAME, f"{task}-{arm}", f"{task}-16bit")
     part = [taught["accuracy"][-1] - taught["accuracy"][0] for taught, _ in pairs]
     whole = [sixteen["accuracy"][0] - taught["accuracy"][0] for taught, sixteen in pairs]
@@ -130,7 +129,7 @@ def _closed(task: str, arm: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def share(task: str, arm: str = "reverse") -> str:
-    """Share of what four bits cost that an arm gives back, with its interval."""
+    """Format the share of the gap to 16 bits that an arm closes, with its interval."""
     if not _is_there():
         return NOT_RUN
     part, whole = _closed(task, arm)
@@ -143,7 +142,7 @@ def share(task: str, arm: str = "reverse") -> str:
 
 
 def taught_by_16_bits() -> str:
-    """What an adapter on four bits gives back of what they cost, taught by the same model in 16 bits."""
+    """Return the table of four-bit adapters taught by the same model in 16 bits: the gap that they close."""
     if not _is_there():
         return _absent()
     lines, missing = [], []
@@ -186,7 +185,7 @@ def taught_by_16_bits() -> str:
 
 
 def before_rl() -> str:
-    """RL that begins with an adapter that 16 bits have taught, beside as many steps of RL alone."""
+    """Return the table of RL after distillation from 16 bits, beside as many steps of RL alone."""
     if not _is_there():
         return _absent()
     found = {task: side_by_side(NAME, f"{task}-rl", f"{task}-reverse-rl") for task in _TASKS}

@@ -2,8 +2,8 @@
 
     python -m lab draw        # writes docs/images
 
-A folder of figures for each study and probe; what an earlier call left there is removed. A study that is not
-there yet gets a sentence. The pages show what is there once `python -m lab tables` has run.
+Each study and probe has a folder of figures; files of an earlier call are removed. For a missing study a
+sentence is printed. `python -m lab tables` then puts the figures into the pages.
 """
 
 import argparse
@@ -16,16 +16,16 @@ from lab.writers.probe_rows import TRAINED
 from lab.writers.study_tables import absent, study
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-"""Where the figures go."""
+"""Parent of the figures' folders."""
 STUDIES = {"wp12": "noise-wp12", "wp1": "noise-wp1", "needle": "noise-needle"}
-"""Files of the studies by the name of their task, which is that of their folder."""
+"""Files of the studies by the name of their task, which is also the name of their folder."""
 PROBES = ("probe", *TRAINED)
 WITHOUT = ("rewards/accuracy/mean", "accuracy/steps_1", "entropy")
-"""Not drawn for the docs, which show what the sampler has; a study's own page has them."""
+"""Keys not drawn for the docs, which show the sampler's; a study's own page has them."""
 
 
 def draw() -> list[str]:
-    """Draw all figures, and say for each file of results what was done."""
+    """Draw all figures and return a sentence per result file."""
     said = []
     for folder in (*STUDIES, *PROBES):
         shutil.rmtree(IMAGES / folder, ignore_errors=True)
@@ -43,7 +43,7 @@ def _said(name: str, paths: list[Path]) -> str:
 
 
 def shown(folder: str, *stems: str) -> str:
-    """Figures of a folder as Markdown, those that begin with each of some words; a sentence where none is."""
+    """Return a folder's figures whose names begin with ``stems`` as Markdown; a sentence if it has none."""
     found = [path for stem in stems for path in sorted((IMAGES / folder).glob(f"{stem}*.svg"))]
     if not found:
         return f"The figures of {folder} are not drawn yet; `python -m lab draw` does.\n"
@@ -54,7 +54,7 @@ def shown(folder: str, *stems: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab draw` with these arguments."""
+    """Run `python -m lab draw` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m lab draw", description=__doc__.split("\n")[0])
     parser.parse_args(arguments)
     print("\n".join(draw()))

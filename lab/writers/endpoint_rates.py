@@ -1,10 +1,10 @@
-"""How often two endpoints claim what is not so, and what they find, under differences as studies had them.
+"""Rates of false claims of both endpoints, and the differences they find, for differences seen in studies.
 
     python -m lab rates --seeds 64 --out bench/results/endpoint-rates.json
     python -m lab rates --seeds 12 --tests 8 --out bench/results/endpoint-rates-12.json
 
-`lab.study.error_rates` says how; the differences are those of each planned comparison of the results. Needs
-no GPU.
+The method is that of `lab.study.error_rates`; the differences are those of each planned comparison of the
+results. Needs no GPU.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from lab.writers.draw import STUDIES
 from lab.writers.study_tables import area, by_seed, pair_words, paired, study
 
 RESULT, SMALL = "endpoint-rates", "endpoint-rates-12"
-"""Results, of studies of this project, and of the smallest that others run (`lab.study.replicate`)."""
+"""Results for studies of this project's size, and for the smallest others run (`lab.study.replicate`)."""
 
 FILES = (*STUDIES.values(), "trust-regions-wp12")
 TESTS = (1, 32)
-"""Tests that Holm's correction counts, by default: one, and as many as 16 comparisons have."""
+"""Default numbers of tests that Holm's correction counts: one, and those of 16 comparisons."""
 
 MARGIN = 0.02
 SHARES = (0.0, 0.05, 0.25, 0.5)
-"""Of runs that escape or collapse, means of two arms."""
+"""Mean shares, over two arms, of runs that escape or collapse."""
 
 
 def shapes() -> dict[str, np.ndarray]:
-    """Differences [seeds] with a centre of 0 of each planned comparison that has run, by study and arms."""
+    """Return the differences [seeds], moved to a centre of 0, of each planned comparison that has run."""
     found = {}
     for name in FILES:
         results = study(name)
@@ -48,7 +48,7 @@ def shapes() -> dict[str, np.ndarray]:
 
 
 def rates_table(name: str) -> str:
-    """What both endpoints claim falsely and what they find, over all shapes of differences."""
+    """Return the table of both endpoints' false claims and detectable differences, over all `shapes`."""
     rows, lines = read_rows(name), []
     for tests in dict.fromkeys(row["tests"] for row in rows):
         of = [row for row in rows if row["endpoint"] == "typical" and row["tests"] == tests]
@@ -80,7 +80,7 @@ def rates_table(name: str) -> str:
 
 
 def helps_on_words() -> str:
-    """The largest rate of false *helps* on word problems, of one test."""
+    """Return the largest rate of false *helps* on word problems, with one test."""
     rows = [row for row in read_rows(RESULT) if row["endpoint"] == "typical" and row["tests"] == 1]
     return f"{max(row['helps'] for row in rows if not row['differences'].startswith(STUDIES['needle'])):.3f}"
 
@@ -90,7 +90,7 @@ NUMBERS = {"endpoint-helps-words": helps_on_words}
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab rates` with these arguments."""
+    """Run `python -m lab rates` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m lab rates", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=64)
     parser.add_argument("--tests", type=int, nargs="+", default=TESTS)

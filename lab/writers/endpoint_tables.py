@@ -1,6 +1,6 @@
-"""Tables that look beyond a study's endpoint: the end of a run, other controls, the problems that are hard.
+"""Tables beyond a study's planned endpoint: the end of a run, other controls, the hard problems.
 
-None of them was planned before the runs: they show what the planned comparisons leave out.
+None of them was planned before the runs; they show effects that the planned comparisons leave out.
 
 Legend: differences are paired by seed, with 95 % intervals over seeds; p is Wilcoxon's, uncorrected.
 """
@@ -36,24 +36,24 @@ PAPER = (
     ("uncorrected, as in the paper", "aqn_uncorrected", "none_uncorrected"),
     ("corrected", "aqn", "none"),
 )
-"""AQN in words, its arm and the same without noise."""
+"""A variant of AQN in words, its arm, and the same arm without noise."""
 
 PLAIN = "none"
-"""The arm without anything that others are compared with."""
+"""The arm without any change, with which others are compared."""
 
 CLEAN = (PLAIN, "none_uncorrected", "none_one_sided")
-"""Arms of `wp12` without noise that differ in what the loss does about rounding alone."""
+"""Arms of `wp12` without noise that differ only in the loss's correction for rounding."""
 
 TWO_STEPS = "accuracy/steps_2"
-"""Key of an evaluation: share of the two-step problems that are answered right."""
+"""Key of an evaluation's share of two-step problems answered right."""
 
 ESCAPED = 0.1
-"""Share of the two-step problems above which a run has left the plateau of one-step answers; chosen after a
-look at the results."""
+"""Share of two-step problems above which a run has left the plateau of one-step answers; chosen after seeing
+the results."""
 
 
 def paper() -> str:
-    """What AQN changes, without the correction and with it: over the run, at the end, and collapses."""
+    """Return the table of AQN's effect with and without correction: over the run, at the end, collapses."""
     lines = []
     for words, first, second in PAPER:
         for task, name in TASKS.items():
@@ -73,19 +73,19 @@ def paper() -> str:
 def over_runs(
     names: tuple[str, ...], first: str, second: str, value: Callable[[RunResult], float]
 ) -> np.ndarray:
-    """Differences [seeds] of two arms in a value of a run, the mean of studies that ran the same seeds."""
+    """Return the differences [seeds] of two arms in a value of a run, averaged over studies by seed."""
     pairs = [(by_seed(name, first, value), by_seed(name, second, value)) for name in names]
     seeds = [seed for seed in pairs[0][0] if all(seed in one for pair in pairs for one in pair)]
     return np.array([fmean(one[seed] - other[seed] for one, other in pairs) for seed in seeds])
 
 
 def at_the_end(run: RunResult) -> float:
-    """Accuracy of the last evaluation."""
+    """Return the accuracy of the last evaluation."""
     return run.accuracy[-1]
 
 
 def controls() -> str:
-    """What noise changes on `wp12` beside its own control, and beside the mean of four arms without noise."""
+    """Return the table of noise on `wp12` against its own control and against the mean of four clean arms."""
     name = TASKS["wp12"]
     results, lines = study(name), []
     if results is None:
@@ -109,7 +109,7 @@ def controls() -> str:
 
 
 def two_steps() -> str:
-    """What each arm answers right at the end of the problems of two steps, and how many of its runs do."""
+    """Return the table of two-step problems each arm has right at the end, and of its runs that escaped."""
     name = TASKS["wp12"]
     results, lines = study(name), []
     if results is None:
@@ -141,20 +141,20 @@ def two_steps() -> str:
 
 
 def more_two_steps(arm: str) -> str:
-    """By how many percent points more of the two-step problems an arm of `wp12` has right at the end."""
+    """Format the difference to `PLAIN` in two-step problems right at the end, in percentage points."""
     name = TASKS["wp12"]
     found = paired(by_seed(name, arm, two_steps_right), by_seed(name, PLAIN, two_steps_right))
     return estimate(100 * found, 1)
 
 
 def two_steps_right(run: RunResult) -> float:
-    """Share of the two-step problems that are answered right at the end; NaN of a task without them."""
+    """Return the share of two-step problems answered right at the end; NaN for a task without them."""
     values = run.evaluations.get(TWO_STEPS)
     return (values[-1] or 0.0) if values else float("nan")
 
 
 def escaped(arm: str | None = None) -> str:
-    """How many runs of `wp12`, or of one arm, have left the plateau at the end, of how many."""
+    """Format how many runs of `wp12`, or of one arm, have left the plateau at the end, out of how many."""
     results = study(TASKS["wp12"])
     if results is None:
         return NOT_RUN
@@ -163,7 +163,7 @@ def escaped(arm: str | None = None) -> str:
 
 
 def still_rising() -> str:
-    """How many of the runs that have left the plateau had fewer right at the evaluation before the last."""
+    """Format how many of the escaped runs had fewer right at the evaluation before the last."""
     results = study(TASKS["wp12"])
     if results is None:
         return NOT_RUN

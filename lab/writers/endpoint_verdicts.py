@@ -17,11 +17,11 @@ from qerl.report.runs import number
 
 
 def verdicts(results: Results, file: str) -> str:
-    """Table of both endpoints of each comparison that has run, in the study's order.
+    """Return the table of both endpoints of each comparison that has run, in the study's order.
 
     Args:
-        results: Of the study.
-        file: The caption's last words, which say where the results are.
+        results: Results of the study.
+        file: Last words of the caption, naming the results' file.
     """
     found, spec = endpoints(results), results.study
     if not found:
@@ -76,7 +76,7 @@ def _cells(results: Results, one: Endpoint) -> tuple[str, str, str, str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab endpoints` with these arguments.
+    """Run `python -m lab endpoints` with these arguments.
 
     Raises:
         QeRLError: The file holds no results of a study.

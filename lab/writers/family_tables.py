@@ -1,4 +1,4 @@
-"""The table of described families: what their layers have, what was measured, and which checkpoints load."""
+"""The table of described model families: features of their layers, timed shapes, and readable checkpoints."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from qerl.families.table import FAMILIES
 
 
 def families() -> str:
-    """What is fast, per family."""
+    """Return the table of model families."""
     measured = _measured()
     lines = []
     for model_type, family in FAMILIES.items():
@@ -51,7 +51,7 @@ _OF_LAYERS: dict[str, Callable[[LayerSpec], Any]] = {
 
 
 def _measured() -> dict[str, list[str]]:
-    """Shapes of random weights of which decoding or a step was timed, by model type."""
+    """Return the shapes for which decoding or a step was timed, by model type."""
     found: dict[str, dict[str, None]] = {}
     for file in sorted((*RESULTS.glob("rollout-*.json"), *RESULTS.glob("step-*.json"))):
         for row in read_rows(file.stem):
@@ -59,7 +59,7 @@ def _measured() -> dict[str, list[str]]:
             if shape in PUBLISHED:
                 found.setdefault(PUBLISHED[shape]["model_type"], {})[shape] = None
             elif shape in SIZES and row.get("engine", "qerl") == "qerl":
-                mixer = SIZES[shape].attention  # the benchmark's model: see qerl.measure.model_config
+                mixer = SIZES[shape].attention  # the benchmark's model, see qerl.measure.model_config
                 kind = "qwen2" if mixer.qkv_bias else "qwen3" if mixer.qk_norm else "llama"
                 found.setdefault(kind, {})[shape] = None
     return {kind: list(shapes) for kind, shapes in found.items()}

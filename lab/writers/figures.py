@@ -1,7 +1,7 @@
-"""What the tables and numbers of README and docs say, from the JSON files in bench/results.
+"""Tables and numbers of README and docs, made from the JSON files in bench/results.
 
-Each function reads results and returns Markdown; :data:`TABLES` and :data:`NUMBERS` name them for the marks
-in the pages (:mod:`lab.writers.tables`). A caption names card, date, commit and files.
+Each function reads results and returns Markdown; :data:`TABLES` and :data:`NUMBERS` map the marks in the
+pages to them (:mod:`lab.writers.tables`). A caption names card, date, commit and files.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ _STEPS = (
 
 
 def steps() -> str:
-    """Seconds and memory of whole GRPO steps."""
+    """Return the table of seconds and memory of whole GRPO steps."""
     lines = []
     for name, where in _STEPS:
         found = row(name, **where)
@@ -102,7 +102,7 @@ def steps() -> str:
 
 
 def steps_tokens() -> str:
-    """A 7B step against the number of tokens."""
+    """Return the table of a 7B step by number of tokens."""
     found = [*rows("step-7b-tokens-h100"), row("step-7b-128-h100", weights="nvfp4")]
     found.sort(key=lambda r: (r["tokens"], r["prompts"]))
     lines = [
@@ -131,7 +131,7 @@ def steps_tokens() -> str:
 
 
 def steps_rank() -> str:
-    """A 7B step against LoRA's rank."""
+    """Return the table of a 7B step by LoRA rank."""
     found = sorted(rows("step-7b-rank-h100"), key=lambda r: r["lora_rank"])
     lines = [(r["lora_rank"], *_step_cells(r)[:3], f"{r['update_gb']:.1f}") for r in found]
     return table(
@@ -142,13 +142,13 @@ def steps_rank() -> str:
 
 
 def _minutes(name: str) -> str:
-    """The least and the most minutes of the newest commit's runs of a demo that were timed."""
+    """Format the range of minutes of a demo's timed runs at the newest commit."""
     timed = [row["minutes"] for row in _newest_demo(name) if "minutes" in row]
     return f"{min(timed)} to {max(timed)} minutes"
 
 
 def demo(name: str) -> str:
-    """The accuracy and the time of a demo, of its newest commit in this file."""
+    """Return the table of a demo's accuracy and time, at its newest commit in this file."""
     newest = _newest_demo(name)
     lines = [
         (r["seed"], f"{r['before']:.0f}", f"{r['after']:.0f}", r.get("minutes", "not timed")) for r in newest
@@ -169,7 +169,7 @@ _MEMORY = (
 
 
 def memory() -> str:
-    """Peaks of memory by how many layers are recomputed."""
+    """Return the table of peak memory by number of recomputed layers."""
     lines = []
     for name, where in _MEMORY:
         found = row(name, **where)
@@ -213,7 +213,7 @@ _RUNS = (
 
 
 def learning() -> str:
-    """Final accuracy of the demo's task by settings and seed."""
+    """Return the table of the final accuracy of the demo's task by settings and seed."""
     first = rows("learning-smollm2-h100")[0]
     lines = []
     for wave, setting, words in _RUNS:
@@ -234,14 +234,14 @@ def learning() -> str:
 
 
 def least_memory(shape: str) -> str:
-    """GB of a step of 8 x 2048 with every layer recomputed."""
+    """Format the peak GB of a step of 8 x 2048 with every layer recomputed."""
     name, where = _MEMORY[-1] if shape == "7b" else _MEMORY[-2]
     found = row(name, **where)
     return f"{max(found['rollout_gb'], found['update_gb']):.1f} GB"
 
 
 def study_speed() -> str:
-    """Seconds per seed-step of a study, by the number of runs side by side."""
+    """Return the table of seconds per seed-step of a study, by the number of concurrent runs."""
     keys = ("seed_step_s", "step_s", "rollout_s", "reward_s", "update_s")
     lines = [
         (r["runs"], *(f"{r[key]:.3f}" for key in keys), f"{r['evaluation_s']:.1f}", f"{r['peak_gb']:.0f}")
@@ -252,7 +252,7 @@ def study_speed() -> str:
 
 
 def _logits_kl(which: int) -> str:
-    """`sampling/kl` of a real model with the update's logits rounded to bf16 (0) and in FP32 (1)."""
+    """Format `sampling/kl` of a real model with the update's logits rounded to bf16 (0) or in FP32 (1)."""
     return f"{rows('sampling-kl-smollm2-h200')[which]['kl']:.5f}"
 
 
@@ -274,23 +274,23 @@ _VERIFIERS = "endpoint:docs/examples/verifiers_calculator.py:play"
 
 
 def _agents(name: str, environment: str, what: str) -> str:
-    """A ratio of the agents' rollout to the built-in loop's."""
+    """Format a ratio of the agents' rollout to the built-in loop's."""
     return f"{row(name, environment=environment)[what]:.2f}"
 
 
 def _requests(way: str) -> str:
-    """Seconds of the processor for conversations whose turns are requests."""
+    """Format the CPU seconds of conversations whose turns are requests."""
     return f"{row('turns-requests-smollm2-cpu', way=way)['cpu_seconds']:.0f} s"
 
 
 def _requests_7b(turns: int, way: str) -> str:
-    """Seconds on a GPU for conversations of so many turns that are requests."""
+    """Format the seconds on a GPU of conversations of ``turns`` turns, each a request."""
     name = "turns-7b-requests-h200" if turns > 1 else "turns-7b-requests-1-h200"
     return f"{row(name, turns=turns, way=way)['seconds']:.2f} s"
 
 
 def _step_refilled(max_staleness: int) -> str:
-    """Seconds of a whole step whose rows are refilled."""
+    """Format the seconds of a whole step with refilled rows."""
     return f"{rows(f'step-7b-refilled-{max_staleness}-h200')[-1]['total_s']:.1f} s"
 
 

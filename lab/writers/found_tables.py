@@ -1,4 +1,4 @@
-"""Tables of what samples find in training: how soon the needle, and which half of a group that has two.
+"""Tables of right samples in training: when the needle is found, and by noisy or clean halves of a group.
 
 Legend: a value of a run is a number; a cell is its mean over test seeds with the 95 % interval of that mean.
 """
@@ -11,14 +11,14 @@ from lab.writers.captions import table
 from lab.writers.study_tables import absent, difference, mean_of, noisy_steps, source, spread, study
 
 RIGHT = "rewards/accuracy/mean"
-"""Key of a step: share of its samples that are right."""
+"""Key of a step's share of right samples."""
 
 PLAIN = "none"
-"""The arm that others are compared with."""
+"""The arm with which others are compared."""
 
 
 def discovery(name: str) -> str:
-    """When each arm of a study of the needle finds it, and when half of its samples do."""
+    """Return the table of the steps in which each arm finds the needle, and in which half its samples do."""
     results, lines = study(name), []
     if results is None:
         return absent(name)
@@ -49,12 +49,12 @@ def discovery(name: str) -> str:
 
 
 def first_found(run: RunResult) -> float:
-    """The first step, from 1, with a right sample; one more than the run has where there is none."""
+    """Return the first step, from 1, with a right sample; one past the last if there is none."""
     return _first(run, 0.0)
 
 
 def half_found(run: RunResult) -> float:
-    """The first step, from 1, half of whose samples are right; one more than the run has where none is."""
+    """Return the first step, from 1, with half of its samples right; one past the last if there is none."""
     return _first(run, 0.5 - 1e-9)
 
 
@@ -67,10 +67,10 @@ def _first(run: RunResult, above: float) -> float:
 
 
 def halves(tasks: Mapping[str, str]) -> str:
-    """What the noisy and the clean samples of the same groups find, while there is noise.
+    """Return the table of right noisy and clean samples of the same groups, over the steps with noise.
 
     Args:
-        tasks: Names of studies by that of their task.
+        tasks: Names of studies by the name of their task.
     """
     lines: list[tuple[Any, ...]] = []
     for task, name in tasks.items():
@@ -95,7 +95,7 @@ def halves(tasks: Mapping[str, str]) -> str:
 
 
 def _parts(runs: list[RunResult], *keys: str) -> tuple[str, str, str]:
-    """Means of two keys over a run's noisy steps, and their difference."""
+    """Format the means of two keys over the runs' noisy steps, and their difference."""
     noisy, clean = ([mean_of(run, key, noisy_steps(run)) for run in runs] for key in keys)
     more = [one - other for one, other in zip(noisy, clean, strict=True)]
     return spread(noisy), spread(clean), spread(more, sign="+")

@@ -1,7 +1,7 @@
-"""The table on README's first screen: each row one comparison on one card, from results that are there.
+"""The table on README's first screen: one comparison per row, all on one card, from existing results.
 
-A row names a result of QeRL with NVFP4 and what stands beside it: another engine where one was measured, else
-our own 16-bit weights. A row without both is left out.
+A row compares QeRL with NVFP4 with another engine if one was measured, else with QeRL's 16-bit weights. A row
+without both results is left out.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class Headline:
     """A row of the table.
 
     Attributes:
-        words: What is compared.
-        file: Name of the results that hold both, in ``bench/results``.
-        where: Fields that both have.
-        key: The field that is shown.
-        words_of: How it is written.
-        most: Whether more is better.
+        words: Description of the comparison.
+        file: Name of the file in ``bench/results`` with both results.
+        where: Values of fields that select both rows.
+        key: The field to show.
+        words_of: Format string of the field.
+        most: Whether larger is better.
     """
 
     words: str
@@ -54,11 +54,11 @@ HEADLINES = (
         for size in (7, 32)
     ),
 )  # fmt: skip
-"""Each from results of an H200; the card is checked to be one."""
+"""Rows of the table, all from results of an H200; results of several cards raise an error."""
 
 
 def first_screen() -> str:
-    """The headlines whose results are there."""
+    """Return the table of the headlines whose results exist."""
     lines: list[tuple[str, ...]] = []
     shown: list[Row] = []
     for headline in HEADLINES:
@@ -78,7 +78,7 @@ def first_screen() -> str:
 
 
 def _found(headline: Headline) -> tuple[Row, Row] | None:
-    """QeRL's row with NVFP4 and the best of those beside it; None where one is not measured."""
+    """Return QeRL's row with NVFP4 and the best row to compare it with; None if either is missing."""
     if not (result.RESULTS / f"{headline.file}.json").is_file():
         return None
     every = rows(headline.file, **headline.where)
@@ -92,7 +92,7 @@ def _found(headline: Headline) -> tuple[Row, Row] | None:
 
 
 def _who(found: Row) -> str:
-    """Which engine a row is of, with its versions, and its weights."""
+    """Return a row's engine, with its versions, and weights, in words."""
     weights = {"bf16": "16-bit", "nvfp4": "NVFP4"}[found["weights"]]
     if found["engine"] == "qerl":
         return f"ours, {weights}"

@@ -1,15 +1,15 @@
-"""Tables of steps whose completions end at drawn places: measured, on one GPU and on two, beside TRL with
-vLLM; and simulated, with rows that are refilled across steps."""
+"""Tables of steps with drawn completion lengths: measured on one GPU and on two, beside TRL with vLLM, and
+simulated with rows refilled across steps."""
 
 from bench.result import RESULTS, Row
 from lab.writers.captions import RECOMPUTES, attention, files, recomputed, rows, source, table
 
 _STEPS = ("step-7b-lognormal-h200", "step-7b-lognormal-trl-h200", "step-7b-two-gpus-h200")
-"""Results; those that are not there are left out."""
+"""Result files; missing ones are left out."""
 
 
 def steps() -> str:
-    """Seconds of such steps."""
+    """Return the table of measured steps."""
     names = [name for name in _STEPS if (RESULTS / f"{name}.json").is_file()]
     if not names:
         return "Not measured yet; the commands stand [below](#measure-it-yourself).\n"
@@ -38,7 +38,7 @@ _REFILLED = ("tail-refilled", "tail-refilled-8k")
 
 
 def refilled() -> str:
-    """Seconds of decoding a step by how many steps groups may start early, and how old tokens are then."""
+    """Return the table of decoding seconds per step and mean age of tokens, by `max_staleness`."""
     found = [row for name in _REFILLED for row in rows(name)]
     early = sorted({row["max_staleness"] for row in found})
     lines = []
@@ -61,7 +61,7 @@ def refilled() -> str:
 
 
 def _apart(one: list[Row], found: list[Row]) -> str:
-    """What the last column compares beside the number of GPUs, as a sentence; empty where nothing."""
+    """Return a sentence on different attention kernels, which the last column also compares; else empty."""
     several = [row for row in found if row.get("processes", 1) > 1]
     said = [
         f"{attention(row)} on {row.get('processes', 1)} GPU{'s' * (row in several)} (commit {row['commit']})"

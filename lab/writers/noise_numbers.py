@@ -1,4 +1,4 @@
-"""What sentences of README and docs say of noise, with intervals, from results of studies and probes."""
+"""Numbers on noise, with intervals, for sentences of README and docs, from results of studies and probes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -43,18 +43,18 @@ IN_TEXT = (
     ("wp12", "cosine", "aqn"),
     ("wp12", "logarithmic", "aqn"),
 )
-"""Comparisons that a sentence speaks of: task and the two arms."""
+"""Comparisons cited in a sentence: task and the two arms."""
 
 
 def comparison(task: str, first: str, second: str) -> Comparison | None:
-    """A comparison of a study; None where it has not run."""
+    """Return a comparison of a study; None if it has not run."""
     found = [one for one in compared(TASKS[task]) if (one.first, one.second) == (first, second)]
     return found[0] if found else None
 
 
 def said(task: str, first: str, second: str) -> str:
-    """A difference with its interval and verdict, as a part of a sentence; with p alone where none was
-    planned."""
+    """Format a difference with its interval and verdict, or with p alone if it was not planned, as a part of
+    a sentence."""
     one = comparison(task, first, second)
     if one is None:
         return after_the_fact(TASKS[task], first, second)
@@ -63,12 +63,12 @@ def said(task: str, first: str, second: str) -> str:
 
 
 def earlier() -> str:
-    """What AQN changed in the earlier study of `wp12`, with its interval."""
+    """Format the effect of AQN in the earlier study of `wp12`, with its interval."""
     return estimate(endpoint_tables.over_runs((EARLIER,), "aqn", "none", area))
 
 
 def counted() -> dict[tuple[str, str], list[Comparison]]:
-    """Comparisons of an arm with noise with the same without, on word problems, by task and arm."""
+    """Return the comparisons of an arm with noise and the same without, on word problems, by task and arm."""
     found: dict[tuple[str, str], list[Comparison]] = {}
     for task in ("wp12", "wp1"):
         results = study(TASKS[task])
@@ -83,7 +83,7 @@ def counted() -> dict[tuple[str, str], list[Comparison]]:
 
 
 def better() -> str:
-    """How many arms with noise learned better than the same without, on word problems."""
+    """Format how many arms with noise learned better than the same without, on word problems."""
     found = counted()
     helped = [
         f"`{arm}` on `{task}`"
@@ -95,14 +95,14 @@ def better() -> str:
 
 
 def runs() -> str:
-    """How many runs these comparisons are made of, each counted once."""
+    """Return the number of runs in the comparisons of `counted`, with the first control of each arm."""
     arms = {(task, arm) for (task, first), pairs in counted().items() for arm in (first, pairs[0].second)}
     return str(sum(len(by_seed(TASKS[task], arm, area)) for task, arm in arms))
 
 
 def first_kl(*arms: str) -> str:
-    """The least and the most KL(sampler || policy) of arms on word problems, in the first quarter of their
-    noisy steps."""
+    """Format the range over arms on word problems of the mean KL(sampler || policy), in the first quarter of
+    their noisy steps."""
     found = [
         fmean(mean_of(run, "sampling/kl", early(noisy_steps(run))) for run in runs)
         for task in ("wp12", "wp1")
@@ -113,12 +113,12 @@ def first_kl(*arms: str) -> str:
 
 
 def doses() -> str:
-    """The same of all arms with noise that are compared with the same without."""
+    """Format that range over all arms with noise that are compared with the same without."""
     return first_kl(*(arm for _, arm in counted()))
 
 
 def sound() -> str:
-    """What AQN changes on `wp12` over the seeds of which neither arm's run collapsed."""
+    """Format the effect of AQN on `wp12` over the seeds in which neither arm's run collapsed."""
     results = study(TASKS["wp12"])
     if results is None:
         return NOT_RUN
@@ -147,7 +147,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "probe-trained-better": lambda: probe_tables.better(TRAINED),
     "probe-trained-better-reference": lambda: probe_tables.better_than_reference(TRAINED),
 }
-"""What the marks in the pages stand for."""
+"""Writers of numbers by the mark in the pages."""
 for _target in (0.02, 0.1):
     NUMBERS[f"probe-trained-decode-{_target}"] = partial(probe_tables.gains, TRAINED, "decode", _target)
     for _other in ("temperature", "relative"):

@@ -1,4 +1,4 @@
-"""The tables that answer what noise does: one line a question, and what the noise of each arm reached.
+"""Tables of the effects of noise: one line per question, and the divergence that each arm's noise reached.
 
 Legend: a value of a run is a number; a cell is its mean over test seeds with the 95 % interval of that mean.
 """
@@ -70,7 +70,7 @@ QUESTIONS = (
     ("than BF16 with one draw of a random error of 0.09", "none", "bf16_any_error"),
     ("NVFP4 with AQN against BF16 without", "aqn", "bf16"),
 )
-"""Questions, and the two arms whose difference answers each."""
+"""Questions, each with the two arms whose difference answers it."""
 
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "mxfp4": "MXFP4"}
 
@@ -79,7 +79,7 @@ ABLATIONS = ("linear", "cosine", "logarithmic", "rank_32", "rank_64", "rank_128"
 
 
 def answers() -> str:
-    """One line a question of which a pair has run: the difference on each task, interval, seeds, verdict."""
+    """Return the table of questions whose arms have run: difference per task, interval, seeds, verdict."""
     lines = []
     for question, first, second in QUESTIONS:
         cells = [answer(name, first, second) for name in TASKS.values()]
@@ -97,7 +97,7 @@ def answers() -> str:
 
 
 def answer(name: str, first: str, second: str) -> str:
-    """The difference of two arms of a study with interval, seeds and verdict, or p where none was planned."""
+    """Format the difference of two arms with interval, seeds and verdict, or with p if it was not planned."""
     for one in compared(name):
         if (one.first, one.second) == (first, second):
             low, high = one.interval
@@ -106,7 +106,7 @@ def answer(name: str, first: str, second: str) -> str:
 
 
 def unanswered() -> str:
-    """What has not run on word problems, and what is undecided, with the effect that would be found."""
+    """List comparisons on word problems that are undecided, with the detectable effect, or have not run."""
     lines = []
     for task in ("wp12", "wp1"):
         name = TASKS[task]
@@ -127,7 +127,7 @@ def unanswered() -> str:
 
 
 def _planned(name: str) -> list[tuple[str, str]]:
-    """The pairs of a study's file; of `wp12` also the schedules and ranks, which join it last."""
+    """Return the pairs of a study's file; for `wp12` also those of `ABLATIONS`."""
     results = study(name)
     if results is None:
         return []
@@ -138,7 +138,7 @@ def _planned(name: str) -> list[tuple[str, str]]:
 
 
 def entropies() -> str:
-    """What NVFP4's entropy is above that of other formats, before training and while training."""
+    """Return the table of NVFP4's entropy above that of other formats, before and during training."""
     lines = []
     for arm, words in FORMATS.items():
         lines.append(
@@ -173,7 +173,7 @@ def entropies() -> str:
 
 
 def learned() -> str:
-    """What training adds to each format above the accuracy at the start: over the run, and at the end."""
+    """Return the table of NVFP4's gain over the start minus other formats', over the run and at its end."""
     lines = [
         (
             f"NVFP4 \N{MINUS SIGN} {words}",
@@ -190,7 +190,7 @@ def learned() -> str:
 
 
 def reached(name: str) -> str:
-    """How far the noise of each arm moved the sampler from the policy, and what was left of the samples."""
+    """Return the table of each arm's divergence of sampler and policy by noise, and of effective samples."""
     results, lines = study(name), []
     if results is None:
         return absent(name)
@@ -227,7 +227,7 @@ def reached(name: str) -> str:
 
 
 def follows() -> str:
-    """The entropy that noise adds, and that which a temperature adds that follows it, early and later."""
+    """Return the table of entropy added by noise and by a temperature that follows it, early and later."""
     lines = []
     for task, name in TASKS.items():
         results = study(name)
@@ -264,7 +264,7 @@ def follows() -> str:
 
 
 def _control(arms: Mapping[str, Arm], name: str) -> str | None:
-    """The arm that differs from one in noise alone, or else in the correction too; None where none does."""
+    """Return the arm that differs from ``name`` in noise alone, or else also in the correction, or None."""
     usual = vars(Arm(""))
     plain: dict[str, Any] = {
         key: value for key, value in usual.items() if key.startswith("noise") or key == "logits_noise"
@@ -278,7 +278,7 @@ def _control(arms: Mapping[str, Arm], name: str) -> str | None:
 
 
 def _of_task(task: str, name: str) -> dict[str, Callable[[], str]]:
-    """The tables and figures of one study, by their marks."""
+    """Return the writers of one study's tables and figures, by mark."""
     own = ("formats", "noise_by_format") if task == "wp12" else ()
     families = ("primary", "designs", "by_sample", "others", "rate", "correction", "formats")
     return {
@@ -314,6 +314,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "rounding-kl": lambda: probe_tables.roundings("probe"),
     "probe-figures": lambda: "".join(shown(name, "") for name in PROBES),
 }
-"""What the marks in the pages stand for."""
+"""Writers of tables by the mark in the pages."""
 for _task, _name in TASKS.items():
     TABLES |= _of_task(_task, _name)

@@ -2,15 +2,15 @@
 
     python -m lab numbers
 
-A number with a unit of time, size, speed or share, or alone in a cell of a table, must stand in a generated
-table or in a `number` comment. `lab.writers.tables` writes both from `bench/results`:
+A number with a unit of time, size, speed or share, or alone in a table cell, must be in a generated table or
+a `number` comment. `lab.writers.tables` writes both from `bench/results`:
 
     <!-- table decode -->      ...      <!-- /table -->
     a step takes <!-- number step-7b -->7.3 s<!-- / -->
 
-Any other such number is reported. A number that no result can hold (a setting, a limit of the hardware, a
-figure published by others) stays if its line, or a line of its table, says why:
-`<!-- by hand: the card's size -->`. Code, links and comments are not read, nor are the pages in `UNCHECKED`.
+Any other such number is reported. A number that cannot come from a result (a setting, a hardware limit, a
+figure published by others) is allowed if its line, or a line of its table, gives the reason:
+`<!-- by hand: the card's size -->`. Code, links, comments and the pages in `UNCHECKED` are not checked.
 """
 
 import argparse
@@ -24,7 +24,7 @@ UNCHECKED = {
     "docs/configuration.md": "written from the fields",
     "docs/dev/log": "the lab book: dated, with the conditions of each figure beside it",
 }
-"""How the names of pages begin that are not read, and why."""
+"""Prefixes of the names of pages that are not checked, and why."""
 
 _UNITS = (
     "tokens/s|tok/s|tokens (?:a|per) second|ns|us|µs|ms|s|seconds?|min|minutes?|hours?|[kMGT]i?B(?:/s)?|"
@@ -42,7 +42,7 @@ _BY_HAND = re.compile(r"<!-- by hand: \S[^\n]*-->")
 
 @dataclass(frozen=True)
 class Untied:
-    """A measured number that is tied to no result."""
+    """A measured number that comes from no result."""
 
     page: str
     line: int
@@ -53,7 +53,7 @@ class Untied:
 
 
 def untied_numbers(page: str, text: str) -> list[Untied]:
-    """Every number of the Markdown ``text`` that no marker ties to a result and that is not by hand."""
+    """Return the numbers of the Markdown ``text`` that no marker ties to a result or marks as by hand."""
     blank = _TIED.sub(lambda tied: re.sub(r"[^\n]", " ", tied[0]), text)
     exempt, found = _exempt_lines(blank), []
     for number, line in enumerate(blank.split("\n"), 1):
@@ -65,7 +65,7 @@ def untied_numbers(page: str, text: str) -> list[Untied]:
 
 
 def _exempt_lines(text: str) -> set[int]:
-    """Numbers of the lines that are there by hand; one such line of a table exempts the whole table."""
+    """Return the numbers of lines marked as by hand; one such line in a table exempts the whole table."""
     exempt: set[int] = set()
     table: list[int] = []
     by_hand = False
@@ -81,14 +81,14 @@ def _exempt_lines(text: str) -> set[int]:
 
 
 def pages() -> Iterator[Path]:
-    """README and each page of docs that is read."""
+    """Yield README and each page of docs that is checked."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         if not path.relative_to(ROOT).as_posix().startswith(tuple(UNCHECKED)):
             yield path
 
 
 def all_untied() -> list[Untied]:
-    """Every number of README and docs that comes from no committed result."""
+    """Return the numbers of README and docs that come from no committed result."""
     return [
         found
         for path in pages()
@@ -97,7 +97,7 @@ def all_untied() -> list[Untied]:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `python -m lab numbers` with these arguments; returns the exit status, 1 where it found one."""
+    """Run `python -m lab numbers` with these arguments; return the exit status, 1 if it found any."""
     parser = argparse.ArgumentParser(prog="python -m lab numbers", description=__doc__.split("\n")[0])
     parser.parse_args(arguments)
     found = all_untied()

@@ -1,4 +1,4 @@
-"""Figures of probes for the docs: the estimates of each policy's cells below each other, with intervals."""
+"""Figures of probes for the docs: forest plots of the estimates of each policy's cells, with intervals."""
 
 from collections.abc import Sequence
 from html import escape
@@ -18,15 +18,15 @@ OF_FORMATS = {
     "prefix_more": "entropy along the same prefixes, nats a token more than the first format",
     "gain": f"log P(one of {GROUP} is right), more than the first format",
 }
-"""What is drawn, by the name of its estimate."""
+"""Titles of the figures by the name of the estimate."""
 
 
 def write_figures(name: str, folder: Path) -> list[Path]:
     """Write the figures of a probe as SVG files, `probe-TASK-POLICY-WHAT.svg`, and return them.
 
     Args:
-        name: Of its file in bench/results.
-        folder: Where they go.
+        name: Name of the probe's file in bench/results.
+        folder: Folder to write into.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows, written = read(name), []
@@ -48,11 +48,11 @@ def _label(row: Row) -> str:
 
 
 def forest(items: Sequence[tuple[str, Estimate]], title: str) -> str:
-    """Estimates with their intervals below each other, as an SVG element.
+    """Return a forest plot, one estimate with its interval per line, as an SVG element.
 
     Args:
         items: Label and estimate of each line.
-        title: What is drawn, for those who do not see it.
+        title: Description of the figure for screen readers.
     """
     marks = ticks(min(0.0, *(e.low for _, e in items)), max(0.0, *(e.high for _, e in items)), 5)
     height = TOP + LINE * len(items) + BOTTOM

@@ -1,14 +1,14 @@
-"""What a probe found, from its file in bench/results: estimates with 95 % intervals for each of its cells.
+"""Results of a probe, from its file in bench/results: estimates with 95 % intervals per cell.
 
-A probe is a study without training: policies that stay as they are sample the same problems with the same
-uniform numbers, clean and perturbed, and untrained ones in other formats. The file has, by *cell* (a policy,
-a task, and a perturbation at a KL aimed at; or a format, a draw of its error and a temperature), counts and
-sums of each problem. The commit that a file names measured it.
+A probe is a study without training: fixed policies sample the same problems with the same uniform numbers,
+clean and perturbed, and untrained ones also in other formats. The file has counts and sums of each problem by
+*cell* (a policy, a task, and a perturbation at a target KL; or a format, a draw of its error and a
+temperature). It was measured at the commit that it names.
 
 An interval is the percentile interval of a bootstrap over problems: problems are drawn with replacement, the
-same ones for a cell and for the one that it is compared with, so that what is common to both cancels. Each
-problem has a draw of the noise of its own, so the interval covers the draws too. It does not cover other
-policies or other models.
+same ones for a cell and for the cell that it is compared with, so that their common part cancels. Each
+problem has its own draw of the noise, so the interval covers the draws too. It does not cover other policies
+or other models.
 
 Shapes: P problems, N resamples.
 """
@@ -32,7 +32,7 @@ TRAINED = ("probe-trained", "probe-seeds")
 RESAMPLES = 2000
 
 GROUP = 8
-"""Samples of a group, of which one has to be right."""
+"""Samples of a group, at least one of which must be right."""
 
 Array = npt.NDArray[np.float64]
 Cell = dict[str, Any]
@@ -49,15 +49,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """What one cell says.
+    """The estimates of one cell.
 
     Attributes:
-        cell: Its name.
-        policy: Of the cell; None for a format.
+        cell: Name of the cell.
+        policy: Policy of the cell; None for a format.
         task: Name of the task.
         what: Name of the perturbation or format, or `clean`.
-        target: KL aimed at in nats per token, None where none was.
-        strength: Of the perturbation; of a format the temperature.
+        target: Target KL in nats per token; None if there is none.
+        strength: Strength of the perturbation; for a format the temperature.
         numbers: Estimates by name, see `alone` and `beside`.
     """
 
@@ -72,19 +72,19 @@ class Row:
 
 @cache
 def probe(name: str) -> dict[str, Any]:
-    """The results of a probe by the name of their file."""
+    """Return the results of a probe by the name of their file."""
     found: dict[str, Any] = json.loads(gzip.decompress((RESULTS / f"{name}.json.gz").read_bytes()))
     return found
 
 
 @cache
 def read(name: str) -> list[Row]:
-    """What the cells of a probe say, each beside its policy's clean one or the first format."""
+    """Return a row per cell of a probe, compared with its policy's clean cell or with the first format."""
     return rows_of(probe(name))
 
 
 def rows_of(results: dict[str, Any]) -> list[Row]:
-    """The same of the content of a file; the second sets of clean samples, `-reference`, are no rows."""
+    """Return the rows of a file's content; second sets of clean samples, `-reference`, are left out."""
     cells, samples = results["cells"], results["probe"]["samples"]
     rows = []
     for name, cell in cells.items():
@@ -105,23 +105,24 @@ def rows_of(results: dict[str, Any]) -> list[Row]:
 
 
 def over(name: str, cell: str, other: str) -> dict[str, Estimate]:
-    """What one cell of a probe has more than another one of the same task, paired by problem."""
+    """Return the differences of one cell of a probe from another of the same task, paired by problem."""
     results = probe(name)
     return beside(results["cells"][cell], results["cells"][other], results["probe"]["samples"])
 
 
 def alone(cell: Cell, samples: int) -> dict[str, Estimate]:
-    """Estimates that need no other cell.
+    """Return the estimates that need no other cell.
 
     Args:
         cell: The cell.
-        samples: Of each problem.
+        samples: Samples per problem.
 
     Returns:
-        `pass@1`, `solved` (share of problems with a right sample), `answers` (distinct ones a problem), `ess`
-        (effective share of the samples), `kl` and `entropy` a token; of formats at temperature 1 `error`,
-        that of the weights, and `prefix_kl` along given prefixes; of perturbations, over the decisive tokens
-        of worked solutions, `shift` of the log-odds and `lift` of the logarithm of the mean probability.
+        `pass@1`, `solved` (share of problems with a right sample), `answers` (distinct ones per problem),
+        `ess` (effective share of the samples), `kl` and `entropy` per token; for formats at temperature 1
+        `error` of the weights and `prefix_kl` along given prefixes; for perturbations, over the decisive
+        tokens of worked solutions, `shift` of the log-odds and `lift` of the logarithm of the mean
+        probability.
     """
     numbers = _arrays(cell["numbers"])
     one = np.ones_like(numbers["right"])
@@ -146,13 +147,13 @@ def alone(cell: Cell, samples: int) -> dict[str, Estimate]:
 
 
 def beside(cell: Cell, other: Cell, samples: int) -> dict[str, Estimate]:
-    """Differences from another cell, paired by problem.
+    """Return the differences from another cell, paired by problem.
 
     Returns:
         `success` (of `pass@1`), `gain` (of the logarithm of P(one of 8 is right), averaged over problems
-        before the logarithm), `solved_more`, `answers_more`, `entropy_more`; of a perturbation `per_nat`, the
-        gain divided by its KL; of formats at temperature 1 `prefix_more`, of the entropy along given
-        prefixes.
+        before the logarithm), `solved_more`, `answers_more`, `entropy_more`; for a perturbation `per_nat`,
+        the gain divided by its KL; for formats at temperature 1 `prefix_more`, the difference of the entropy
+        along given prefixes.
     """
     own, its = _arrays(cell["numbers"]), _arrays(other["numbers"])
     one = np.ones_like(own["right"])
@@ -178,7 +179,7 @@ def beside(cell: Cell, other: Cell, samples: int) -> dict[str, Estimate]:
 
 
 def estimate(statistic: Callable[..., Any], *by_problem: Array) -> Estimate:
-    """An estimate of a function of sums over problems, from the addends [P] of each sum."""
+    """Return the estimate of a function of sums over problems, from the addends [P] of each sum."""
     value = statistic(*(addends.sum() for addends in by_problem))
     times = _times(len(by_problem[0]))
     low, high = np.percentile(statistic(*(times @ addends for addends in by_problem)), [2.5, 97.5])
@@ -187,7 +188,7 @@ def estimate(statistic: Callable[..., Any], *by_problem: Array) -> Estimate:
 
 @cache
 def _times(problems: int) -> Array:
-    """How often each resample has each problem, [N, P], the same for all cells."""
+    """Return how often each resample contains each problem, [N, P], the same for all cells."""
     drawn = np.random.default_rng(0).integers(0, problems, (RESAMPLES, problems))
     return np.stack([np.bincount(one, minlength=problems) for one in drawn]).astype(np.float64)
 
@@ -197,13 +198,13 @@ def _arrays(numbers: dict[str, Any]) -> dict[str, Array]:
 
 
 def _pass(cell: Cell, k: int, samples: int) -> Array:
-    """pass@k [P] of each problem."""
+    """Return pass@k of each problem, [P]."""
     table = np.array([pass_at(samples, right, k) for right in range(samples + 1)])
     return table[np.asarray(cell["numbers"]["right"])]
 
 
 def _solved(cell: Cell) -> Array:
-    """Whether each problem [P] has a right sample, 1 or 0."""
+    """Return 1 for each problem with a right sample, else 0, [P]."""
     return (np.asarray(cell["numbers"]["right"]) > 0).astype(np.float64)
 
 

@@ -1,4 +1,4 @@
-"""Tables of probes for the docs, and what sentences say of them."""
+"""Tables of probes for the docs, and numbers of probes for sentences."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from lab.writers.probe_rows import Estimate, Row, over, probe, read
 
 
 def perturbations(name: str, policy: str, task: str) -> str:
-    """Table of what each perturbation changes, beside clean samples of the same problems."""
+    """Return the table of each perturbation's effects against clean samples of the same problems."""
     lines = []
     for row in read(name):
         if row.policy == policy and row.task == task and row.target is not None:
@@ -31,7 +31,7 @@ def perturbations(name: str, policy: str, task: str) -> str:
 
 
 def _clean(name: str, policy: str, task: str) -> str:
-    """What the clean samples are that perturbed ones are compared with, as a caption's sentence."""
+    """Describe the clean samples with which perturbed ones are compared, as a caption's sentence."""
     (row,) = (row for row in read(name) if (row.policy, row.task, row.what) == (policy, task, "clean"))
     return (
         f"Clean: {row.numbers['pass@1'].value:.3f} of the samples are right, "
@@ -41,12 +41,12 @@ def _clean(name: str, policy: str, task: str) -> str:
 
 
 def better(names: Sequence[str]) -> str:
-    """How many cells of probes have a better chance that one of 8 samples is right, by their intervals."""
+    """Format how many cells of probes raise P(one of 8 samples is right), judged by the interval."""
     return _counted([row.numbers["gain"] for name in names for row in read(name) if row.target is not None])
 
 
 def better_than_reference(names: Sequence[str]) -> str:
-    """The same beside another set of clean samples of each policy, whose uniform numbers are its own."""
+    """Format the same count against each policy's second set of clean samples, with other uniform numbers."""
     found = []
     for name in names:
         for row in read(name):
@@ -61,7 +61,7 @@ def _counted(gains: Sequence[Estimate]) -> str:
 
 
 def roundings(name: str) -> str:
-    """Table of what each format and rounding changes along given text and in own samples, by task."""
+    """Return the table of the effects of formats and roundings on given text and own samples, by task."""
     found = probe(name)
     cells: dict[tuple[str, str], list[Row]] = {}
     for row in read(name):
@@ -89,7 +89,7 @@ def roundings(name: str) -> str:
 
 
 def _plain(rows: list[Row], key: str) -> str:
-    """A number of a format with its interval, or of several draws the least and the most."""
+    """Format a number of a format with its interval, or the range over several draws."""
     values = [row.numbers[key] for row in rows]
     if len(values) > 1:
         return f"{min(one.value for one in values):.3f} to {max(one.value for one in values):.3f}"
@@ -97,13 +97,13 @@ def _plain(rows: list[Row], key: str) -> str:
 
 
 def gains(names: Sequence[str], what: str, target: float) -> str:
-    """By how much a perturbation at a KL changes ln P(one of 8 is right), for each policy of some probes."""
+    """Format the change of ln P(one of 8 is right) by a perturbation at a KL, per policy of some probes."""
     found = [row for name in names for row in read(name) if (row.what, row.target) == (what, target)]
     return ", ".join(_signed(row.numbers["gain"]) for row in found)
 
 
 def gains_over(names: Sequence[str], what: str, other: str, target: float) -> str:
-    """How much more of that one perturbation gains than another at the same KL, for each policy with both."""
+    """Format the gain of a perturbation minus that of another at the same KL, per policy with both."""
     found = []
     for name in names:
         cells = {(row.policy, row.what): row.cell for row in read(name) if row.target == target}
@@ -114,9 +114,9 @@ def gains_over(names: Sequence[str], what: str, other: str, target: float) -> st
 
 
 def formats(name: str, task: str) -> str:
-    """Table of the formats at temperature 1 and at the first one's entropy, beside the first.
+    """Return the table of the formats at temperature 1 and at the first format's entropy, against the first.
 
-    Formats with several draws of their error stand as a range.
+    A format with several draws of its error is shown as a range.
     """
     groups: dict[tuple[bool, str], list[Row]] = {}
     for row in read(name):
@@ -142,13 +142,13 @@ def formats(name: str, task: str) -> str:
 
 
 def beside(start: str, trained: Sequence[str], task: str, key: str) -> str:
-    """Table of what each perturbation changes for the start and for policies on their way, at equal KL.
+    """Return the table of each perturbation's effect on the untrained and on trained policies, at equal KL.
 
     Args:
         start: File of the probe of the untrained policy.
-        trained: Files of the probes of the others, whose targets are the table's.
-        task: On which.
-        key: Of `lab.writers.probe_rows.beside`.
+        trained: Files of the probes of the trained policies, whose target KLs the table has.
+        task: Name of the task.
+        key: Name of an estimate of `lab.writers.probe_rows.beside`.
     """
     here = [row for name in (*trained, start) for row in read(name) if row.task == task and row.target]
     policies = list(dict.fromkeys(row.policy for row in here if row.policy is not None))
@@ -167,7 +167,7 @@ def beside(start: str, trained: Sequence[str], task: str, key: str) -> str:
 
 
 def more(name: str, task: str, first: str, second: str, key: str) -> str:
-    """How much more one format has than another, at temperature 1, with its interval."""
+    """Format the difference of an estimate between two formats, at temperature 1, with its interval."""
     cells = (f"format-{task}-{what}-0-plain" for what in (first, second))
     return _signed(over(name, *cells)[key])
 
@@ -175,11 +175,11 @@ def more(name: str, task: str, first: str, second: str, key: str) -> str:
 _FORMAT = {
     "entropy_more": 3, "prefix_more": 3, "success": 3, "gain": 3, "solved_more": 3, "answers_more": 1,
 }  # fmt: skip
-"""Numbers of a format, and how many digits each has."""
+"""Estimates of a format, and the digits of each."""
 
 
 def source(name: str) -> str:
-    """Caption: on what, how much, and the file."""
+    """Return the caption's sentences on problems, samples, model, provenance and the file."""
     found = probe(name)
     spec = found["probe"]
     return (

@@ -1,7 +1,7 @@
-"""The questions that the planned studies ask, in words, and both endpoints of each of their comparisons.
+"""Tables of the planned studies' questions, in words, and of both endpoints of each of their comparisons.
 
-A question is some families of comparisons of one study of lab/studies, whose results are taken into
-bench/results under the name that stands here. What has not run is said to have not.
+A question is a family of comparisons of one study of lab/studies, whose results are in bench/results under
+the name given here. Comparisons that have not run are shown as such.
 """
 
 import math
@@ -22,10 +22,10 @@ TASKS = (
     ("the testbed's locks", "matched-testbed-lock"),
     ("word problems", "matched-words"),
 )
-"""Tasks of the study `matched`, in words and by the names of their results."""
+"""Tasks of the study `matched`: words and names of the results."""
 
 BOTH, SHARE = ("typical", "share"), ("share",)
-"""Endpoints that a question reads."""
+"""Endpoints that answer a question."""
 
 QUESTIONS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     *(
@@ -54,13 +54,14 @@ QUESTIONS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Is noise by sample better than the temperature there", "worked", "beside", BOTH),
     ("What do four bits cost there, start and all", "worked", "formats", BOTH),
 )  # fmt: skip
-"""A question without its mark, the name of results, a family of its study's comparisons, and the endpoints
-that answer it: two formats begin apart, so of them the runs that collapse alone say which bears a rate."""
+"""A question without its question mark, the name of its results, a family of the study's comparisons, and the
+endpoints that answer it. Two formats differ at the start, so only the share of collapsed runs shows which
+tolerates a learning rate."""
 
 STUDIES = tuple(dict.fromkeys(name for _, name, *_ in QUESTIONS))
 
 DOSED = (*(name for _, name in TASKS), "worked")
-"""Studies of which arms are held at a distance."""
+"""Studies with arms held at a given KL from the policy."""
 
 
 _SENTENCES = (
@@ -71,18 +72,18 @@ _SENTENCES = (
     ("share", "lock", "relative_03", "none"),
     ("share", "lock", "pass_at_4", "none"),
 )
-"""Endpoints of comparisons on the testbed that a sentence speaks of: kind, task and the two arms."""
+"""Endpoints of comparisons on the testbed cited in a sentence: kind, task and the two arms."""
 
 
 @cache
 def found(name: str) -> list[Endpoint]:
-    """Both endpoints of all comparisons of a study that have run; none where there are no results."""
+    """Return both endpoints of all comparisons of a study that have run; empty without results."""
     results = study(name)
     return [] if results is None else endpoints(results)
 
 
 def questions() -> str:
-    """Each question with the verdicts of its comparisons."""
+    """Return the table of the questions with the verdicts of their comparisons."""
     lines = [
         (
             f"{words}?",
@@ -101,7 +102,7 @@ def questions() -> str:
 
 
 def _said(name: str, family: str, kind: str) -> str:
-    """Pairs of a family by what is claimed of them."""
+    """Format the pairs of a family, grouped by verdict."""
     by_verdict: dict[str, list[str]] = {}
     for one in found(name):
         if (one.family, one.kind) == (family, kind):
@@ -110,13 +111,13 @@ def _said(name: str, family: str, kind: str) -> str:
 
 
 def of_study(name: str) -> str:
-    """Both endpoints of each comparison of a study."""
+    """Return the table of both endpoints of each comparison of a study."""
     results = study(name)
     return absent(name) if results is None else verdicts(results, f"File: {name}.json.gz.")
 
 
 def doses_of(name: str) -> str:
-    """At what distance each arm of a study was held, and whether that is the dose in its name."""
+    """Return the table of the KL at which each arm was held, and whether it matches the dose in its name."""
     results = study(name)
     if results is None:
         return absent(name)
@@ -149,7 +150,7 @@ def doses_of(name: str) -> str:
 
 
 def _sentence(kind: str, task: str, first: str, second: str) -> str:
-    """One endpoint of a comparison on the testbed, as a part of a sentence; of shares, the runs."""
+    """Format one endpoint of a comparison on the testbed, as a part of a sentence; for shares, the counts."""
     wanted = (kind, first, second)
     those = (one for one in found(f"matched-testbed-{task}") if (one.kind, one.first, one.second) == wanted)
     one = next(those, None)

@@ -1,10 +1,10 @@
-"""How often the claims of lab/trained/refilled.yaml are false, and how often true ones are made.
+"""Rates of false claims and of true claims made by the plan of lab/trained/refilled.yaml.
 
     python -m lab refilled_rates --seeds 16 32 --out bench/results/refilled-rates.json
 
-Differences of three arms and the one that they share are those of a study of samplers that are whole steps
-behind, at the end of as many steps of as many samples: moved to the centres that are asked about, and drawn
-seed by seed with all three, so they are as skewed and as alike as they were. Needs no GPU.
+The differences of three arms from their common control come from a study of samplers that are whole steps
+behind, at the end of as many steps of as many samples. They are moved to given centres, and seeds are drawn
+with all three, which preserves their skew and their correlation. Needs no GPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from lab.writers.study_tables import by_seed, tested
 
 STUDY, CONTROL = "trust-regions-wp12", "dppo_kl"
 SHAPES = {"refilled-1": "dppo_tv", "refilled-2": "dppo_kl_stale_2", "refilled-4": "dppo_kl_stale_4"}
-"""Arms of the plan, and those of the study whose differences stand for theirs."""
+"""Arms of the plan, and the arms of the study whose differences stand in for theirs."""
 
 CENTRES = (
     (0.0, 0.0, 0.0),
@@ -28,11 +28,11 @@ CENTRES = (
     (0.0, -MARGIN / 2, -MARGIN),
     *((0.0, 0.0, -cost) for cost in (0.04, 0.05, 0.06)),
 )
-"""Of the differences of the three arms, in the order of the plan."""
+"""Centres of the differences of the three arms, in the order of the plan."""
 
 
 def shapes() -> np.ndarray:
-    """Differences at the end with a centre of 0, [seeds, arms]."""
+    """Return the differences of final accuracy, moved to a centre of 0, [seeds, arms]."""
     ends = {arm: by_seed(STUDY, arm, lambda run: run.accuracy[-1]) for arm in (CONTROL, *SHAPES.values())}
     seeds = [run.run.seed for run in tested(STUDY, CONTROL)]
     d = np.array([[ends[arm][seed] - ends[CONTROL][seed] for arm in SHAPES.values()] for seed in seeds])
@@ -40,16 +40,16 @@ def shapes() -> np.ndarray:
 
 
 def rates(d: np.ndarray, centres: tuple[float, ...], seeds: int, draws: int) -> dict[str, object]:
-    """Shares of draws in which an arm is said to cost something, or no more than the margin.
+    """Return the shares of draws with a claim that an arm costs something, or no more than the margin.
 
     Args:
         d: Differences with a centre of 0, [any number, arms].
-        centres: What each arm's are moved to.
-        seeds: How many are drawn.
-        draws: How often.
+        centres: Centre to which each arm's differences are moved.
+        seeds: Seeds per draw.
+        draws: Number of draws.
 
     Returns:
-        `costs` and `no_more`, by arm; `any_costs` and `any_no_more`, of one arm at least.
+        `costs` and `no_more`, by arm; `any_costs` and `any_no_more`, for at least one arm.
     """
     rng = np.random.default_rng(0)
     said = np.zeros((draws, 2, len(centres)), bool)
@@ -64,7 +64,7 @@ def rates(d: np.ndarray, centres: tuple[float, ...], seeds: int, draws: int) -> 
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab refilled_rates` with these arguments."""
+    """Run `python -m lab refilled_rates` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m lab refilled_rates", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[len(read_plan("refilled").seeds)])
     parser.add_argument("--draws", type=int, default=2000)

@@ -1,8 +1,8 @@
-"""What rows refilled across optimizer steps cost: the endpoints of lab/trained/refilled.yaml, from its runs.
+"""Cost of rows refilled across optimizer steps: the endpoints of lab/trained/refilled.yaml, from its runs.
 
-Arms are compared with the synchronous one seed by seed, of the seeds that both have.
+Arms are compared with the synchronous one, paired by seed, over the seeds that both have.
 
-Legend: a value of a seed is a number; a cell is its mean over seeds, and of differences Hodges and Lehmann's
+Legend: a value of a seed is a number; a cell is its mean over seeds, and for differences Hodges and Lehmann's
 centre with its 95 % interval.
 """
 
@@ -30,40 +30,40 @@ _ARMS = (("1", "refilled-1"), ("2", "refilled-2"), ("4", _ITS_CONTROL), ("4, no 
 
 
 def at_equal_steps(run: Row, control: Row) -> float:
-    """Accuracy behind the last step minus that of the synchronous run."""
+    """Return the accuracy after the last step minus that of the synchronous run."""
     return float(run["accuracy"][-1] - control["accuracy"][-1])
 
 
 def at_equal_time(run: Row, control: Row) -> float:
-    """The same at the seconds that the run's steps took, on a line between the synchronous run's scores."""
+    """Return the final accuracy minus that of the synchronous run, interpolated at equal seconds."""
     times = np.cumsum([0.0, *control["of_7b"]])[control["steps"]]
     return float(run["accuracy"][-1] - np.interp(sum(run["of_7b"]), times, control["accuracy"]))
 
 
 def in_area(run: Row, control: Row) -> float:
-    """Area under the curve of accuracy, per step, minus that of the synchronous run."""
+    """Return the area under the accuracy curve, per step, minus that of the synchronous run."""
     return area(run) - area(control)
 
 
 def area(run: Row) -> float:
-    """Area under the curve of accuracy by trapezoids, per step."""
+    """Return the area under the accuracy curve by trapezoids, per step."""
     return float(np.trapezoid(run["accuracy"], run["steps"]) / run["steps"][-1])
 
 
 def _differences(value: Callable[[Row, Row], float], arm: str, control: str = _CONTROL) -> np.ndarray:
-    """Of each seed that has both arms, [seeds]."""
+    """Return the differences of two arms, per seed that has both, [seeds]."""
     return np.array([value(*pair) for pair in side_by_side(NAME, arm, control)])
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What may be said of an arm beside the synchronous one, at equal steps.
+    """The claims about an arm against the synchronous one, at equal steps.
 
     Attributes:
-        costs: One-sided p of the signed-rank test that it ends lower, corrected by Holm's method over the
-            arms of the plan.
-        no_more: The same that it ends no more than the margin lower, uncorrected.
-        verdict: In words.
+        costs: One-sided p of the signed-rank test that the arm ends lower, corrected by Holm's method over
+            the arms of the plan.
+        no_more: One-sided p that the arm ends no more than the margin lower, uncorrected.
+        verdict: The claims in words.
     """
 
     costs: float
@@ -72,15 +72,15 @@ class Claim:
 
 
 def claims(differences: Mapping[str, np.ndarray], seeds: int) -> dict[str, Claim]:
-    """By arm what the plan says of its differences [seeds]; arms with too few to say anything are left out.
+    """Return the plan's claims by arm; arms with fewer than `FEWEST` differences are left out.
 
-    A claim of each kind is false of any arm with a chance of `LEVEL` / 2: that an arm costs something by
-    Holm's method, in which an arm that has not run counts too, and that it costs no more than the margin by
-    the order of the arms, none behind one without the claim.
+    For each kind of claim, the chance that it is false for any arm is at most `LEVEL` / 2. That an arm costs
+    something is tested by Holm's method, which also counts arms that have not run. That it costs no more than
+    the margin is tested in the order of the arms, up to the first that fails.
 
     Args:
-        differences: Accuracies behind the last step minus those of the synchronous runs, by arm.
-        seeds: Of the plan; an arm that lacks one is undecided.
+        differences: Accuracies [seeds] after the last step minus those of the synchronous runs, by arm.
+        seeds: Number of seeds of the plan; an arm that lacks one is undecided.
     """
     own = {arm: differences.get(arm, np.array([])) for _, arm in _ARMS[:3]}
     whole = [len(d) == seeds for d in own.values()]
@@ -103,7 +103,7 @@ def _claims() -> dict[str, Claim]:
 
 
 def learned() -> str:
-    """What was learned with groups that started early, beside the synchronous run."""
+    """Return the table of learning with groups that started early, beside the synchronous run."""
     if not _is_there():
         return f"Not run yet: bench/results has no {NAME}.json.\n"
     said = _claims()
@@ -137,7 +137,7 @@ def learned() -> str:
 
 
 def _of_arm(arm: str) -> tuple[str, ...]:
-    """Cells of an arm by itself."""
+    """Return the cells of an arm that need no comparison."""
     found = rows(NAME, arm=arm, tuning=False)
     if not found:
         return (NOT_RUN,) * 6
@@ -154,12 +154,12 @@ def _of_arm(arm: str) -> tuple[str, ...]:
 
 
 def _over_steps(found: Sequence[Row], name: str) -> float:
-    """Mean over runs of the mean over steps; one in which no sample has an advantage has no ratios."""
+    """Return the mean over runs of the mean over steps, without steps in which no sample has an advantage."""
     return fmean(fmean(value for value in run[name] if value is not None) for run in found)
 
 
 def without_ratio() -> str:
-    """Accuracy at the end without any ratio to the sampler, minus that with it."""
+    """Format the final accuracy without any ratio to the sampler, minus that with it."""
     return centre(_differences(at_equal_steps, _UNCORRECTED, _ITS_CONTROL)) if _is_there() else NOT_RUN
 
 
@@ -168,7 +168,7 @@ def _is_there() -> bool:
 
 
 def _costs(arm: str) -> str:
-    """The difference at equal steps, as a part of a sentence."""
+    """Format the difference at equal steps and its verdict, as a part of a sentence."""
     if not _is_there() or arm not in (said := _claims()):
         return NOT_RUN
     return f"{centre(_differences(at_equal_steps, arm))}, {said[arm].verdict}"

@@ -1,4 +1,4 @@
-"""The tables of the Tinker cookbook's recipes against `qerl serve`, and of what a step through it takes."""
+"""Tables of the Tinker cookbook's recipes against `qerl serve`, and of time and memory of a step there."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean
@@ -11,14 +11,14 @@ from qerl.errors import QeRLError
 from qerl.families.sizes import Sizes
 
 STEPS = 4
-"""Steps that a column is the mean of, because batches differ more than the loss falls between two of them."""
+"""Steps averaged in a column, because the loss varies more between batches than it falls per step."""
 
 
 def fine_tuning(name: str) -> str:
-    """Loss of supervised fine-tuning by step, beside that of the same batches without learning.
+    """Return the table of the loss of supervised fine-tuning by step, beside that at learning rate 0.
 
     Args:
-        name: The result file, without its ending.
+        name: The result file, without its suffix.
     """
     found = rows(name)
     count = len(found[0]["train_mean_nll"])
@@ -40,11 +40,10 @@ def fine_tuning(name: str) -> str:
 
 
 def learning(*names: str) -> str:
-    """Reward of the arithmetic recipe at its begin and its end, beside that of the same problems without
-    learning.
+    """Return the table of the arithmetic recipe's reward at start and end, beside runs of learning rate 0.
 
     Args:
-        names: The result files of `bench.cookbook`, without their endings.
+        names: The result files of `bench.cookbook`, without their suffixes.
 
     Raises:
         QeRLError: A run failed, or the runs of a file have too few steps in common.
@@ -87,7 +86,11 @@ def _where(found: Row) -> str:
 
 
 def _common(name: str, found: Sequence[Row]) -> int:
-    """Steps that all runs of a file made, so that all of them are compared on the same problems."""
+    """Return the number of steps that all runs of a file made, to compare all on the same problems.
+
+    Raises:
+        QeRLError: A run failed, or the runs have too few steps in common.
+    """
     failed = [one for one in found if one.get("status") not in (FINISHED, CUT)]
     if failed:
         raise QeRLError(
@@ -103,7 +106,7 @@ def _common(name: str, found: Sequence[Row]) -> int:
 
 
 def _changes(arm: Sequence[Row], steps: int) -> list[str]:
-    """Reward and right answers at the begin and at the end of so many steps."""
+    """Return the cells of reward and right answers at the start and at the end of ``steps`` steps."""
     cells = []
     for column in ("reward", "correct"):
         for part in (slice(STEPS), slice(steps - STEPS, steps)):
@@ -113,14 +116,14 @@ def _changes(arm: Sequence[Row], steps: int) -> list[str]:
 
 
 def steps(beside: str, *names: str) -> str:
-    """Seconds and memory of a step through the server, beside one of the trainer with as many tokens.
+    """Return the table of a step through the server, beside one of the trainer with as many tokens.
 
     Args:
-        beside: The result file of `bench.step`, without its ending.
-        names: Those of `bench.serve`. Rows with a single counted step show their memory alone.
+        beside: The result file of `bench.step`, without its suffix.
+        names: The result files of `bench.serve`. Rows with a single counted step show their memory alone.
 
     Raises:
-        QeRLError: The files are not of the same step, or memory ran out, which changed how it was computed.
+        QeRLError: The files are not of the same step, or settings changed because memory ran out.
     """
     missing = [f"{one}.json" for one in (beside, *names) if not (result.RESULTS / f"{one}.json").is_file()]
     if missing:
@@ -162,10 +165,10 @@ def steps(beside: str, *names: str) -> str:
 
 
 def rivals(name: str) -> str:
-    """What a step takes through servers of other projects, beside ours.
+    """Return the table of a step through servers of other projects, beside ours.
 
     Args:
-        name: The result file of `bench.loop`, without its ending.
+        name: The result file of `bench.loop`, without its suffix.
     """
     found = rows(name)
     first, last = found[0], found[-1]
@@ -195,7 +198,7 @@ def rivals(name: str) -> str:
 
 
 def rival_numbers(name: str) -> dict[str, Callable[[], str]]:
-    """Seconds of a step through our server and through the other one, for sentences."""
+    """Return writers of the seconds of a step through our server and the other one, by mark."""
 
     def of(place: int) -> str:
         return f"{rows(name)[place]['total_s']:.1f} s"
@@ -207,14 +210,14 @@ _SAME = (
     "shape", "weights", "lora_rank", "prompts", "samples", "prompt_tokens", "completion_tokens",
     "tokens_per_forward", "every_n_layers",
 )  # fmt: skip
-"""What a step through the server has in common with the one beside which it stands."""
+"""Fields in which a step through the server must equal the trainer's step beside it."""
 
 
 def _beside(name: str, served: Sequence[Row]) -> Row:
-    """The trainer's row with what all rows of the server have in common.
+    """Return the trainer's row with the same settings as all rows of the server.
 
     Raises:
-        QeRLError: They differ, there is no such row, or memory ran out.
+        QeRLError: The server's rows differ, there is not exactly one such row, or memory ran out.
     """
     wanted = {key: served[0][key] for key in _SAME}
     for found in served:
@@ -234,7 +237,7 @@ def _beside(name: str, served: Sequence[Row]) -> Row:
 
 
 def _again(found: Row) -> str:
-    """Which layers an update computes again, in words."""
+    """Return the layers that an update recomputes, in words."""
     every = found["every_n_layers"]
     if every > Sizes.by_name(found["shape"]).layers:
         return "no layer computed again"

@@ -1,20 +1,20 @@
-"""A hook of mkdocs: README and other files outside of docs are part of the site where a page links to them.
+"""A hook of mkdocs that adds README and other files outside of docs to the site if a page links to them.
 
-Pages link as a clone needs it: ``../lab/studies/README.md`` from docs, ``docs/training.md`` from README.
-Mkdocs knows the folder docs alone, and there is no public repository that a link could lead to instead. So
-whatever README, the pages of docs, and pages reached from these link to inside of the repository becomes part
-of the site: Markdown as a page, a folder as a page that lists its files, any other file as it is. A link is
-then written anew between the two places that they have in the site::
+Pages link by paths in a clone: ``../lab/studies/README.md`` from docs, ``docs/training.md`` from README.
+Mkdocs reads the folder docs only, and there is no public repository that a link could lead to instead. So
+every file of the repository that README, the pages of docs, or pages reached from these link to becomes part
+of the site: Markdown as a page, a folder as a page that lists its files, any other file unchanged. Links are
+rewritten to the places in the site::
 
     README.md              index.md
     docs/training.md       training.md
     CONTRIBUTING.md        CONTRIBUTING.md
     bench/results          bench/results/index.md
 
-Anchors are those that GitHub makes, so a link to a heading means the same there. A link to what is not there
-stays as it is, and mkdocs, which is strict, refuses it.
+Anchors are GitHub's, so a link to a heading works on both. A link to a missing file is not changed, and
+mkdocs in strict mode refuses it.
 
-Given up: links in HTML, of which the pages have none.
+Given up: links in HTML; the pages have none.
 """
 
 import posixpath
@@ -30,21 +30,21 @@ _CODE = re.compile(r"(```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
 def slug(heading: str, separator: str = "-") -> str:
-    """The anchor of a heading as GitHub makes it.
+    """Return GitHub's anchor of a heading.
 
     Args:
-        heading: Its text.
-        separator: What stands for a space.
+        heading: Text of the heading.
+        separator: Replacement of a space.
     """
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", separator)
 
 
 def place(path: str, root: Path = ROOT) -> str:
-    """Where a file or folder of the repository is in the site; both paths have slashes and no dots in front.
+    """Return the path in the site of a file or folder of the repository.
 
     Args:
-        path: From the root of the repository.
-        root: Of the repository.
+        path: Path from the root of the repository, with slashes and without a leading dot.
+        root: Root of the repository.
     """
     if path == "README.md":
         return "index.md"
@@ -54,7 +54,7 @@ def place(path: str, root: Path = ROOT) -> str:
 
 
 def targets(path: str, text: str, root: Path = ROOT) -> Iterator[str]:
-    """What the Markdown ``text`` of the file ``path`` links to inside of the repository, from its root."""
+    """Yield the files and folders that the Markdown ``text`` of ``path`` links to, as paths from root."""
     for part in _CODE.split(text)[::2]:
         for link in _LINK.findall(part):
             target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
@@ -63,7 +63,7 @@ def targets(path: str, text: str, root: Path = ROOT) -> Iterator[str]:
 
 
 def moved(path: str, text: str, root: Path = ROOT) -> str:
-    """The Markdown ``text`` of the file ``path`` with its links as they are between places of the site."""
+    """Return the Markdown ``text`` of the file ``path`` with its links rewritten for the site."""
     here = posixpath.dirname(place(path, root))
 
     def link(match: re.Match[str]) -> str:
@@ -78,7 +78,7 @@ def moved(path: str, text: str, root: Path = ROOT) -> str:
 
 
 def outside(root: Path = ROOT) -> list[str]:
-    """Files and folders outside of docs that the site needs, from the repository's root; README first."""
+    """Return the files and folders outside of docs that the site needs, as paths from root; README first."""
     found = ["README.md"]
     todo = [*found, *(page.relative_to(root).as_posix() for page in sorted((root / "docs").rglob("*.md")))]
     while todo:
@@ -91,20 +91,20 @@ def outside(root: Path = ROOT) -> list[str]:
 
 
 def listing(folder: str, root: Path = ROOT) -> tuple[str, list[str]]:
-    """A page that lists the files of a folder, and these files from the root of the repository."""
+    """Return a page that lists the files of a folder, and the paths of these files from the root."""
     names = sorted(path.name for path in (root / folder).iterdir() if path.is_file())
     lines = [f"- [{name}]({name})" for name in names]
     return "\n".join([f"# {folder}", "", *lines, ""]), [f"{folder}/{name}" for name in names]
 
 
 def on_config(config: Any) -> Any:
-    """Gives headings the anchors that they have on GitHub."""
+    """Give headings GitHub's anchors (mkdocs event)."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds what lies outside of docs."""
+    """Add the linked files outside of docs to the site (mkdocs event)."""
     from mkdocs.structure.files import File  # the tests' environment has no mkdocs
 
     found = outside()
@@ -118,9 +118,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Moves the links of a page; those of a listing are of the site already.
+    """Rewrite the links of a page for the site (mkdocs event); a listing's links already fit.
 
-    Python-Markdown begins a list behind an empty line alone, GitHub behind a paragraph as well.
+    Also inserts an empty line before a list that follows a paragraph: Python-Markdown needs it, GitHub does
+    not.
     """
     source = page.file.abs_src_path
     if source is None:

@@ -1,8 +1,9 @@
-"""The measured steps that `qerl plan` tells the time by: a file of the package, from bench/results.
+"""The measured steps from which `qerl plan` estimates time: a file of the package, made from bench/results.
 
-Of each card, model, format and size the newest counts. Left out are older states of the code (files that end
-in a commit), cards treated as another class, steps beside a server, with a teacher, on several GPUs, with
-groups without signal, with gradients in FP8, and with drawn lengths, of which a plan's time knows nothing.
+The newest step per card, model, format and size is used. Left out are older states of the code (files that
+end in a commit), cards treated as another class, steps measured beside a server, with a teacher, with
+adapted experts, on several GPUs, with groups without signal, with gradients in FP8, with rows refilled across
+steps, and with drawn lengths, which the plan's time does not model.
 """
 
 import dataclasses
@@ -14,11 +15,11 @@ from qerl.kernels.cards import CARDS
 from qerl.plan.time import Step
 
 _OLDER = re.compile(r"-[0-9a-f]{7}\.json$")
-_OTHERWISE = ("teacher", "dead", "lora_experts", "arch", "backward_dtype")
+_OTHERWISE = ("teacher", "dead", "lora_experts", "arch", "backward_dtype", "max_staleness")
 
 
 def step_times() -> str:
-    """The content of qerl/plan/steps.json."""
+    """Return the content of qerl/plan/steps.json."""
     found: dict[tuple, Step] = {}
     for path in sorted(RESULTS.glob("step-*.json")):
         if _OLDER.search(path.name) or "-arch" in path.name or "beside" in path.name:

@@ -1,7 +1,7 @@
 """Tables of studies for the docs, from the results of `python -m lab study` in bench/results.
 
-A study that is not there yet, or an arm of one, gets a sentence or the words `not run` in place of numbers,
-so that a page stands before its results come. `python -m lab draw` draws the figures from the same files.
+A missing study gets a sentence, and a missing arm the words `not run`, in place of numbers, so that a page
+can be written before its results exist. `python -m lab draw` draws the figures from the same files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,25 +34,25 @@ EARLIER = "noise-wp12-6b0a637"
 
 @cache
 def study(name: str) -> Results | None:
-    """The results of a study by the name of their file; None where there are none."""
+    """Return the results of a study by the name of their file; None if there are none."""
     path = RESULTS / f"{name}.json.gz"
     return read_results(path) if path.is_file() else None
 
 
 @cache
 def compared(name: str) -> list[Comparison]:
-    """All comparisons of a study whose arms have run."""
+    """Return all comparisons of a study whose arms have run."""
     results = study(name)
     return [] if results is None else compare(results)
 
 
 def absent(name: str) -> str:
-    """What a page says in place of a table of results that are not there."""
+    """Return the sentence that replaces a table whose results are missing."""
     return f"No results yet: bench/results has no {name}.json.gz.\n"
 
 
 def comparisons(name: str, *families: str) -> str:
-    """Table of the comparisons of some families, in the study's order, and which of them have not run."""
+    """Return the table of some families' comparisons in the study's order; its caption names the missing."""
     results, lines = study(name), []
     if results is None:
         return absent(name)
@@ -89,13 +89,13 @@ def comparisons(name: str, *families: str) -> str:
 
 
 def count(name: str) -> int:
-    """How many comparisons a study has."""
+    """Return the number of comparisons of a study."""
     results = study(name)
     return 0 if results is None else sum(map(len, results.study.comparisons.values()))
 
 
 def arms(name: str) -> str:
-    """Table of the arms of a study on the test seeds, each at its learning rate."""
+    """Return the table of the arms of a study on the test seeds, each at its learning rate."""
     results, lines = study(name), []
     if results is None:
         return absent(name)
@@ -124,7 +124,7 @@ def arms(name: str) -> str:
 
 
 def rates(name: str) -> str:
-    """Table of every arm at every learning rate on the seeds that choose one; the chosen one is bold."""
+    """Return the table of every arm at every learning rate on the tuning seeds; the chosen rate is bold."""
     results, lines = study(name), []
     if results is None:
         return absent(name)
@@ -147,7 +147,7 @@ def rates(name: str) -> str:
 
 
 def claimed() -> str:
-    """Table of how often an effect is claimed of differences whose mean is 0."""
+    """Return the table of how often an effect is claimed for differences whose mean is 0."""
     rows = read_rows("verdicts")
     lines = [
         (
@@ -173,25 +173,24 @@ def claimed() -> str:
 
 
 def tested(name: str, arm: str) -> list[RunResult]:
-    """The test runs of an arm of a study; none where either is not there."""
+    """Return the test runs of an arm of a study; empty if either does not exist."""
     results = study(name)
     return [] if results is None or arm not in results.study.arms else results.tested(arm)
 
 
 def by_seed(name: str, arm: str, value: Callable[[RunResult], float]) -> dict[int, float]:
-    """A value of each test run of an arm, by its seed; none where it has not run."""
+    """Return a value of each test run of an arm, by seed; empty if the arm has not run."""
     return {run.run.seed: value(run) for run in tested(name, arm)}
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float]) -> np.ndarray:
-    """Differences [seeds], first minus second, of the seeds that both have; those without a number are left
-    out."""
+    """Return the differences [seeds], first minus second, over common seeds, without those not finite."""
     found = np.array([first[seed] - second[seed] for seed in first if seed in second])
     return found[np.isfinite(found)]
 
 
 def estimate(differences: np.ndarray, digits: int = 3) -> str:
-    """Mean of paired differences [seeds] with its interval."""
+    """Format the mean of paired differences [seeds] with its BCa interval."""
     if len(differences) < FEWEST:
         return NOT_RUN
     low, high = bca(differences)
@@ -199,7 +198,7 @@ def estimate(differences: np.ndarray, digits: int = 3) -> str:
 
 
 def centre(differences: np.ndarray, digits: int = 3) -> str:
-    """Centre of paired differences [seeds], Hodges and Lehmann's, with its interval."""
+    """Format the Hodges-Lehmann centre of paired differences [seeds] with its interval."""
     if len(differences) < FEWEST:
         return NOT_RUN
     low, high = hodges_lehmann_interval(differences)
@@ -209,26 +208,26 @@ def centre(differences: np.ndarray, digits: int = 3) -> str:
 def difference(
     name: str, first: str, second: str, value: Callable[[RunResult], float], digits: int = 3
 ) -> str:
-    """Mean difference of two arms in a value of a run, paired by seed, with its interval and the seeds."""
+    """Format the mean difference of two arms in a value of a run, by seed, with interval and seed count."""
     found = paired(by_seed(name, first, value), by_seed(name, second, value))
     words = estimate(found, digits)
     return words if words == NOT_RUN else f"{words}, {len(found)} seeds"
 
 
 def area(run: RunResult) -> float:
-    """Area under the curve of accuracy."""
+    """Return the area under the accuracy curve."""
     return run.area
 
 
 def after_the_fact(name: str, first: str, second: str) -> str:
-    """The difference of areas of a pair that was no comparison of its study, with Wilcoxon's p alone."""
+    """Format the difference of areas of a pair that its study did not plan, with Wilcoxon's p alone."""
     found = paired(by_seed(name, first, area), by_seed(name, second, area))
     words = estimate(found)
     return words if words == NOT_RUN else f"{words}, p {number(wilcoxon(found))} uncorrected"
 
 
 def collapses(names: Sequence[str], arm: str) -> str:
-    """How many test runs of an arm collapsed in some studies together, of how many."""
+    """Format how many test runs of an arm collapsed, out of how many, over several studies."""
     found = [
         results.collapsed(run)
         for name in names
@@ -239,22 +238,22 @@ def collapses(names: Sequence[str], arm: str) -> str:
 
 
 def has_noise(arm: Arm) -> bool:
-    """Whether an arm's sampler has noise, in norms or in logits."""
+    """Return True if an arm's sampler has noise, in norms or in logits."""
     return arm.noise or arm.logits_noise > 0
 
 
 def noisy_steps(run: RunResult) -> list[int]:
-    """0-based steps with noise."""
+    """Return the 0-based steps with noise."""
     return [at for at, sigma in enumerate(run.steps.get(SIGMA, [])) if sigma]
 
 
 def early(noisy: Sequence[int]) -> list[int]:
-    """The first quarter of the steps with noise, while it is large."""
+    """Return the first quarter of the steps with noise, in which it is large."""
     return list(noisy[: len(noisy) // 4 or 1])
 
 
 def mean_of(run: RunResult, key: str, at: Sequence[int] | None = None) -> float:
-    """Mean of what was logged in some steps, or all, where it is a number; NaN where it never is."""
+    """Return the mean of the values logged in some steps, or all; NaN if there are none."""
     values = run.steps.get(key, [])
     found = values if at is None else [values[step] for step in at if step < len(values)]
     known = [value for value in found if value is not None]
@@ -262,11 +261,11 @@ def mean_of(run: RunResult, key: str, at: Sequence[int] | None = None) -> float:
 
 
 def spread(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
-    """Mean over seeds with its interval; seeds without a number are left out.
+    """Format the mean over seeds with its interval; values that are not finite are left out.
 
     Args:
-        values: One of each seed.
-        digits: After the point.
+        values: One value per seed.
+        digits: Digits after the point.
         sign: `+` to show the sign of positive numbers.
     """
     known = np.array([value for value in values if np.isfinite(value)])
@@ -278,12 +277,12 @@ def spread(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
 
 
 def pair_words(first: str, second: str) -> str:
-    """A pair of arms in words."""
+    """Format a pair of arms."""
     return f"{first} \N{MINUS SIGN} {second}"
 
 
 def source(name: str) -> str:
-    """Caption: how many runs, on what, and the file."""
+    """Return the caption's sentences on the runs, their device and the file."""
     results = study(name)
     assert results is not None
     devices = ", ".join(sorted({str(run.facts["device"]) for run in results.runs}))

@@ -1,16 +1,15 @@
 """The numbers of README and docs, written from the results.
 
 A page holds a generated table between ``<!-- table NAME -->`` and ``<!-- /table -->``, and a generated number
-within a sentence between ``<!-- number NAME -->`` and ``<!-- / -->``; none of these marks is seen when the
-page is rendered. What stands between them is made by the function of that name in ``TABLES`` or
-``NUMBERS`` from the JSON files in bench/results
-(:mod:`lab.writers.figures`)::
+within a sentence between ``<!-- number NAME -->`` and ``<!-- / -->``; rendered pages do not show the marks.
+The text between them is made by the function of that name in ``TABLES`` or ``NUMBERS`` from the JSON files in
+bench/results (:mod:`lab.writers.figures`)::
 
     python -m lab tables            # rewrite README.md and docs
-    python -m lab tables --check    # say which pages differ from the results
+    python -m lab tables --check    # name the pages that differ from the results
 
-So a number in a page is a number in a file, and a page that was edited by hand fails a test. Files of the
-package that are made of results as a whole (``FILES``) are written by the same command.
+So each such number in a page comes from a result file, and a table that was edited by hand fails a test. The
+same command writes the files of the package that are made entirely from results (``FILES``).
 """
 
 import argparse
@@ -30,7 +29,7 @@ _NUMBER = re.compile(r"(<!-- number (\S+) -->)(.*?)(<!-- / -->)", re.DOTALL)
 
 
 def render(page: str) -> str:
-    """The page with its tables and numbers made anew.
+    """Return the page with its tables and numbers regenerated.
 
     Raises:
         KeyError: A mark names a table or number that does not exist.
@@ -40,7 +39,7 @@ def render(page: str) -> str:
 
 
 def outdated() -> dict[Path, str]:
-    """Pages and files that differ from the results, with what they should hold."""
+    """Return the pages and files that differ from the results, with their correct text."""
     wanted = {page: render(page.read_text()) for page in PAGES} | {
         path: make() for path, make in FILES.items()
     }
@@ -48,7 +47,7 @@ def outdated() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite the pages, or with --check only name those that differ; returns the exit status.
+    """Rewrite the pages, or with --check only name those that differ; return the exit status.
 
     Raises:
         QeRLError: A result cannot stand in a table.

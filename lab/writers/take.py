@@ -1,8 +1,8 @@
-"""Take the results of a study into bench/results, without this machine's path to the model.
+"""Copy the results of a study into bench/results, without this machine's path to the model.
 
     python -m lab take runs/wp12/results.json.gz noise-wp12
 
-Which model it was is its fingerprint in the facts of each run; the name of the file is kept for the reader.
+The fingerprint in the facts of each run identifies the model; the last part of its path is kept for readers.
 """
 
 import argparse
@@ -13,12 +13,12 @@ from lab.study.results import portable
 
 
 def take(source: Path, name: str) -> Path:
-    """Write what is in ``source`` as ``NAME.json.gz`` and return that file; equal results give equal bytes.
+    """Write the results in ``source`` to ``NAME.json.gz`` and return that path; equal results, equal bytes.
 
     Raises:
         OSError: A file cannot be read or written.
-        ValueError: The source holds no compressed JSON.
-        KeyError: It holds no study.
+        ValueError: The source is not compressed JSON.
+        KeyError: The source holds no study.
     """
     path = RESULTS / f"{name}.json.gz"
     path.write_bytes(portable(source.read_bytes()))
@@ -26,7 +26,7 @@ def take(source: Path, name: str) -> Path:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m lab take` with these arguments."""
+    """Run `python -m lab take` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m lab take", description=__doc__.split("\n")[0])
     parser.add_argument("source", type=Path, help="a results.json.gz")
     parser.add_argument("name", help="of the file in bench/results, as noise-wp12")

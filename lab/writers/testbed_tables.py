@@ -1,4 +1,4 @@
-"""The table of the testbed's model: what it cost, and its priors in text, forward pass and samples."""
+"""The table of the testbed's model: its training cost, and its priors in text, forward pass and samples."""
 
 from bench.result import RESULTS, read_rows
 from lab.writers.captions import table
@@ -7,7 +7,7 @@ NAME = "testbed-h200"
 
 
 def priors() -> str:
-    """One line a cell; what the page says while the model has not been made."""
+    """Return the table with one line per cell, or a sentence if the model has not been made."""
     if not (RESULTS / f"{NAME}.json").is_file():
         return f"Not made yet: bench/results has no {NAME}.json.\n"
     made, *rows = read_rows(NAME)

@@ -1,4 +1,4 @@
-"""The tables of the study of trust regions: losses beside token truncation, for samplers of each age."""
+"""Tables of the study of trust regions: losses against token truncation, by staleness of the sampler."""
 
 from functools import partial
 from statistics import fmean
@@ -27,7 +27,7 @@ LOSSES = (
     ("`dppo_kl`", "dppo_kl"),
     ("no correction", "uncorrected"),
 )
-"""Losses in words, and their arms without the setting."""
+"""Losses in words, and their arms' names without the setting's suffix."""
 
 SETTINGS = (
     ("the sampler is the policy", ""),
@@ -35,13 +35,13 @@ SETTINGS = (
     ("4 steps behind", "_stale_4"),
     ("4 steps behind, twice the rate", "_stale_4_fast"),
 )
-"""Settings in words, and what their arms' names end with."""
+"""Settings in words, and the suffixes of their arms' names."""
 
 HELD, KL = "clip_ratio", "sampling/kl"
 
 
 def verdicts() -> str:
-    """Each loss minus token truncation in each setting."""
+    """Return the table of each loss minus token truncation in each setting."""
     if study(NAME) is None:
         return absent(NAME)
     found = {(one.first, one.second): one for one in compared(NAME)}
@@ -63,8 +63,8 @@ def verdicts() -> str:
 
 
 def ends() -> str:
-    """Where the runs of each arm ended, what its bounds held back, and how far sampler and policy were
-    apart."""
+    """Return the table of each arm's final accuracy, collapses and bounded tokens, and of the KL between
+    sampler and policy."""
     results = study(NAME)
     if results is None:
         return absent(NAME)
@@ -91,7 +91,7 @@ def ends() -> str:
 
 
 def staleness(setting: str) -> str:
-    """What a setting costs token truncation, as a part of a sentence."""
+    """Format the effect of a setting on token truncation, as a part of a sentence."""
     for one in compared(NAME):
         if (one.first, one.second) == (CONTROL + setting, CONTROL):
             low, high = one.interval

@@ -1,14 +1,14 @@
-"""The table of `bench.turns`: what kept keys and values save, by the number of turns."""
+"""Tables of `bench.turns`: savings by keeping the KV cache between turns, by number of turns."""
 
 from bench.result import Row
 from lab.writers.captions import files, rows, source, table
 
 
 def kept(name: str) -> str:
-    """A result of the CPU.
+    """Return the table of a result measured on the CPU.
 
     Args:
-        name: The result file, without its ending.
+        name: The result file, without its suffix.
     """
     lines = []
     for with_keys in rows(name, kept=True):
@@ -31,10 +31,10 @@ def kept(name: str) -> str:
 
 
 def on_gpu(name: str) -> str:
-    """A result of a GPU.
+    """Return the table of a result measured on a GPU.
 
     Args:
-        name: The result file, without its ending.
+        name: The result file, without its suffix.
     """
     lines = []
     for with_keys in rows(name, kept=True):
