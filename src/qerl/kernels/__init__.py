@@ -1,1 +1,1 @@
-"""GPU kernels: Triton for everything around the products, CUDA C++ for NVFP4 products of few tokens."""
+"""GPU kernels: CUDA C++ for NVFP4 weights and the step of a delta net, Triton for the rest."""

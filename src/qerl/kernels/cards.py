@@ -1,15 +1,15 @@
-"""What the kernels may use on a GPU, by its compute capability: the one place where generations differ.
+"""GPU features that the kernels may use, by compute capability: the only place where generations differ.
 
-A kernel has one source for all of them. What it takes from here are switches (how weights come from memory,
-which instruction multiplies, whether a kernel may start before the one ahead of it has ended) and a size, the
-shared memory of a block, by which tiles are cut. So a card is never asked for its name, and another one is a
-line of `CARDS`. Names are there for those who type or read them: of the memory plan, and of the docs' table.
+A kernel has one source for all generations. A `Card` gives it switches (how weights are loaded from memory,
+which instruction multiplies, whether a kernel may start before its predecessor has ended) and one size, the
+shared memory of a block, which bounds the tiles. Code never tests a GPU's name, and a new GPU is one line of
+`CARDS`. Names are there for people only: in the memory plan, and in the table of the docs.
 
-`QERL_ARCH` treats a card as one of an older class: `QERL_ARCH=80` on any GPU of the table compiles for
-compute capability 8.0, has the driver translate that, and leaves out what such a card lacks. That is how the
-path of one generation is run on another, and how a card is used on which these kernels have not been run
-(`qerl.kernels.needs`). What cannot be shown so are speed on the real card, and the few instructions that its
-own generation alone has.
+`QERL_ARCH` treats a GPU as one of an older class: `QERL_ARCH=80` on any GPU of the table compiles for compute
+capability 8.0, lets the driver translate that code, and uses no feature that 8.0 lacks. This runs the path of
+one generation on another, and makes a GPU usable on which these kernels have not been run
+(`qerl.kernels.needs`). Two things cannot be tested this way: speed on the real card, and the few instructions
+that only its own generation has.
 """
 
 import os
@@ -22,7 +22,7 @@ import torch
 from qerl.errors import QeRLError
 
 ARCH = "QERL_ARCH"
-"""Environment variable: the compute capability, as 80 or 120, as which every GPU is treated."""
+"""Environment variable: the compute capability, such as 80 or 120, as which every GPU is treated."""
 
 Capability = tuple[int, int]
 """(major, minor)."""
@@ -30,20 +30,21 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Card:
-    """What GPUs of one compute capability offer.
+    """Features of the GPUs of one compute capability.
 
     Attributes:
         capability: Compute capability.
-        shared_bytes: Most shared memory of a block, static and dynamic together.
-        loader: What brings weights to shared memory: copies of 16 bytes by each thread, or the copy engine.
-        math: What multiplies many tokens with packed weights: a warp, or four warps at once.
-        quack: Whether quack-kernels has NVFP4 products for it.
-        dependent_launch: Whether a kernel may start before the one ahead of it has ended.
-        fp8: Whether numbers are converted to and from E4M3 and multiplied, as FP8 keys, values and gradients
+        shared_bytes: Maximum shared memory of a block, static and dynamic together.
+        loader: How weights reach shared memory: copies of 16 bytes by each thread, or the copy engine.
+        math: Tensor-core instruction of packed_gemm.cu for more than 16 tokens: by one warp, or by four warps
+            together.
+        quack: Whether quack-kernels has NVFP4 products for this class.
+        dependent_launch: Whether a kernel may start before its predecessor has ended.
+        fp8: Whether the GPU converts to and from E4M3 and multiplies it, as FP8 keys, values and gradients
             need.
-        native: Whether kernels are compiled for the GPU itself; else the driver translates them.
-        unified: Whether GPU and CPU have one memory (`qerl.gpu_memory`).
-        gpus: GiB that a program sees of well-known GPUs of this class, by name.
+        native: Whether kernels are compiled for the GPU itself; else the driver translates PTX.
+        unified: Whether GPU and CPU share one memory (`qerl.gpu_memory`).
+        gpus: Well-known GPUs of this class by name, with the GiB of memory that a program sees.
     """
 
     capability: Capability
@@ -59,12 +60,13 @@ class Card:
 
     @property
     def number(self) -> int:
-        """The compute capability as compilers write it, 80 or 120."""
+        """The compute capability as compilers write it, such as 80 or 120."""
         return 10 * self.capability[0] + self.capability[1]
 
     @property
     def target(self) -> str:
-        """What NVRTC compiles for. The letter gives access to a generation's own instructions, as wgmma."""
+        """NVRTC's target architecture. The letter gives access to a generation's own instructions, such as
+        wgmma."""
         if not self.native:
             return f"compute_{self.number}"
         return f"sm_{self.number}{'a' if self.capability >= (9, 0) else ''}"
@@ -99,19 +101,20 @@ CARDS: dict[Capability, Card] = {
         _card(12, 1, 99, {"DGX Spark": 119.6}, unified=True),
     )
 }
-"""Every compute capability that the kernels are compiled for. Shared memory as in NVIDIA's table of compute
-capabilities; a GPU that is present is asked for its own, as it is for its memory. GiB are what torch reports,
+"""Every compute capability that the kernels are compiled for. Shared memory is from NVIDIA's table of compute
+capabilities; a GPU that is present is queried for its own, as for its memory. GiB are as torch reports them,
 with error correction where it is on as delivered; drivers differ by a tenth."""
 
 
 @cache
 def card_of(device: torch.device) -> Card:
-    """What the kernels may use on a device, with its own shared memory; found once for each.
+    """Return the features that kernels may use on a device, with its own shared memory; cached per device.
 
-    For a CPU, on which Triton interprets, it is the class that `QERL_ARCH` names, else Hopper's.
+    A CPU, on which Triton interprets, gets the class that `QERL_ARCH` names, else Hopper's.
 
     Raises:
-        QeRLError: `QERL_ARCH` names no class, or a newer one than the GPU's; the GPU is older than all.
+        QeRLError: `QERL_ARCH` names no class, or a newer one than the GPU's; or the GPU is older than all
+            classes.
     """
     if device.type != "cuda":
         return CARDS[asked() or (9, 0)]
@@ -121,9 +124,9 @@ def card_of(device: torch.device) -> Card:
 
 
 def chosen(capability: Capability, shared_bytes: int) -> Card:
-    """What the kernels may use on a GPU of this compute capability and shared memory.
+    """Return the features that kernels may use on a GPU of this compute capability and shared memory.
 
-    A GPU that is newer than a class, and has no line of its own, gets the code of the newest before it.
+    A GPU without a line of its own in `CARDS` gets the code of the newest class that is older.
 
     Raises:
         QeRLError: As :func:`card_of`.
@@ -146,10 +149,10 @@ def chosen(capability: Capability, shared_bytes: int) -> Card:
 
 
 def asked() -> Capability | None:
-    """The class that `QERL_ARCH` names; None where it is not set.
+    """Return the class that `QERL_ARCH` names, or None if it is not set.
 
     Raises:
-        QeRLError: It names none of `CARDS`.
+        QeRLError: `QERL_ARCH` names none of `CARDS`.
     """
     text = os.environ.get(ARCH, "")
     if not text:
@@ -161,14 +164,14 @@ def asked() -> Capability | None:
 
 
 def why_no_fp8(card: Card) -> str:
-    """Why nothing can be FP8 on a card; empty if it can."""
+    """Return why a card cannot use FP8, or an empty string if it can."""
     if card.fp8:
         return ""
     return f"FP8 needs compute capability 8.9, and this is {words(card.capability)}"
 
 
 def words(capability: Capability) -> str:
-    """A compute capability as NVIDIA writes it, 8.0."""
+    """Write a compute capability as NVIDIA does, such as 8.0."""
     return ".".join(map(str, capability))
 
 

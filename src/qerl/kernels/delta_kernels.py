@@ -1,26 +1,26 @@
-"""The pass over the chunks of a gated delta rule on a GPU: what `qerl.kernels.delta_scan` defines.
+"""The pass over the chunks of a gated delta rule on a GPU, as `qerl.kernels.delta_scan` defines it.
 
-A program has some columns of one value head's state of one sequence, which columns go their way alone, and
-holds them in registers from the first chunk to the last. Keys and queries are read of the key head, so value
-heads that share one find them in the L2 cache. Backward is a program of the same kind from the last chunk to
-the first. Nobody adds to what another one writes, so the same inputs give the same bits.
+A program holds some columns of one value head's state of one sequence in registers from the first chunk to
+the last; columns do not depend on each other. Value heads that share a key head find its keys and queries in
+the L2 cache. Backward is a program of the same kind from the last chunk to the first. No program adds to
+memory that another one writes, so the same inputs give the same bits.
 
-Products have FP32 totals. Each FP32 operand is split into two BF16 numbers, 16 binary digits, and three
-products of them are added ("bf16x3"), which errs by about 1e-5. One TF32 number for each would put outputs
-off by 0.5e-3 of their norm, and by 1.5e-3 for keys that are alike, whose v and k H cancel, even if operands
-were rounded; tensor cores cut off the digits that TF32 lacks, which errs four times as much. That is as much
-as rounding outputs to BF16 once more, between a trainer and a sampler that goes token by token in FP32. Three
-products of BF16 take 1.5 times as long as one of TF32, and no more registers. The state itself, and what is
-added to it, stays FP32.
+Products accumulate in FP32. Each FP32 operand is split into two BF16 numbers, 16 binary digits, and three
+products of them are added ("bf16x3"), with an error of about 1e-5. One TF32 number per operand would put
+outputs off by 0.5e-3 of their norm, and by 1.5e-3 for similar keys, whose v and k H cancel, even if operands
+were rounded; tensor cores truncate them to TF32, with four times the error. That is as much as rounding
+outputs to BF16 once more, between a trainer and a sampler that goes token by token in FP32. Three products in
+BF16 take 1.5 times as long as one in TF32, and no more registers. The state itself, and the terms added to
+it, stay FP32.
 
-Tiles that a product takes transposed are loaded transposed, a second time where necessary: they come out of
-the L1 or L2 cache. Triton from 3.4 on transposes results of products on Hopper wrongly when they become
-operands again.
+Tiles that a product takes transposed are loaded transposed, a second time where necessary: they come from the
+L1 or L2 cache. Triton from 3.4 on wrongly transposes the results of products on Hopper that become operands
+of further products.
 
-The inverse of a unit lower triangular matrix goes row by row in FP32: row i of it is that of the identity
-less the rows above, weighted. Multiplying powers of the matrix instead (1 - A)(1 + A^2)(1 + A^4)... would run
-on tensor cores; but for keys that are alike, as in repeated text, those powers have numbers of 18 digits,
-which must cancel.
+The inverse of a unit lower triangular matrix is computed row by row in FP32: row i is that of the identity
+minus a weighted sum of the rows above. Multiplying powers of the matrix, (1 - A)(1 + A^2)(1 + A^4)..., would
+run on tensor cores; but for similar keys, as in repeated text, those powers have numbers of 18 digits, which
+must cancel.
 
 Shapes: as in `qerl.kernels.delta_scan`.
 """
@@ -34,8 +34,8 @@ from qerl.kernels.device import multiprocessors
 from qerl.kernels.launch import pointers
 
 _PART, _COLUMNS = 64, 32
-"""Rows of a state in a product, and most columns of a program: both halves of an operand and the state are in
-registers."""
+"""Rows of a state in a product, and maximum columns of a program: both halves of an operand and the state are
+held in registers."""
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def _delta_scan_backward(
 
 
 def inverse(system_JVII: torch.Tensor) -> torch.Tensor:
-    """As `delta_scan.inverse`, FP32 and contiguous.
+    """Compute `delta_scan.inverse` for contiguous FP32 matrices.
 
     Raises:
         QeRLError: The matrices are not contiguous.
@@ -184,7 +184,7 @@ def inverse(system_JVII: torch.Tensor) -> torch.Tensor:
 def scan(
     local: Local, v_JIVE: torch.Tensor, initial_NVKE: torch.Tensor | None, chunks: Chunks, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
-    """As `delta_scan.scan`, with v contiguous as well.
+    """Compute `delta_scan.scan`; v is contiguous as well.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -210,7 +210,7 @@ def scan(
 def scan_backward(
     local: Local, dout_JIVE: torch.Tensor, dfinal_NVKE: torch.Tensor | None, chunks: Chunks
 ) -> Pulls:
-    """As `delta_scan.scan_backward`, with the gradient of the outputs contiguous as well.
+    """Compute `delta_scan.scan_backward`; the gradient of the outputs is contiguous as well.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -230,8 +230,15 @@ def scan_backward(
 
 
 def block_e(programs: int, size: int, device: torch.device) -> int:
-    """Columns of a state that a program holds, of so many sequences' heads: fewer where programs of as many
-    would leave multiprocessors without work; chunks follow each other however few columns there are."""
+    """Return the columns of a state that a program holds, fewer if multiprocessors would otherwise be idle.
+
+    Chunks are sequential however few columns a program has.
+
+    Args:
+        programs: Value heads of all sequences.
+        size: Columns of a state.
+        device: Device that runs the kernel.
+    """
     columns = min(_COLUMNS, max(16, triton.next_power_of_2(size)))
     while columns > 16 and programs * triton.cdiv(size, columns) < multiprocessors(device):
         columns //= 2

@@ -1,40 +1,42 @@
-"""The two operations of a gated delta net that mix tokens, over sequences one behind another in a row.
+"""The two token-mixing operations of a gated delta net, over sequences packed into one row.
 
 A gated delta net (three of four layers of Qwen3.5) has no keys and values but a matrix S of fixed size per
 head and sequence. Token by token, with unit vectors q and k, a decay g <= 0 and a rate beta in (0, 1),
 
     S = exp(g) S        d = beta (v - k^T S)        S = S + k d^T        o = q^T S / sqrt(K)
 
-so k^T S is what S answers to k, and d what is written to correct it. In front of that a causal convolution of
-a few taps per channel mixes each token with those just before it.
+so k^T S is the value that S holds for k, and d the correction written to it. Before that, a causal
+convolution of a few taps per channel mixes each token with those just before it.
 
-Token by token this is one product of a vector with a matrix after the other. By chunks of `CHUNK` tokens it
-is products of matrices: within a chunk the d of all tokens solve a triangular system, whose right side needs
-S only at the chunk's beginning (the UT transform of Yang et al., 2024). With G the sums of decays within a
-chunk, decays between two tokens are exp(G_i - G_j) for i >= j, each at most 1, so nothing overflows, and
+Token by token this is a chain of vector-matrix products. In chunks of `CHUNK` tokens it becomes products of
+matrices: within a chunk the d of all tokens solve a triangular system, whose right side needs S only at the
+chunk's beginning (the UT transform of Yang et al., 2024). With G the sums of decays within a chunk, decays
+between two tokens are exp(G_i - G_j) for i >= j, each at most 1, so nothing overflows, and
 
     A = beta_i exp(G_i - G_j) k_i^T k_j  for i > j        M = (1 + A)^-1 diag(beta)
     P = exp(G_i - G_j) q_i^T k_j         for i >= j
 
-are what a chunk needs besides q, k and v. All chunks of all sequences get them at once, in batched products
-of torch: chunks are a list without padded sequences, and only the last chunk of a sequence has places without
-a token, with beta 0 and decay 0. What remains one after the other is the pass over chunks, which
-`qerl.kernels.delta_scan` defines: on a GPU one kernel (`qerl.kernels.delta_kernels`), elsewhere a loop.
+are all that a chunk needs besides q, k and v. They are computed for all chunks of all sequences at once, in
+batched torch products: chunks form a list without padded sequences, and only the last chunk of a sequence has
+places without a token, with beta 0 and decay 0. Only the pass over chunks remains sequential.
+`qerl.kernels.delta_scan` defines it: on a GPU it is one kernel (`qerl.kernels.delta_kernels`), elsewhere a
+loop.
 
-Backward keeps only the inputs. It computes A, M and P again, passes over the chunks once more, now storing
-the state in front of each, and from the last to the first for the gradients. What then remains are batched
-products of each chunk by itself: by hand to the gradients of q, k, G, M and P, and through torch's autograd
-from those to the inputs, whose graph holds small matrices only. Of the inverse T the gradient is
--T^T dT T^T below the diagonal. Both run over a few key heads at a time, so that what they hold besides inputs
-and results is about `WORKING_BYTES` however long the row is; forward, which keeps no states, over more.
+Backward keeps only the inputs. It computes A, M and P again, repeats the pass over chunks, now storing the
+state before each chunk, and passes from the last chunk to the first for the gradients. The rest are batched
+products within each chunk: written by hand for the gradients of q, k, G, M and P, and left to torch's
+autograd from those to the inputs, with a graph that holds small matrices only. The gradient of the inverse T
+is -T^T dT T^T below the diagonal. Forward and backward run over a few key heads at a time, so that their
+memory besides inputs and results is about `WORKING_BYTES` however long the row is; forward, which keeps no
+states, takes more heads at a time.
 
 On a GPU inputs are of 16 bits, all sums and states FP32. Forward has the precision of FP32, since the sampler
-goes token by token in FP32 and both are to give the same numbers; outputs are rounded once. Products of
-gradients take their operands as TF32, which has three binary digits more than the BF16 that gradients are
-rounded to in the end. FP64 is computed by torch anywhere; it is for tests. The order of all sums is fixed.
+goes token by token in FP32 and both must give the same numbers; outputs are rounded once. Products of
+gradients take their operands as TF32, which has three more binary digits than BF16, to which gradients are
+rounded in the end. FP64 is computed by torch on any device; it is for tests. The order of all sums is fixed.
 
-Given up: one kernel for A, M and P, which would not write what is between them and the inputs. Also a kernel
-of our own for the convolution, which gathers its taps one after the other.
+Given up: one kernel for A, M and P, which would not write the matrices between them and the inputs; and a
+dedicated kernel for the convolution, which gathers its taps one after the other.
 
 Shapes: L tokens of all sequences, N sequences, J chunks, I tokens of a chunk, C channels, W taps, U key heads
 of size K, V value heads of size E.
@@ -52,19 +54,19 @@ from qerl.kernels import delta_scan
 from qerl.kernels.delta_scan import CHUNK, Chunks, Local
 
 WORKING_BYTES = 3 << 29
-"""What is held at a time besides inputs and results, about; not less than one key head needs."""
+"""Approximate bytes held at a time besides inputs and results; at least what one key head needs."""
 
 _EPS = 1e-6  # of the norms of q and k
 
 
 def short_conv(x_LC: torch.Tensor, weight_CW: torch.Tensor, taps_MW: torch.Tensor) -> torch.Tensor:
-    """``silu(sum_j weight[:, j] x[taps[m, j]])`` for each m, [M, C] in the dtype of ``x``.
+    """Return ``silu(sum_j weight[:, j] x[taps[m, j]])`` for each m, [M, C] in the dtype of ``x``.
 
-    Products and sums are FP32 (FP64 of FP64 inputs). Kept for backward are the arguments alone.
+    Products and sums are FP32 (FP64 for FP64 inputs). Backward keeps only the arguments.
 
     Args:
-        x_LC: What the convolution reads.
-        weight_CW: Of each channel and tap.
+        x_LC: Input of the convolution.
+        weight_CW: Weight of each channel and tap.
         taps_MW: int64 on the same device, the row of ``x`` that each tap of an output reads, -1 for zeros.
             The last tap is the token itself: outputs come in the order in which its column names tokens.
     """
@@ -86,7 +88,7 @@ class _ShortConv(torch.autograd.Function):
         dsums_MC = dout_MC * gate_MC * (1 + sums_MC * (1 - gate_MC))
         dx_LC = dweight_CW = None
         if ctx.needs_input_grad[0]:
-            # A row more, the last, which taps of -1 write to. To accumulate by index adds in a fixed order.
+            # An extra last row takes the writes of taps of -1. Accumulating by index adds in a fixed order.
             dx_LC = dsums_MC.new_zeros(len(x_LC) + 1, x_LC.shape[1])
             for tap, weight_C in enumerate(weight_CW.to(dsums_MC.dtype).unbind(1)):
                 dx_LC.index_put_((taps_MW[:, tap],), dsums_MC * weight_C, accumulate=True)
@@ -98,7 +100,7 @@ class _ShortConv(torch.autograd.Function):
 
 
 def _convolved(x_LC: torch.Tensor, weight_CW: torch.Tensor, taps_MW: torch.Tensor) -> torch.Tensor:
-    """The sums [M, C] of a convolution, in FP32 or more."""
+    """Return the sums [M, C] of a convolution, in FP32 or more."""
     dtype = torch.promote_types(x_LC.dtype, torch.float32)
     sums_MC = x_LC.new_zeros(len(taps_MW), x_LC.shape[1], dtype=dtype)
     for tap_M, weight_C in zip(taps_MW.unbind(1), weight_CW.to(dtype).unbind(1), strict=True):
@@ -107,7 +109,7 @@ def _convolved(x_LC: torch.Tensor, weight_CW: torch.Tensor, taps_MW: torch.Tenso
 
 
 def _tap(x_LC: torch.Tensor, tap_M: torch.Tensor) -> torch.Tensor:
-    """Rows [M, C] of x in FP32 or more, zeros where a tap is -1."""
+    """Return the rows [M, C] of x that a tap reads, in FP32 or more, with zeros where the tap is -1."""
     rows_MC = x_LC[tap_M.clamp(min=0)].to(torch.promote_types(x_LC.dtype, torch.float32))
     return rows_MC.masked_fill_((tap_M < 0)[:, None], 0)
 
@@ -121,21 +123,22 @@ def chunked_delta_rule(
     offsets: Sequence[int],
     initial_NVKE: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated delta rule over N sequences, differentiable in all tensors.
+    """Apply the gated delta rule to N sequences; differentiable in all tensors.
 
-    Kept for backward are the arguments alone. The same inputs give the same bits.
+    Backward keeps only the arguments. The same inputs give the same bits.
 
     Args:
-        q_LUK, k_LUK: As they come; they are normalised here, and q divided by sqrt(K). Value head j reads key
-            head ``j // (V / U)``.
+        q_LUK, k_LUK: Before normalisation; they are normalised here, and q divided by sqrt(K). Value head j
+            reads key head ``j // (V / U)``.
         v_LVE: In the same dtype.
         decay_LV: g, FP32.
         beta_LV: FP32 or the dtype of v.
-        offsets: Where in the row each sequence begins, and L: N + 1 numbers. Each has at least one token.
-        initial_NVKE: State in front of each sequence, FP32; None for zeros.
+        offsets: First token of each sequence in the row, then L: N + 1 numbers. Each sequence has at least
+            one token.
+        initial_NVKE: State before each sequence, FP32; None for zeros.
 
     Returns:
-        Outputs [L, V, E] in the dtype of v, and the state [N, V, K, E] behind each sequence in FP32. Of FP64
+        Outputs [L, V, E] in the dtype of v, and the state [N, V, K, E] after each sequence in FP32. For FP64
         inputs both are FP64.
     """
     chunks = Chunks.of(offsets, v_LVE.device)
@@ -144,7 +147,7 @@ def chunked_delta_rule(
 
 
 class _Inputs(NamedTuple):
-    """What the rule is differentiable in, or the gradients."""
+    """The tensors in which the rule is differentiable, or their gradients."""
 
     q_LUK: torch.Tensor
     k_LUK: torch.Tensor
@@ -154,7 +157,7 @@ class _Inputs(NamedTuple):
     initial_NVKE: torch.Tensor | None
 
     def heads(self, keys: slice) -> "_Inputs":
-        """Those of some key heads and of the value heads that read them."""
+        """Return the inputs of some key heads and of the value heads that read them."""
         share = self.v_LVE.shape[1] // self.q_LUK.shape[1]
         values = slice(keys.start * share, keys.stop * share)
         q, k, *rest = self
@@ -191,29 +194,31 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What groups of heads gave."""
+    """Concatenate the results of groups of heads."""
     return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 
 def numbers_of_key_head(values: int, key_size: int, size: int, keep: bool) -> int:
-    """Numbers that are held for each chunk of a key head, beside inputs and results, about.
+    """Return about how many numbers are held per chunk of a key head, besides inputs and results.
 
     Args:
-        values: Value heads that read it.
-        key_size, size: Of a key head, and of a value head.
-        keep: Whether what gradients need is there.
+        values: Value heads that read the key head.
+        key_size, size: Size of a key head, and of a value head.
+        keep: Whether the numbers that gradients need are included.
     """
-    # Of a value head: v and outputs, and matrices of two tokens. Of a key head: q and k as they came and of
-    # unit length, products of them, and gradients.
+    # Per value head: v and outputs, and [I, I] matrices. Per key head: q and k before and after
+    # normalisation, products of them, and gradients.
     value = CHUNK * (2 * size + 9 * CHUNK)
-    if keep:  # states, R and X with gradients, those of the outputs, and those of q and k by value heads
+    if keep:  # states, R and X with gradients; gradients of outputs and, by value head, q and k
         value += 2 * key_size * size + CHUNK * (5 * size + 3 * key_size)
     return values * value + CHUNK * (8 * key_size + 4 * CHUNK)
 
 
 def _groups(inputs: _Inputs, chunks: Chunks, keep: bool) -> list[slice]:
-    """Key heads that are computed at a time, which hold `WORKING_BYTES`, or one; with or without what
-    gradients need."""
+    """Return the key heads to compute at a time: as many as fit into `WORKING_BYTES`, at least one.
+
+    Their memory is with or without the numbers that gradients need (``keep``).
+    """
     (_, key_heads, key_size), (_, heads, size) = inputs.q_LUK.shape, inputs.v_LVE.shape
     numbers = numbers_of_key_head(heads // key_heads, key_size, size, keep)
     each = len(chunks.rows_JI) * numbers * _working(inputs).itemsize
@@ -222,21 +227,22 @@ def _groups(inputs: _Inputs, chunks: Chunks, keep: bool) -> list[slice]:
 
 
 def _working(inputs: _Inputs) -> torch.dtype:
-    """The dtype of sums and states."""
+    """Return the dtype of sums and states."""
     return torch.promote_types(inputs.v_LVE.dtype, torch.float32)
 
 
 def _steps(tensor: torch.Tensor) -> Any:
-    """The module that has `inverse`, `scan` and `scan_backward` for sums of this dtype on this device."""
+    """Return the module whose `inverse`, `scan` and `scan_backward` take sums of this dtype on this
+    device."""
     if tensor.is_cuda and tensor.dtype == torch.float32:
-        from qerl.kernels import delta_kernels  # Triton is not there without a GPU
+        from qerl.kernels import delta_kernels  # without a GPU, Triton may be missing
 
         return delta_kernels
     return delta_scan
 
 
 def _forward(inputs: _Inputs, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [L, V, E] and states [N, V, K, E]."""
+    """Return outputs [L, V, E] and states [N, V, K, E]."""
     split = _split(inputs, chunks)
     local = _local(split, chunks)
     out_JIVE, final_NVKE, _ = _steps(local.k_JUIK).scan(local, split.v, split.initial, chunks, keep=False)
@@ -246,7 +252,7 @@ def _forward(inputs: _Inputs, chunks: Chunks) -> tuple[torch.Tensor, torch.Tenso
 def _backward(
     inputs: _Inputs, dout_LVE: torch.Tensor, dfinal_NVKE: torch.Tensor | None, chunks: Chunks
 ) -> _Inputs:
-    """Gradients of all inputs, from those of the outputs and of the states, if there are."""
+    """Return the gradients of all inputs, from those of the outputs and, if given, of the states."""
     split = _split(inputs, chunks)
     leaves = [x.requires_grad_() for x in (split.q, split.k, split.decay, split.beta)]
     with torch.enable_grad():
@@ -270,7 +276,7 @@ def _backward(
 def _chunk_gradients(
     local: Local, dout_JVIE: torch.Tensor, kept: delta_scan.Kept, pulls: delta_scan.Pulls
 ) -> Local:
-    """What q, k, G, M and P get from the pass over chunks."""
+    """Return the gradients that q, k, G, M and P get from the pass over chunks."""
     heads = dout_JVIE.shape[1]
     share = heads // local.k_JUIK.shape[1]
 
@@ -301,7 +307,7 @@ def _chunk_gradients(
 
 
 class _Split(NamedTuple):
-    """Inputs by chunks: [J, I, heads, ...], and the first states as the pass reads them."""
+    """Inputs by chunks, [J, I, heads, ...], and the initial states as the pass over chunks reads them."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -320,7 +326,7 @@ def _split(inputs: _Inputs, chunks: Chunks) -> _Split:
 
 
 def _local(split: _Split, chunks: Chunks) -> Local:
-    """What the pass over chunks reads, differentiable where the inputs are."""
+    """Return the tensors that the pass over chunks reads, differentiable where the inputs are."""
     dtype, device = torch.promote_types(split.v.dtype, torch.float32), split.v.device
     share = split.v.shape[2] // split.k.shape[2]
 
@@ -363,10 +369,10 @@ class _Inverse(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _tf32() -> Iterator[None]:
-    """Inside the block products of FP32 matrices are TF32 on a GPU; other code keeps its setting.
+    """Compute products of FP32 matrices in TF32 on a GPU inside the block; other code keeps its setting.
 
-    torch has an older and a newer name for it and refuses to go on where they contradict each other. The
-    older one sets both.
+    torch has an older and a newer name for this setting and refuses to go on where they contradict each
+    other. The older one sets both.
     """
     setting: Any = torch.backends.cuda.matmul
     before = setting.fp32_precision

@@ -1,29 +1,29 @@
-"""The pass over the chunks of a gated delta rule, in torch: what `delta_kernels` computes on a GPU.
+"""The pass over the chunks of a gated delta rule, in torch; `delta_kernels` computes the same on a GPU.
 
 Within a chunk (`qerl.kernels.delta_rule`) G are the sums of decays up to each token, inclusive. With the
-state H in front of the chunk, and M and P that are made beforehand for all chunks at once,
+state H before the chunk, and M and P, which are computed beforehand for all chunks at once,
 
-    R = v - exp(G) (k H)            # what H does not answer yet: `missing`
-    X = M R                         # what the tokens write: `written`
+    R = v - exp(G) (k H)            # the part of v that H lacks: `missing`
+    X = M R                         # the values that the tokens write: `written`
     o = exp(G) (q H) + P X
     H' = exp(G_last) H + k^T (exp(G_last - G) X)
 
-Only this is one after the other. H' is the state behind the chunk and in front of the next one. Other
-writings multiply M with k and v beforehand, which saves the second product of three here; but then two
-matrices [tokens, K] and [tokens, E] are written and read of each chunk and value head, where M has [tokens,
-tokens], and v is read as it came.
+Only this is sequential. H' is the state after the chunk and before the next one. Other formulations multiply
+M with k and v beforehand, which saves the second of three products here; but then two matrices [tokens, K]
+and [tokens, E] are written and read per chunk and value head, instead of M with [tokens, tokens], and v as
+given.
 
-The gradients go from behind to the front. With dH' that of the state behind,
+Gradients run from the last chunk to the first. With dH' the gradient of the state after the chunk,
 
     dX = P^T do + exp(G_last - G) (k dH')
     dR = M^T dX                     # the gradient of v as well
     dH = exp(G_last) dH' + q^T (exp(G) do) - k^T (exp(G) dR)
 
-and what q, k, G, M and P get from this are products of each chunk by itself, once all H, R, X and their
-gradients are there (`delta_rule`).
+and the gradients of q, k, G, M and P are products within each chunk, once all H, R, X and their gradients are
+known (`delta_rule`).
 
-Shapes: L tokens of all sequences, N sequences, J chunks of all sequences one behind another, I tokens of a
-chunk, U key heads of size K, V value heads of size E.
+Shapes: L tokens of all sequences, N sequences, J chunks of all sequences in order, I tokens of a chunk, U key
+heads of size K, V value heads of size E.
 """
 
 from collections.abc import Sequence
@@ -37,18 +37,18 @@ import torch
 from qerl.kernels.tensors import upload
 
 CHUNK = 64
-"""I, tokens that are computed by products of matrices at once."""
+"""I, tokens per chunk."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Where the chunks of sequences are.
+    """Positions of the chunks of packed sequences.
 
     Attributes:
-        first: Of each sequence its first chunk, and J: N + 1 numbers.
+        first: First chunk of each sequence, then J: N + 1 numbers.
         first_N: The same, int32.
-        rows_JI: int64, the token at each place; the last of the sequence where a last chunk has more places.
-        real_JI: bool, the others.
+        rows_JI: int64, the token at each place; places after the end of a sequence repeat its last token.
+        real_JI: bool, False at those places.
         place_L: int64, the place of each token, I j + i.
     """
 
@@ -60,7 +60,7 @@ class Chunks:
 
     @classmethod
     def of(cls, offsets: Sequence[int], device: torch.device) -> "Chunks":
-        """Chunks of sequences that begin at these tokens of a row; the last number is L."""
+        """Return the chunks of sequences that begin at these tokens of a row; the last number is L."""
         begins, ends = np.array(offsets[:-1]), np.array(offsets[1:])
         counts = -(-(ends - begins) // CHUNK)
         first = np.cumsum([0, *counts])
@@ -73,16 +73,17 @@ class Chunks:
         return cls(first.tolist(), *(upload(torch.from_numpy(x), device) for x in on_host))
 
     def split(self, x_L: torch.Tensor) -> torch.Tensor:
-        """[J, I, ...] of what tokens have; a place without a token has what the sequence's last one has."""
+        """Split per-token values into chunks, [J, I, ...]; a place without a token repeats the sequence's
+        last one."""
         return x_L[self.rows_JI]
 
     def join(self, x_JI: torch.Tensor) -> torch.Tensor:
-        """[L, ...] of what the places of tokens have."""
+        """Return the values of all tokens, [L, ...], from those of their places."""
         return x_JI.flatten(0, 1)[self.place_L]
 
 
 class Local(NamedTuple):
-    """What a pass reads of each chunk besides v, contiguous, in FP32 (or FP64, in torch).
+    """Tensors of each chunk that a pass reads besides v, contiguous, in FP32 (or FP64, in torch).
 
     Attributes:
         q_JUIK: Unit vectors over sqrt(K).
@@ -100,7 +101,7 @@ class Local(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """H in front of each chunk, R and X, in the dtype of `Local`."""
+    """H before each chunk, R and X, in the dtype of `Local`."""
 
     states_JVKE: torch.Tensor
     missing_JVIE: torch.Tensor
@@ -108,7 +109,7 @@ class Kept(NamedTuple):
 
 
 class Pulls(NamedTuple):
-    """Gradients of the states behind chunks, of R, of X and of the first states, in the dtype of `Local`."""
+    """Gradients of the states after chunks, of R, of X and of the initial states, in the dtype of `Local`."""
 
     behind_JVKE: torch.Tensor
     missing_JVIE: torch.Tensor
@@ -117,8 +118,7 @@ class Pulls(NamedTuple):
 
 
 def inverse(system_JVII: torch.Tensor) -> torch.Tensor:
-    """Inverse of the unit lower triangular matrices whose part below the diagonal this is; the rest is not
-    read."""
+    """Invert unit lower triangular matrices, given their part below the diagonal; the rest is not read."""
     one = torch.eye(system_JVII.shape[-1], dtype=system_JVII.dtype, device=system_JVII.device)
     return torch.linalg.solve_triangular(system_JVII, one, upper=False, unitriangular=True)
 
@@ -126,15 +126,18 @@ def inverse(system_JVII: torch.Tensor) -> torch.Tensor:
 def scan(
     local: Local, v_JIVE: torch.Tensor, initial_NVKE: torch.Tensor | None, chunks: Chunks, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
-    """Outputs [J, I, V, E] in the dtype of v, the state [N, V, K, E] behind each sequence in that of `Local`,
-    and, where asked for, what the gradients need.
+    """Run the pass over all chunks.
 
     Args:
-        local: Of the chunks.
+        local: Tensors of the chunks.
         v_JIVE: In any floating dtype.
         initial_NVKE: In the dtype of `Local`, contiguous; None for zeros.
-        chunks: Where the sequences are.
-        keep: Whether to give `Kept`.
+        chunks: Positions of the chunks.
+        keep: Whether to return `Kept`.
+
+    Returns:
+        Outputs [J, I, V, E] in the dtype of v, the state [N, V, K, E] after each sequence in that of `Local`,
+        and `Kept`, which the gradients need, or None.
     """
     q, k, grown, left, whole = _factors(local, v_JIVE.shape[2])
     v = v_JIVE.movedim(1, 2).to(k.dtype)
@@ -156,13 +159,13 @@ def scan(
 def scan_backward(
     local: Local, dout_JIVE: torch.Tensor, dfinal_NVKE: torch.Tensor | None, chunks: Chunks
 ) -> Pulls:
-    """Gradients, from those of the outputs and of the states behind the sequences.
+    """Return the gradients, from those of the outputs and of the states after the sequences.
 
     Args:
-        local: Of the chunks.
+        local: Tensors of the chunks.
         dout_JIVE: In any floating dtype, zeros where a chunk has no token.
         dfinal_NVKE: In the dtype of `Local`, contiguous; None for zeros.
-        chunks: Where the sequences are.
+        chunks: Positions of the chunks.
     """
     q, k, grown, left, whole = _factors(local, dout_JIVE.shape[2])
     dout = dout_JIVE.movedim(1, 2).to(k.dtype)
@@ -184,7 +187,7 @@ def scan_backward(
 
 
 def _factors(local: Local, value_heads: int) -> tuple[torch.Tensor, ...]:
-    """q and k for each value head, exp(G), exp(G_last - G) and exp(G_last)."""
+    """Return q and k for each value head, exp(G), exp(G_last - G) and exp(G_last)."""
     q, k, sums, *_ = local
     q, k = (x.repeat_interleave(value_heads // x.shape[1], dim=1) for x in (q, k))
     sums = sums[..., None]

@@ -1,4 +1,4 @@
-"""What launchers ask about a device."""
+"""Properties of a device that launchers need."""
 
 from functools import cache
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of the GPU's multiprocessors.
+    """Return the number of the GPU's multiprocessors, or 8 for a CPU.
 
-    On a CPU the interpreter of Triton runs one program after another, so every split of an item costs time:
-    8 leaves one split to many batch rows and several to few.
+    On a CPU Triton's interpreter runs one program after another, so every split of an item costs time: 8
+    makes one split for many batch rows and several for few.
     """
     if device.type != "cuda":
         return 8
@@ -20,7 +20,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def device_words(device: torch.device) -> str:
-    """A device as far as it decides how sums are cut, and so their last bits."""
+    """Name a device with all that decides how sums are split, and so their last bits."""
     if device.type != "cuda":
         return "the CPU"
     return f"{torch.cuda.get_device_name(device)} with {multiprocessors(device)} multiprocessors"
@@ -28,7 +28,7 @@ def device_words(device: torch.device) -> str:
 
 @cache
 def l2_bytes(device: torch.device) -> int:
-    """Size of a GPU's L2 cache."""
+    """Return the size of a GPU's L2 cache in bytes."""
     properties: Any = torch.cuda.get_device_properties(device)
     size: int = properties.L2_cache_size
     return size

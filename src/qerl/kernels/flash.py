@@ -1,20 +1,22 @@
-"""FlashAttention along segments, for the update: torch's own (2), or that of flash-attn-4 for long rows on
-Hopper. Both are called by what autograd would call, because the update gathers keys and values anew for
-backward instead of keeping them, and both add gradients in a fixed order: a resumed run must compute the same
-bits. torch's does so in several FP32 copies; those that no block of keys would write are left out
+"""FlashAttention over segments, for the update: torch's own (2), or flash-attn-4 for long rows on Hopper.
+
+The functions underneath autograd are called directly, because the update gathers keys and values again for
+backward instead of keeping them. Both versions add gradients in a fixed order: a resumed run must compute the
+same bits. torch's does so in several FP32 copies; copies that no block of keys would write are left out
 (`segments_in_backward`).
 
-FlashAttention-4 was faster on an H200 from rows of 8192 tokens on, of 400 or more per segment, with heads of
+FlashAttention-4 was faster on an H200 from rows of 8192 tokens on, with 400 or more per segment and heads of
 128 columns: one sample of 16384 tokens takes 12 ms per layer of 7B instead of 32, two groups of 8 x 1024 take
 2.1 instead of 3.2 (attention-fa4-h200.json). For more than 256 segments it has other kernels, which were not
-run, and neither were its windows and sinks. What is called of it is private, so no other version is used.
+run, and neither were its windows and sinks. The functions called here are private, so no other version of it
+is used.
 
-Neither takes heads of more than 256 columns (512 in the full layers of Gemma 4). Those get torch's
-memory-efficient attention, with keys and values written out for each query head. It is slower, and adds in a
+Neither version takes heads of more than 256 columns (512 in the full layers of Gemma 4). Those get torch's
+memory-efficient attention, with keys and values repeated for each query head. It is slower, and adds in a
 fixed order as long as keys are not split.
 
-Shapes: L queries of all segments, M keys of all segments, N segments and one, H query heads, G key heads,
-E head size.
+Shapes: L queries of all segments, M keys of all segments, N segments plus one, H query heads, G key heads, E
+head size.
 """
 
 import threading
@@ -38,11 +40,11 @@ _ONE_THREAD = threading.Lock()
 
 
 class Extents(NamedTuple):
-    """Segments of queries, each with the segment of keys it sees: causal, aligned at their ends.
+    """Segments of queries, each with the segment of keys it attends to: causal, aligned at their ends.
 
     Attributes:
-        query_offsets_N: int32, where the queries of each segment begin, and L.
-        key_offsets_N: int32, where its keys begin, and M.
+        query_offsets_N: int32, first query of each segment, then L.
+        key_offsets_N: int32, first key of each segment, then M.
         longest_query, longest_key: Tokens of the longest segment.
     """
 
@@ -53,12 +55,12 @@ class Extents(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a layer makes weights of queries and keys.
+    """How a layer computes attention weights from queries and keys.
 
     Attributes:
-        scale: Multiplies their products.
-        window: Keys that a query sees, its own among them; None for all up to its own.
-        has_sinks: Whether the caller puts a sink into the softmax of each head.
+        scale: Factor of their products.
+        window: Keys that a query attends to, its own included; None for all up to its own.
+        has_sinks: Whether the caller adds a sink to the softmax of each head.
     """
 
     scale: float
@@ -68,7 +70,7 @@ class Scoring(NamedTuple):
 
 @cache
 def why_not_flash4(device: torch.device) -> str:
-    """Why no row on a device gets FlashAttention-4; empty where long ones do."""
+    """Return why no row on a device gets FlashAttention-4, or an empty string if long rows do."""
     if device.type != "cuda" or card_of(device).math != "wgmma":
         return "FlashAttention-4 was run on Hopper alone"
     try:
@@ -80,7 +82,7 @@ def why_not_flash4(device: torch.device) -> str:
 
 
 def takes_flash4(q_LHE: torch.Tensor, extents: Extents, scoring: Scoring) -> bool:
-    """Whether a row gets FlashAttention-4 in a layer, which does not depend on other rows."""
+    """Return True if a row gets FlashAttention-4 in a layer; this does not depend on other rows."""
     if scoring.window is not None or scoring.has_sinks:
         return False
     tokens, _, size = q_LHE.shape
@@ -104,9 +106,9 @@ def _settings(scoring: Scoring) -> dict[str, Any]:
 def forward(
     q_LHE: torch.Tensor, k_MGE: torch.Tensor, v_MGE: torch.Tensor, extents: Extents, scoring: Scoring
 ) -> tuple[torch.Tensor, ...]:
-    """The output [L, H, E] in 16 bits, the logarithm of each softmax's sum, and what else backward needs.
+    """Return the output [L, H, E] in 16 bits, the log-sum-exp of each softmax, and other inputs of backward.
 
-    Those logarithms are FP32 and [H, L], except where heads have more than `MAX_HEAD` columns.
+    The log-sum-exps are FP32 [H, L], except where heads have more than `MAX_HEAD` columns.
     """
     if q_LHE.shape[-1] > MAX_HEAD:
         k_MHE, v_MHE = (_for_each_query_head(x, q_LHE) for x in (k_MGE, v_MGE))
@@ -139,7 +141,7 @@ def backward(
     extents: Extents,
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the inputs q, k and v of forward, given all it returned; the same bits each time."""
+    """Return the gradients of forward's q, k and v, given all its outputs; the same bits each time."""
     if takes_flash4(inputs[0], extents, scoring):
         from flash_attn.cute import interface
 
@@ -165,7 +167,7 @@ def backward(
 
 
 def _with_empty(extents: Extents, q_LHE: torch.Tensor) -> Extents:
-    """The same with empty segments behind them, as far as they save memory."""
+    """Append empty segments if they save memory."""
     count, (_, heads, size) = len(extents.query_offsets_N) - 1, q_LHE.shape
     blocks = -(-extents.longest_key // (128 if size <= 128 else 64))  # as the kernel cuts keys
     empty = segments_in_backward(count, heads, blocks, multiprocessors(q_LHE.device)) - count
@@ -176,12 +178,13 @@ def _with_empty(extents: Extents, q_LHE: torch.Tensor) -> Extents:
 
 
 def segments_in_backward(count: int, heads: int, blocks: int, cores: int) -> int:
-    """How many segments to tell FlashAttention's deterministic backward of.
+    """Return how many segments FlashAttention's deterministic backward is told that there are.
 
-    It adds gradients of queries up in ``cores / (segments * heads)`` FP32 copies, rounded up, each for every
-    so-many-th block of keys, so that each multiprocessor has a block. Where there are fewer blocks of keys
-    than copies, the others are filled with zeros and never written: with few short segments and few heads
-    they take more memory than all else in a layer. Told of more segments, it makes fewer copies.
+    Backward sums gradients of queries in ``cores / (segments * heads)`` FP32 copies, rounded up, with blocks
+    of keys assigned to the copies in turn, so that each multiprocessor has a block. If there are fewer blocks
+    of keys than copies, the other copies are filled with zeros and never written: with few short segments and
+    few heads they take more memory than all else in a layer. Told of more segments, backward makes fewer
+    copies.
 
     Args:
         count: Segments.
@@ -200,13 +203,13 @@ def segments_in_backward(count: int, heads: int, blocks: int, cores: int) -> int
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside the block torch's fused attention, whichever it takes, adds gradients in a fixed order.
+    """Make torch's fused attention of either kind add gradients in a fixed order inside the block.
 
-    torch offers that as a setting of the whole process, so threads take turns here. Whatever else another
-    thread asks of a GPU meanwhile must have a deterministic form, or torch refuses it.
+    torch has only a setting of the whole process, so threads take turns here. Any other operation that
+    another thread runs on a GPU meanwhile must have a deterministic form, or torch refuses it.
 
     Raises:
-        QeRLError: Another implementation was put in its place, which does not read this setting.
+        QeRLError: torch's FlashAttention was replaced by an implementation that does not read this setting.
     """
     if other := current_flash_attention_impl():
         raise QeRLError(

@@ -1,4 +1,4 @@
-"""What launchers of Triton kernels share: checks of tensors, and launch options."""
+"""Tensor checks and launch options for the launchers of Triton kernels."""
 
 import torch
 
@@ -7,15 +7,15 @@ from qerl.kernels.cards import card_of
 
 
 def pointers(kernel: str, stand_in: torch.Tensor, **tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """The pointer arguments of a launch, in the order given.
+    """Return the pointer arguments of a launch, in the order given.
 
     Args:
         kernel: Name of the launcher, for the message.
         stand_in: Passed for each argument that is None.
-        tensors: The arguments by the names of the launcher's parameters.
+        tensors: The arguments, by the names of the launcher's parameters.
 
     Raises:
-        QeRLError: A tensor is not contiguous: kernels count elements from its first one.
+        QeRLError: A tensor is not contiguous: kernels index from its first element, without strides.
     """
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
@@ -43,5 +43,5 @@ def dependent(tensor: torch.Tensor) -> dict[str, bool]:
 
 
 def shared_bytes(tensor: torch.Tensor) -> int:
-    """Shared memory that a program may have where this tensor is."""
+    """Return the bytes of shared memory that a program may use on this tensor's device."""
     return card_of(tensor.device).shared_bytes

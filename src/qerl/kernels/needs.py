@@ -1,4 +1,4 @@
-"""What the GPU kernels need of a machine; looked up without importing any of it."""
+"""Requirements of the GPU kernels on a machine, checked without importing the packages."""
 
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,8 +14,9 @@ RUN_ON: frozenset[Capability] = frozenset({(9, 0)})
 """Compute capabilities of the GPUs on which the kernels have been run."""
 
 RUN_AS: frozenset[Capability] = frozenset({(8, 0)})
-"""Older classes whose code all tests have run on one of those GPUs (`QERL_ARCH`). As long as there is none,
-the other cards are refused unless `QERL_ARCH` names a class for them; with one, no card since Ampere is."""
+"""Older classes whose code has run all tests on one of those GPUs (`QERL_ARCH`). While this set is empty,
+other cards are refused unless `QERL_ARCH` names a class for them; with an entry, no card since Ampere is
+refused."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ class Package:
     """A package that only some paths need.
 
     Attributes:
-        name: As pip knows it.
-        module: As Python imports it.
-        purpose: What it is for.
-        required: Whether the kernels do not run without it.
+        name: Name for pip.
+        module: Name to import.
+        purpose: Its use, in words.
+        required: Whether the kernels cannot run without it.
     """
 
     name: str
@@ -41,16 +42,16 @@ PACKAGES = (
     Package("quack-kernels", "quack", "NVFP4 products of many tokens", required=False),
     Package("flash-attn-4", "flash_attn.cute", "attention of long rows on Hopper", required=False),
 )
-"""What the kernels import."""
+"""Packages that the kernels import."""
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why the kernels do not run here.
+    """A reason why the kernels do not run here.
 
     Attributes:
-        reason: In words.
-        remedy: Command that helps, empty where none does.
+        reason: The reason, in words.
+        remedy: Command that helps; empty if there is none.
     """
 
     reason: str
@@ -61,9 +62,9 @@ NO_CUDA = Obstacle("the model is not on a CUDA device")
 
 
 def run_on(card: Card) -> str:
-    """On which GPUs the code of a class has been run, in words; other classes were compiled for.
+    """Return on which GPUs a class's code has been run, in words, or that it was only compiled.
 
-    Code is that of another class where both load, multiply and launch in the same way, and only tiles and FP8
+    Two classes share their code if both load, multiply and launch in the same way, so that only tiles and FP8
     differ.
     """
     shown = " and ".join(map(words, sorted(RUN_ON)))
@@ -76,12 +77,12 @@ def run_on(card: Card) -> str:
 
 
 def many_tokens_by(card: Card) -> str:
-    """What multiplies more tokens with four-bit weights than this package's own product takes, in words."""
+    """Name the method for products of four-bit weights with more tokens than packed_gemm.cu takes."""
     return "quack-kernels" if card.quack and has_module("quack") else "dequantisation and cuBLAS"
 
 
 def card_sentence(card: Card) -> str:
-    """The code that a GPU of this class gets, as a run says it at its start."""
+    """Describe the code that a GPU of this class gets, in the sentence that a run prints at its start."""
     loads = "the copy engine" if card.loader == "bulk" else card.loader
     return (
         f"The kernels are those of compute capability {words(card.capability)} ({run_on(card)}): {loads} "
@@ -94,7 +95,7 @@ def _code(card: Card) -> tuple[str, str, bool]:
 
 
 def obstacles(fp8: bool = False) -> list[Obstacle]:
-    """What keeps the kernels from running on the present CUDA device; empty if nothing does.
+    """Return the reasons why the kernels cannot run on the current CUDA device; empty if they can.
 
     Args:
         fp8: Whether keys and values are to be FP8.
@@ -109,7 +110,7 @@ def obstacles(fp8: bool = False) -> list[Obstacle]:
 
 
 def obstacles_of_class(capability: Capability, fp8: bool = False) -> list[Obstacle]:
-    """What keeps the kernels from running on GPUs of a compute capability; empty if nothing does."""
+    """Return the reasons why the kernels cannot run on GPUs of a compute capability; empty if they can."""
     try:
         named, card = asked(), chosen(capability, 0)
     except QeRLError as error:
@@ -124,15 +125,15 @@ def obstacles_of_class(capability: Capability, fp8: bool = False) -> list[Obstac
 
 
 def has_module(module: str) -> bool:
-    """Whether a module could be imported."""
+    """Return True if a module can be imported."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent of a dotted name is not there
+    except ModuleNotFoundError:  # the parent of a dotted name is missing
         return False
 
 
 def how_to_install(package: str) -> str:
-    """The command that installs a package in the version that one of this project's extras asks for."""
+    """Return the pip command for a package, in the version that this project's extras require."""
     asked = [Requirement(text) for text in metadata.requires("qerl") or []]
     found = next((wanted for wanted in asked if wanted.name == package), Requirement(package))
     return f"pip install '{found.name}{found.specifier}'"

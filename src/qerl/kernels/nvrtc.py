@@ -1,9 +1,9 @@
 """CUDA C++ kernels compiled at run time.
 
-NVRTC and the driver come with torch's own dependencies (the cuda-bindings package), so nobody needs a CUDA
-toolkit. Kernels are launched through the driver for one reason beyond that: programmatic dependent launch,
-which lets a kernel start reading its weights while the one before it still runs, is a launch attribute. What
-is compiled for, and whether kernels are launched so, is what `qerl.kernels.cards` says of the GPU.
+NVRTC and the driver come with torch's own dependencies (the cuda-bindings package), so no CUDA toolkit is
+needed. Launching through the driver has a second reason: programmatic dependent launch, which lets a kernel
+start reading its weights while its predecessor still runs, is a launch attribute. The target architecture and
+the use of that attribute come from the GPU's entry in `qerl.kernels.cards`.
 """
 
 import ctypes
@@ -31,8 +31,8 @@ def _bindings() -> tuple[Any, Any]:
 
 
 def current(device: torch.device | int) -> AbstractContextManager[Any]:
-    """Makes the device the current one, which launches, streams and questions about memory go to; a CPU is
-    none."""
+    """Return a context in which the device is current for launches, streams and memory queries; for a CPU,
+    one that does nothing."""
     on_cpu = isinstance(device, torch.device) and device.type != "cuda"
     return nullcontext() if on_cpu else torch.cuda.device(device)
 
@@ -45,12 +45,12 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
 
 
 def compile_source(path: Path, defines: Mapping[str, int], target: str) -> bytes:
-    """Machine code for ``sm_XX``, or for ``compute_XX`` the PTX that a driver translates; needs no GPU.
+    """Return machine code for ``sm_XX``, or for ``compute_XX`` PTX that a driver translates; needs no GPU.
 
     Args:
         path: Source file. It may include headers (.cuh) of its folder.
         defines: Preprocessor macros, the kernel's compile-time parameters.
-        target: As NVRTC's option --gpu-architecture takes it.
+        target: Value of NVRTC's option --gpu-architecture.
 
     Raises:
         QeRLError: The source does not compile, or cuda-bindings is not installed.
@@ -78,7 +78,7 @@ def _output(program: Any, size_of: Callable[..., Any], write: Callable[..., Any]
 
 
 class Kernel:
-    """A compiled kernel of the device that is current when it is made.
+    """A kernel compiled for the device that is current at construction.
 
     Args:
         path: Source file.
@@ -115,10 +115,10 @@ class Kernel:
         pointers: Sequence[torch.Tensor],
         integers: Sequence[int],
     ) -> None:
-        """Launches on the device's current stream; where the card can, the kernel may begin before the one
-        ahead of it has ended.
+        """Launch on the device's current stream.
 
-        The calling thread may be one of autograd's, which has a current device but perhaps no context yet.
+        Where the card supports it, the kernel may start before its predecessor has ended. The calling thread
+        may be one of autograd's, which has a current device but perhaps no context yet.
         """
         driver = self._driver
         with current(self._device):
@@ -137,7 +137,7 @@ class Kernel:
 
 
 def _dependent(driver: Any) -> Any:
-    """The launch attribute with which a kernel may begin before the one ahead of it has ended."""
+    """Return the launch attribute that lets a kernel start before its predecessor has ended."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     value = driver.CUlaunchAttributeValue()
@@ -148,6 +148,6 @@ def _dependent(driver: Any) -> Any:
 
 @cache
 def kernel(path: Path, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Kernel:
-    """The kernel with these compile-time parameters, compiled for a device on first use."""
+    """Return the kernel with these compile-time parameters, compiled for a device on first use."""
     with current(device):
         return Kernel(path, name, dict(defines))

@@ -1,17 +1,17 @@
-"""Products of 16-bit matrices in FP32, and small tensors on their way to a GPU.
+"""Products of 16-bit matrices in FP32, and copies of small tensors to a GPU.
 
-Engines and update take logits from here, in FP32 and unrounded. Tokens are likely or not by differences of
-logits. Those of trained models are near 25, where neighbouring bf16 numbers are 0.125 apart, so a head that
+Engines and update compute logits here, in FP32 and unrounded. Differences of logits decide how likely tokens
+are. Logits of trained models are near 25, where neighbouring bf16 numbers are 0.125 apart, so a head that
 rounds its product to 16 bits moves every log-probability, and sampler and trainer agree only if neither
-rounds. The product of 16-bit numbers is summed in FP32 anyway; here it is also stored so. The gradient of
-logits is rounded to 16 bits before its own products, as every other gradient of the update is: its rounding
-errors have no common sign, and its products run on tensor cores.
+rounds. Products of 16-bit numbers are summed in FP32 anyway; here the sum is also stored in FP32. The
+gradient of logits is rounded to 16 bits before its own products, like every other gradient of the update: its
+rounding errors have no common sign, and its products run on tensor cores.
 
-On a CPU both operands are converted first, since no product of 16-bit numbers can be had there unrounded.
+On a CPU both operands are converted first, since torch has no unrounded product of 16-bit matrices there.
 
-`tensor.to("cuda")` copies from memory that the system may move, so it returns only once the GPU has done all
-that was asked of it before. From pinned memory (`upload`) the copy waits in line like any other work. torch
-keeps the pinned memory until the copy is done, and uses it again.
+`tensor.to("cuda")` copies from pageable memory, so it returns only once the GPU has finished all work queued
+before it. From pinned memory (`upload`) the copy is queued like any other work. torch keeps the pinned memory
+until the copy is done, and then reuses it.
 
 Shapes: n positions, V vocabulary, D hidden size.
 """
@@ -28,24 +28,27 @@ if TYPE_CHECKING:
 
 
 HEAD_TILE = 5 << 25
-"""Logits that the output head of the update has at a time: 1024 positions of a vocabulary of 152,000 in 0.6
-GB, of which its second product makes enough blocks to fill a card with 132 multiprocessors."""
+"""Maximum logits that the output head of the update holds at a time: 1024 positions of a vocabulary of
+152,000 in 0.6 GB, with which its second product makes enough blocks to fill a card with 132
+multiprocessors."""
 
 
 def head_positions(positions: int, vocabulary: int) -> int:
-    """Positions whose whole rows of logits the output head of the update has at a time."""
+    """Return how many positions, with whole rows of logits, the output head of the update holds at a time."""
     return min(positions, max(HEAD_TILE // vocabulary // 128, 1) * 128)
 
 
 DIVERGENCE_ROWS = 8
-"""Largest number of matrices of logits' size that a tile of a divergence between two heads has at a time,
-which is that of a Jensen-Shannon divergence from logits with a cap; without a cap a forward KL has 6, a
+"""Maximum number of matrices of the logits' size that a tile of a divergence between two heads holds at a
+time, reached by a Jensen-Shannon divergence from logits with a cap; without a cap a forward KL has 6, a
 reverse KL 4."""
 
 
 def divergence_positions(positions: int, vocabulary: int) -> int:
-    """Positions whose whole rows of logits a divergence between two heads has at a time: a quarter of the
-    head's, since it has more matrices of that size."""
+    """Return how many positions, with whole rows of logits, a divergence between two heads holds at a time.
+
+    It is a quarter of the head's, since a divergence has more matrices of that size.
+    """
     return head_positions(positions, 4 * vocabulary)
 
 
@@ -71,7 +74,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on a device; the host goes on at once."""
+    """Copy a CPU tensor to a device without making the host wait."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -79,10 +82,10 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unrounded_logits(model: "PreTrainedModel") -> Iterator[None]:
-    """Inside the block a transformers model gives FP32 logits; for passes without a graph.
+    """Make a transformers model return FP32 logits inside the block, for passes without a graph.
 
-    Only an output head that is a plain linear of 16 bits is meant; one that an adapter or another module
-    wraps keeps its own code, and its own rounding.
+    This applies only to an output head that is a plain 16-bit linear; a head that an adapter or another
+    module wraps keeps its own code, and its own rounding.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or "forward" in vars(head) or head.weight.dtype.itemsize != 2:

@@ -1,8 +1,8 @@
-"""Triton kernels as an older class of GPUs would get them, where `QERL_ARCH` names one.
+"""Compilation of Triton kernels for an older class of GPUs, where `QERL_ARCH` names one.
 
-Triton has a setting for the class that it lowers for, by which it chooses tensor cores, FP8 types and the
-pipelining of loads; but it then writes PTX of the GPU's own generation. Here that is the older class's too,
-so that whatever such a card lacks is an error, and it is assembled for the GPU that is there.
+Triton has a setting for the class that it lowers for, which selects tensor cores, FP8 types and the
+pipelining of loads; but it still writes PTX for the GPU's own generation. Here the PTX is for the older class
+too, so that any feature such a card lacks is an error, and it is assembled for the GPU that is present.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from qerl.kernels.cards import Capability, asked
 
 
 def compile_as(capability: Capability) -> None:
-    """Makes Triton compile for this compute capability, and assemble for the GPU that is there."""
+    """Make Triton compile for this compute capability, and assemble for the GPU that is present."""
     number = 10 * capability[0] + capability[1]
     knobs.runtime.override_arch = f"sm{number}"
     write = CUDABackend.make_ptx
@@ -27,10 +27,10 @@ def compile_as(capability: Capability) -> None:
 
 
 def follow_environment() -> None:
-    """Does so for the class that `QERL_ARCH` names; nothing where it is not set.
+    """Call `compile_as` for the class that `QERL_ARCH` names; do nothing if it is not set.
 
     Raises:
-        QeRLError: It names no class.
+        QeRLError: `QERL_ARCH` names no class.
     """
     capability = asked()
     if capability is not None and knobs.runtime.override_arch is None:

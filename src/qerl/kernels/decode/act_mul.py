@@ -1,10 +1,10 @@
 """silu(gate) * up, or GELU(gate) * up, with LoRA on both, and down's x A^T, in one launch.
 
-With few tokens a program owns 16 of them and 128 columns of the intermediate size, and asks for its weights
-before the product has ended. With many, time goes into bytes and instructions instead: a program owns 64
-tokens and walks along a run of columns, as many programs as the multiprocessors hold at once. What belongs to
-tokens (1/rms, x A^T) is then read once for all columns, the A and B of columns once for 64 tokens, the next
-columns are asked for while other programs compute, and the sum over a run is one part of down's x A^T.
+With few tokens a program takes 16 or 32 of them and 128 columns of the intermediate size, and loads its
+weights before the product has ended. With many, bytes and instructions take the time instead: a program takes
+64 tokens and walks along a run of columns, with as many programs as the multiprocessors hold at once. Values
+per token (1/rms, x A^T) are then read once for all columns, and the A and B of columns once for 64 tokens;
+the next columns are loaded while other programs compute, and the sum over a run is one part of down's x A^T.
 """
 
 import torch
@@ -166,17 +166,16 @@ def _act_mul_of_many(
 
 
 FEW = 64
-"""Tokens up to which a program has some of them and one block of columns; steps of 64 become slower where it
-walks, and those of 128 faster (ways-7b-between-few-h200.json)."""
+"""Maximum tokens for which a program takes some of them and one block of columns; steps of 64 become slower
+if programs walk, and those of 128 faster (ways-7b-between-few-h200.json)."""
 
 _FEW_COLUMNS = 128
 
 _TOKENS, _ROW_BYTES = 64, 128
-"""With many: tokens of a program, and bytes of a partial sum's row that it takes at once."""
+"""With many: tokens of a program, and bytes of a partial sum's row that it loads at once."""
 
 _RESIDENT = {32: 3, 64: 2}
-"""Programs that a Hopper multiprocessor holds at once, by ranks of down's A up to which it does; with more,
-one."""
+"""Programs that a Hopper multiprocessor holds at once, by maximum ranks of down's A; with more ranks, one."""
 
 
 def _walks(tokens: int, intermediate: int) -> bool:
@@ -184,19 +183,19 @@ def _walks(tokens: int, intermediate: int) -> bool:
 
 
 def programs(intermediate: int, tokens: int, ranks: int, device: torch.device) -> int:
-    """Programs side by side, each with columns of its own; each leaves one part of down's x A^T.
+    """Return the number of programs side by side, each with its own columns and part of down's x A^T.
 
     Args:
         intermediate: I.
         tokens: T.
-        ranks: Of down's A; 0 without.
-        device: Where the kernel runs.
+        ranks: Ranks of down's A; 0 without.
+        device: Device that runs the kernel.
     """
     if not _walks(tokens, intermediate):
         return triton.cdiv(intermediate, _FEW_COLUMNS)
     resident = next((count for most, count in _RESIDENT.items() if ranks <= most), 1)
     at_once = resident * multiprocessors(device) // triton.cdiv(tokens, _TOKENS)
-    # A long pass has programs for several turns of the multiprocessors, so that the last one is short.
+    # A long pass has more programs than run at once, so that their last wave is short.
     return min(intermediate // 64, max(at_once, triton.cdiv(intermediate, 1024)))
 
 
@@ -220,18 +219,18 @@ def act_mul(
 
     Args:
         gemm_STN: fp32 or bf16 [S, T, N], columns 0..I gate and I..2I up.
-        scale_2: fp32 factors of gate and up; one where they are one linear.
+        scale_2: fp32 factors of gate and up; one factor where they are one linear.
         squares_PT: Partial sums of squares from :func:`residual_norm`.
         h_TI: bf16, written, [T, I] or in the order of ``packed_gemm``.
         intermediate: I.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
-        gelu: GELU by its approximation with tanh, in the place of SiLU.
+        gelu: Whether the activation is GELU, in its tanh approximation, instead of SiLU.
         fused: True if one linear with one adapter makes both.
         padded_tokens: Tokens that ``h_TI`` has room for in the order of ``packed_gemm``; 0 for [T, I].
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
-        b: LoRA of gate and up: B of gate on top of B of up, and the sum x A^T [T, 2 R] of both, or [T, R];
-            columns behind those are of other linears.
+        b: LoRA of gate and up: their stacked B, gate first, and the sum x A^T [T, 2 R] of both, or [T, R] if
+            they are one linear; further columns belong to other linears.
         a: LoRA of down.
 
     Raises:

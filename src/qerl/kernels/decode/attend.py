@@ -1,29 +1,29 @@
 """Attention over the paged KV cache, in which samples of one prompt read its keys and values once.
 
-A work item is a run of query tokens that look at one block table: the samples of a group at their prompt's
-blocks, one sample at its own blocks, or a slice of a prompt at itself during prefill.
-All query heads that share a kv head are rows of the same tile, so a block of keys is read from memory once
-for all of them. How far a row may look is a number for each token, which makes decode, shared prompts and
-causal prefill the same loop.
+A work item is a run of query tokens that attend to one block table: the samples of a group to their prompt's
+blocks, one sample to its own blocks, or a slice of a prompt to itself during prefill. All query heads that
+share a kv head are rows of the same tile, so a block of keys is read from memory once for all of them. Each
+token has its own limit on the keys that it sees, which makes decode, shared prompts and causal prefill the
+same loop.
 
-While few tokens decode behind short prompts, tiles have 16 rows at prompts as at own tokens. A group that
-needs several (8 samples with 7 query heads per kv head: four) reads its prompt from the L2 cache after the
+With few tokens and short prompts, tiles have 16 rows, for prompts as for own tokens. A group that needs
+several tiles (8 samples with 7 query heads per kv head: four) reads its prompt from the L2 cache after the
 first. With many tokens or long prompts such reads take more time than those of memory, so a prompt's tile may
-have 64 rows, with warpgroup products. Own tokens in the same launch would get its registers, with which two
-programs fit on a multiprocessor and not five, so prompts have a launch ahead of theirs. The second does not
-wait for the first: it starts where prompts leave room, and ends when they have ended. Where that pays,
-`qerl.rollout.paged.decode` says.
+have 64 rows, with warpgroup products. Own tokens in the same launch would get as many registers, with which
+two programs fit on a multiprocessor instead of five, so prompts have a separate launch before. The second
+launch does not wait for the first: it starts where prompts leave room, and ends when they have ended.
+`qerl.rollout.paged.decode` decides where that pays.
 
 Each work item's keys are divided into splits that run in parallel; every split leaves a normalised output and
 its log-sum-exp, and a second kernel combines them, multiplies by the output's gate where a layer has one, and
 computes x A^T for the output projection on the way.
 
-A head whose size is no power of two is computed as one of the next: what it lacks is zero. Heads wider than
-256 are read half a page at a time, for which shared memory has room. In a layer with a window a tile begins
-at the first key that any of its tokens sees; the pages before that may be anybody's.
+Heads are padded with zeros to a power of two. Heads wider than 256 are read half a page at a time, for which
+shared memory has room. In a layer with a window a tile begins at the first key that any of its tokens sees;
+the pages before that may belong to other sequences by now.
 
-Shapes: T tokens, H query heads, E head size, C = H E, G block tables, B blocks of a table, Z splits (those
-at shared prompts, then those at a sequence's own tokens), 2 those two kinds.
+Shapes: T tokens, H query heads, E head size, C = H E, G block tables, B blocks of a table, Z splits (those at
+shared prompts, then those at a sequence's own tokens), 2 those two kinds.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import WHOLE_PARTS, rank_part
 
 ALONE, AHEAD, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What a launch is: the only one, that of prompts, or that of own tokens beside it."""
+"""Kinds of a launch: the only one, that of prompts, or that of own tokens beside it."""
 
 HALF_PARTS = 64
 """Tokens of a pass from which on the outputs of splits are kept in 16 bits, see `parts_dtype`."""
@@ -59,13 +59,13 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def prefill_rows(grouped_heads: int, size: int) -> int:
-    """Rows of a tile, (token, query head) pairs that share a kv head, where items are slices of a prompt:
-    half as many where heads are so wide that the tile's output takes half of all registers."""
+    """Return the rows of a tile, (token, query head) pairs that share a kv head, for slices of a prompt: half
+    as many for heads so wide that the tile's output takes half of all registers."""
     return max(64 if size <= 256 else 32, triton.next_power_of_2(grouped_heads))
 
 
 def decode_rows(grouped_heads: int) -> int:
-    """Rows of a tile while decoding, where most items are one token.
+    """Return the rows of a tile while decoding, where most items are one token.
 
     Compiled for sm_90 by Triton 3.6, heads of 128: a program with 16 rows takes 96 registers per thread and
     38 KB of shared memory with half a page at a time, so five fit on a multiprocessor, and 158 and 72 KB with
@@ -75,13 +75,13 @@ def decode_rows(grouped_heads: int) -> int:
 
 
 def prompt_rows(grouped_heads: int, size: int, device: torch.device) -> int:
-    """Rows of a tile while decoding, where items are samples of a group at their prompt and have a launch of
-    their own; those of `decode_rows` where the card has no products of warpgroups, or heads are too wide.
+    """Return the rows of a tile while decoding, for samples of a group at their prompt in a separate launch;
+    as `decode_rows` where the card has no products of warpgroups, or heads are too wide.
 
     Args:
         grouped_heads: Query heads per kv head.
-        size: Of a head. Two programs of wider ones do not fit on a multiprocessor, nor own tokens beside one.
-        device: Where it runs.
+        size: Head size. Above 128, two programs do not fit on a multiprocessor, nor own tokens beside one.
+        device: Device that runs the kernel.
     """
     if size > 128 or card_of(device).math != "wgmma":
         return decode_rows(grouped_heads)
@@ -89,20 +89,20 @@ def prompt_rows(grouped_heads: int, size: int, device: torch.device) -> int:
 
 
 def parts_dtype(tokens: int, dtype: torch.dtype) -> torch.dtype:
-    """What the outputs of splits are kept in until they are combined.
+    """Return the dtype of the outputs of splits until they are combined.
 
     With many tokens writing and reading them takes time: whole steps of 64 to 256 rows are 0.6 to 1.0 %
-    faster with half of the bytes (ways-7b-attend-halves-h200.json). Fewer were not timed and keep fp32, nor
-    were passes of prefill, which follow the same rule.
+    faster with half of the bytes (ways-7b-attend-halves-h200.json). Fewer rows were not timed and keep fp32;
+    passes of prefill were not timed either and follow the same rule.
 
-    bf16 rounds each number by at most 2^-9 of itself, which is what the combined output is rounded by too.
-    Splits are summed in fp32 with weights that sum to at most one, so where they do not cancel the output's
-    error grows by the square root of two at most. A token with one split, as most have in prefill, loses
-    nothing: its output is rounded once, or a second time behind a sink or a gate.
+    bf16 rounds each number by at most 2^-9 of itself, as the combined output is rounded too. Splits are
+    summed in fp32 with weights that sum to at most one, so where they do not cancel the output's error grows
+    by the square root of two at most. A token with one split, as most have in prefill, loses nothing: its
+    output is rounded once, or a second time after a sink or a gate.
 
     Args:
-        tokens: Of the pass.
-        dtype: Of the model.
+        tokens: Tokens of the pass.
+        dtype: Dtype of the model.
     """
     return dtype if tokens >= HALF_PARTS else torch.float32
 
@@ -311,15 +311,16 @@ def _combine_of_token(
 
 
 FEW_TOKENS = 8
-"""Tokens up to which a program combines the splits of one token and head. One of 16 tokens loads splits one
-after another, because its registers do not hold all of them, and computes what it lacks of 16 as well."""
+"""Maximum tokens for which a program combines the splits of one token and head. A program of 16 tokens loads
+splits one after another, because its registers do not hold all of them, and also computes the padding up to
+16 tokens."""
 
 
 class Cut(NamedTuple):
-    """How work items of one kind are computed.
+    """Tile rows and splits of one kind of work items.
 
     Attributes:
-        rows: Of a tile, a power of two from 16 on and at least the query heads per kv head.
+        rows: Rows of a tile, a power of two from 16 on and at least the query heads per kv head.
         splits: Parallel splits of an item's keys.
     """
 
@@ -349,19 +350,19 @@ def attend(
         q_THE: Queries, bf16 [T, query heads, head size].
         k_cache, v_cache: [blocks, kv heads, block tokens, head size].
         tables_GB: int32 block tables.
-        item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most the rows of
-            a tile / query heads per kv head), row of ``tables_GB``, and which of the two limits and kinds of
-            splits the work item uses (0 for a shared prompt, 1 for a sequence's own tokens). Where the two
-            kinds are cut differently, the first half are those at shared prompts.
+        item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most the rows of a
+            tile / query heads per kv head), row of ``tables_GB``, and which of the two limits and kinds of
+            splits the work item uses (0 for a shared prompt, 1 for a sequence's own tokens). If ``prompts``
+            and ``own`` differ, the first half are the items at shared prompts.
         order: int32, the tokens of the work items.
         limit_2T: int32 [2, T]: how many cached tokens of the work item's table a token sees.
         out_ZTHE: fp32 or bf16 (`parts_dtype`) [splits of both kinds, T, heads, head size], written where a
             work item covers the token.
         lse_ZTH: fp32 [splits of both kinds, T, heads], likewise; the caller fills uncovered ones with -inf.
-        prompts, own: How items of the two kinds are cut.
+        prompts, own: Rows and splits of the two kinds of items.
         scale: Factor of the scores; None for head size ** -0.5.
-        window: Tokens that a token sees, itself included; None for all that the limits let it see. What
-            blocks behind it hold is not read.
+        window: Tokens that a token sees, itself included; None for all that the limits let it see. Blocks
+            before the window are not read.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -394,30 +395,31 @@ def attend(
 
 
 WHOLE_PAGES = 3
-"""Programs of 16 rows that fit on a multiprocessor where each asks for a whole page at a time, see
-`decode_rows`. Of 64 rows with prompts of their own and eight kv heads a quarter would wait for the others."""
+"""Programs of 16 rows that fit on a multiprocessor if each loads a whole page at a time, see
+`decode_rows`. With 64 batch rows that each have their own prompt, and eight kv heads, a quarter would wait
+for the others."""
 
 
 def _pipeline(
     launch: tl.constexpr, many: bool, rows: int, size: int, page: int, shared: int
 ) -> dict[str, int]:
-    """Keys of a block, warps of a program, and stages in which it asks for blocks ahead of their use.
+    """Return the keys of a block, the warps of a program, and the stages in which it loads blocks ahead.
 
-    Where a block lies is read from a table, which takes as many stages as the block itself: of two, three or
-    four stages Triton makes one block in shared memory, and a program computes nothing while it waits for the
-    next one; of five it makes two. That is taken for heads of up to 128, with half a page where programs are
-    many, so that five of 16 rows fit on a multiprocessor.
+    The place of a block is read from a table, which takes as many stages as the block itself: with two, three
+    or four stages Triton makes one block in shared memory, and a program computes nothing while it waits for
+    the next one; with five it makes two. Five are used for heads of up to 128, with half a page where
+    programs are many, so that five of 16 rows fit on a multiprocessor.
 
-    Many rows of heads wider than 128 take eight warps, whose registers hold the output. Pages ahead would
-    need 104 KB of shared memory; a card with less loads each where it is used.
+    Many rows of heads wider than 128 take eight warps, whose registers hold the output. Loading pages ahead
+    would need 104 KB of shared memory; a card with less loads each page where it is used.
 
     Args:
-        launch: What it is.
+        launch: Kind of the launch.
         many: Whether more programs have keys of their own tokens than fit with whole pages.
-        rows: Of a tile.
-        size: Of a head, padded.
+        rows: Rows of a tile.
+        size: Head size, padded.
         page: Tokens of a page.
-        shared: Bytes of shared memory that a program may have.
+        shared: Bytes of shared memory that a program may use.
     """
     if size > 256:
         return {"KEYS": page // 2, "num_warps": 8, "num_stages": 2 if shared >= WHOLE_PARTS else 1}

@@ -1,26 +1,26 @@
-"""What the Triton kernels of a decode step share.
+"""Functions that the Triton kernels of a decode step share.
 
 The step is laid out so that normalisation costs no launch of its own, and LoRA none where packed_gemm.cu
 multiplies:
 
-* RMSNorm is applied late. A norm kernel multiplies by the norm's weight, hands that to the GEMM, and leaves
-  partial sums of squares; every reader of the GEMM's output multiplies by 1/rms, which is one number per
-  token and commutes with the product.
+* RMSNorm is applied late. A norm kernel multiplies by the norm's weight, passes the result to the GEMM, and
+  leaves partial sums of squares; every reader of the GEMM's output multiplies by 1/rms, which is one number
+  per token and commutes with the product.
 * x A^T (``xa`` below) is computed by the kernel that makes x, while x is in registers. Its programs hold
   different columns of x, so each leaves a part of the sum. The GEMM adds the parts, in order, while it waits
   for its first activations (packed_gemm.cu; before other products a small launch does it, add_parts). So the
-  sum is the same every time, which atomic additions could not promise. The kernel that reads the GEMM's
+  sum has the same bits every time, which atomic additions would not give. The kernel that reads the GEMM's
   output applies B.
 * A kernel takes the ranks of a large adapter in parts of at most 128 (`qerl.kernels.limits`). It loads the
-  first part ahead of its wait (`begin`), as all weights, so up to 128 ranks there is no loop.
+  first part before its wait (`begin`), like all weights, so up to 128 ranks there is no loop.
 * A GEMM may leave partial sums over K; its reader adds them in order.
 
-Results therefore do not depend on timing, nor, in a step of a given number of rows, on who else is in the
-batch. Steps of other sizes cut products differently, and their last bits differ.
+Results therefore do not depend on timing, nor, in a step of a given number of rows, on the other sequences of
+the batch. Steps of other sizes split products differently, and their last bits differ.
 
-Shapes: T tokens, D hidden, N out-features of a GEMM, I intermediate, H heads, R ranks stacked (each
-adapter's padded with zeros to a power of two), S partial sums of a GEMM, G 64-row groups of its weight, P
-partial sums of squares, or parts of x A^T.
+Shapes: T tokens, D hidden, N out-features of a GEMM, I intermediate, H heads, R ranks stacked (each adapter's
+padded with zeros to a power of two), S partial sums of a GEMM, G 64-row groups of its weight, P partial sums
+of squares, or parts of x A^T.
 """
 
 import triton

@@ -1,40 +1,40 @@
 """A gated delta net between its two products, for one new token of each sequence, in three launches.
 
-Such a layer keeps a matrix S [K, E] of each value head in the place of keys and values, so the last token of
-a sequence takes no more memory and time than its first. A token with key k and value v fades what S holds,
-then moves what S has under k towards v, as far as beta says, and reads S with its query q:
+Such a layer keeps a matrix S [K, E] per value head instead of keys and values, so the last token of a
+sequence takes no more memory and time than its first. A token with key k and value v decays S, moves the
+value that S holds for k towards v at the rate beta, and reads S with its query q:
 
     q, k, v = silu(convolution(x W_qkv^T)); q, k = q / |q| / sqrt(K), k / |k|   # delta_inputs
     g = -exp(A_log) softplus(a + dt_bias); beta = sigmoid(b); z = x W_z^T
     S = exp(g) S; d = beta (v - k^T S); S = S + k d^T; o = q^T S                # delta_step
     y = rmsnorm(o) * weight * silu(z)                                           # gated_norm
 
-The convolution is along the sequence, of each channel with itself: of the token's input and the W - 1 before.
-Inputs are kept in a ring of W places, that of position p at p % W, rather than in a window that is shifted. A
-token then writes one number of a channel instead of W - 1, and none that another program or another thread
-still reads. Its own input is rounded as it is kept before it is used, so it is one number in all W outputs.
+The convolution runs along the sequence, for each channel by itself, over the token's input and the W - 1
+before. Inputs are kept in a ring of W places, that of position p at p % W, rather than in a shifted window. A
+token then writes one number per channel instead of W - 1, and none that another program or thread still
+reads. Its own input is rounded to the ring's dtype before use, so it is the same number in all W outputs.
 
 a and b are V columns each, too few for a product of their own. Their weights, in 16 bits, are further rows of
 the product's stacked A, so a and b are columns of its sum x A^T, in FP32, behind those of the adapters.
 
-S is most of what such a layer moves in a step beside its weights: 1 MB of a sequence with 32 heads of 128 in
-BF16, and as much again if it were written at each token. So it is written at each STATE_TOKENS-th position
-only. The k, the d and the sum of g of the up to STATE_TOKENS - 1 tokens since then lie in a ring beside it,
-12 KB per token, and S is S' faded by all of them and each k d^T faded by those behind it:
+S is most of the memory traffic of such a layer besides its weights: 1 MB per sequence with 32 heads of 128 in
+BF16, and as much again if it were written at each token. So it is written at every STATE_TOKENS-th position
+only. The k, the d and the sum of g of the up to STATE_TOKENS - 1 tokens since then are in a ring beside it,
+12 KB per token, and S is the written S' decayed by all of them, plus each k d^T decayed by those after it:
 
     S = exp(G) S' + sum_i exp(G - G_i) k_i d_i^T
 
-All sums are FP32. What is rounded to BF16 is S', once in STATE_TOKENS tokens, and the k and d of the ring.
-Given up: writing the states of all rows in the same step, which positions forbid.
+All sums are FP32. S' is rounded to BF16, once per STATE_TOKENS tokens, and so are the k and d of the ring.
+Given up: writing the states of all rows in the same step, since their positions differ.
 
 delta_step is in CUDA (delta_step.cu): in Triton each of its small sums changes layouts, with 50 barriers in
-all, and it took three times as long as its bytes do. On a CPU it is computed by its formula.
+all, and it took three times as long as its memory traffic. On a CPU it is computed by its formula.
 
-There is one token of each sequence: a second one of the same slot would need what the first one writes.
+A step has one token of each sequence: a second one in the same slot would need what the first one writes.
 
 Shapes: as in `qerl.kernels.decode.common`; U heads of queries and of keys, K their size, V heads of values, E
 their size, C = 2 U K + V E channels (q, k, v), M = V E, W inputs of a convolution; S also slots of sequences;
-P tokens since a state was written at most, F = U K + V E numbers of each.
+P maximum tokens since a state was written, F = U K + V E numbers of each.
 """
 
 from pathlib import Path
@@ -201,7 +201,7 @@ def delta_inputs(
     b: LoraB,
     partials_G: torch.Tensor | None = None,
 ) -> None:
-    """Write what the recurrence and its gate read, and keep the token's inputs of the convolution.
+    """Write the inputs of the recurrence and its gate, and store the token's inputs of the convolution.
 
     Args:
         gemm_STN: fp32 or bf16 [S, T, N], N at least C + M: q, k, v and z of all heads.
@@ -211,18 +211,18 @@ def delta_inputs(
         decay_V: fp32, -exp(A_log).
         dt_bias_V: fp32.
         position_T: int32 position of each token.
-        slot_T: int32, where each token's sequence has its inputs and state, each slot at most once; -1 for a
-            token that goes nowhere, whose results are not defined.
+        slot_T: int32, the slot of each token's sequence, with its inputs and state, each at most once; -1 for
+            a token without a slot, whose results are undefined.
         inputs_SWC: The activations' dtype, inputs of the convolution, position p at p % W; the token's own is
-            written, and what would be before the first position is not read.
+            written, and places before the first position are not read.
         heads_TC: fp32, written: q of unit length / sqrt(K), k of unit length, v.
         z_TM: fp32, written.
         gates_2TV: fp32, written: g, and beta.
         key_heads: U.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
-        b: LoRA of both linears: the two B on top of each other, None without an adapter (R = 0); and the sum
-            x A^T [T, 2 R + 2 V] with the columns of A of both, then in_proj_b's, then in_proj_a's.
+        b: LoRA of both linears: their stacked B, None without an adapter (R = 0); and the sum x A^T
+            [T, 2 R + 2 V] with the columns of A of both, then in_proj_b's, then in_proj_a's.
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
 
     Raises:
@@ -251,14 +251,15 @@ def delta_inputs(
 
 
 def _padded(size: int) -> int:
-    """Numbers that a kernel holds of a head: a power of two, as tiles want, that tensor cores multiply."""
+    """Return the numbers that a kernel holds per head: a power of two, as tiles need, from 16 on, for tensor
+    cores."""
     return max(16, triton.next_power_of_2(size))
 
 
 def block_columns(size: int) -> int:
-    """Columns of a state per block of delta_step.cu, the most up to 64 that are a multiple of 8 and divide E.
+    """Return the columns of a state per block of delta_step.cu: at most 64, a multiple of 8 that divides E.
 
-    From 1 to 128 rows of 32 heads of 128 no other width was faster on an H200.
+    It is the largest such number. From 1 to 128 rows of 32 heads of 128 no other width was faster on an H200.
     """
     return next(each for each in range(64, 0, -1) if size % each == each % 8 == 0)
 
@@ -273,14 +274,15 @@ def delta_step(
     slot_T: torch.Tensor,
     out_TVE: torch.Tensor,
 ) -> None:
-    """Take each sequence one token on, in place, and read its state with the token's query.
+    """Advance each sequence by one token, in place, and read its state with the token's query.
 
     Args:
         heads_TC, gates_2TV: As :func:`delta_inputs` left them.
-        state_SVKE: bf16 on a GPU, the state at the last position that is a multiple of P + 1; written at the
-            slots of tokens behind which the next such position comes. On a GPU E is a multiple of 8.
-        recent_SPF: In that dtype, of the tokens from there on k and d; the token's own are written.
-        fades_SPV: fp32, the sum of g from there on; the token's own is written.
+        state_SVKE: bf16 on a GPU, the state before the last position that is a multiple of P + 1; written at
+            the slots of tokens whose next position is such a multiple. On a GPU E is a multiple of 8.
+        recent_SPF: In the same dtype, k and d of the tokens from that position on; the token's own are
+            written.
+        fades_SPV: fp32, the sum of g from that position on; the token's own is written.
         position_T: int32 position of each token.
         slot_T: int32, the slot of each token, each at most once; -1: no state is read or written.
         out_TVE: fp32, written: q^T S, zeros for a token without a slot.
@@ -314,7 +316,7 @@ def _step_by_formula(
     slot_T: torch.Tensor,
     out_TVE: torch.Tensor,
 ) -> None:
-    """:func:`delta_step` of fp32 tensors on a CPU."""
+    """Compute :func:`delta_step` for fp32 tensors on a CPU."""
     here_T = slot_T >= 0
     slot_N, position_N, (fade_NV, beta_NV) = (
         slot_T[here_T].long(),
@@ -345,10 +347,10 @@ def _step_by_formula(
 def states_now(
     state_NVKE: torch.Tensor, recent_NPF: torch.Tensor, fades_NPV: torch.Tensor, position_N: torch.Tensor
 ) -> torch.Tensor:
-    """States [N, V, K, E] in fp32 in front of these positions.
+    """Return the states [N, V, K, E] in fp32 before these positions.
 
     Args:
-        state_NVKE, recent_NPF, fades_NPV: What :func:`delta_step` left of each sequence.
+        state_NVKE, recent_NPF, fades_NPV: As :func:`delta_step` left them for each sequence.
         position_N: int64, the position of each sequence's next token.
     """
     heads, key_size, size = state_NVKE.shape[1:]
@@ -380,11 +382,11 @@ def gated_norm(
     Args:
         out_TVE: fp32, as :func:`delta_step` left it.
         z_TM: fp32, as :func:`delta_inputs` left it.
-        weight_E: fp32, of the norm, the same for all heads.
+        weight_E: fp32 weight of the norm, the same for all heads.
         y_TM: bf16, written, [T, M] or in the order of ``packed_gemm``, for which E is a multiple of 16.
         eps: Added to a head's mean square.
         padded_tokens: Tokens that ``y_TM`` has room for in the order of ``packed_gemm``; 0 for [T, M].
-        a: LoRA of the output projection; each head leaves a part of x A^T.
+        a: LoRA of the output projection; each head writes a part of x A^T.
 
     Raises:
         QeRLError: A tensor is not contiguous.

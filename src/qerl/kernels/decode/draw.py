@@ -1,16 +1,16 @@
-"""Draw a token for each sequence, and keep the books so that the next step starts without the host.
+"""Draw a token for each sequence, and advance its row's state, so that the next step needs no host.
 
 The token is found by inverting the cumulative distribution at one uniform number, as qerl.rollout.engine
-does, so a sequence's draw depends on its own stream alone. First every block of the vocabulary leaves its
-largest logit, its sum of exponentials and its share of the entropy; then one program for each sequence finds
-the block in which the cumulative sum passes the uniform, and the token within that block. Both are searched
-in FP64: an FP32 sum is off by 1e-7 of the whole, and where it is, a token that weighs next to nothing would
-be drawn once in some ten million times. Blocks and tokens that weigh nothing are passed over, never counted.
+does, so a sequence's draw depends only on its own stream. First every block of the vocabulary writes its
+largest logit, its sum of exponentials and its share of the entropy; then one program per sequence finds the
+block in which the cumulative sum passes the uniform number, and the token within that block. Both searches
+use FP64: an FP32 sum is off by 1e-7 of the whole, and would draw a token of almost no weight once in some ten
+million times. Blocks and tokens of zero weight are skipped, never counted.
 
-A finished sequence keeps its row, stops writing, and is noticed by the host a few steps later.
+A finished sequence keeps its row and stops writing; the host notices it a few steps later.
 
-Temperature, filters and stop tokens are read of each row (`RowSettings`), so one captured step serves them
-all. Rows that filter have passed `apply_filters`, which makes log-probabilities of their logits.
+Temperature, filters and stop tokens are read per row (`RowSettings`), so one captured step serves them all.
+For rows with filters, `apply_filters` has turned the logits into log-probabilities before.
 
 Shapes: T rows, each with one token of the step, V vocabulary, K stop tokens, M tokens that a row may
 generate, P partial sums of squares.
@@ -33,15 +33,15 @@ BLOCK_V = 4096
 
 @dataclass
 class RowState:
-    """What the kernel reads and advances: one row of the batch is a place for one sequence.
+    """State that the kernel reads and advances; each row of the batch is a slot for one sequence.
 
     Attributes:
         token_T: int32, the token whose logits are drawn from next.
         position_T: int32, its position.
-        limit_2T: int32, cached tokens that it sees: of the shared prompt, and of the sequence itself, of
-            which its own key and value are the last; 0 of the sequence once it has ended.
+        limit_2T: int32, cached tokens that it sees: of the shared prompt, and of the sequence itself, the
+            last of them being the token; 0 of the sequence once it has ended.
         generated_T: int32, tokens generated so far.
-        max_new_T: int32, tokens that may be generated.
+        max_new_T: int32, maximum tokens to generate.
         done_T: int32, 0 while the sequence runs, else why it ended: 1 stop token, 2 length, 3 logits that are
             not finite.
         uniform_TM: fp32 in [0, 1), one for each token that may be generated.
@@ -64,8 +64,8 @@ _BELOW_ONE = 1 - 2**-24  # the largest FP32 number below 1; FP64 between the two
 
 
 def uniforms_of_rows(uniforms: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers in [0, 1), FP64, as `RowState.uniform_TM` has them: FP32, and still below 1. At 1 the
-    last token that weighs anything would be drawn, however little that is."""
+    """Round FP64 uniform numbers in [0, 1) to FP32 for `RowState.uniform_TM`, keeping them below 1. At 1 the
+    last token of nonzero weight would be drawn, however small its weight."""
     return uniforms.float().clamp_(max=_BELOW_ONE)
 
 
@@ -219,7 +219,7 @@ def _cap_logits(
 def cap_logits(
     logits_TV: torch.Tensor, squares_PT: torch.Tensor, *, cap: float, width: int, eps: float
 ) -> None:
-    """Replace logits before the final norm's 1/rms by ``cap tanh(logits / cap)`` behind it.
+    """Replace logits before the final norm's 1/rms by ``cap tanh(logits / cap)`` after it.
 
     Args:
         logits_TV: fp32, overwritten.
@@ -246,16 +246,16 @@ def draw_token(
 ) -> None:
     """Draw a token for each sequence that has not ended, and prepare its next step.
 
-    Its log-probability and the entropy are those of the distribution at the row's temperature, before its
-    filters; of a greedy row's at temperature 1.
+    The token's log-probability and the entropy are those of the distribution at the row's temperature, before
+    its filters; for a greedy row, at temperature 1.
 
     Args:
-        logits_TV: fp32 or bf16 logits before the final norm's 1/rms; overwritten in rows that filter, for
+        logits_TV: fp32 or bf16 logits before the final norm's 1/rms; overwritten in rows with filters, for
             which they must be fp32.
         squares_PT: Partial sums of squares of the final norm's input.
         stats_3TB: fp32 scratch [3, T, ceil(V / `BLOCK_V`)].
         rows: State of the sequences, advanced by one token.
-        settings: Of the rows.
+        settings: Settings of the rows.
         width: Hidden size of the final norm.
         eps: Added to the mean square, as the final norm does.
 

@@ -1,13 +1,13 @@
-"""Adapters of experts: what they add to a product of items (`qerl.kernels.weights.experts`).
+"""Adapters of experts, added to a product of items (`qerl.kernels.weights.experts`).
 
     xa = x A^T            # of each item, in parts over K
     out += xa / scale B^T
 
-The product leaves the factor of each expert's linears to the kernel behind it, so x A^T is divided by it.
-Both matrices lie [G, ..], of each expert or one for all, in the activations' dtype; B is scaled by alpha / r.
+The product leaves the factors of each expert's linears to the kernel after it, so x A^T is divided by them.
+Both matrices are [G, ..], per expert or one for all, in the activations' dtype; B is scaled by alpha / r.
 
-Given up: x A^T in the kernel that writes x, as other adapters have it. There a program has a token and some
-columns, and one of these kernels has an item, which reads an expert's A once for all of its tokens.
+Given up: computing x A^T in the kernel that writes x, as for other adapters. A program there has a token and
+some columns; a program here has an item, and reads an expert's A once for all of the item's tokens.
 
 Shapes: J items, M places of an item, S = J M, L linears of a product, K inputs, N outputs of a linear, R
 padded rank, P parts of K, G experts or 1.
@@ -31,7 +31,7 @@ class ExpertLoraMatrices:
 
     Attributes:
         a_GLRK: A of each linear, zero beyond its rank.
-        b_GLNR: B of each linear, zero there too.
+        b_GLNR: B of each linear, zero beyond its rank.
     """
 
     a_GLRK: torch.Tensor
@@ -90,8 +90,11 @@ def _add_items_times_b(
 
 
 def _block(rank: int, block_m: int) -> int:
-    """Inputs of A that a program multiplies at a time, and outputs of B that it computes: many where they fit
-    into the shared memory of any GPU, as each turn of a loop and each program waits for memory anew."""
+    """Return the inputs of A that a program multiplies at a time, and the outputs of B that it computes.
+
+    They are as many as fit into the shared memory of any GPU, as each iteration and each program waits for
+    memory anew.
+    """
     if rank <= 32 and block_m == 16:
         return 256
     return 128 if rank <= 64 and block_m <= 32 else 64
@@ -109,12 +112,12 @@ def add_expert_lora(
     """Add B A x to a product of items.
 
     Args:
-        x: Its input: of each item M rows of K, see ``in_order``.
+        x: Input of the product: M rows of K numbers per item, see ``in_order``.
         lora: The adapters.
         scale_EL: fp32, the factors that the product has left out.
         items: As `qerl.kernels.decode.route.arrange` has written them.
         xa: fp32, room for P L S R numbers (`qerl.kernels.limits.parts_of`).
-        out_SN: fp32, what the product gave, the outputs of its linears side by side; added to.
+        out_SN: fp32 output of the product, the outputs of its linears side by side; added to.
         in_order: Whether ``x`` is in the order of ``packed_gemm`` for M tokens, else [M, K].
 
     Raises:

@@ -1,17 +1,17 @@
-"""top-k, top-p and min-p without a sort: logits become log-probabilities, of which some are left out.
+"""top-k, top-p and min-p without a sort: turn logits into log-probabilities and mask the tokens left out.
 
-Each of the three keeps all tokens down to some probability, so it is enough to find that number: top-k's is
-where the count of tokens above it reaches k, top-p's where their mass reaches p of what top-k keeps. Numbers
-are compared by their bits, which for distances from the largest logit are in the order of the numbers: a
-search among 2^31 candidates, of which each pass over the row asks several at once. One program has a row,
-whose logits stay in the L2 cache. A sort of a row of 152,000 makes several passes over keys and indices and
-wants memory for both.
+Each filter keeps all tokens above some probability, so finding that threshold is enough: for top-k, the
+count of tokens above it reaches k; for top-p, their mass reaches p of the mass that top-k keeps. Distances
+from the largest logit are compared by their bits, whose order as integers is that of the numbers: a search
+among 2^31 candidates, several of which each pass over the row tests at once. One program has a row, whose
+logits stay in the L2 cache. A sort of a row of 152,000 makes several passes over keys and indices and needs
+memory for both.
 
-Every row has its own settings. The program of a row from which nothing is left out returns at once, so one
-captured step serves all settings, and where no row has a filter the launch takes next to nothing.
+Every row has its own settings. The program of a row without filters returns at once, so one captured step
+serves all settings, and where no row has a filter the launch takes almost no time.
 
-Sums are taken in a fixed order, in FP32. Tokens that have exactly the same logit as the last one kept are
-kept with it, where a sort would choose among them.
+Sums are FP32, in a fixed order. Tokens that have exactly the same logit as the last one kept are kept with
+it, where a sort would choose among them.
 
 Shapes: T rows, each with one token of the step, V vocabulary, P partial sums of squares, K stop tokens.
 """
@@ -33,7 +33,7 @@ NEVER = -1e30
 """Log-probability of a token that a filter left out; -inf times a probability of zero would be NaN."""
 
 BLOCK_V = 4096
-"""Logits of a row that are looked at at once."""
+"""Logits of a row that a program reads at once."""
 
 _WARPS = 16
 _WAYS = 8
@@ -41,7 +41,7 @@ _LARGEST = 0x7F7FFFFF  # bits of the largest finite number
 
 
 def _passes(numbers: int) -> int:
-    """Passes after which one of so many numbers is left, if each leaves one part of `_WAYS`."""
+    """Return the passes after which one of this many numbers is left, if each keeps one part of `_WAYS`."""
     count = 0
     while numbers > 1:
         numbers, count = -(-numbers // _WAYS), count + 1
@@ -53,15 +53,15 @@ _PASSES = _passes(_LARGEST + 1)
 
 @dataclass
 class RowSettings:
-    """How the tokens of each row are drawn, and which end it. The host writes a row when a sequence enters.
+    """Sampling settings and stop tokens of each row. The host writes a row when a sequence enters it.
 
     Attributes:
         mode_T: int32, `GREEDY`, `FREE` or `FILTERED`.
         inverse_temperature_T: fp32, 1 where a row is greedy.
         top_k_T: int32, tokens kept; 0 for all.
-        top_p_T: fp32, mass that the tokens kept reach; 1 for all.
-        farthest_T: fp32, how far the log-probability of a token kept may lie below the largest; infinite for
-            all.
+        top_p_T: fp32, probability mass that the kept tokens reach; 1 for all.
+        farthest_T: fp32, maximum distance between the log-probability of a kept token and the largest one;
+            infinite for all.
         stop_TK: int32, tokens that end a row; -1 is none.
     """
 
@@ -74,7 +74,7 @@ class RowSettings:
 
     @classmethod
     def free(cls, rows: int, device: torch.device | str) -> "RowSettings":
-        """Settings of rows that draw any token at temperature 1 and that no token ends."""
+        """Return settings of rows that draw any token at temperature 1 and have no stop tokens."""
 
         def integers(value: int, *shape: int) -> torch.Tensor:
             return torch.full((rows, *shape), value, dtype=torch.int32, device=device)
@@ -177,20 +177,21 @@ def apply_filters(
     width: int,
     eps: float,
 ) -> torch.Tensor:
-    """Turn logits into log-probabilities in place, those of tokens that are left out into `NEVER`, in rows
-    that filter and have not ended; other rows are not touched.
+    """Turn logits into log-probabilities in place, with `NEVER` for the tokens that filters leave out.
+
+    Rows without filters and rows that have ended are not touched.
 
     Args:
-        logits_TV: fp32, before the final norm's 1/rms; a row with one that is not finite gets an entropy
-            that is not.
+        logits_TV: fp32, before the final norm's 1/rms; a row with a logit that is not finite gets an entropy
+            that is not finite.
         squares_PT: Partial sums of squares of the final norm's input.
         done_T: int32, 0 where a token is to be drawn.
-        settings: Of the rows.
+        settings: Settings of the rows.
         width: Hidden size of the final norm.
         eps: Added to the mean square, as the final norm does.
 
     Returns:
-        fp32 [T], entropies in nats before anything is left out; without meaning in other rows.
+        fp32 [T], entropies in nats before any token is left out; undefined in other rows.
 
     Raises:
         QeRLError: A tensor is not contiguous.

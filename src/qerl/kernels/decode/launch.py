@@ -1,8 +1,8 @@
-"""The LoRA arguments of the decode kernels' launchers.
+"""LoRA arguments of the decode kernels' launchers.
 
-A kernel that does without an argument is given some other tensor in its place, which it never touches, and a
+A kernel that does not use an argument gets some other tensor in its place, which it never touches, and a
 constant that says so. An object without tensors (`NO_A`, `NO_B`, `NO_SUM`) stands for a linear layer without
-an adapter; its constants are the ones with which a kernel leaves LoRA out.
+an adapter; with its constants a kernel leaves LoRA out.
 
 Shapes: R ranks stacked, K in-features, N out-features.
 """
@@ -16,11 +16,11 @@ from qerl.kernels.weights.product import NO_SUM, LoraSum
 
 @dataclass(frozen=True)
 class LoraA:
-    """What the kernel that makes x leaves for the product after it.
+    """LoRA inputs and outputs of the kernel that makes x, for the product after it.
 
     Attributes:
-        a_RK: A of the product's linear layers on top of each other, bf16.
-        xa: The sum x A^T, of which the kernel writes the parts.
+        a_RK: Stacked A of the product's linear layers, bf16.
+        xa: The sum x A^T, whose parts the kernel writes.
     """
 
     a_RK: torch.Tensor | None = None
@@ -32,10 +32,10 @@ class LoraA:
         return 0 if self.a_RK is None else self.a_RK.shape[0]
 
     def constants(self, part: int) -> dict[str, int]:
-        """Constants of the kernel that makes x.
+        """Return the constants of the kernel that makes x.
 
         Args:
-            part: Rows of A that it holds at a time.
+            part: Rows of A that the kernel holds at a time.
         """
         return {"A_RANKS": self.ranks, "A_PART": part}
 
@@ -45,11 +45,11 @@ NO_A = LoraA()
 
 @dataclass(frozen=True)
 class LoraB:
-    """What the kernel that reads a product adds to it.
+    """LoRA terms that the kernel that reads a product adds to it.
 
     Attributes:
         xa: The product's sum x A^T, whose parts the product has added.
-        b_NR: B of the product's linear layers on top of each other, bf16, scaled by alpha / r.
+        b_NR: Stacked B of the product's linear layers, bf16, scaled by alpha / r.
     """
 
     xa: LoraSum = NO_SUM
@@ -62,14 +62,14 @@ class LoraB:
 
     @property
     def columns(self) -> int:
-        """Columns of x A^T, those of other narrow linears behind LoRA's among them; 0 without any."""
+        """Columns of x A^T, including those of other narrow linears after LoRA's; 0 without any."""
         return 0 if self.xa.sum_TR is None else self.xa.sum_TR.shape[1]
 
     def constants(self, part: int) -> dict[str, int]:
-        """Constants of the kernel that reads the product.
+        """Return the constants of the kernel that reads the product.
 
         Args:
-            part: Columns of B that it holds at a time.
+            part: Columns of B that the kernel holds at a time.
         """
         return {"R": self.ranks, "PART": part}
 

@@ -1,14 +1,14 @@
-"""Residual add, RMSNorm weight and LoRA around one sublayer's end and the next one's start, in one launch.
+"""Residual add, RMSNorm weight and LoRA between one sublayer and the next, in one launch.
 
     y = residual + gain * (scale * GEMM + (h A_out^T) B_out^T)  (or gain * embedding, at the first layer)
     u = y * w, the next GEMM's input; 1/rms(y) is applied by the reader of that GEMM
     partial sums of y^2 and of u A_in^T per block of columns
 
-Behind the sublayer there may be a norm of its output, and y may be multiplied by a number of the layer's. In
-the place of a GEMM's output there may be those of a token's experts, which are added by weight.
+The sublayer's output may have a norm of its own, and y may be multiplied by a scalar of the layer. Instead of
+a GEMM's output, the results of a token's experts may be added, by weight.
 
-w is fp32 and may carry noise. The residual stream is fp32: rounding it to bf16 after every sublayer is most
-of what a bf16 forward pass is off by, and here the bytes hardly count.
+w is fp32 and may carry noise. The residual stream is fp32: rounding it to bf16 after every sublayer causes
+most of the error of a bf16 forward pass, and here the bytes hardly count.
 """
 
 from dataclasses import dataclass
@@ -35,15 +35,15 @@ from qerl.kernels.limits import rank_part, stacked_part
 
 
 def block_d(tokens: int) -> int:
-    """Columns per program: few when there are few tokens, so that all multiprocessors take part; more when
-    there are many, because every program adds its share of x A^T for each token."""
+    """Return the columns per program: few for few tokens, so that all multiprocessors take part; more for
+    many, because every program adds its share of x A^T for each token."""
     return 64 if tokens <= 32 else 128
 
 
 def _tile(tokens: int, ranks: int) -> tuple[int, int, dict[str, int]]:
-    """Tokens and warps of a program, and options. With many tokens a program of 32 reads A and B half as
-    often as one of 16, and 128 registers a thread let two of 8 warps share a multiprocessor: at 256 tokens
-    of 7B all programs at once."""
+    """Return the tokens and warps of a program, and launch options. With many tokens a program of 32 reads A
+    and B half as often as one of 16, and 128 registers per thread let two programs of 8 warps share a
+    multiprocessor: at 256 tokens of 7B all programs run at once."""
     if tokens > 128 and ranks <= 128:
         return 32, 8, {"maxnreg": 128}
     return 16, 4 if ranks <= 128 else 8, {}
@@ -51,15 +51,15 @@ def _tile(tokens: int, ranks: int) -> tuple[int, int, dict[str, int]]:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The results of experts, and which of them a token adds up.
+    """Results of experts, and which of them are added for each token.
 
     Attributes:
         out_SD: fp32, of all places.
         place_TC: int32, the places of each token's experts.
-        factor_TC: fp32, what each is multiplied by.
+        factor_TC: fp32, the factor of each result.
         expert_TC: int32, each token's experts.
         bias_ED: fp32, added to an expert's result before it is multiplied; None for nothing.
-        shared_T: fp32, what a GEMM's output is multiplied by that is added as well; None without one.
+        shared_T: fp32, factor of the output of a GEMM that is added as well; None without one.
     """
 
     out_SD: torch.Tensor
@@ -199,11 +199,11 @@ def residual_norm(
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         scale_1: fp32 [1], multiplies the GEMM's output.
         embedding: (table [V, D], token ids [T]), instead of a GEMM.
-        chosen: Results of experts, instead of a GEMM or beside that of a shared MLP; without a norm behind.
-        behind: (weight, fp32 [D]; partial sums of squares of the GEMM's output) of a norm behind the
-            sublayer.
+        chosen: Results of experts, instead of a GEMM or added to that of a shared MLP; not with ``behind``.
+        behind: (weight, fp32 [D]; partial sums of squares of the GEMM's output) of a norm of the sublayer's
+            output.
         eps: Added to the mean square by that norm.
-        gain: Multiplies what is added, or the embedding.
+        gain: Multiplies the sublayer's output, or the embedding.
         scalar_1: fp32 [1], multiplies the sum.
         b: LoRA of the sublayer's GEMM.
         a: LoRA of the next GEMM.

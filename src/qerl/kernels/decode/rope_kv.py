@@ -1,17 +1,17 @@
 """From the q/k/v GEMM's output to rotated queries and the paged KV cache, in one launch.
 
 For each head of each token: 1/rms, global scale, LoRA B, bias, norms of heads, rotary embedding, a factor of
-queries by their position; queries go to a buffer, keys and values to their place in the cache.
+queries by their position; queries go to a buffer, keys and values to their slots in the cache.
 
 KV cache: [blocks, kv heads, 64 tokens, head size] for keys and the same for values, so that one program of
 the attention kernel reads a block's keys of one head as one contiguous piece. It is bf16, or E4M3 without a
-scale, which holds up to 448; what is larger is cut off there.
+scale, which holds up to 448; larger numbers are clamped.
 
-Number i of a head is turned with number i + stride, for every i below pairs. A program holds a head as two
-halves, the first and the second of each pair, with what is not turned behind them.
+Element i of a head is rotated with element i + stride, for every i below pairs. A program holds a head as two
+halves, the first and the second elements of all pairs, each followed by elements that are not rotated.
 
-Where attention's output has a gate, the product has a query head's gate behind its query, and as wide. Gates
-are finished here, by programs of their own, and `combine_splits` multiplies by them.
+Where attention's output has a gate, the product has a query head's gate after its query, of the same width.
+Separate programs finish the gates here, and `combine_splits` multiplies by them.
 """
 
 from dataclasses import dataclass
@@ -40,21 +40,21 @@ from qerl.kernels.limits import rank_part
 
 @dataclass(frozen=True)
 class Heads:
-    """What happens to heads between the product and attention; by default whole heads are turned.
+    """Operations on heads between the product and attention; by default whole heads are rotated.
 
     Attributes:
-        norm_N: fp32 weights of the norms of queries and keys: of a head each, [2, E], or of all heads
-            together, [(query heads + kv heads) E]; None without.
+        norm_N: fp32 weights of the norms of queries and keys: of each head, [2, E], or of all heads together,
+            [(query heads + kv heads) E]; None without.
         squares_PT: With a norm of all heads together, sums of squares of the product's blocks of columns.
         v_norm: True if each head of values is normalised, without a weight.
-        k_is_v: True if the product has no values: they are its keys.
-        fused: True if one linear with one adapter is behind all of the product.
+        k_is_v: True if the product has no values: its keys serve as values.
+        fused: True if one linear with one adapter makes all of the product.
         turned: Pairs, and the distance between the two of a pair; (0, 0) for none, None for halves.
         position_scale: (beta, n): queries at position p are multiplied by 1 + beta ln(1 + floor(p / n)).
-        gated: True if the product has the gate of each query head's output behind the head's query.
+        gated: True if the product has the gate of each query head's output after the head's query.
 
     Raises:
-        QeRLError: Gated heads have a norm of all heads together, in whose sums the gates would be.
+        QeRLError: Gated heads have a norm of all heads together, whose sums would include the gates.
     """
 
     norm_N: torch.Tensor | None = None
@@ -246,14 +246,15 @@ def find_slots(
     slot_T: torch.Tensor,
     page: int | None,
 ) -> None:
-    """Write where the key and value of each token go in a pool: block * block tokens + offset; -1: nowhere.
+    """Write the slot of each token's key and value in a pool: block * block tokens + offset; -1: none.
 
     Args:
-        limit_2T: int32 [2, T]: of the second, the token's own place is the last; 0 for a token without one.
+        limit_2T: int32 [2, T]: the token's own place is the last of the second limit; 0 for a token without
+            one.
         table_T: int32, the row of ``tables_GB`` that lists the blocks of each token's sequence.
         tables_GB: int32 block tables of the pool.
         slot_T: int32, written.
-        page: Tokens of a block; None where a sequence has one block, its state, and that is its slot.
+        page: Tokens of a block; None where a sequence has one block, its state, whose number is the slot.
     """
     tokens, block_t = len(slot_T), 128
     _find_slots[(triton.cdiv(tokens, block_t),)](
@@ -282,28 +283,29 @@ def rope_kv(
     bias_N: torch.Tensor | None = None,
     b: LoraB = NO_B,
 ) -> None:
-    """Write queries and gates to buffers, and keys and values to their places in the cache.
+    """Write queries and gates to buffers, and keys and values to their slots in the cache.
 
     Args:
-        gemm_STN: fp32 or bf16 [S, T, N], N at least (query heads + 2 kv heads) * head size, or as many with
-            one kv heads where keys are values; gates are query heads more.
+        gemm_STN: fp32 or bf16 [S, T, N], N at least (query heads + 2 kv heads) * head size; kv heads count
+            once where keys serve as values, and query heads twice with gates.
         scale_L: fp32 factors of the product's linears.
         squares_PT: Partial sums of squares from :func:`residual_norm`; empty where the input has no norm.
         cos_MP, sin_MP: fp32 [positions, pairs].
         position_T: int32 position of each token.
-        slot_T: int32, where key and value of each go, as `find_slots` leaves it.
+        slot_T: int32, the slot of each token's key and value, as `find_slots` writes it.
         q_THE: bf16 [T, query heads, head size], written.
         k_cache, v_cache: [blocks, kv heads, block tokens, head size], written.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorms do.
-        heads: What else happens to heads.
-        gate_THE: fp32, like queries, written where heads have gates, and None where they have none.
+        heads: Other operations on heads.
+        gate_THE: fp32, of the shape of the queries, written if heads have gates; None if they have none.
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         bias_N: Bias of q, k, v, any floating dtype.
-        b: LoRA of q, k and v: the three B on top of each other, and the sum x A^T [T, 3 R] of all.
+        b: LoRA of q, k and v: their stacked B, and the sum x A^T [T, 3 R] of all; [T, 2 R] where keys
+            serve as values, [T, R] if fused.
 
     Raises:
-        QeRLError: A tensor is not contiguous, or there are gates without a buffer or the other way round.
+        QeRLError: A tensor is not contiguous, or ``gate_THE`` does not match `Heads.gated`.
     """
     if heads.gated != (gate_THE is not None):
         given = "no" if gate_THE is None else "a"

@@ -1,23 +1,23 @@
-"""A mixture's layer between its products: who goes to which expert, and the experts' inputs.
+"""A mixture's layer between its products: the router's choice of experts, and the experts' inputs.
 
     expert, weight = top(softmax(u W_router^T / rms + bias))  # route; the norm before has left u W_router^T
-    items                                              # arrange: an expert and some of its tokens, each
+    items                                              # arrange: each an expert and some of its tokens
     x = u of the item's tokens                         # spread
     gate, up = x W_expert^T                            # qerl.kernels.weights.experts
     h = act(gate) * up                                 # act_items; biases and clamps as the family has them
-    y = h W_expert^T                                   # again; residual_norm adds a token's by weight
+    y = h W_expert^T                                   # the same; residual_norm adds a token's y by weight
 
-An item is an expert with at most M of its tokens, in M places of which the last may be empty. Products go
-through as many items as there are, a number that only the GPU knows; buffers have room for as many as there
-can be (`most_items`). The tokens of an expert are in the order of the batch, and a token's experts in that of
-their weight, so nothing here depends on timing.
+An item is an expert with at most M of its tokens, in M places, the last of which may be empty. Products go
+through all items, whose number only the GPU knows; buffers have room for the maximum number (`most_items`).
+The tokens of an expert are in the order of the batch, and a token's experts in the order of their weight, so
+nothing here depends on timing.
 
-The product after `spread` reads the items ahead of its wait, and asks for its weights; so `spread` lets it
-start only when `arrange` has ended (`begin_late`). The second product starts after the first one's wait, as
-all do.
+The product after `spread` reads the items and requests its weights before its wait, so `spread` lets it start
+only when `arrange` has ended (`begin_late`). The second product starts after the first one's wait, like all
+others.
 
-Given up: making the experts' inputs where they are read. A product could gather them itself, and one launch
-in a layer's twelve would go; its loads of whole tiles, 1 KiB at a time, would become loads of 16 bytes.
+Given up: gathering the experts' inputs inside the product. That would save one launch of a layer's twelve,
+but the product's loads of whole tiles, 1 KiB at a time, would become loads of 16 bytes.
 
 Shapes: T tokens, E experts, C chosen per token, J items, M places of an item, S = J M places, D hidden, I
 intermediate, P parts.
@@ -38,15 +38,15 @@ from qerl.kernels.limits import most_items
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Which tokens each expert multiplies, all int32 but the factors; written by :func:`arrange`.
+    """Assignment of tokens to experts, all int32 except the factors; written by :func:`arrange`.
 
     Attributes:
         size: M.
-        item_J2: Of each item its expert, and how many of its places have a token.
-        count_1: Number of items that there are.
+        item_J2: The expert of each item, and how many of its places have a token.
+        count_1: Number of items.
         token_S: The token of each place.
-        place_TC: The place of each token's experts.
-        factor_TC: fp32, what the result there is multiplied by: the router's weight, and the expert's scale.
+        place_TC: The place of each token for each of its experts.
+        factor_TC: fp32 factor of the result at that place: the router's weight times the expert's scale.
     """
 
     size: int
@@ -58,7 +58,7 @@ class Items:
 
     @classmethod
     def empty(cls, tokens: int, experts: int, chosen: int, size: int, device: torch.device) -> "Items":
-        """Room for the items of so many tokens."""
+        """Return room for the items of this many tokens."""
         most = most_items(tokens, experts, chosen, size)
 
         def new(*shape: int) -> torch.Tensor:
@@ -69,12 +69,12 @@ class Items:
 
 
 class Kept(NamedTuple):
-    """Where a mixture's choices are kept.
+    """Buffer that keeps the experts that a mixture chooses.
 
     Attributes:
         slot_T: int32, the slot of each token; -1 for none.
         kept_SMC: uint8, the experts at each slot, of all M mixtures of the model.
-        number: Of the mixture.
+        number: Number of the mixture.
     """
 
     slot_T: torch.Tensor
@@ -144,22 +144,22 @@ def route(
     bias_E: torch.Tensor | None = None,
     kept: Kept | None = None,
 ) -> None:
-    """Write each token's experts, the heaviest first, and their weights.
+    """Write each token's experts, in descending order of weight, and their weights.
 
     Args:
-        parts_PTR: fp32, u W^T in parts or summed, of which columns from ``first`` on are the router's.
-        squares_PT: Partial sums of squares, of which 1/rms is made.
+        parts_PTR: fp32, u W^T in parts or summed; columns from ``first`` on are the router's.
+        squares_PT: Partial sums of squares, from which 1/rms is computed.
         expert_TC: int32, written.
         weight_TC: fp32, written.
         experts: E.
-        normalized: Whether a token's weights add up to 1.
+        normalized: Whether a token's weights are scaled to a sum of 1.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
         first: The router's first column.
-        shared_T: fp32, written: the sigmoid of the column behind the router's, the gate of a shared MLP;
-            None without one.
+        shared_T: fp32, written: the sigmoid of the column after the router's, the gate of a shared MLP; None
+            without one.
         bias_E: fp32, added to the logits.
-        kept: Where the experts of each token are written as well.
+        kept: Buffer to which the experts of each token are written as well.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -226,7 +226,7 @@ def arrange(expert_TC: torch.Tensor, weight_TC: torch.Tensor, scale_E: torch.Ten
     Args:
         expert_TC: int32, the experts of each token.
         weight_TC: fp32, their weights.
-        scale_E: fp32, what each expert's result is multiplied by beside.
+        scale_E: fp32, additional factor of each expert's result.
         items: Written.
 
     Raises:
@@ -270,8 +270,8 @@ def spread(u: torch.Tensor, width: int, items: Items, x: torch.Tensor, in_order:
         u: Output of the norm, without its 1/rms, [T, D] or in the order of ``packed_gemm``.
         width: D.
         items: As :func:`arrange` has written them.
-        x: Written, of each item M rows: [M, D] or in the order of ``packed_gemm`` for M tokens.
-        in_order: Whether it is the latter.
+        x: Written, M rows per item: [M, D] or in the order of ``packed_gemm`` for M tokens.
+        in_order: Whether ``x`` is in the order of ``packed_gemm``.
         padded: Tokens that ``u`` has room for in that order; 0 for [T, D].
 
     Raises:
@@ -337,19 +337,19 @@ def act_items(
     bias_EN: torch.Tensor | None = None,
     clamp: Clamp | None = None,
 ) -> None:
-    """Write silu(gate) * up of all items, or what `clamp` says, the input of their down projections.
+    """Write silu(gate) * up of all items, or the activation of `clamp`: the input of their down projections.
 
     Args:
         y_SN: Columns 0..I gate and I..2I up.
         scale_E2: fp32 factors of each expert's gate and up.
-        squares_PT: Partial sums of squares, of which 1/rms is made.
+        squares_PT: Partial sums of squares, from which 1/rms is computed.
         items: As :func:`arrange` has written them.
-        h: Written, of each item [M, I] or in the order of ``packed_gemm`` for M tokens.
-        in_order: Whether it is the latter.
+        h: Written, [M, I] per item or in the order of ``packed_gemm`` for M tokens.
+        in_order: Whether ``h`` is in the order of ``packed_gemm``.
         width: Hidden size, over which the mean square is taken.
         eps: Added to the mean square, as the RMSNorm does.
         bias_EN: fp32, added to gate and up of each expert.
-        clamp: What stands between the products.
+        clamp: Activation between the products; None for SwiGLU.
 
     Raises:
         QeRLError: A tensor is not contiguous.

@@ -1,8 +1,8 @@
-"""A product's output with all that belongs to it added up, and its sums of squares, in one launch.
+"""A product's finished output (partial sums, LoRA, 1/rms, bias), and its sums of squares, in one launch.
 
-Most readers of a GEMM add its partial sums, LoRA and 1/rms themselves, on the way. Some cannot: a norm behind
-attention or MLP, and one of all heads of queries together, need the whole row before its first number. They
-read what this kernel leaves, and so do those of a bias that they know nothing of.
+Most readers of a GEMM add its partial sums, LoRA and 1/rms themselves. Some cannot: a norm after attention or
+MLP, and a norm of all query heads together, need the whole row before its first number. They read the output
+of this kernel instead, and so do readers that cannot add a bias.
 
 Shapes: as in `qerl.kernels.decode.common`; Y linears of the product, P blocks of columns.
 """
@@ -57,7 +57,8 @@ def _sum_product(
 
 
 def block_of(outputs: tuple[int, ...]) -> int:
-    """Columns of a program: a power of two that divides each linear's outputs, up to 128."""
+    """Return the columns of a program: the largest power of two, up to 128, that divides each linear's
+    outputs."""
     return min([128, *(rows & -rows for rows in outputs)])
 
 
@@ -73,17 +74,17 @@ def sum_product(
     bias_N: torch.Tensor | None = None,
     b: LoraB = NO_B,
 ) -> None:
-    """Write ``(product + LoRA) / rms + bias``, and sums of its squares over blocks of columns.
+    """Write ``(product + LoRA) / rms + bias``, and the sums of its squares over blocks of columns.
 
     Args:
         product: The GEMM's output.
-        squares_PT: Partial sums of squares of the GEMM's input; empty where that has no norm.
+        squares_PT: Partial sums of squares of the GEMM's input; empty where the input has no norm.
         y_TN: fp32, written.
         y_squares_PT: fp32 [N / `block_of`, T], written.
-        outputs: Of the product's linears, at most three; multiples of 16.
-        width: Of the GEMM's input, over which the mean square is taken.
+        outputs: Outputs of each of the product's linears, at most three; multiples of 16.
+        width: Width of the GEMM's input, over which the mean square is taken.
         eps: Added to the mean square.
-        bias_N: Of all linears; None without.
+        bias_N: Bias of all linears; None without.
         b: LoRA of all linears.
 
     Raises:

@@ -1,14 +1,14 @@
-"""What stands around the products of experts in the update: gates, and sums by weight, with their gradients.
+"""Kernels around the products of experts in the update: gates, and weighted sums, with their gradients.
 
-A pair is a token with one of its experts. Products read and write pairs in the order of their experts, each
-expert's next to each other; a token's C pairs are found by their places there. The weights that a product is
-made with lack the factor of their linear, which is therefore applied to what the product gave, in FP32; so is
-a bias.
+A pair is a token with one of its experts. Products read and write pairs sorted by expert, and a token's C
+pairs are found by their places in that order. The weights that a product reads lack the factor of their
+linear, so that factor is applied to the product's output, in FP32, and biases are added to the output as
+well, in FP32 too.
 
     h = (act(gate) up)(factor y + bias)                       # gate_pairs, gate_pairs_backward
     out = sum over a token's pairs of weight (factor z + bias)  # add_pairs, add_pairs_backward
 
-Kept for backward are y and z. A token's pairs are added in their order, so nothing depends on timing.
+Backward keeps y and z. A token's pairs are added in a fixed order, so nothing depends on timing.
 
 Shapes: S pairs, T tokens, C experts per token, S = T C, E experts, D hidden, I intermediate size.
 """
@@ -82,14 +82,14 @@ def gate_pairs(
     expert_S: torch.Tensor,
     clamp: Clamp | None,
 ) -> torch.Tensor:
-    """``silu(gate) up`` of each pair, or what ``clamp`` says: [S, I] in the dtype of ``y``.
+    """Return ``silu(gate) up`` of each pair, or the activation of ``clamp``: [S, I] in the dtype of ``y``.
 
     Args:
         y_SN: Columns 0..I gate and I..2I up, without factors and biases.
-        factor_E2: fp32, of the linears of each expert.
-        bias_EN: None without.
+        factor_E2: fp32, factors of each expert's gate and up.
+        bias_EN: Biases of gate and up; None without.
         expert_S: int32, each pair's expert.
-        clamp: What stands between the products; None for SwiGLU.
+        clamp: Activation between the products; None for SwiGLU.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -114,7 +114,7 @@ def gate_pairs_backward(
     expert_S: torch.Tensor,
     clamp: Clamp | None,
 ) -> torch.Tensor:
-    """The gradient [S, 2 I] with respect to ``y``; arguments as of :func:`gate_pairs`.
+    """Return the gradient [S, 2 I] with respect to ``y``; arguments as in :func:`gate_pairs`.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -183,15 +183,15 @@ def add_pairs(
     factor_E: torch.Tensor | None = None,
     bias_ED: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum [T, D] of each token's pairs, in the dtype of ``z``.
+    """Return the sum [T, D] of each token's pairs, in the dtype of ``z``.
 
     Args:
-        z_SD: Of each pair, without factors and biases.
-        place_TC: int32, where the pairs of each token are.
-        weight_TC: What each pair is multiplied by at last; None for a plain sum, without what follows.
-        expert_TC: int32, their experts.
-        factor_E: fp32, of each expert's last linear.
-        bias_ED: None without.
+        z_SD: Product of each pair, without factors and biases.
+        place_TC: int32, the places of each token's pairs.
+        weight_TC: Weight of each pair, applied last; None for a plain sum, without the arguments below.
+        expert_TC: int32, the experts of each token's pairs.
+        factor_E: fp32, factor of each expert's last linear.
+        bias_ED: Bias of each expert; None without.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -217,8 +217,9 @@ def add_pairs_backward(
     factor_E: torch.Tensor,
     bias_ED: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients [S, D] with respect to ``z`` and, in fp32, [T, C] to the weights; arguments as of
-    :func:`add_pairs`.
+    """Return the gradients [S, D] with respect to ``z`` and, in fp32, [T, C] to the weights.
+
+    Arguments are as in :func:`add_pairs`.
 
     Raises:
         QeRLError: A tensor is not contiguous.

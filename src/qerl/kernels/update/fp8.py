@@ -1,10 +1,10 @@
-"""Rows of a matrix rounded to E4M3, each under a scale of its own, for products in FP8.
+"""Rounding of a matrix to E4M3 with a scale per row, for products in FP8.
 
-A gradient's tokens differ by orders of magnitude: an answer's advantage and how sure the policy was of a
-token multiply all of its numbers. E4M3 has three bits of mantissa over a range of 2^17, so each token's
-largest number becomes E4M3's largest, 448, and what is divided out multiplies the token's row of the
-product. A row is read twice, for its largest number and to be rounded; the second time it comes from the
-cache.
+A gradient's tokens differ by orders of magnitude: a completion's advantage and the policy's certainty of a
+token scale all numbers of that token. E4M3 has three bits of mantissa over a range of 2^17, so each row is
+divided by a scale that makes its largest number E4M3's largest, 448, and the scale multiplies the token's row
+of the product. A row is read twice, to find its largest number and to round it; the second time it comes from
+the cache.
 
 Shapes: T tokens, N outputs.
 """
@@ -15,13 +15,13 @@ import triton.language as tl
 
 E4M3 = torch.float8_e4m3fn
 _BLOCK = 8192
-_TINY = tl.constexpr(1e-30)  # in the place of the largest number of a row of zeros
+_TINY = tl.constexpr(1e-30)  # replaces the largest number of a row of zeros
 
 
 def quantize_rows(x_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 numbers [T, N] and fp32 scales [T, 1], whose product is the matrix up to rounding.
+    """Return E4M3 numbers [T, N] and fp32 scales [T, 1], whose product is the matrix up to rounding.
 
-    A row with a number that is not finite becomes one of NaN.
+    A row with a number that is not finite becomes all NaN.
 
     Args:
         x_TN: 16 bits or fp32, its rows contiguous.

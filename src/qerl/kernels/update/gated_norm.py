@@ -1,8 +1,8 @@
-"""The gated RMSNorm behind a delta rule in the update, one kernel forward and one backward.
+"""The gated RMSNorm after a delta rule in the update, one kernel forward and one backward.
 
 The kernel reads each head's output and its gate once, computes in FP32, and rounds where transformers rounds:
-after normalising, after the weight, and the result. Kept for backward are both inputs; 1/rms is made again,
-which costs nothing beside reading them. The weight is taken as frozen.
+after normalising, after the weight, and the result. Backward keeps both inputs and recomputes 1/rms, which
+costs nothing beside reading them. The weight is assumed to be frozen.
 
 Shapes: N heads of all tokens, E head size.
 """
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-_ELEMENTS = 4096  # of a program
+_ELEMENTS = 4096  # per program
 
 
 def gated_norm(x_NE: torch.Tensor, z_NE: torch.Tensor, w_E: torch.Tensor, eps: float) -> torch.Tensor:
     """``w * x / sqrt(mean(x^2) + eps) * silu(z)``, [N, E] in the 16-bit dtype of ``x``.
 
     Args:
-        x_NE, z_NE: In one dtype.
+        x_NE, z_NE: Outputs and gates, in one dtype.
         w_E: In that dtype or in FP32; gets no gradient.
         eps: As in transformers.
     """

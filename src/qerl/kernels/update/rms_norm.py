@@ -1,10 +1,10 @@
 """RMSNorm of the update, one kernel forward and one backward.
 
 The kernel reads its input once, computes in FP32, and rounds where transformers rounds: after normalising,
-and the result; in Gemma and OLMo the result alone. A weight of more precision than the input, one with noise,
-says that the product counts to its last bit: then the result alone is rounded, too. Kept for backward are the
-input and one number per token. The weight is taken as frozen. Several weights are those of as many equal
-parts of the tokens, as policies side by side have them.
+and the result; in Gemma and OLMo only the result. A weight of higher precision than the input, as one with
+noise, makes every bit of the product count: then only the result is rounded, too. Backward keeps the input
+and one number per token. The weight is assumed to be frozen. Several weights apply to as many equal parts of
+the tokens, one per policy of a batch of several policies.
 
 Shapes: T tokens, D hidden size, G weights.
 """
@@ -24,11 +24,11 @@ def rms_norm(
 
     Args:
         x: [..., D].
-        w_GD: [D], or [..., D] of as many equal parts of the tokens, in their order; in the dtype of ``x``, or
-            in FP32, with which only the result is rounded. Gets no gradient.
+        w_GD: [D], or [..., D] for as many equal parts of the tokens, in their order; in the dtype of ``x``,
+            or in FP32, with which only the result is rounded. Gets no gradient.
         eps: As in transformers.
-        added: 1 in Gemma 1 to 3, else 0.
-        rounds_unit: Whether what is normalised is rounded before the product as well.
+        added: Added to the weight: 1 in Gemma 1 to 3, else 0.
+        rounds_unit: Whether the normalised input is also rounded, before the product with the weight.
     """
     return _RMSNorm.apply(x, w_GD, eps, added, rounds_unit)
 

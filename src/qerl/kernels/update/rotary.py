@@ -1,9 +1,9 @@
 """Rotary embedding of the update, one kernel forward and one backward.
 
-The kernel takes queries, keys and values side by side, as one product of all three writes them, turns queries
-and keys, and writes the three apart, as attention reads them. Backward puts the three gradients side by side
-again, so nothing else is copied. The kernel computes in FP32, and products with cosine and sine are not
-rounded before they are added.
+The kernel takes queries, keys and values side by side, as one product of all three writes them, rotates
+queries and keys, and writes three separate tensors, as attention reads them. Backward writes the three
+gradients side by side again, so nothing else is copied. The kernel computes in FP32, and products with cosine
+and sine are not rounded before they are added.
 
 Shapes: B batch, T tokens, H query heads, G key heads, E head size.
 """
@@ -21,11 +21,11 @@ _HEADS_PER_PROGRAM = 16
 def rotated_heads(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys after the rotary embedding, and values.
+    """Return queries and keys after the rotary embedding, and values.
 
     Args:
         qkv: [B, T, (H + 2 G) E], queries, keys and values of a token side by side.
-        cos, sin: [1 or B, T, E]; element i of a head is turned with element i + E / 2, as in transformers.
+        cos, sin: [1 or B, T, E]; element i of a head is rotated with element i + E / 2, as in transformers.
         heads, kv_heads: H and G.
 
     Returns:

@@ -1,11 +1,11 @@
 """SwiGLU and GeGLU of the update, one kernel forward and one backward.
 
 The kernel reads gate and up once, computes in FP32, and rounds where transformers rounds: after the
-activation, and the result. Kept for backward are gate and up. Both activations are g sigmoid(u(g)): SiLU with
-u = g, and GELU by its formula with tanh, 2 sigmoid(2 x) - 1, with u = sqrt(8 / pi) (g + 0.044715 g^3).
+activation, and the result. Backward keeps gate and up. Both activations are g sigmoid(u(g)): SiLU with u = g,
+and GELU in its tanh approximation, as tanh(x) = 2 sigmoid(2 x) - 1, with u = sqrt(8 / pi) (g + 0.044715 g^3).
 
-Gate and up may come side by side in one tensor, as one product of both layers writes them. Their gradients
-then leave side by side, and nothing is copied on the way.
+Gate and up may be the halves of one tensor, as one product of both layers writes them. Their gradients are
+then halves of one tensor too, and nothing is copied.
 
 Shapes: T tokens, I intermediate size.
 """
@@ -25,7 +25,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, gelu: bool = Fals
 
     Args:
         gate, up: [..., I] each, or both side by side in ``gate``, [..., 2 I].
-        gelu: Whether the activation is GELU, by its formula with tanh, instead.
+        gelu: Whether the activation is GELU, in its tanh approximation, instead.
     """
     return _SwiGLU.apply(gate, up, gelu)
 

@@ -1,11 +1,11 @@
-"""From rows of logits to the log-probability of each row's target, the entropy, and a gradient of both.
+"""Log-probability of each row's target and entropy from rows of logits, with a gradient of both.
 
-One program has one row and reads it from its start to its end: once for the maximum, the sum of exponentials
-and their mean logit, and where a gradient is asked for once more, to write it. A row of 152,000 FP32 logits
-is larger than what a multiprocessor holds, so the second reading is from memory again.
+One program reads one row from start to end: once for the maximum, the sum of exponentials and their mean
+logit, and if a gradient is requested a second time, to write it. A row of 152,000 FP32 logits is larger than
+a multiprocessor can hold, so the second pass reads from memory again.
 
-The gradient may lie in the place of its logits, at the start of the same row. In 16 bits it is written behind
-what was read by then but for the first blocks, of which some warps may still read; so all wait for each other
+The gradient may overwrite its logits, from the start of the same row. In 16 bits it is written behind the
+position read by then, except for the first blocks, which some warps may still read; so all warps synchronise
 between reading a block and writing its gradient.
 
 Shapes: n rows, V vocabulary.
@@ -83,16 +83,16 @@ def token_logps(
     gradient_nV: torch.Tensor | None = None,
     weights: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability [n] of each row's target and entropy [n] in nats, FP32.
+    """Return the log-probability [n] of each row's target and the entropy [n] in nats, FP32.
 
     Args:
         logits_nV: FP32, contiguous, as the head's product gives them.
         target_n: int64.
-        scale: Multiplies the logits first.
-        cap: Bound of the logits by tanh after that; None for none.
-        temperature: Divides them last.
-        gradient_nV: Written with the gradient of the product; of any floating dtype. Its rows may begin where
-            those of the logits do.
+        scale: Factor of the logits, applied first.
+        cap: Bound of the logits by tanh, applied next; None for none.
+        temperature: Divides the logits last.
+        gradient_nV: Written with the gradient with respect to ``logits_nV``; of any floating dtype. Its rows
+            may begin where those of the logits do.
         weights: Gradients [n] of log-probabilities and entropies, FP32, contiguous; None for 1 and 0.
     """
     for x_n in (target_n, *(weights or ())):

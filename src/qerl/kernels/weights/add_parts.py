@@ -1,7 +1,7 @@
-"""The sum x A^T from the parts that the programs of a kernel have left, where the product does not add them.
+"""Sum of the parts of x A^T that a kernel's programs left, for products that do not add the parts.
 
-packed_gemm.cu adds them while it waits for its first activations; products of other kernels have this launch
-before them.
+packed_gemm.cu adds the parts while it waits for its first activations; before products of other kernels, this
+launch adds them.
 
 Shapes: P parts, T tokens, R ranks stacked.
 """
@@ -42,7 +42,7 @@ def add_parts(parts_PTR: torch.Tensor, sum_TR: torch.Tensor) -> None:
     """
     count, numbers = parts_PTR.shape[0], sum_TR.numel()
     arguments = pointers("add_parts", sum_TR, parts_PTR=parts_PTR, sum_TR=sum_TR)
-    # 256 parts at once are 64 registers of each thread, and one wait for memory.
+    # 256 parts at once take 64 registers per thread, and wait for memory once.
     rows, block = min(256, triton.next_power_of_2(count)), 32
     _add_parts[(triton.cdiv(numbers, block),)](
         *arguments, numbers, P=count, ROWS=rows, BLOCK=block, num_warps=4, **dependent(sum_TR)

@@ -1,4 +1,4 @@
-"""Unquantised weights stacked on top of each other; cuBLAS multiplies.
+"""Stacked unquantised weights, multiplied by cuBLAS.
 
 Shapes: T tokens, N outputs, K inputs, L stacked linears.
 """
@@ -26,7 +26,8 @@ class DenseStack:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear]) -> "DenseStack":
-        """The weights of layers, of which the layers' own become views; one alone stays where it is."""
+        """Stack the weights of layers, and turn the layers' own into views; a single weight stays where it
+        is."""
         weights = [layer.weight.data for layer in layers]
         stacked_NK = torch.cat(weights) if len(weights) > 1 else weights[0]
         if len(layers) > 1:
@@ -45,7 +46,7 @@ class DenseStack:
         return 0
 
     def scratch_bytes(self, tokens: int) -> int:
-        """Bytes of the product."""
+        """Return the bytes of the product."""
         return tokens * self.weight_NK.shape[0] * self.weight_NK.element_size()
 
     def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor, xa: LoraSum = NO_SUM) -> Product:

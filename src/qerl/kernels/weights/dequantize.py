@@ -1,8 +1,8 @@
-"""Tiles of NVFP4 -> a dense matrix, for training's large products.
+"""Dequantisation of NVFP4 tiles to a dense matrix, for training's large products.
 
-The forward and backward passes of training multiply with a dense matrix, of 16 bits or in backward of 8,
-that exists for one product. It is made from the resident bytes, whose order only the GPU's decode kernels
-like; see dequantize.cu.
+Training's forward and backward multiply with a dense matrix, of 16 bits or in backward of 8, that lives for
+one product. It is made from the resident bytes, whose order suits only the GPU's decode kernels; see
+dequantize.cu.
 
 Shapes: N outputs, K inputs.
 """
@@ -25,15 +25,15 @@ _OUT_E4M3 = 3
 
 
 def dequantize_tiles(tiles: Tiles, global_scale: torch.Tensor, out_NK: torch.Tensor) -> None:
-    """Writes W [N, K], the very values that :func:`qerl.fp4.format.dequantize` gives.
+    """Write W [N, K], with exactly the values of :func:`qerl.fp4.format.dequantize`.
 
     Args:
         tiles: The weight on a GPU; its rows from N on are padding.
         global_scale: fp32 [1], a divisor.
-        out_NK: bf16, fp16 or fp32; its rows may be apart, by a multiple of 16 bytes.
+        out_NK: bf16, fp16 or fp32; its row stride is a multiple of 16 bytes.
 
     Raises:
-        QeRLError: The output is not of this width, dtype and alignment.
+        QeRLError: The output does not have this width, dtype and alignment.
     """
     groups, columns = tiles.codes.shape[:2]
     rows, stride = out_NK.shape[0], out_NK.stride(0)
@@ -52,15 +52,15 @@ def dequantize_tiles(tiles: Tiles, global_scale: torch.Tensor, out_NK: torch.Ten
 
 
 def transpose_to_e4m3(tiles: Tiles, factor: float, out_KN: torch.Tensor) -> None:
-    """Writes the transpose of code times block scale times ``factor``, rounded to the nearest number of E4M3.
+    """Write the transpose of code times block scale times ``factor``, rounded to the nearest E4M3 number.
 
     Args:
         tiles: The weight on a GPU, without padding.
-        factor: At most 1/6, with which 6 x 448 becomes E4M3's largest number; a power of two rounds least.
-        out_KN: E4M3; its rows may be apart, by a multiple of 16 bytes.
+        factor: At most 1/6, which maps 6 x 448 to E4M3's largest number; a power of two rounds least.
+        out_KN: E4M3; its row stride is a multiple of 16 bytes.
 
     Raises:
-        QeRLError: The output is not of this shape, dtype and alignment.
+        QeRLError: The output does not have this shape, dtype and alignment.
     """
     rows, columns = tiles.shape
     stride = out_KN.stride(0)

@@ -1,9 +1,9 @@
-"""The weights of a layer's experts on top of each other, and products of items with them.
+"""Stacked weights of a layer's experts, and products of items with them.
 
-An item (`qerl.kernels.decode.route`) is an expert with some of its tokens. A product goes through the items
-and writes, of each, the tokens times the expert's weight. Four-bit experts are multiplied by packed_gemm.cu
-from the tiles that it also reads elsewhere; 16-bit ones, and those in Triton's interpreter, by the kernel
-here.
+An item (`qerl.kernels.decode.route`) is an expert with some of its tokens. For each item, a product
+multiplies the item's tokens by the expert's weight. Four-bit experts are multiplied by packed_gemm.cu, from
+the same tiles as other weights; 16-bit experts, and all experts in Triton's interpreter, by the kernel of
+this file.
 
 Shapes: E experts, J items, M places of an item, S = J M, N outputs of an expert, K inputs, L linears stacked
 in it.
@@ -31,8 +31,8 @@ class ExpertWeights(Protocol):
     Attributes:
         shape: (N, K) of an expert.
         scale_EL: fp32, the factor of each linear's outputs.
-        in_order: Whether its operands are in the order of packed_gemm.cu, else [M, K].
-        sizes: What an item's M may be, ascending.
+        in_order: Whether operands are in the order of packed_gemm.cu, else [M, K].
+        sizes: Possible values of an item's M, ascending.
     """
 
     in_order: ClassVar[bool]
@@ -48,7 +48,7 @@ class ExpertWeights(Protocol):
         """Write x w^T without the factors, fp32; empty places are left as they are.
 
         Args:
-            x: Of each item M rows of K, see `in_order`.
+            x: M rows of K numbers per item, see `in_order`.
             items: The items.
             out_SN: fp32, written.
         """
@@ -60,7 +60,7 @@ class NVFP4Experts:
     """Experts in NVFP4; an `ExpertWeights`.
 
     Attributes:
-        tiles: Of all experts, [E N, K].
+        tiles: Tiles of all experts, [E N, K].
     """
 
     tiles: Tiles

@@ -1,19 +1,19 @@
-"""NF4, the format of QLoRA: products of its weights, all computed by bitsandbytes.
+"""Products with weights in NF4, the format of QLoRA, all computed by bitsandbytes.
 
 A code of four bits names one of 16 quantiles of the normal distribution, to be multiplied by the largest
 magnitude (absmax) of its block of 64 consecutive weights. bitsandbytes stores absmax in eight bits, in groups
 of 256 blocks and around one mean per layer ("double quantisation"). Groups and means of several layers cannot
-be put on top of each other, so absmax is kept as the fp32 number that it stands for: 0.047 bytes more per
-weight, no number changed, and q/k/v are one product as in the other formats.
+be stacked, so absmax is kept decoded, in fp32: 0.047 bytes more per weight, no number changed, and q/k/v are
+one product as in the other formats.
 
-bitsandbytes decides by shape and GPU whether its fused kernel computes a product, decoding as it goes, or its
-dequantisation and cuBLAS. In 0.50.2, on an H100, the fused kernel has gate/up of 7B up to 64 tokens, q/k/v up
-to 16, o up to 7 and down up to 5. Both allocate their output, and the latter a dense weight: where a graph is
-captured, in the graph's own memory pool.
+bitsandbytes decides by shape and GPU whether its fused kernel computes a product, decoding on the way, or
+dequantisation and cuBLAS do. In 0.50.2, on an H100, the fused kernel is used for gate/up of 7B up to 64
+tokens, q/k/v up to 16, o up to 7 and down up to 5. Both ways allocate their output, and the latter a dense
+weight: during graph capture, in the graph's own memory pool.
 
-The fused kernel of few tokens (up to 3, on small shapes 8) rounds more often than cuBLAS: code, absmax, their
-product and its product with x are each rounded to bf16, and added in fp32. So an NF4 policy differs more
-between sampling and training than one in another format.
+The fused kernel for few tokens (up to 3, on small shapes 8) rounds more often than cuBLAS: code, absmax,
+their product and its product with x are each rounded to bf16, and added in fp32. So an NF4 policy differs
+more between sampling and training than one in another format.
 
 Shapes: T tokens, N outputs, K inputs, a multiple of 64, L stacked linears.
 """
@@ -30,16 +30,16 @@ from qerl.kernels.needs import how_to_install
 from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 
 BLOCK = 64
-"""Consecutive weights that share an absmax; the only block size of bitsandbytes that is taken."""
+"""Consecutive weights that share an absmax; the only block size of bitsandbytes that is supported."""
 
 
 def quant_state(layer: nn.Module) -> Any | None:
-    """What bitsandbytes knows about a four-bit layer's weight besides its codes; None for any other layer."""
+    """Return bitsandbytes' quantisation state of a four-bit layer's weight, or None for any other layer."""
     return getattr(getattr(layer, "weight", None), "quant_state", None)
 
 
 def why_not(layer: Any) -> str | None:
-    """Why this four-bit layer of bitsandbytes cannot become part of an :class:`NF4Stack`; None if it can."""
+    """Return why this four-bit layer of bitsandbytes cannot join an :class:`NF4Stack`, or None if it can."""
     state = layer.weight.quant_state
     if state.quant_type != "nf4" or state.blocksize != BLOCK:
         return f"is {state.quant_type} in blocks of {state.blocksize}, not nf4 in blocks of {BLOCK}"
@@ -71,10 +71,10 @@ class NF4Stack:
     @classmethod
     @torch.no_grad()
     def of(cls, layers: Sequence[Any]) -> "NF4Stack":
-        """The weights of layers, of which the layers' own become views.
+        """Stack the weights of layers, and turn the layers' own weights into views of the stack.
 
         Args:
-            layers: ``bitsandbytes.nn.Linear4bit`` with the same K for which :func:`why_not` finds nothing.
+            layers: ``bitsandbytes.nn.Linear4bit`` with the same K for which :func:`why_not` returns None.
         """
         states = [layer.weight.quant_state for layer in layers]
         codes = torch.cat([layer.weight.data for layer in layers])
@@ -98,7 +98,7 @@ class NF4Stack:
         return 0
 
     def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor, xa: LoraSum = NO_SUM) -> Product:
-        """x w^T in the dtype of x, by the kernel that bitsandbytes chooses; see `GemmWeight.multiply`.
+        """Return x w^T in the dtype of x, by the kernel that bitsandbytes chooses; see `GemmWeight.multiply`.
 
         Raises:
             QeRLError: bitsandbytes is not installed.
@@ -109,7 +109,7 @@ class NF4Stack:
         return Product(self.gemm(x_TK)[None], None, self.scale_L)
 
     def gemm(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """x w^T [T, N] in the dtype of x, in new memory."""
+        """Return x w^T [T, N] in the dtype of x, in new memory."""
         try:
             import bitsandbytes  # noqa: F401  its import registers the operator
         except ImportError as error:
@@ -121,7 +121,7 @@ class NF4Stack:
 
 
 def _flat_absmax(state: Any) -> torch.Tensor:
-    """fp32 [blocks], by the steps of ``bitsandbytes.functional.dequantize_4bit``."""
+    """Return absmax decoded, fp32 [blocks], by the steps of ``bitsandbytes.functional.dequantize_4bit``."""
     if not state.nested:
         return state.absmax
     from bitsandbytes.functional import dequantize_blockwise

@@ -1,11 +1,11 @@
-"""NVFP4 weights on top of each other, and which kernel multiplies with them.
+"""Stacked NVFP4 weights, and the choice of the kernel that multiplies with them.
 
-Up to as many tokens as packed_gemm.cu takes on a card (512 with wgmma, 128 without) it is the faster one
-(gate_up of 32B on an H100: 57 us, and 84 with quack-kernels, at 8 tokens, 77 and 104 at 64; at 256 and 512 it
-makes whole steps of 7B on an H200 five percent faster), and quack-kernels from then on; both read the same
-bytes. Where quack-kernels is not installed or has no kernel for the card, the weight is dequantised and
-cuBLAS multiplies, as in the update: eight times the bytes, which from some hundred tokens on take less time
-than the product.
+Up to the most tokens that packed_gemm.cu takes on a card (512 with wgmma, 128 without) it is the faster
+kernel (gate_up of 32B on an H100: 57 us, and 84 with quack-kernels, at 8 tokens, 77 and 104 at 64; at 256 and
+512 it makes whole steps of 7B on an H200 five percent faster); quack-kernels multiplies more tokens than
+that. Both read the same bytes. Where quack-kernels is not installed or has no kernel for the card, the weight
+is dequantised and cuBLAS multiplies, as in the update: eight times the bytes, which from some hundred tokens
+on take less time than the product.
 
 Shapes: T tokens, N outputs, K inputs, L stacked linears.
 """
@@ -39,9 +39,9 @@ from qerl.kernels.workspace import workspace
 
 logger = logging.getLogger(__name__)
 
-# By padded tokens of a slice, with wgmma. Microseconds of gate_up and down of 32B, beside what other tilings
-# took: on an H100, at 128 tokens on an H200. Those of 8 and 256 tokens were chosen in whole steps of 7B on an
-# H200 (docs/dev/decode-kernels.md).
+# With wgmma, by padded tokens of a slice. Microseconds of gate_up and down of 32B, compared with other
+# tilings: on an H100, at 128 tokens on an H200. The tilings of 8 and 256 tokens were chosen by whole steps of
+# 7B on an H200 (docs/dev/decode-kernels.md).
 _WGMMA_TILINGS = {
     8: Tiling(2, 2, 8, 8, sets=2, adder=True),
     16: Tiling(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
@@ -50,17 +50,17 @@ _WGMMA_TILINGS = {
     128: Tiling(2, 2, 4, 4, 215_000, cluster=2),  # 124.9 and 66.9; without clusters 126.4 and 66.4
     256: Tiling(2, 2, 2, 2, 226_000, cluster=2, registers=240, adder=True),
 }
-# At 128 tokens, for weights of so many numbers: 117.0 and 65.3, without clusters 116.9 and 63.8. A block has
-# all registers of its multiprocessor, so kernels before and after do not overlap with it, and whole steps
-# decide (docs/dev/decode-kernels.md): on an H200 they become faster with it for gate_up of 7B to 32B, slower
-# for down of 7B and 14B, and neither for down of 32B.
+# At 128 tokens, for weights of at least this many numbers: 117.0 and 65.3, without clusters 116.9 and 63.8. A
+# block has all registers of its multiprocessor, so kernels before and after do not overlap with it, and whole
+# steps decide (docs/dev/decode-kernels.md): on an H200 this tiling makes them faster for gate_up of 7B to
+# 32B, slower for down of 7B and 14B, and neither for down of 32B.
 _LARGE_WEIGHT = 3 << 25
 _WGMMA_OF_LARGE_WEIGHT = Tiling(3, 3, 4, 4, 215_000, cluster=2, registers=160)
 
-# By padded tokens, without: where a block has the shared memory of compute capability 8.0, and where it has
-# less. H200 treated as 8.0, microseconds of gate_up and down of 7B with four warps that load; the second ones
-# had as much shared memory there, and more stages than in 99 KB. Those of 16 and 32 tokens were chosen when
-# one warp did.
+# Without wgmma, by padded tokens: first for blocks with the shared memory of compute capability 8.0, second
+# for blocks with less. H200 treated as 8.0, microseconds of gate_up and down of 7B with four loading warps;
+# the second tilings had as much shared memory there, and more stages than in 99 KB. The tilings of 16 and 32
+# tokens were chosen with one loading warp.
 _MMA_TILINGS = {
     8: (Tiling(4, 2, 8, 4), Tiling(2, 1, 8, 4)),  # 29.6 and 17.3; 31.8 and 18.6
     16: (Tiling(2, 2, 8, 4), Tiling(2, 2, 4, 4)),
@@ -71,19 +71,19 @@ _MMA_TILINGS = {
     ),
     128: (Tiling(2, 2, 2, 2), Tiling(3, 3, 1, 1)),  # 105.0 and 54.1; 122.9 and not measured
 }
-# The first of 64 tokens for weights of fewer numbers, of which a block has few tiles: q/k/v and o of 7B take
-# 11.7 and 10.0, and 13.3 and 11.8 with that above.
+# Replaces the first tiling of 64 tokens for weights of fewer numbers, which give a block few tiles: q/k/v and
+# o of 7B take 11.7 and 10.0, and 13.3 and 11.8 with the tiling above.
 _SMALL_WEIGHT = 1 << 25
 _OF_SMALL_WEIGHT = Tiling(2, 2, 4, 4)
 _BARRIERS = 1024  # more than the kernel's own shared memory takes
 
 
 def tiling_for(tokens: int, card: Card, shape: tuple[int, int]) -> Tiling:
-    """How packed_gemm.cu tiles a product of as many tokens as it takes, from the tables above.
+    """Return how packed_gemm.cu tiles a product, from the tables above.
 
     Args:
-        tokens: T.
-        card: What it runs on.
+        tokens: T, at most the number that packed_gemm.cu takes.
+        card: Card that multiplies.
         shape: (N, K) of the weight.
     """
     padded, weight = slice_tokens(tokens), shape[0] * shape[1]
@@ -98,13 +98,13 @@ def tiling_for(tokens: int, card: Card, shape: tuple[int, int]) -> Tiling:
 
 
 def most_tokens(device: torch.device) -> int:
-    """Tokens up to which packed_gemm.cu multiplies here."""
+    """Return the maximum number of tokens that packed_gemm.cu multiplies on a device."""
     return MAX_TOKENS[card_of(device).math]
 
 
 @cache
 def quack_runs(device: torch.device) -> bool:
-    """Whether quack-kernels multiplies many tokens here; warns once where it could and is missing."""
+    """Return True if quack-kernels multiplies many tokens here; warn once if it could but is missing."""
     has_kernels, installed = card_of(device).quack, has_module("quack")
     if has_kernels and not installed:
         logger.warning(
@@ -120,9 +120,9 @@ class NVFP4Stack:
     """One or several weights in NVFP4; a `qerl.kernels.weights.product.GemmWeight`.
 
     Attributes:
-        tiles: Codes and block scales of all of them.
+        tiles: Codes and block scales of all weights.
         scale_L: fp32 [L], the reciprocal of each linear's global scale.
-        ahead: What the kernels after a product read; whoever puts products in an order sets it.
+        ahead: Data that the kernels after a product read; set by the code that puts products in an order.
         shape: (N, K), N padded.
     """
 
@@ -137,11 +137,11 @@ class NVFP4Stack:
         self._one = torch.ones(1, device=self.scale_L.device)
 
     def padded_tokens(self, tokens: int) -> int:
-        """Tokens that packed_gemm.cu computes; 0 for more than it takes."""
+        """Return the tokens that packed_gemm.cu computes; 0 for more than it takes."""
         return padded_tokens(tokens) if tokens <= most_tokens(self.tiles.codes.device) else 0
 
     def scratch_bytes(self, tokens: int) -> int:
-        """Bytes of the product."""
+        """Return the bytes of the product."""
         device = self.tiles.codes.device
         if tokens > most_tokens(device):
             return tokens * self.shape[0] * 2
@@ -171,7 +171,7 @@ class NVFP4Stack:
         return tiling_for(tokens, card_of(self.tiles.codes.device), self.shape)
 
     def _dense_gemm(self, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
-        # Codes times block scales are exact in 16 bits; the linears' own scales are left to the reader.
+        # Codes times block scales are exact in 16 bits; the reader applies the linears' own.
         dense_NK = workspace(self.shape, x_TK)
         dequantize_tiles(self.tiles, self._one, dense_NK)
         torch.mm(x_TK, dense_NK.T, out=out_TN)
@@ -183,10 +183,11 @@ many blocks share K."""
 
 
 def quack_tile(tokens: int, width: int) -> Tile:
-    """The tile for more tokens than packed_gemm.cu takes.
+    """Return the tile for more tokens than packed_gemm.cu takes.
 
-    Those of up to 512 are for cards without wgmma, where they were not timed. H100, Qwen2.5-7B shapes at 256
-    tokens, microseconds against quack's own choice: qkv 19.1 / 31.3; gate_up 98.7 / 113; down 54.5 / 66.4.
+    Tiles for up to 512 tokens are for cards without wgmma, where they were not timed. H100, Qwen2.5-7B shapes
+    at 256 tokens, microseconds against quack's own choice: qkv 19.1 / 31.3; gate_up 98.7 / 113; down 54.5 /
+    66.4.
     """
     if tokens > 512:
         return 128, 256, 1
@@ -194,7 +195,7 @@ def quack_tile(tokens: int, width: int) -> Tile:
 
 
 def quack_gemm(x_TK: torch.Tensor, tiles: Tiles, out_TN: torch.Tensor, tile: Tile) -> None:
-    """Writes x w^T without the global scale.
+    """Write x w^T without the global scale.
 
     Args:
         x_TK: bf16.

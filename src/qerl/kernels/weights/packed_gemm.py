@@ -22,40 +22,40 @@ SOURCE = Path(__file__).with_name("packed_gemm.cu")
 _TOKENS = (8, 16, 32, 64, 128, 256, 512)
 
 MAX_TOKENS = {"wgmma": 512, "mma.sync": 128}
-"""Tokens that the kernel takes at most, by what multiplies."""
+"""Maximum tokens that the kernel takes, by the instruction that multiplies."""
 
 SLICE = 256
-"""Tokens that a block multiplies at most; of more it has a slice."""
+"""Maximum tokens that a block multiplies; more tokens are divided into slices."""
 
 _HALF_FROM = 129
 """Tokens from which on the sums are bf16."""
 
 OUTPUT_SCALE = 2.0**-8
-"""The kernel's output is this times x w^T: decoding a weight leaves it so, exactly."""
+"""The kernel's output is x w^T times this factor, which decoding a weight leaves, exactly."""
 
 
 def padded_tokens(tokens: int) -> int:
-    """Tokens that an operand for ``tokens`` tokens, at most 512, has room for."""
+    """Return the tokens that an operand for ``tokens`` tokens, at most 512, has room for."""
     return next(size for size in _TOKENS if size >= tokens)
 
 
 def slice_tokens(tokens: int) -> int:
-    """Tokens of a slice, with padding."""
+    """Return the tokens of a slice, with padding."""
     return min(SLICE, padded_tokens(tokens))
 
 
 def slices(tokens: int) -> int:
-    """Slices of so many tokens."""
+    """Return the number of slices of this many tokens."""
     return padded_tokens(tokens) // slice_tokens(tokens)
 
 
 def sums_dtype(tokens: int) -> torch.dtype:
-    """In which the kernel writes partial sums of so many tokens."""
+    """Return the dtype in which the kernel writes partial sums of this many tokens."""
     return torch.float32 if tokens < _HALF_FROM else torch.bfloat16
 
 
 def to_operand(x_TK: torch.Tensor) -> torch.Tensor:
-    """Activations, at most 512 tokens, in the order :func:`packed_gemm` reads, flat.
+    """Return activations, at most 512 tokens, flat and in the order that :func:`packed_gemm` reads.
 
     The kernels of a decode step write this order themselves, see
     :func:`qerl.kernels.decode.common.store_operand`.
@@ -76,19 +76,20 @@ class Tiling:
 
     Attributes:
         teams: Teams of warps that multiply, 2 to 4, with 64 rows each.
-        row_groups: 64-row groups that a block has of a row tile, one team each; teams that are left share K.
-        tiles: 64-wide tiles of K in a stage.
-        together: Of these, how many a team multiplies before it waits: more overlap, more registers.
-        shared_bytes: Most shared memory for the stages. What is left is room for the kernels before and after
-            this one to sit on the same multiprocessor.
-        fragments: 16-row fragments of a warp: 1, and a team is a warpgroup, as wgmma wants it; or 2, without
-            wgmma, from 32 tokens on.
+        row_groups: 64-row groups of a row tile that a block has, one team each; further teams share K.
+        tiles: 64-wide tiles of K per stage.
+        together: Tiles of a stage that a team multiplies before it waits: more overlap, more registers.
+        shared_bytes: Maximum shared memory of the stages. The rest is room for the kernels before and after
+            this one on the same multiprocessor.
+        fragments: 16-row fragments of a warp: with 1 a team is a warpgroup, as wgmma needs; 2 is possible
+            without wgmma, from 32 tokens on.
         cluster: Blocks that share a row tile and its activations: 1, or 2 with the copy engine. A row tile
-            has `row_groups` groups of each.
-        registers: Of a thread that multiplies, a multiple of 8, where four warps that load give up theirs;
-            with wgmma. The block then has all of a multiprocessor's. 0: all threads have as many.
-        sets: Sets of accumulators that the products of a warp take in turn, 1, 2 or 4; up to 16 tokens.
-        adder: True if warps add the parts of x A^T while others multiply: one of their own, or with
+            has `row_groups` groups of each block.
+        registers: Registers of a thread that multiplies, a multiple of 8, where the four loading warps give
+            up theirs; with wgmma. The block then has all registers of a multiprocessor. 0: all threads have
+            the same number.
+        sets: Sets of accumulators that the products of a warp use in turn, 1, 2 or 4; up to 16 tokens.
+        adder: True if separate warps add the parts of x A^T while others multiply: an extra one, or with
             ``registers`` the three beside the one that loads.
     """
 
@@ -104,21 +105,21 @@ class Tiling:
     adder: bool = False
 
     def threads(self, card: Card) -> int:
-        """Threads of a block: those of the teams, and those that load."""
+        """Return the threads of a block: those that multiply, load and, with an extra warp, add."""
         one_warp = card.loader == "bulk" and not self.registers
         own = self.adder and not self.registers
         return self.teams * 128 // self.fragments + (32 if one_warp else 128) + 32 * own
 
     def sums_bytes(self, tokens: int) -> int:
-        """Shared memory in which teams that share K add up."""
+        """Return the bytes of shared memory in which teams that share K add their sums."""
         return 2 * (self.teams // self.row_groups - 1) * self.row_groups * slice_tokens(tokens) * 256
 
     def stage_bytes(self, tokens: int) -> int:
-        """Shared memory of one stage: codes, scales and activations."""
+        """Return the bytes of shared memory of one stage: codes, scales and activations."""
         return self.tiles * (self.row_groups * TILE_BYTES + slice_tokens(tokens) * 128)
 
     def stages(self, tokens: int) -> int:
-        """Stages that fit, at most 16."""
+        """Return the number of stages that fit, at most 16."""
         return min(16, (self.shared_bytes - self.sums_bytes(tokens)) // self.stage_bytes(tokens))
 
 
@@ -126,8 +127,8 @@ class Tiling:
 def partial_sums(
     tiling: Tiling, shape: tuple[int, int], device: torch.device, of_slices: int
 ) -> tuple[int, torch.Tensor]:
-    """Partial sums that a product of so many slices leaves: the most of any row, and those of each 64 rows,
-    int32 [N/64]."""
+    """Return the maximum number of partial sums of any row that a product of this many slices leaves, and the
+    number for each 64 rows, int32 [N/64]."""
     groups, k_tiles = shape[0] // TILE, shape[1] // TILE
     total, clusters = _tiles(tiling, shape), _clusters(tiling, shape, device, of_slices)
     counts = []
@@ -139,22 +140,22 @@ def partial_sums(
 
 
 def _tiles(tiling: Tiling, shape: tuple[int, int]) -> int:
-    """Tiles of K of all row tiles, one row tile for each cluster."""
+    """Return the number of tiles of K in all row tiles, with one row tile per cluster."""
     return -(-shape[0] // (TILE * tiling.row_groups * tiling.cluster)) * (shape[1] // TILE)
 
 
 def _clusters(tiling: Tiling, shape: tuple[int, int], device: torch.device, of_slices: int) -> int:
-    """Clusters among which the tiles of a slice's product are divided; their blocks have a multiprocessor
-    each."""
+    """Return the number of clusters that share the tiles of a slice's product; each of their blocks has a
+    multiprocessor."""
     return min(multiprocessors(device) // (tiling.cluster * of_slices), _tiles(tiling, shape))
 
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """What the kernels after a product read.
+    """Data that the kernels after a product read.
 
-    A card on which none of them can start before the one ahead of it has ended brings it to the L2 cache once
-    the product of few tokens has asked for its own weight.
+    On a card without dependent launch, the product of few tokens loads this data into the L2 cache once it
+    has requested its own weight.
 
     Attributes:
         b_NR, a_RK: LoRA of the kernels up to the next product, contiguous; None without.
@@ -169,14 +170,14 @@ class Ahead:
 NOTHING_AHEAD = Ahead()
 
 _AHEAD_TOKENS = 64
-"""Tokens up to which it pays to ask for what comes next: an H200 treated as 8.0 decoded 7B 0.6 to 1.3 %
-faster with it at 1, 8 and 64 tokens, and 2.2 % slower at 128."""
+"""Maximum tokens at which loading ahead pays: an H200 treated as 8.0 decoded 7B 0.6 to 1.3 % faster with it
+at 1, 8 and 64 tokens, and 2.2 % slower at 128."""
 
 
 def pieces_ahead(tiling: Tiling, device: torch.device) -> int:
-    """Stages' worth of the next product's weight that each block asks the L2 cache for.
+    """Return how many stages' worth of the next product's weight each block loads into the L2 cache.
 
-    All of them take a third of the cache at most: the kernels between two products need the rest.
+    Together they take at most a third of the cache: the kernels between two products need the rest.
     """
     share = l2_bytes(device) // 3 // multiprocessors(device)
     return share // (tiling.tiles * tiling.row_groups * TILE_BYTES)
@@ -190,19 +191,19 @@ def packed_gemm(
     xa: LoraSum = NO_SUM,
     ahead: Ahead = NOTHING_AHEAD,
 ) -> None:
-    """Writes the partial sums of x w^T, times `OUTPUT_SCALE` and without the global scale.
+    """Write the partial sums of x w^T, times `OUTPUT_SCALE` and without the global scale.
 
     Args:
-        x: bf16, as :func:`to_operand` gives it for T tokens.
+        x: bf16, as :func:`to_operand` returns it for T tokens.
         tiles: The weight.
-        out_STN: As :func:`sums_dtype` says, contiguous, with as many partial sums as :func:`partial_sums`
-            says; those that a row does not have are left as they are.
+        out_STN: Of the dtype of :func:`sums_dtype`, contiguous, with the number of partial sums of
+            :func:`partial_sums`; sums that a row does not have are left as they are.
         tiling: How the product is tiled.
-        xa: Parts that are added by the way, R a multiple of 8.
-        ahead: What the kernels after this one read.
+        xa: Parts that the kernel adds as well, R a multiple of 8.
+        ahead: Data that the kernels after this one read.
 
     Raises:
-        QeRLError: Activations or output are not of the size that the weight and the number of tokens ask for.
+        QeRLError: Activations or output do not fit the weight and the number of tokens.
     """
     (rows, width), tokens = tiles.shape, out_STN.shape[1]
     padded = padded_tokens(tokens)
@@ -229,7 +230,8 @@ def packed_gemm(
 
 
 def _arguments(ahead: Ahead, tiles: Tiles, tiling: Tiling) -> tuple[list[torch.Tensor], list[int]]:
-    """The kernel's arguments that say what comes next; a pointer to nothing is one to ``tiles``."""
+    """Return the kernel's arguments about the kernels after it; tensors of ``tiles`` stand in for missing
+    ones."""
     matrices = [tiles.codes if each is None else each for each in (ahead.b_NR, ahead.a_RK)]
     sizes = [0 if each is None else each.nbytes for each in (ahead.b_NR, ahead.a_RK)]
     pieces = pieces_ahead(tiling, tiles.codes.device) if ahead.tiles else 0
@@ -244,25 +246,25 @@ def _compiled(tiling: Tiling, tokens: int, stages: int, device: int, experts: bo
 
 
 MANY_PAIRS = 256
-"""Tokens times experts of each from which on blocks have more rows of an expert."""
+"""Tokens times experts per token from which on blocks have more rows of an expert."""
 
 
 def _divisor(width: int, most: int) -> int:
-    """The largest number of tiles, up to ``most``, of which stages are full; K is ``width``."""
+    """Return the largest number of tiles, up to ``most``, with which all stages are full; K is ``width``."""
     return max(count for count in range(1, most + 1) if not width // TILE % count)
 
 
 def tiling_of_items(size: int, pairs: int, card: Card, shape: tuple[int, int]) -> Tiling:
-    """How packed_gemm.cu tiles a product of items: stages are full, whatever K is.
+    """Return how packed_gemm.cu tiles a product of items: with full stages, whatever K is.
 
     Qwen3-30B-A3B on an H200, tokens/s of whole steps with 128 and with 256 rows per block: 462 and 419 at one
     sequence, 1965 and 1834 at 8, 7792 and 7949 at 64, 12469 and 12843 at 128. gpt-oss-20b, whose experts have
-    45 tiles of K: stages of 4 or 8 tiles 465, 2193, 10682, 17435, as below 495, 2301, 11385, 18786.
+    45 tiles of K: 465, 2193, 10682, 17435 with stages of 4 or 8 tiles, 495, 2301, 11385, 18786 as below.
 
     Args:
-        size: Tokens of an item at most.
-        pairs: Tokens times experts of each.
-        card: What it runs on.
+        size: Maximum tokens of an item.
+        pairs: Tokens times experts per token.
+        card: Card that multiplies.
         shape: (N, K) of an expert.
     """
     rows, width = shape
@@ -270,8 +272,8 @@ def tiling_of_items(size: int, pairs: int, card: Card, shape: tuple[int, int]) -
     shared = min(176_000, most)
 
     def groups(*counts: int) -> int:
-        """The first of these numbers of 64 rows that an expert has whole row tiles of, which do not reach
-        from one expert into the next."""
+        """Return the first of these numbers of 64-row groups whose row tiles divide an expert's rows, so that
+        none reaches into the next expert."""
         return next(count for count in (*counts, 1) if not rows % (count * TILE))
 
     if card.math == "wgmma" and size <= 16 and pairs >= MANY_PAIRS:
@@ -299,20 +301,20 @@ def packed_gemm_of_items(
     tiling: Tiling,
     size: int,
 ) -> None:
-    """Writes x w^T of experts, times `OUTPUT_SCALE` and without global scales.
+    """Write x w^T of experts, times `OUTPUT_SCALE` and without global scales.
 
     Args:
-        x: bf16, of each item as :func:`to_operand` gives it for ``size`` tokens.
+        x: bf16, each item as :func:`to_operand` returns it for ``size`` tokens.
         tiles: The weights of all experts, [E N, K].
-        item_J2: int32, of each item its expert and how many tokens it has.
+        item_J2: int32, the expert and the number of tokens of each item.
         count_1: int32, the number of items.
-        out_SN: fp32, ``size`` rows of each item; rows beyond its tokens are left as they are.
+        out_SN: fp32, ``size`` rows per item; rows beyond an item's tokens are left as they are.
         tiling: How the product is tiled.
-        size: Tokens of an item at most: 8, 16, 32 or 64.
+        size: Maximum tokens of an item: 8, 16, 32 or 64.
 
     Raises:
-        QeRLError: Activations or output are not of the size that the weight and the items ask for, or the
-            outputs of an expert are not a multiple of the tiling's rows.
+        QeRLError: Activations or output do not fit the weight and the items, or the outputs of an expert are
+            not a multiple of the tiling's rows.
     """
     (_, width), (places, rows) = tiles.shape, out_SN.shape
     if x.numel() != places * width or places != len(item_J2) * size:
@@ -330,7 +332,7 @@ def packed_gemm_of_items(
 
 
 def switches(tiling: Tiling, tokens: int, stages: int, card: Card, experts: bool = False) -> dict[str, int]:
-    """The kernel's compile-time parameters, for so many padded tokens."""
+    """Return the kernel's compile-time parameters for this many padded tokens."""
     return {
         "EXPERTS": int(experts),
         "TOKENS": slice_tokens(tokens),

@@ -1,7 +1,7 @@
-"""The order in which tensor cores read a four-bit weight: tiles of 64 x 64.
+"""Four-bit weights in the order in which tensor cores read them: tiles of 64 x 64.
 
-A weight on the GPU is reordered once into this order, which is its only copy. The layout is that of
-quack-kernels (see packed_gemm.cu), so that two kernels share it, each where it is faster.
+A weight on the GPU is reordered once, and this is its only copy. The layout is that of quack-kernels (see
+packed_gemm.cu), so that either kernel can read it where it is the faster one.
 
 Shapes: N outputs, K inputs.
 """
@@ -17,7 +17,7 @@ TILE = 64
 """Rows and columns of a tile."""
 
 TILE_BYTES = TILE * TILE // 2 + TILE * TILE // 16
-"""Codes and scales of a tile."""
+"""Bytes of a tile's codes and scales."""
 
 ROW_MULTIPLE = 128
 """N of a stack is padded with zeros to a multiple of this."""
@@ -25,7 +25,7 @@ ROW_MULTIPLE = 128
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Codes and block scales of a weight in NVFP4, tile by tile; the global scale is not among them.
+    """Codes and block scales of a weight in NVFP4, tile by tile, without the global scale.
 
     Attributes:
         codes: uint8 [N/64, K/64, 128, 16].
@@ -37,7 +37,7 @@ class Tiles:
 
     @classmethod
     def from_rows(cls, codes_NK: torch.Tensor, scales_NK: torch.Tensor) -> "Tiles":
-        """Tiles of a weight as it lies on disk, N padded to `ROW_MULTIPLE`.
+        """Reorder a weight as stored on disk into tiles, with N padded to `ROW_MULTIPLE`.
 
         Args:
             codes_NK: uint8 [N, K/2], see `qerl.fp4.format`.
@@ -70,7 +70,7 @@ class Tiles:
         return self.codes.shape[0] * TILE, self.codes.shape[1] * TILE
 
     def part(self, first_row: int, rows: int) -> "Tiles":
-        """View of some rows of the weight; both numbers are multiples of `TILE`."""
+        """Return a view of some rows of the weight; both numbers are multiples of `TILE`."""
         assert first_row % TILE == rows % TILE == 0
         tiles = slice(first_row // TILE, (first_row + rows) // TILE)
         return Tiles(self.codes[tiles], self.scales[tiles])
