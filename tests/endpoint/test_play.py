@@ -1,4 +1,4 @@
-"""Agents of their own that play against a tiny policy over HTTP, and what an update would learn from."""
+"""External agents that play against a tiny policy over HTTP, and what an update would learn from."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""Training with agents of their own: what they were sent is what is trained on, forks included."""
+"""Training with external agents: what they were sent is what is trained on, forks included."""
 
 import functools
 
