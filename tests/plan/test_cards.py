@@ -99,7 +99,7 @@ def test_the_rollout_has_the_dequantised_weight_of_long_prompts():
 def test_what_would_fit_is_said_and_does(model, gpu, said, capsys):
     lengths = ["--max_prompt_length", "512", "--max_completion_length", "4096"]
     assert main(["plan", model, "--gpu", str(gpu), *lengths]) == 1
-    (line,) = capsys.readouterr().out.split("What would, each alone: ")[1:]
+    (line,) = capsys.readouterr().out.split("One of these changes suffices: ")[1:]
     found = " ".join(line.split()).rstrip(".").split("; ")
     assert len(found) == len(said)
     for words, wanted in zip(found, said, strict=True):

@@ -72,10 +72,10 @@ def test_the_longest_completion_is_the_last_that_fits(capsys):
     assert fits(longest) and tokens > 100_000
     assert fastest(sizes, work(completion_tokens=tokens + 256), GB80) is None
     said = in_words(longest)
-    assert f"fits has {tokens} tokens" in said and "The model has 40960 positions only." in said
+    assert f"fits has {tokens} tokens" in said and "The model has only 40960 positions." in said
     here = longest_completion(make_plan(sizes, work(), GB80), offload=False)
     assert 100_000 < here.work.completion_tokens < tokens and not here.work.offload
-    assert f"of the CPU's memory; without, {here.work.completion_tokens} tokens fit." in said
+    assert f"of CPU memory for offloading; without it, {here.work.completion_tokens} tokens fit." in said
     assert '{"every_n_layers": 1, "offload": true}' in said
     assert main(["plan", "72b", "--max_context", "--gpu", "24"]) == 1
     assert "No completion fits, not even one of 256 tokens." in capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_advice_names_what_could_change(capsys):
     assert "a model of the size of 14b; a GPU of 80 GB." in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "14b", "--gpu", "16", "--weights", "bf16"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "each alone: weights: nvfp4 instead of bf16;" in printed
+    assert "One of these changes suffices: weights: nvfp4 instead of bf16;" in printed
     assert "GB are 10^9 bytes; of the GPU's memory 16.5 of them are usable." in printed
 
 
@@ -291,9 +291,9 @@ def test_a_run_says_what_it_takes_of_the_cpus_memory(
     room = known is None or known / processes > 10
     assert config.gradient_checkpointing_kwargs.get("offload", False) == room
     assert ("It fits" in said) == room
-    assert ("It would fit with inputs of layers in the CPU's memory, but" in said) != room
+    assert ("It would fit with layer inputs offloaded to CPU memory, but" in said) != room
     assert "GB are pinned there" in said
-    assert (f"there, where {known / processes:.1f} GB may be taken" in said) if known else "where" not in said
+    assert (f"there, where {known / processes:.1f} GB may be used" in said) if known else "where" not in said
     assert ("set QERL_HOST_GB to the GB that a run may take" in said) != room
 
 
@@ -301,9 +301,9 @@ def test_a_plan_takes_the_cpus_memory_that_it_is_told(capsys, monkeypatch):
     command = ["plan", "32b", "--gpu", "32", "--max_prompt_length", "512", "--max_completion_length", "4096"]
     for asked, exit_status, sentence in (
         ("", 0, "It fits"),
-        ("24", 0, "are pinned there, where 24.0 GB may be taken."),
-        ("4", 1, "where 4.0 GB may be taken; if this machine has more than it says, set QERL_HOST_GB to"),
-        ("none", 2, "QERL_HOST_GB is 'none'; set how much of the CPU's memory a run may take in GB"),
+        ("24", 0, "are pinned there, where 24.0 GB may be used."),
+        ("4", 1, "where 4.0 GB may be used; if this machine has more than it reports, set QERL_HOST_GB to"),
+        ("none", 2, "QERL_HOST_GB is 'none'; set it to the CPU memory that a run may take in GB"),
     ):
         monkeypatch.setenv("QERL_HOST_GB", asked)
         assert main(command) == exit_status

@@ -144,9 +144,9 @@ def test_where_the_cpus_memory_has_no_room_the_refusal_says_so(on_80_gb, monkeyp
     monkeypatch.delenv("QERL_HOST_GB", raising=False)
     monkeypatch.setattr(context, "host_bytes", lambda processes: 24 * 10**9)
     refusal = (
-        r"A completion of 131072 tokens does not fit this GPU by the plan\. It would fit with inputs of "
-        r"layers in the CPU's memory, but 77\.3 GB are pinned there, where 24\.0 GB may be taken; if this "
-        r"machine has more than it says, set QERL_HOST_GB to the GB that a run may take\."
+        r"A completion of 131072 tokens does not fit this GPU by the plan\. It would fit with layer inputs "
+        r"offloaded to CPU memory, but 77\.3 GB are pinned there, where 24\.0 GB may be used; if this "
+        r"machine has more than it reports, set QERL_HOST_GB to the GB that a run may take\."
     )
     with pytest.raises(QeRLError, match=refusal):
         on_80_gb(131072)

@@ -68,7 +68,7 @@ def test_steps_share_the_rollout_that_they_learn_from(capsys):
 def test_of_several_gpus_it_says_that_one_was_measured(capsys):
     words_ = ["plan", "7b", "--gpu", "h200", "--max_prompt_length", "256", "--max_completion_length", "1024"]
     assert main([*words_, "--processes", "8", "--max_steps", "1000", "--price", "3"]) == 0
-    assert "was one GPU; what several exchange comes on top and was not measured." in words(capsys)
+    assert "is for one GPU; communication between several is extra and was not measured." in words(capsys)
     assert main(words_) == 0
     assert "several" not in words(capsys)
 
@@ -118,7 +118,7 @@ def test_elsewhere_it_says_that_it_is_not_known(capsys, asked, said):
 def test_a_price_is_a_number(capsys, price):
     assert main(["plan", "7b", "--price", price]) == 2
     said = {".inf": "inf", ".nan": "nan", "true": "True"}.get(price, price)
-    assert f"--price is {said}; it must be what a GPU costs for an hour" in capsys.readouterr().err
+    assert f"--price is {said}; it must be the price of a GPU per hour" in capsys.readouterr().err
 
 
 def test_a_plan_that_does_not_fit_or_is_for_a_server_says_no_time(capsys):

@@ -86,7 +86,7 @@ def test_arguments_of_the_sampler_set_the_fields_that_mean_the_same():
         ({"repetition_penalty": 1.2}, "repetition_penalty has no effect in QeRL"),
         (
             {"min_tokens": 3},
-            "has min_tokens, which is not supported: the engines draw from the policy itself",
+            "has min_tokens, which is not supported: sampling is controlled by temperature, top_p",
         ),
         ({"stop": ["a"]}, "set stop_strings, which keeps the text"),
     ):

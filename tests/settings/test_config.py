@@ -69,7 +69,7 @@ def test_who_sets_a_field_of_the_noise_says_whether_there_is_any(tmp_path, field
     recipe = tmp_path / "own.yaml"
     recipe.write_text(yaml.safe_dump(MINIMAL | fields))
     for given in ([recipe], {}), ([], MINIMAL | fields):
-        with pytest.raises(QeRLError, match=r"noise_\w+ is set, and nothing says whether there is noise"):
+        with pytest.raises(QeRLError, match=r"noise_\w+ is set, but noise is not"):
             load_config(*given)
     assert load_config([recipe], {"noise": True}).noise
     assert not load_config([recipe], {"noise": False}).noise
@@ -205,7 +205,7 @@ def test_bounds_of_an_algorithm_stay_with_its_ratio(fields, bounds, tmp_path):
 def test_a_file_of_an_earlier_version_may_say_rounds_of_dynamic_sampling(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL | {"dynamic_sampling_rounds": 3}))
     assert load_config([tmp_path / "config.yaml"], {}).dynamic_sampling_batches == 3
-    with pytest.raises(QeRLError, match="it is dynamic_sampling_batches now"):
+    with pytest.raises(QeRLError, match="its name is dynamic_sampling_batches now"):
         load_config([], MINIMAL | {"dynamic_sampling_rounds": 3})
 
 
@@ -261,7 +261,10 @@ def test_command_line_values_are_yaml(text, value):
             "leaves out the samples that overlong_buffer punishes",
         ),
         *(
-            ({"vllm_importance_sampling_mode": mode}, f"is '{mode}'; it left the trainer for the studies in")
+            (
+                {"vllm_importance_sampling_mode": mode},
+                f"is '{mode}'; it moved from the trainer to the studies in",
+            )
             for mode in ("token_one_sided", "token_balance")
         ),
     ],
@@ -290,10 +293,10 @@ def test_a_keyword_that_is_no_field_is_a_type_error_in_a_sentence(field, message
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("noise_target_kl", 0.03, "it left the trainer for the studies in lab/"),
-        ("noise_share", 0.5, "it left the trainer for the studies in lab/"),
-        ("noise_in_loss", True, "it left the trainer for the studies in lab/"),
-        ("speculative_tokens", 3, "drafts left the engines, .*: remove it.$"),
+        ("noise_target_kl", 0.03, "it moved from the trainer to the studies in lab/"),
+        ("noise_share", 0.5, "it moved from the trainer to the studies in lab/"),
+        ("noise_in_loss", True, "it moved from the trainer to the studies in lab/"),
+        ("speculative_tokens", 3, "speculative decoding .* was dropped; leave it out.$"),
     ],
 )
 def test_a_field_that_is_none_any_more_is_refused_unless_it_asks_for_nothing(tmp_path, field, value, reason):

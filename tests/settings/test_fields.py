@@ -179,7 +179,7 @@ def test_what_is_accepted(name, value, held):
         ({"noise": True, "noise_stages": 10, "max_steps": 9}, "10 stages but the run only 9 steps"),
         ({"noise_scale": "relative"}, "noise_scale needs noise; set"),
         ({"curriculum_floor": 0.2}, "needs a curriculum; set curriculum: true, or remove it"),
-        ({"pass_at_k": 8, "num_generations": 8, "scale_rewards": "none"}, "make it smaller"),
+        ({"pass_at_k": 8, "num_generations": 8, "scale_rewards": "none"}, "set it below that"),
         ({"pass_at_k": 4, "multi_objective_aggregation": "normalize_then_sum"}, "the best of summed rewards"),
         ({"pass_at_k": 4}, r"; set scale_rewards: none \(or batch\)\.$"),
         ({"pass_at_k": 4, "scale_rewards": True}, "set scale_rewards: none"),
@@ -200,11 +200,11 @@ def test_what_is_accepted(name, value, held):
         ({"rollout_rs": "seq_mean_k3"}, "rollout_rs and rollout_rs_threshold need each other"),
         ({"rollout_rs_threshold": 0.1}, "need each other"),
         ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.0}, "and 1.0 is not above 1"),
-        ({"filter_zero_advantages": True, "loss_type": "bnpo"}, "bnpo counts tokens of a microbatch"),
-        ({"filter_zero_advantages": True, "beta": 0.1}, "and beta gives their tokens a loss"),
-        (TAUGHT | {"filter_zero_advantages": True}, "and a teacher gives their tokens a loss"),
-        ({"scale_rewards": "mean", "overlong_buffer": 0.2}, "for rewards that are not negative"),
-        ({"scale_rewards": "mean", "algorithm": "dapo"}, "for rewards that are not negative"),
+        ({"filter_zero_advantages": True, "loss_type": "bnpo"}, "bnpo divides by the tokens of a microbatch"),
+        ({"filter_zero_advantages": True, "beta": 0.1}, "but beta gives their tokens a loss"),
+        (TAUGHT | {"filter_zero_advantages": True}, "but a teacher gives their tokens a loss"),
+        ({"scale_rewards": "mean", "overlong_buffer": 0.2}, "needs rewards that are not negative"),
+        ({"scale_rewards": "mean", "algorithm": "dapo"}, "needs rewards that are not negative"),
         *(
             ({"delta": 2.0, "loss_type": name, "epsilon_high": 5.0}, f"{name} has no clip that delta bounds")
             for name in ("cispo", "sapo", "vespo", "kl_cov")
@@ -214,11 +214,14 @@ def test_what_is_accepted(name, value, held):
         ({"kl_cov_ratio": 0.5, "loss_type": "clip_cov"}, "kl_cov_ratio acts with loss_type: kl_cov"),
         ({"ppo_kl_coef": 3.0}, "ppo_kl_coef acts with loss_type: kl_cov"),
         *(
-            ({"use_rollout_logprobs": True, f"vllm_importance_sampling_clip_{end}": 0.5}, "bounds a factor")
+            (
+                {"use_rollout_logprobs": True, f"vllm_importance_sampling_clip_{end}": 0.5},
+                "truncates the importance-sampling factor",
+            )
             for end in ("min", "max")
         ),
         *(
-            (TAUGHT | fields, "decides what rewards teach, which have no weight")
+            (TAUGHT | fields, "acts on rewards, which have no weight in the loss")
             for fields in (
                 {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
                 {"pass_at_k": 2, "scale_rewards": "none"},
@@ -230,11 +233,11 @@ def test_what_is_accepted(name, value, held):
             {"scale_rewards": "mean", "multi_objective_aggregation": "normalize_then_sum"},
             "divides by the mean of summed rewards",
         ),
-        ({"pass_at_k": 4, "scale_rewards": "mean"}, "scale_rewards: mean divides that out again"),
+        ({"pass_at_k": 4, "scale_rewards": "mean"}, "scale_rewards: mean would divide out again"),
         ({"clip_cov_lb": 5.0}, "set the first below the second"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
         ({"per_device_train_batch_size": 6, "num_generations": 4}, "contradict each other"),
-        ({"eval_on_start": True, "per_device_eval_batch_size": 3}, "do not divide"),
+        ({"eval_on_start": True, "per_device_eval_batch_size": 3}, "3, which is not a multiple of"),
         ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model needs tuning: full"),
         ({"sync_ref_model": True, **FULL}, "sync_ref_model has no reference to move"),
         ({"backward_dtype": "fp8", "weights": "nf4"}, "weights in nvfp4 or mxfp4, and these are nf4"),

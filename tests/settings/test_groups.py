@@ -72,7 +72,7 @@ def test_a_recipe_may_write_a_group_as_a_mapping(tmp_path):
         ("temperature: 1.0\nsampling: {temperature: 0.7}", "sets temperature twice"),
         ("sampling: 3", "unknown key 'sampling'"),
         ("sampling: {temperature: hot}", "temperature is 'hot'; it must be a number"),
-        ("noise: {sigma_start: 1.0e-2}", "noise_sigma_start is set, and nothing says whether there is noise"),
+        ("noise: {sigma_start: 1.0e-2}", "noise_sigma_start is set, but noise is not"),
     ],
 )
 def test_mistakes_in_a_group_of_a_recipe(tmp_path, text, message):

@@ -96,7 +96,7 @@ def test_the_judge_is_called_accuracy_or_alone():
     assert judge_of(["format", "accuracy"]) == 1
     assert judge_of(["my_reward"]) == 0
     assert judge_of(["soft_overlong_punishment_reward", "my_reward"]) == 1
-    with pytest.raises(QeRLError, match=r"\(form, length\) is called 'accuracy'; .* set signal: reward"):
+    with pytest.raises(QeRLError, match=r"named 'accuracy', .* \(form, length\); .* set signal: reward"):
         judge_of(["form", "length"])
 
 

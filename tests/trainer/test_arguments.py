@@ -64,7 +64,7 @@ def test_a_field_that_names_a_source_is_refused(make, name, value, tmp_path):
     if name == "adapter":
         add_lora(make(lora=False).model, 32, 32, 0.0).save_pretrained(tmp_path / "saved")
         value = str(tmp_path / "saved")
-    with pytest.raises(QeRLError, match=f"{name} is set, and nothing here reads it; remove it: "):
+    with pytest.raises(QeRLError, match=rf"{name} has no effect here \(.+\); remove it\."):
         make(**{name: value})
     make(acted_on=RUN_FIELDS, **{name: value})
 
@@ -388,7 +388,7 @@ def test_the_length_penalty_is_one_of_the_rewards(make):
         (ROWS, "rows.json", "eval_dataset is a str; pass a Dataset or IterableDataset"),
         (ROWS, {"easy": [{"prompt": "x"}]}, "eval_dataset 'easy' is a list; pass a Dataset"),
         (ROWS, ROWS.select([]), "eval_dataset has no row"),
-        (IterableDataset.from_generator(lambda: iter(())), None, "is an IterableDataset without a row"),
+        (IterableDataset.from_generator(lambda: iter(())), None, "is an IterableDataset that yields no rows"),
     ],
 )
 def test_rows_that_no_trainer_can_read(llama_folder, settings, train_set, eval_set, message):
@@ -397,7 +397,7 @@ def test_rows_that_no_trainer_can_read(llama_folder, settings, train_set, eval_s
 
 
 def test_a_stream_says_nothing_of_the_length_of_a_run(llama_folder, settings):
-    with pytest.raises(QeRLError, match="whose length nobody knows; set max_steps"):
+    with pytest.raises(QeRLError, match="whose length is unknown; set max_steps"):
         QeRLTrainer(str(llama_folder), ones, settings(), ROWS.to_iterable_dataset())
 
 

@@ -117,7 +117,7 @@ def test_what_cannot_stop_a_run_is_refused(tmp_path, changes, message):
 
 def test_a_metric_that_evaluations_do_not_have_is_a_sentence(trainer):
     one = trainer(load_best_model_at_end=True, metric_for_best_model="eval_rewrad")
-    with pytest.raises(QeRLError, match=r"is eval_rewrad, which .* do not have; .* eval_reward"):
+    with pytest.raises(QeRLError, match=r"is eval_rewrad, which .* do not report; .* eval_reward"):
         one.train()
 
 

@@ -334,7 +334,9 @@ def test_calls_of_a_rollout_that_fails_are_given_up_and_the_next_is_judged_anew(
 def test_a_completion_that_was_changed_afterwards_gets_no_reward_of_another():
     _, calls = early(judges_outside(lambda completions, **_: [1.0]))
     asked = calls.begin({"prompts": ["p"], "completions": ["as sampled"], "completion_ids": [[1]]})
-    with pytest.raises(QeRLError, match=r"Rewards of sample 0 were asked for with other completions than it"):
+    with pytest.raises(
+        QeRLError, match=r"The reward of sample 0 was requested with other completions than it"
+    ):
         calls.start({"prompts": ["p"], "completions": ["changed"], "completion_ids": [[1]]}, [asked])
 
 
@@ -365,7 +367,7 @@ def test_marks_are_seen_through_wrappers(make, wrap):
 def test_an_engine_that_does_not_tell_what_is_finished_is_refused(tiny_model, tiny_tokenizer, tmp_path):
     config = QeRLConfig(**settings(tmp_path, tuning="full", weights="bf16"))
     silent = ScriptedEngine(len(tiny_tokenizer))
-    said = r"generate of ScriptedEngine has no argument `ended` to tell it by; add that"
+    said = r"`generate` of ScriptedEngine lacks the argument `ended` that reports ends; add it"
     with pytest.raises(QeRLError, match=said):
         QeRLTrainer(
             tiny_model("llama"), scores(), config, LEVELS, processing_class=tiny_tokenizer, engine=silent

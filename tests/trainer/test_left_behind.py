@@ -149,7 +149,9 @@ def test_what_stands_in_brackets_is_no_markup(capsys):
 
 
 def test_an_evaluation_of_parts_of_groups_is_refused(make):
-    with pytest.raises(QeRLError, match="per_device_eval_batch_size is 6, which groups of 4"):
+    with pytest.raises(
+        QeRLError, match="per_device_eval_batch_size is 6, which is not a multiple of the 4 samples"
+    ):
         make(per_device_eval_batch_size=6).evaluate(DATA)
 
 

@@ -176,8 +176,8 @@ def test_a_rollout_without_one_finite_sample_ends_the_run(make):
 @pytest.mark.parametrize(
     ("reward_of_step", "changes", "said"),
     [
-        (lambda step, samples: [1.0] * samples, {}, "none of the rollouts (3) did"),
-        (lambda step, samples: [1.0] * samples, {"num_iterations": 2}, "none of the rollouts (2) did"),
+        (lambda step, samples: [1.0] * samples, {}, "none of the 3 rollouts did"),
+        (lambda step, samples: [1.0] * samples, {"num_iterations": 2}, "none of the 2 rollouts did"),
         (
             lambda step, samples: [i % 4 // 2 for i in range(samples)] if step == 1 else [0.0] * samples,
             {},

@@ -38,7 +38,7 @@ def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
         ({"tools": "abacus"}, "The tool 'abacus' is unknown"),
         ({"environment": "chess"}, "The environment 'chess' is unknown"),
         ({"environment": "calculator", "environment_options": {"x": 1}}, "do not fit Calculator"),
-        ({"environment": "calculator", "tools": "calculator"}, "there are tools beside it"),
+        ({"environment": "calculator", "tools": "calculator"}, "cannot be combined with tools"),
         ({"environment_options": {"x": 1}}, "there is no environment"),
         (
             {"reward_weights": [1.0]},
@@ -52,7 +52,7 @@ def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
             "schedule cosine cannot be made .*; mend lr_scheduler_type",
         ),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "schedule cosine_with_min_lr cannot be made"),
-        ({"model": "./nowhere"}, "The model ./nowhere is a path where nothing is"),
+        ({"model": "./nowhere"}, "The model ./nowhere is a path that does not exist"),
         ({"weights": "nf4", "use_cpu": True}, "nf4 weights need a CUDA device"),
         (
             {"kv_cache_dtype": "fp8", "use_cpu": True},
@@ -60,7 +60,7 @@ def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
         ),
         (
             {"backward_dtype": "fp8", "use_cpu": True},
-            "fp8 cannot be had here: the model is not on a CUDA device; set backward_dtype: auto",
+            "fp8 is not available here: the model is not on a CUDA device; set backward_dtype: auto",
         ),
         ({"task_options": {"train_size": 0}}, "no problems"),
         (

@@ -42,9 +42,9 @@ def said_by(content):
         ((CHAT, said_by(None)), r"Row 1 of train_dataset has a message without content \(role user\)"),
         (
             (said_by([{"type": "image"}, {"type": "text", "text": "two"}]),),
-            r"Row 0 .* a part that is no text \(image\)",
+            r"Row 0 .* a part that is not text \(image\)",
         ),
-        ((said_by([{"type": "text"}]),), r"a part that is no text \(\{'type': 'text'\}\)"),
+        ((said_by([{"type": "text"}]),), r"a part that is not text \(\{'type': 'text'\}\)"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

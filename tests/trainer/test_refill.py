@@ -334,7 +334,7 @@ def test_memory_that_runs_out_in_the_update_takes_the_keys_first(make, engine, c
     found, _ = steps_of(trainer)
     assert len(failed) >= 2 and set(failed) <= set(released)
     assert trainer.updates.retry.max_tokens is None and not trainer.updates.retry._recomputes
-    assert "keys and values of samples under way being given up" in caplog.text
+    assert "keys and values of unfinished samples are dropped" in caplog.text
     assert [[s.tokens for s in each] for each in found] == [[s.tokens for s in each] for each in expected]
 
 
@@ -355,9 +355,9 @@ def test_samples_under_way_of_other_prompts_are_refused(make, tmp_path):
     make("portable", "whole", **changes).train()
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
     other = make("portable", "whole", seed=5, **changes)
-    with pytest.raises(QeRLError, match=r"samples under way of other prompts .* max_staleness: 0"):
+    with pytest.raises(QeRLError, match=r"unfinished samples of other prompts .* max_staleness: 0"):
         other.train(resume_from_checkpoint=checkpoint)
-    with pytest.raises(QeRLError, match=r"samples under way .* num_generations 4 -> 2; .* max_staleness: 0"):
+    with pytest.raises(QeRLError, match=r"unfinished samples .* num_generations 4 -> 2; .* max_staleness: 0"):
         make("portable", "whole", num_generations=2, **changes).train(resume_from_checkpoint=checkpoint)
     for given_up in ({}, {"num_generations": 2}):
         without = make("portable", "whole", max_staleness=0, **changes | given_up)
@@ -374,7 +374,9 @@ def test_what_runs_together_and_when_keys_are_computed_again_is_said(make, tmp_p
         other = {"save_steps": 3, "eval_delay": 1, "logging_steps": 7}
         trainer = make("portable", "whole", **changes | other | {"max_staleness": max_staleness})
         trainer.train(resume_from_checkpoint=checkpoint)
-        (told,) = (m for m in map(logging.LogRecord.getMessage, caplog.records) if "Other settings" in m)
+        (told,) = (
+            m for m in map(logging.LogRecord.getMessage, caplog.records) if "These settings differ" in m
+        )
         assert ("save_steps 2 -> 3" in told) == ("eval_delay" in told) == said
         assert "logging_steps" not in told
 
@@ -421,7 +423,7 @@ def test_a_checkpoint_without_a_group_that_is_needed_is_refused(make, tmp_path, 
     refill = (trainer := make("portable", "whole", **changes)).rollouts._refill
     refill.load(file.parent)
     trainer.get_train_dataloader()
-    with pytest.raises(QeRLError, match=r"samples of the groups .* and step 3 begins with group 4; take"):
+    with pytest.raises(QeRLError, match=r"samples of the groups .* but step 3 begins with group 4; resume"):
         refill.draw(trainer._rows_of_step(2), 2, 4)
 
 
@@ -532,20 +534,20 @@ def test_samples_wait_for_memory_and_draw_the_same(make):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_iterations": 2}, "num_iterations does not go with max_staleness"),
+        ({"num_iterations": 2}, "num_iterations cannot be combined with max_staleness"),
         ({"algorithm": "dapo"}, "set dynamic_sampling_batches: 0 or max_staleness: 0"),
-        ({"curriculum": True}, "curriculum does not go with max_staleness"),
+        ({"curriculum": True}, "curriculum cannot be combined with max_staleness"),
         ({"noise": True, "noise_stages": 2}, "under the noise of several steps; set noise: false"),
-        ({"thinking_budget": 4}, "thinking_budget does not go with max_staleness"),
-        ({"tools": ["calculator"]}, "tools does not go with max_staleness"),
-        ({"environment": "calculator"}, "environment does not go with max_staleness"),
+        ({"thinking_budget": 4}, "thinking_budget cannot be combined with max_staleness"),
+        ({"tools": ["calculator"]}, "tools cannot be combined with max_staleness"),
+        ({"environment": "calculator"}, "environment cannot be combined with max_staleness"),
         ({"ignore_data_skip": True}, "in the order of the data"),
         ({"steps_per_generation": 2}, "steps_per_generation is 2 with gradient_accumulation_steps: 1"),
         (
             {"loss_type": "dapo", "vllm_importance_sampling_correction": False},
-            "the loss takes no ratio to them",
+            "samples of older policies, which this loss does not correct for",
         ),
-        ({"algorithm": "distill", "teacher": "t"}, "a divergence from a teacher alone takes no ratio"),
+        ({"algorithm": "distill", "teacher": "t"}, "a loss from the teacher alone does not correct for"),
         ({"max_staleness": 5}, "max_staleness is 5; it must be"),
     ],
 )
@@ -556,7 +558,7 @@ def test_settings_that_stale_samples_do_not_go_with(tmp_path, changes, said):
 
 
 def test_demonstrations_are_never_stale(tmp_path):
-    with pytest.raises(QeRLError, match="max_staleness has no meaning with algorithm: sft"):
+    with pytest.raises(QeRLError, match="max_staleness has no effect with algorithm: sft"):
         QeRLConfig(output_dir=str(tmp_path), algorithm="sft", max_staleness=1, use_cpu=True)
 
 
@@ -596,13 +598,13 @@ def test_whoever_samples_or_answers_by_itself_is_refused(tiny_model, tiny_tokeni
         made(rollout_func=lambda prompts, trainer: {})
     with pytest.raises(QeRLError, match="tools or environments answer the policy; set max_staleness: 0"):
         made(Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 4}), tools=[add])
-    with pytest.raises(QeRLError, match="rows an IterableDataset cannot give ahead"):
+    with pytest.raises(QeRLError, match="in advance, which an IterableDataset does not support"):
         made(DATA.to_iterable_dataset())
 
 
 def test_several_processes_are_refused(make, monkeypatch):
     monkeypatch.setattr(QeRLConfig, "world_size", 2)
-    with pytest.raises(QeRLError, match="refills the rows of one process, and there are 2"):
+    with pytest.raises(QeRLError, match="max_staleness needs a single process, and there are 2"):
         make()
 
 
@@ -688,7 +690,10 @@ def test_an_engine_that_hands_its_arguments_on_is_taken(make, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Older, "Older has no method length"), (WithMethods, "argument `begun`, and that of WithMethods")],
+    [
+        (Older, "Older has no method length"),
+        (WithMethods, "argument `begun` of start, which WithMethods.start lacks"),
+    ],
 )
 def test_sessions_that_cannot_go_on_are_refused_before_anything_is_drawn(make, monkeypatch, kind, said):
     """And serve dynamic sampling as before."""
@@ -708,7 +713,9 @@ def test_an_engine_without_sessions_is_refused(tiny_model, tiny_tokenizer, tmp_p
 
 def test_an_engine_whose_sessions_cannot_go_on_is_refused(tiny_model, tiny_tokenizer, tmp_path):
     args = QeRLConfig(**settings(tmp_path, max_staleness=1, tuning="full", weights="bf16"))
-    with pytest.raises(QeRLError, match="session has the argument `going_on`, and that of ScriptedEngine"):
+    with pytest.raises(
+        QeRLError, match="`session` takes the argument `going_on`, and that of ScriptedEngine does not"
+    ):
         QeRLTrainer(
             tiny_model("llama"), [sum_reward], args, DATA, engine=ScriptedEngine(100),
             processing_class=tiny_tokenizer,

@@ -98,13 +98,13 @@ def test_the_loss_looks_at(labels_of, fields, row, seen):
     [
         ({"completion_only_loss": True}, {"messages": CHAT}, "Row 0 of .*needs prompt and completion"),
         ({"assistant_only_loss": True}, {"prompt": "a", "completion": "b"}, "needs chat messages"),
-        ({"max_length": 3}, {"messages": CHAT}, "none has a token that counts within max_length"),
+        ({"max_length": 3}, {"messages": CHAT}, "has a token with a loss within max_length"),
         ({"max_length": None}, {"messages": CHAT * 20}, "the model 200 positions; set max_length: 200"),
         ({}, {"text": "a"}, "neither the column `messages` nor `prompt` and `completion`, only text"),
         (
             {},
             {"prompt": "a", "completion": CHAT[1:]},
-            "neither messages nor a prompt with a completion of its kind",
+            "neither messages nor a prompt and a completion of the same kind",
         ),
     ],
 )
@@ -125,8 +125,8 @@ def test_what_cannot_be_learned_from_is_refused(labels_of, fields, row, said):
             "has a message with reasoning_content",
         ),
         ({"messages": [CHAT[0], CHAT[1] | {"content": None}]}, r"without content \(role assistant\)"),
-        ({"messages": [m | {"content": [{"type": "image"}]} for m in CHAT]}, r"is no text \(image\)"),
-        ({"messages": CHAT, "tools": ["f"]}, "has the column tools, which demonstrations are not rendered"),
+        ({"messages": [m | {"content": [{"type": "image"}]} for m in CHAT]}, r"is not text \(image\)"),
+        ({"messages": CHAT, "tools": ["f"]}, "has the column tools, which QeRL does not use in rendering"),
         ({"messages": CHAT, "images": [1]}, "has the column images"),
         ({"messages": CHAT, "chat_template_kwargs": {"a": 1}}, "has the column chat_template_kwargs"),
     ],
@@ -139,7 +139,9 @@ def test_what_would_be_lost_is_refused(labels_of, row, said):
 def test_tokens_of_others_are_refused(tiny_tokenizer, tmp_path):
     ready = ReadyDemonstrations(settings(tmp_path), tiny_tokenizer, None)
     for row in ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [1, 2], "messages": CHAT}):
-        with pytest.raises(QeRLError, match="has the column input_ids, and tokens and labels are made here"):
+        with pytest.raises(
+            QeRLError, match="has the column input_ids, but demonstrations are tokenized here"
+        ):
             ready(Dataset.from_list([row]), "training demonstrations")
     rows = ready(Dataset.from_list([{"messages": CHAT}]), "training demonstrations")
     assert ready(rows, "training demonstrations") is rows
@@ -185,7 +187,7 @@ def test_rows_of_both_kinds_stand_in_one_data_set(tiny_tokenizer, tmp_path):
 
 
 def test_tokens_that_merge_across_a_prompts_end_are_refused(labels_of):
-    with pytest.raises(QeRLError, match="Tokens merge across the end of the prompt"):
+    with pytest.raises(QeRLError, match="A token spans the end of the prompt"):
         labels_of({"prompt": "one<|im_", "completion": "end|> two"})
 
 
@@ -212,7 +214,7 @@ def test_turns_without_their_end_are_said_once(tiny_model, tiny_tokenizer, tmp_p
             policy(tiny_model), args=settings(tmp_path), train_dataset=chats, processing_class=tokenizer
         )
         trainer.train()
-        assert caplog.text.count("In 2 of the first 2 demonstrations the loss looks at a turn") == said
+        assert caplog.text.count("In 2 of the first 2 demonstrations, a trained turn does not end") == said
 
 
 def test_a_turn_that_was_cut_may_lack_its_end(caplog):
@@ -232,15 +234,15 @@ def test_a_turn_that_was_cut_may_lack_its_end(caplog):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"num_generations": 4}, "num_generations has no meaning with algorithm: sft"),
-        ({"steps_per_generation": 4}, "steps_per_generation has no meaning"),
-        ({"generation_batch_size": 16}, "generation_batch_size has no meaning"),
-        ({"beta": 0.1}, "beta has no meaning"),
-        ({"loss_type": "grpo"}, "loss_type has no meaning"),
-        ({"noise": True, "max_steps": 10}, "noise has no meaning"),
-        ({"curriculum": True}, "curriculum has no meaning"),
-        ({"tools": ["calculator"]}, "tools has no meaning"),
-        ({"algorithm": "grpo", "max_length": 8}, "max_length acts with algorithm: sft alone"),
+        ({"num_generations": 4}, "num_generations has no effect with algorithm: sft"),
+        ({"steps_per_generation": 4}, "steps_per_generation has no effect"),
+        ({"generation_batch_size": 16}, "generation_batch_size has no effect"),
+        ({"beta": 0.1}, "beta has no effect"),
+        ({"loss_type": "grpo"}, "loss_type has no effect"),
+        ({"noise": True, "max_steps": 10}, "noise has no effect"),
+        ({"curriculum": True}, "curriculum has no effect"),
+        ({"tools": ["calculator"]}, "tools has no effect"),
+        ({"algorithm": "grpo", "max_length": 8}, "max_length acts only with algorithm: sft"),
     ],
 )
 def test_fields_without_meaning_are_refused(tmp_path, fields, said):

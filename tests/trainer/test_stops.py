@@ -66,7 +66,7 @@ def test_a_run_with_stop_strings_trains_and_evaluates(make):
 
 def test_nobody_reads_stop_strings_of_a_function_that_samples(tiny_model, tiny_tokenizer, tmp_path):
     config = QeRLConfig(**settings(tmp_path, tuning="full", weights="bf16", stop_strings="x"))
-    with pytest.raises(QeRLError, match="stop_strings is set, and nothing here reads it"):
+    with pytest.raises(QeRLError, match=r"stop_strings has no effect here \(rollout_func samples"):
         QeRLTrainer(
             tiny_model("llama"), sum_reward, config, DATA, processing_class=tiny_tokenizer,
             rollout_func=lambda prompts, trainer: {},

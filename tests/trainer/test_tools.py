@@ -114,7 +114,7 @@ def test_an_environment_may_have_the_data(tmp_path):
     assert len(set(shared)) > 2, "two groups of four"
     assert all((prompts[i] == prompts[i - 1]) or (shared[i] != shared[i - 1]) for i in range(1, len(prompts)))
     trainer.train()
-    with pytest.raises(QeRLError, match="nothing says how long the run is; set max_steps"):
+    with pytest.raises(QeRLError, match="the length of the run is unknown; set max_steps"):
         make_trainer(tmp_path, **options | {"max_steps": -1})
 
 

@@ -51,8 +51,8 @@ def a_class():
     ("given", "said"),
     [
         ({"tools": [no_docstring]}, "The tool no_docstring cannot be shown to the model"),
-        ({"tokenizer": make_tiny_tokenizer()}, "The chat template of the tokenizer has no tools"),
-        ({"environment_factory": Riddle}, r"respond\(text\) has no tools, and there are tools beside it"),
+        ({"tokenizer": make_tiny_tokenizer()}, "The chat template of the tokenizer does not support tools"),
+        ({"environment_factory": Riddle}, r"respond\(text\) cannot be combined with tools"),
         ({"environment_factory": 3}, "environment_factory is not callable"),
         ({"environment_factory": {}}, "environment_factory is not callable"),
         ({"environment_factory": {"a": Guessing}, "data": None}, "Several environments need a train_dataset"),
@@ -69,11 +69,17 @@ def a_class():
         ),
         ({"environment_factory": a_class}, "returned the class Guessing and not an environment"),
         ({"tools": [multiply, multiply]}, "Two tools are called multiply; rename one"),
-        ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func samples by itself"),
-        ({"tools": (), "tool_timeout": 3.0}, "tool_timeout is set.*there are neither tools nor environments"),
+        (
+            {"rollout_func": lambda prompts, trainer: {}},
+            "rollout_func replaces the sampling that calls tools and environments",
+        ),
+        (
+            {"tools": (), "tool_timeout": 3.0},
+            "tool_timeout has no .*there are neither tools nor environments",
+        ),
         ({"environment": "calculator"}, "hand the class to the trainer as environment_factory"),
         ({"rewards": ()}, r"reward_funcs is missing; pass .* an environment with get_reward\(\)"),
-        ({"data": Dataset.from_dict({"prompt": ["text"] * 4})}, "need prompts of messages"),
+        ({"data": Dataset.from_dict({"prompt": ["text"] * 4})}, "need prompts that are lists of messages"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(tmp_path, given, said):

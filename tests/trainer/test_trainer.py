@@ -57,7 +57,7 @@ def batch_rows():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu trains with it")
 def test_gradients_in_fp8_are_never_left_in_16_bits_silently(make_trainer):
-    with pytest.raises(QeRLError, match="fp8 cannot be had here: the model is not on a CUDA device"):
+    with pytest.raises(QeRLError, match="fp8 is not available here: the model is not on a CUDA device"):
         make_trainer(backward_dtype="fp8")
 
 

@@ -118,7 +118,7 @@ def test_gradients_in_fp8_are_near_and_the_forward_pass_is_the_same(tiny_model, 
     fused.fuse(model)
     row, base = packed_row(model), model.get_base_model()
     logits, exact = logits_and_gradients(model, **row)
-    with pytest.raises(QeRLError, match="fp8 cannot be had here: the model is not on a CUDA device"):
+    with pytest.raises(QeRLError, match="fp8 is not available here: the model is not on a CUDA device"):
         use_backward_dtype(base, "fp8")
     monkeypatch.setattr(update_kernels, "check_fp8_gradients", lambda device: None)
     with pytest.raises(QeRLError, match="needs bfloat16 and the model is float32; set backward_dtype: auto"):
@@ -140,7 +140,9 @@ def test_gradients_in_fp8_are_near_and_the_forward_pass_is_the_same(tiny_model, 
     layer.use(layer.storage.to_rows())
     with pytest.raises(QeRLError, match="it needs weights that the paged engine samples from"):
         use_backward_dtype(base, "fp8")
-    with pytest.raises(QeRLError, match="no linear beside experts is in nvfp4 or mxfp4; set backward_dtype"):
+    with pytest.raises(
+        QeRLError, match="no linear layer outside of experts is in nvfp4 or mxfp4; set backward_dtype"
+    ):
         use_backward_dtype(tiny_model("llama"), "fp8")
 
 
@@ -219,7 +221,7 @@ PATHS = {
     "qwen3": {
         "attention": "2/2",
         "norms": "9/9",
-        "rotary embeddings": "0/2 (more is done to heads than to turn them, or less)",
+        "rotary embeddings": "0/2 (heads are not just rotated before attention)",
         "MLPs": "2/2",
         "adapted layers": "14/14",
     },
@@ -317,7 +319,7 @@ def test_mlps_are_fused_for_what_they_compute():
     assert update_path.gate_of(Sparse(mlp)) == ""
     for activation in ("gelu", "quick_gelu", "relu"):
         mlp.act_fn = ACT2FN[activation]
-        assert update_path.why_not_swiglu(mlp) == "Gemma3MLP has no gate by SiLU or tanh's GELU"
+        assert update_path.why_not_swiglu(mlp) == "Gemma3MLP has no SiLU or tanh-GELU gate"
     assert isinstance(mlp.gate_proj, torch.nn.Linear), "each linear is where it was"
 
 

@@ -244,10 +244,10 @@ def test_errors_of_the_model_are_told_from_those_around_it(monkeypatch):
         with pytest.raises(AttributeError, match="'scatter'"):
             check(model)
     model.model.register_forward_hook(lambda *_: ModelOutput(logits=torch.zeros(1)))
-    with pytest.raises(QeRLError, match=r"cannot run a packed row.*last_hidden_state"):
+    with pytest.raises(QeRLError, match=r"cannot run packed rows.*last_hidden_state"):
         check(model)
     model.model.rotary_emb = torch.nn.Identity()
-    with pytest.raises(QeRLError, match=r"cannot run a packed row.*TypeError"):
+    with pytest.raises(QeRLError, match=r"cannot run packed rows.*TypeError"):
         check(model)
 
 
@@ -282,7 +282,7 @@ def test_a_run_with_a_wrong_mask_does_not_start(start, monkeypatch):
 
 def test_the_engine_of_another_model_is_refused(start, tiny_tokenizer):
     model = build("Llama")
-    with pytest.raises(QeRLError, match="make the engine of the model that the trainer is given"):
+    with pytest.raises(QeRLError, match="make the engine from the model that you pass to the trainer"):
         start(model, PortableEngine(build("Llama"), tiny_tokenizer.pad_token_id))
     start(model, Scripted())
 
@@ -350,18 +350,18 @@ def test_the_kernel_declines_a_window_that_only_the_mask_or_only_attention_knows
     for change in (None, 5):
         model = tiny("gemma3_text")
         model.model.layers[2].self_attn.sliding_window = change
-        assert "Gemma3Attention has another mask" in attention.why_not(model)
+        assert "the mask of Gemma3Attention differs from its argument" in attention.why_not(model)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("gemma2-soft-caps", "attention is called with softcap"),
-        ("llama4-chunks", "attends to something else than all that came before or a window of it"),
+        ("llama4-chunks", "the mask of a layer is neither causal nor a sliding window"),
         ("gpt-oss-sinks", "its sinks train"),
         ("odd-heads", "heads have 12"),
         ("dropout", "dropout"),
-        ("gpt-neo", "replace its attention"),
+        ("gpt-neo", "does not allow its attention to be replaced"),
     ],
 )
 def test_the_kernel_declines_what_it_would_leave_out(dense_kernel, name, reason):

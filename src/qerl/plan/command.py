@@ -75,7 +75,7 @@ def plan_command(
     _check_number("processes", processes, "GPUs")
     _check_number("adapters", adapters, "adapters")
     if price is not None and (type(price) not in (int, float) or not 0 <= price < math.inf):
-        raise QeRLError(f"--price is {price}; it must be what a GPU costs for an hour, such as 2.5.")
+        raise QeRLError(f"--price is {price}; it must be the price of a GPU per hour, such as 2.5.")
     if name is not None:
         if fields.get("model", name) != name:
             raise QeRLError(
@@ -97,7 +97,7 @@ def plan_command(
         console.print(would_fit(beyond), markup=False, highlight=False, soft_wrap=True)
     for obstacle in obstacles_of_class(planned.card.capability) if planned.card else ():
         console.print(
-            f"This plans the fast engine, but {obstacle.reason}. To use it there: {obstacle.remedy}.",
+            f"This plan is for the fast engine, but {obstacle.reason}. To use it there: {obstacle.remedy}.",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     if not serves and fits(plan):

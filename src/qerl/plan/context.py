@@ -39,15 +39,15 @@ def in_words(longest: MemoryPlan | None) -> str:
         return f"No completion fits, not even one of {LENGTH_STEP} tokens."
     work, positions = longest.work, longest.sizes.positions
     said = (
-        f"The longest completion that fits has {work.completion_tokens} tokens behind a prompt of "
-        f"{work.prompt_tokens}, {work.group} samples a prompt, of which {longest.sequences} decode side by "
-        f"side: --max_completion_length {work.completion_tokens} --tokens_per_forward {work.tokens} "
+        f"The longest completion that fits has {work.completion_tokens} tokens after a prompt of "
+        f"{work.prompt_tokens}, with {work.group} samples per prompt, of which {longest.sequences} decode at "
+        f"the same time: --max_completion_length {work.completion_tokens} --tokens_per_forward {work.tokens} "
         f"--gradient_checkpointing_kwargs '{json.dumps(work.checkpointing)}'."
     )
     if longest.on_host:
         here = longest_completion(longest, offload=False)
-        said += f" That takes {longest.on_host / 1e9:.0f} GB of the CPU's memory; without, "
+        said += f" That takes {longest.on_host / 1e9:.0f} GB of CPU memory for offloading; without it, "
         said += f"{here.work.completion_tokens} tokens fit." if here else "none fits."
     if work.prompt_tokens + work.completion_tokens > positions:
-        said += f" The model has {positions} positions only."
+        said += f" The model has only {positions} positions."
     return said

@@ -33,7 +33,7 @@ def changes(plan: MemoryPlan) -> list[str]:
 def _of_settings(plan: MemoryPlan) -> Iterator[str]:
     work = plan.work
     if work.keeps_keys and _fits(plan, keeps_keys=False):
-        yield "max_staleness: 0, with which keys and values make room for the update"
+        yield "max_staleness: 0, which frees the memory of keys and values during the update"
     if work.format.element_bits > FORMATS[DEFAULT_FORMAT].element_bits and _fits(
         plan, weights=DEFAULT_FORMAT
     ):

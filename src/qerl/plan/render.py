@@ -56,12 +56,12 @@ def verdict(plan: MemoryPlan) -> str:
     elif plan.sequences == 0:
         said = "It does not fit: beside the weights there is no room for the keys and values of one sequence."
     elif not fits_host(plan):
-        said = "It does not fit: inputs of layers have no room in the CPU's memory."
+        said = "It does not fit: CPU memory has no room for the offloaded layer inputs."
     else:
         off = f"{MARGIN - 1:.0%}"
         said = f"It is tight: {peak} of {capacity} GB in the {phase}, and a plan may be off by {off}."
     if plan.on_host:
-        said += f" Inputs of layers wait in the CPU's memory: {on_host(plan)}."
+        said += f" Layer inputs are offloaded to CPU memory: {on_host(plan)}."
     if 0 < plan.sequences < plan.work.sequences:
         said += (
             f" {plan.sequences} of {plan.work.sequences} sequences decode side by side at full length; the "
@@ -82,16 +82,16 @@ def on_host(plan: MemoryPlan) -> str:
         said += " by each process"
     if plan.work.host_bytes is None:
         return said
-    said += f", where {_gb(plan.work.host_bytes)} GB may be taken"
+    said += f", where {_gb(plan.work.host_bytes)} GB may be used"
     if fits_host(plan):
         return said
     total = "a run" if plan.work.processes == 1 else "all its processes together"
-    return f"{said}; if this machine has more than it says, set {HOST} to the GB that {total} may take"
+    return f"{said}; if this machine has more than it reports, set {HOST} to the GB that {total} may take"
 
 
 def would_fit(plan: MemoryPlan) -> str:
     """A sentence for a plan that needs more CPU memory than there is (`qerl.plan.propose.beyond_host`)."""
-    return f"It would fit with inputs of layers in the CPU's memory, but {on_host(plan)}."
+    return f"It would fit with layer inputs offloaded to CPU memory, but {on_host(plan)}."
 
 
 def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:
@@ -99,8 +99,8 @@ def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:
     if proposal is None:
         found = changes(plan)
         if not found:
-            return "No settings fit, and no one change of model, lengths, rank or GPU would."
-        return f"No settings of the update fit. What would, each alone: {'; '.join(found)}."
+            return "No settings fit, and no single change of model, lengths, rank or GPU is enough."
+        return f"No settings of the update fit. One of these changes suffices: {'; '.join(found)}."
     if proposal.work == plan.work:
         return "No other settings are proposed."
     work = proposal.work
@@ -131,7 +131,7 @@ def _checkpointing(plan: MemoryPlan) -> str:
         return "no gradient checkpointing"
     said = f"gradient checkpointing of {'all' if recomputed == layers else recomputed} of {layers} layers"
     if plan.on_host:
-        said += f", whose inputs wait in {_gb(plan.on_host)} GB of the CPU's memory"
+        said += f", whose inputs are offloaded to {_gb(plan.on_host)} GB of CPU memory"
     return said
 
 

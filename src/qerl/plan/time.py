@@ -212,12 +212,12 @@ def in_words(plan: MemoryPlan, card: str | None, config: QeRLConfig, price: Any 
     step = found.of
     said = (
         f"A step takes about {_short(found.total_s)} ({_short(found.rollout_s)} of rollout, "
-        f"{_short(found.update_s)} of update) where all completions have full length: carried over from "
+        f"{_short(found.update_s)} of update) if all completions have full length: extrapolated from "
         f"{step.samples} samples of {step.prompt_tokens} + {step.completion_tokens} tokens, which took "
         f"{_short(step.rollout_s + step.update_s)} on {step.card} ({step.date})."
     )
     if plan.work.processes > 1:
-        said += " That was one GPU; what several exchange comes on top and was not measured."
+        said += " That is for one GPU; communication between several is extra and was not measured."
     steps = config.max_steps
     if steps < 1:
         return f"{said} Set max_steps for the time of the run."

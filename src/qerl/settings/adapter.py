@@ -54,11 +54,10 @@ _SAMPLED_ANYWAY = {
 }  # fmt: skip
 _NOT_SAMPLED = {
     "stop": "set stop_strings, which keeps the text in the completion",
-    "seed": "set the field seed, which keys everything that is drawn",
+    "seed": "set the field seed, from which all random numbers follow",
 }
 _OF_THE_ENGINES = (
-    "the engines draw from the policy itself, by temperature, top_p, top_k and min_p, until a stop token, "
-    "stop_strings or max_completion_length"
+    "sampling is controlled by temperature, top_p, top_k, min_p, stop_strings and max_completion_length alone"
 )
 
 _KWARGS: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, str], str]] = {
@@ -85,7 +84,9 @@ def take_saved_adapter(config: GRPOConfig) -> None:
     except (OSError, ValueError) as error:
         raise QeRLError(f"{path} cannot be read ({error}); copy the adapter again.") from error
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA" or not isinstance(saved.get("r"), int):
-        raise QeRLError(f"{path} is not the config of a LoRA adapter; only LoRA adapters go on training.")
+        raise QeRLError(
+            f"{path} is not the config of a LoRA adapter; only LoRA adapters can be trained further."
+        )
     take_adapter(config, saved, f"the adapter {config.adapter}")
 
 

@@ -158,7 +158,7 @@ def markdown() -> dict[str, str]:
 
 def _presets_text() -> str:
     lines = [line for name, fields in presets() for line in _wrapped(f"{name}: {fields}", "  ")]
-    return "\n".join(["What an algorithm sets where nobody has set the field:", *lines])
+    return "\n".join(["What an algorithm sets unless you set the field:", *lines])
 
 
 def _entry(name: str, default: str, text: str) -> list[str]:

@@ -22,10 +22,12 @@ GONE = _OF_STUDIES | {"speculative_tokens": 0}
 _NO_CHOICE = "early_rewards"
 """A removed field of QeRL 0.2 that changed no reward."""
 
-_IN_STUDIES = "it left the trainer for the studies in lab/, as it helped in none of them: remove it"
+_IN_STUDIES = (
+    "it moved from the trainer to the studies in lab/ because it helped in none of them; leave it out"
+)
 _QUANTISED = "set weights, which says how the model is quantised"
 _DATA = "set task, which names the data and their splits (--task jsonl:PATH for a file of your own)"
-_LORA_CONFIG = "a LoraConfig can ask for it, which QeRLTrainer takes as peft_config"
+_LORA_CONFIG = "set it in a LoraConfig and pass that to QeRLTrainer as peft_config"
 _REWARD = "set reward_files, each PATH.py:function"
 _REVISION = "download it with `hf download NAME --revision REVISION` and give the folder as model"
 
@@ -75,12 +77,12 @@ INSTEAD = {
     "dataset_text_field": "algorithm: sft reads the columns messages, or prompt and completion",
     # Fields of QeRL 0.2
     **dict.fromkeys(_OF_STUDIES, _IN_STUDIES),
-    "speculative_tokens": "drafts left the engines, as they made rollouts hardly faster: remove it",
-    _NO_CHOICE: "rewards that ask outside of this process are always asked for as completions end: remove it",
-    "dynamic_sampling_rounds": "it is dynamic_sampling_batches now, the same number",
+    "speculative_tokens": "speculative decoding hardly made rollouts faster and was dropped; leave it out",
+    _NO_CHOICE: "rewards that wait for other processes now always start as completions end; leave it out",
+    "dynamic_sampling_rounds": "its name is dynamic_sampling_batches now, with the same value",
     # The command
     "config": "recipes are given without a flag: `qerl train RECIPE.yaml`",
-    "ignore_bias_buffers": "there are no buffers that it would be needed for",
+    "ignore_bias_buffers": "no model here has buffers that need it; leave it out",
     "gpu": "`qerl plan` takes it, as --gpu",
     "processes": "`qerl plan` takes it, as --processes; for a run, torchrun starts the processes",
 }

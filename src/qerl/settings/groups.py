@@ -307,8 +307,8 @@ def _rejection_has_a_threshold(loss: Any) -> None:
 def _bnpo_counts_tokens_of_microbatches(loss: Any) -> None:
     if loss.filter_zero_advantages and loss.loss_type == "bnpo" and loss.loss_agg_mode is None:
         raise QeRLError(
-            "filter_zero_advantages takes groups out of the count of a step, and loss_type bnpo counts "
-            "tokens of a microbatch; set loss_type: dapo."
+            "filter_zero_advantages leaves groups without signal out of a step's divisor, but loss_type bnpo "
+            "divides by the tokens of a microbatch; set loss_type: dapo."
         )
 
 
@@ -316,16 +316,16 @@ def _only_rewards_are_filtered(loss: Any) -> None:
     if loss.filter_zero_advantages and (loss.beta or loss.teacher is not None):
         other = "beta" if loss.beta else "a teacher"
         raise QeRLError(
-            f"filter_zero_advantages takes groups out of the count of a step, and {other} gives their tokens "
-            "a loss; remove one of the two."
+            f"filter_zero_advantages leaves groups without signal out of the loss's divisor, but {other} "
+            "gives their tokens a loss; remove one of the two."
         )
 
 
 def _mean_scale_is_of_totals(loss: Any) -> None:
     if loss.scale_rewards == "mean" and loss.overlong_buffer:
         raise QeRLError(
-            "scale_rewards: mean is for rewards that are not negative, and overlong_buffer punishes long "
-            "samples with less than 0; set overlong_buffer: 0, or another scale_rewards."
+            "scale_rewards: mean needs rewards that are not negative, and overlong_buffer gives long samples "
+            "negative ones; set overlong_buffer: 0, or another scale_rewards."
         )
     if loss.scale_rewards == "mean" and loss.multi_objective_aggregation != "sum_then_normalize":
         raise QeRLError(
@@ -358,9 +358,9 @@ def _a_ratio_to_the_sampler_is_not_truncated(loss: Any) -> None:
     for name in ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
         if getattr(loss, name) != _default(loss, name):
             raise QeRLError(
-                f"{name} bounds a factor of the loss, which use_rollout_logprobs has in the loss's own "
-                "ratio; set vllm_importance_sampling_mode: token_mask, which drops what is beyond it, or "
-                f"remove {name}."
+                f"{name} truncates the importance-sampling factor, which use_rollout_logprobs makes part of "
+                "the loss's own ratio; set vllm_importance_sampling_mode: token_mask, which masks tokens "
+                f"beyond the bound, or remove {name}."
             )
 
 
@@ -381,8 +381,8 @@ def _pass_at_k_keeps_its_scale(loss: Any) -> None:
         )
     if loss.scale_rewards in ("group", "mean", True):
         raise QeRLError(
-            "pass_at_k changes how far apart right and wrong samples of a group are, and scale_rewards: "
-            f"{'mean' if loss.scale_rewards == 'mean' else 'group'} divides that out again; set "
+            "pass_at_k changes the gap between right and wrong samples of a group, which scale_rewards: "
+            f"{'mean' if loss.scale_rewards == 'mean' else 'group'} would divide out again; set "
             "scale_rewards: none (or batch)."
         )
 
@@ -424,8 +424,7 @@ def _only_models_have_formats(loss: Any) -> None:
     teacher = loss.teacher or ""
     if loss.teacher_weights is not None and (teacher == "base" or teacher.startswith(TEACHER_ADAPTER)):
         raise QeRLError(
-            f"teacher_weights is the format of a teacher that is a model of its own, and teacher is "
-            f"{teacher}; remove it."
+            f"teacher_weights is for a teacher that is a separate model, and teacher is {teacher}; remove it."
         )
 
 
@@ -446,8 +445,8 @@ def _a_lone_teacher_needs_no_signal(loss: Any) -> None:
     }
     for name in (name for name, is_set in idle.items() if is_set):
         raise QeRLError(
-            f"{name} decides what rewards teach, which have no weight in the loss; set "
-            f"distillation_weight below 1, or remove {name}."
+            f"{name} acts on rewards, which have no weight in the loss at distillation_weight: 1; set that "
+            f"below 1, or remove {name}."
         )
 
 
@@ -794,8 +793,7 @@ def _best_of_fewer_than_a_group(settings: Any) -> None:
     k, group = settings.loss.pass_at_k, settings.sampling.num_generations
     if k is not None and k >= group:
         raise QeRLError(
-            f"pass_at_k is {k}, and a group has {group} samples (num_generations), of which any set of k "
-            "would hold nearly all; make it smaller."
+            f"pass_at_k is {k}, and a group has only {group} samples (num_generations); set it below that."
         )
 
 
@@ -823,8 +821,8 @@ def check_eval_batch(batch: int, group: int) -> None:
     """
     if batch % group:
         raise QeRLError(
-            f"per_device_eval_batch_size is {batch}, which groups of {group} (num_generations_eval, else "
-            "num_generations) do not divide; change one of them."
+            f"per_device_eval_batch_size is {batch}, which is not a multiple of the {group} samples of a "
+            "group (num_generations_eval, else num_generations); change one of them."
         )
 
 
@@ -840,14 +838,14 @@ _OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss")
 
 
 _NEVER_STALE: dict[str, tuple[Any, str]] = {
-    "num_iterations": (1, "the age of a token is counted to the one update that it trains in"),
-    "dynamic_sampling_batches": (0, "which step a group trains in is settled before it is sampled"),
-    "curriculum": (False, "prompts of coming steps are sampled before it has learned of this one"),
-    "noise": (False, "a sample would be drawn under the noise of several steps"),
+    "num_iterations": (1, "the age of a token assumes that it is trained in a single update"),
+    "dynamic_sampling_batches": (0, "the step of each group is fixed before it is sampled"),
+    "curriculum": (False, "prompts of coming steps are chosen before the results of this one are known"),
+    "noise": (False, "one sample would be drawn under the noise of several steps"),
     "thinking_budget": (None, "samples that are kept over an update have one turn"),
     "tools": ([], "samples that are kept over an update have one turn"),
     "environment": (None, "samples that are kept over an update have one turn"),
-    "ignore_data_skip": (False, "groups of coming steps are begun in the order of the data"),
+    "ignore_data_skip": (False, "groups of coming steps are started in the order of the data"),
 }
 """Values that fields must have with `max_staleness`, and why."""
 
@@ -859,7 +857,7 @@ def _stale_samples_are_corrected_for(settings: Any) -> None:
     for name, (needed, why) in _NEVER_STALE.items():
         if values[name] not in (needed, None):
             raise QeRLError(
-                f"{name} does not go with max_staleness, because {why}; set {name}: "
+                f"{name} cannot be combined with max_staleness, because {why}; set {name}: "
                 f"{json.dumps(needed)} or max_staleness: 0."
             )
     parts, microbatches = values["steps_per_generation"], values["gradient_accumulation_steps"]
@@ -871,12 +869,12 @@ def _stale_samples_are_corrected_for(settings: Any) -> None:
         )
     if values["teacher"] is not None and values["distillation_weight"] == 1.0:
         raise QeRLError(
-            "max_staleness samples from older policies, and a divergence from a teacher alone takes no ratio "
-            "to them; set max_staleness: 0, or distillation_weight below 1 for the share that rewards teach."
+            "max_staleness trains on samples of older policies, which a loss from the teacher alone does not "
+            "correct for; set max_staleness: 0, or distillation_weight below 1 to train on rewards, too."
         )
     if values["use_rollout_logprobs"] is False and not values["vllm_importance_sampling_correction"]:
         raise QeRLError(
-            "max_staleness samples from older policies, and the loss takes no ratio to them; set "
+            "max_staleness trains on samples of older policies, which this loss does not correct for; set "
             "use_rollout_logprobs: true, vllm_importance_sampling_correction: true, or max_staleness: 0."
         )
 
@@ -893,11 +891,11 @@ def _demonstrations_are_not_sampled(settings: Any) -> None:
             at_default = value in (info.get_default(call_default_factory=True), *unset)
             if sft and not acts and not at_default and (name, value) != ("steps_per_generation", 1):
                 raise QeRLError(
-                    f"{name} has no meaning with algorithm: sft, which learns from demonstrations and "
-                    "samples in evaluations alone; remove it."
+                    f"{name} has no effect with algorithm: sft, which learns from demonstrations and samples "
+                    "only in evaluations; remove it."
                 )
             if not sft and name in _OF_SFT and not at_default:
-                raise QeRLError(f"{name} acts with algorithm: sft alone; set that, or remove {name}.")
+                raise QeRLError(f"{name} acts only with algorithm: sft; set that, or remove {name}.")
 
 
 def _processes_hold_whole_groups(settings: Any) -> None:

@@ -82,7 +82,7 @@ def named_file(
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else listed
         hint = hint or f"there are: {', '.join(known)}."
         raise QeRLError(
-            f"There is no {what} named {word!r}; {hint} A file is given as a path in .yaml{also}."
+            f"There is no {what} named {word!r}; {hint} Give a file as a path that ends in .yaml{also}."
         )
     return known[word]
 

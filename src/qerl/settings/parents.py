@@ -202,7 +202,7 @@ _CACHES = Literal[
 """Kinds of transformers' cache that do not round."""
 
 REPLACED = {
-    "auto_find_batch_size": Replaced(bool, "an update that runs out of memory divides itself"),
+    "auto_find_batch_size": Replaced(bool, "an update that runs out of memory is split automatically"),
     "torch_compile": Replaced(bool, _LAYERS),
     "torch_compile_backend": Replaced(Text | None, _LAYERS),
     "torch_compile_mode": Replaced(Text | None, _LAYERS),
@@ -286,4 +286,4 @@ def replacements(names: Sequence[str]) -> str:
     for name in names:
         by.setdefault(REPLACED[name].by, []).append(name)
     said = "; ".join(f"{', '.join(group)}: {clause}" for clause, group in by.items())
-    return f"Settings that ask for speed or memory are answered by what is built in. {said}."
+    return f"These settings have no effect, because QeRL has built-in replacements. {said}."

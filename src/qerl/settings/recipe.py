@@ -158,8 +158,8 @@ def _check_noise_is_said(values: dict[str, Any]) -> None:
     given = [name for name in values if name.startswith("noise_")]
     if given and "noise" not in values:
         raise QeRLError(
-            f"{given[0]} is set, and nothing says whether there is noise, which is off by default; set "
-            f"noise: true (or false), or remove {given[0]}."
+            f"{given[0]} is set, but noise is not (it is off by default); set noise: true or false, or "
+            f"remove {given[0]}."
         )
 
 

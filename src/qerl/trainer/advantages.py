@@ -70,8 +70,8 @@ def judge_of(names: Sequence[str]) -> int:
     if judge is not None:
         return judge
     raise QeRLError(
-        f"signal: accuracy needs to know which samples are right, and none of the reward functions "
-        f"({', '.join(names)}) is called {JUDGE!r}; name one so, or set signal: reward."
+        f"signal: accuracy needs a reward function named {JUDGE!r}, which is not among the reward functions "
+        f"({', '.join(names)}); rename one, or set signal: reward."
     )
 
 

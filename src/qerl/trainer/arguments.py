@@ -244,7 +244,8 @@ def _others(tools: Any, environment_factory: Any, rollout_func: Any) -> Others:
         raise QeRLError(f"rollout_func is a {type(rollout_func).__name__}; pass a function.")
     if tools or environment_factory:
         raise QeRLError(
-            "rollout_func samples by itself, so nobody would call tools or environments; pass one of them."
+            "rollout_func replaces the sampling that calls tools and environments, so they cannot be "
+            "combined; pass one of them."
         )
     return Others()
 
@@ -373,14 +374,14 @@ def _check_fields(
     if rollout_func is not None:
         idle |= _OF_OUR_SAMPLING
     for name in sorted(idle.keys() & _set_fields(args, acted_on, idle.keys())):
-        raise QeRLError(f"{name} is set, and nothing here reads it; remove it: {idle[name]}.")
+        raise QeRLError(f"{name} has no effect here ({idle[name]}); remove it.")
 
 
 _NOT_OF_AGENTS = {
-    "thinking_budget": "a request has a limit of its own",
+    "thinking_budget": "each request has its own token limit",
     "teacher_prompt": "an agent makes the prompts",
-    "max_tool_calling_iterations": "an agent has as many turns as it likes",
-    "tool_timeout": "the time of an agent is timeout in environment_options",
+    "max_tool_calling_iterations": "the agent decides on its number of turns",
+    "tool_timeout": "its time limit is timeout in environment_options",
     "tool_errors": "an agent calls its tools itself",
     "tool_output_limit": "an agent calls its tools itself",
 }
@@ -396,13 +397,12 @@ def _check_endpoints(args: QeRLConfig) -> None:
     """
     for name, why in _NOT_OF_AGENTS.items():
         if getattr(args, name) != default_of(FIELDS[name]):
-            raise QeRLError(
-                f"{name} is set, and an agent behind the endpoint does not have it: {why}; remove it."
-            )
+            raise QeRLError(f"{name} has no effect on an agent behind the endpoint ({why}); remove it.")
     if args.world_size > 1:
         raise QeRLError(
-            f"Agents behind the endpoint train on one process, and there are {args.world_size}, since "
-            "histories that they write anew make samples of their own; start one."
+            f"Agents behind the endpoint need a single process, and there are {args.world_size}: histories "
+            "that an agent rewrites become further samples, so processes would have different numbers of "
+            "them. Start one process."
         )
 
 
@@ -418,22 +418,21 @@ def _check_staleness(
     if others or rollout_func:
         who = "rollout_func samples by itself" if rollout_func else "tools or environments answer the policy"
         raise QeRLError(
-            f"max_staleness keeps samples of one turn in the engine over an update, and {who}; set "
-            "max_staleness: 0."
+            f"max_staleness supports only samples of one turn from the engine, and {who}; set max_staleness: "
+            "0."
         )
     if args.world_size > 1:
         raise QeRLError(
-            f"max_staleness refills the rows of one process, and there are {args.world_size}; start one, or "
-            "set max_staleness: 0."
+            f"max_staleness needs a single process, and there are {args.world_size}; start one, or set "
+            "max_staleness: 0."
         )
     if engine is not None and (
         getattr(engine.session, "__func__", None) is RolloutEngine.session
         or not takes(engine.session, "going_on")
     ):
         raise QeRLError(
-            "max_staleness needs an engine whose session has the argument `going_on`, and that of "
-            f"{type(engine).__name__} has not; add it, as RolloutEngine.session has it, or set "
-            "max_staleness: 0."
+            "max_staleness needs an engine whose `session` takes the argument `going_on`, and that of "
+            f"{type(engine).__name__} does not; add it as in RolloutEngine.session, or set max_staleness: 0."
         )
 
 
@@ -465,19 +464,19 @@ def _named_policy(
         raise QeRLError(f"model is {model} and args.model is {args.model}; leave one of them out.")
     if model.folder.resolve() == Path(str(args.output_dir)).resolve():
         raise QeRLError(
-            f"output_dir is the folder of the model, {model.folder}, whose files training would write over; "
+            f"output_dir is the folder of the model, {model.folder}, whose files training would overwrite; "
             "choose another one."
         )
     if engine is not None and engine.model is not None:
         raise QeRLError(
-            "An engine samples from the model that trains, and here that is loaded by its name; leave "
-            "engine out, or hand in the model that it was made of."
+            "The engine samples from another model object than the one that is loaded by its name here; "
+            "leave engine out, or pass the engine's model as model."
         )
     args.model = model.name
     if peft_config is not None:
         if args.adapter is not None:
             raise QeRLError(
-                "peft_config describes a fresh adapter and `adapter` names one; remove one of them."
+                "peft_config describes a new adapter and `adapter` names a saved one; remove one of them."
             )
         take_adapter(args, vars(peft_config), "peft_config")
     console = Console(quiet=args.process_index != 0)

@@ -34,17 +34,17 @@ def sound_data(
         _check_stream(args, train_dataset)
     if args.curriculum and isinstance(train_dataset, IterableDataset):
         raise QeRLError(
-            "curriculum draws some problems of the data set less than others, which an IterableDataset "
-            "cannot give; load it as a Dataset or set curriculum: false."
+            "curriculum needs access to any problem at any time, which an IterableDataset lacks; load it as "
+            "a Dataset or set curriculum: false."
         )
     if args.dynamic_sampling_batches and isinstance(train_dataset, IterableDataset):
         raise QeRLError(
-            "dynamic_sampling_batches draws other prompts of the data set, which an IterableDataset cannot "
-            "give; load it as a Dataset or set dynamic_sampling_batches: 0."
+            "dynamic_sampling_batches needs access to any prompt at any time, which an IterableDataset "
+            "lacks; load it as a Dataset or set dynamic_sampling_batches: 0."
         )
     if args.max_staleness and isinstance(train_dataset, IterableDataset):
         raise QeRLError(
-            "max_staleness begins groups of coming steps, whose rows an IterableDataset cannot give ahead; "
+            "max_staleness reads rows of coming steps in advance, which an IterableDataset does not support; "
             "load it as a Dataset or set max_staleness: 0."
         )
     return (
@@ -56,11 +56,13 @@ def sound_data(
 def _check_stream(args: QeRLConfig, stream: IterableDataset) -> None:
     if args.max_steps <= 0:
         raise QeRLError(
-            "train_dataset is an IterableDataset, whose length nobody knows; set max_steps to the length of "
+            "train_dataset is an IterableDataset, whose length is unknown; set max_steps to the length of "
             "the run."
         )
     if next(iter(stream), None) is None:
-        raise QeRLError("train_dataset is an IterableDataset without a row; check where its rows come from.")
+        raise QeRLError(
+            "train_dataset is an IterableDataset that yields no rows; check where its rows come from."
+        )
 
 
 def sound_rows(rows: Any, what: str, environments: bool) -> Any:
@@ -101,8 +103,8 @@ def streams_as_given(given: Any, sound: Any) -> Any:
 def _check_columns(what: str, columns: Any, environments: bool) -> None:
     if columns and "prompt" not in columns and not environments:
         raise QeRLError(
-            f"{what} has no column `prompt`, only {', '.join(columns)}; rename one of them, or make it of "
-            "them with `map` (a text, or a list of chat messages)."
+            f"{what} has no column `prompt`, only {', '.join(columns)}; rename one of them, or create it "
+            "with `map` (a text, or a list of chat messages)."
         )
     taken = [name for name in _NAMES_OF_REWARDS if name in columns]
     if taken:

@@ -58,8 +58,8 @@ def check_columns(rows: Any, what: str) -> None:
     columns = rows.column_names
     if "input_ids" in columns:
         raise QeRLError(
-            f"{what} has the column input_ids, and tokens and labels are made here; give what they were made "
-            "of, messages or prompt and completion, and leave the column out."
+            f"{what} has the column input_ids, but demonstrations are tokenized here; remove it, and give "
+            "`messages`, or `prompt` and `completion`."
         )
     if "messages" not in columns and not {"prompt", "completion"} <= {*columns}:
         raise QeRLError(
@@ -68,8 +68,8 @@ def check_columns(rows: Any, what: str) -> None:
         )
     if unread := [name for name in UNREAD if name in columns]:
         raise QeRLError(
-            f"{what} has the column {unread[0]}, which demonstrations are not rendered with; leave rows out "
-            "that need it, and it with `remove_columns`."
+            f"{what} has the column {unread[0]}, which QeRL does not use in rendering demonstrations; drop "
+            "the rows that need it, then the column with `remove_columns`."
         )
     if not len(rows):
         raise QeRLError(f"{what} has no row; check how it was filtered.")
@@ -87,8 +87,8 @@ def check_prompts(rows: Any) -> None:
     for some in rows.values() if isinstance(rows, dict) else [rows]:
         if some is not None and ("prompt" not in some.column_names or None in some["prompt"]):
             raise QeRLError(
-                "Reward functions judge samples of held-out prompts, and held-out rows have `messages`; give "
-                "them as `prompt` and `completion`, or leave reward functions out."
+                "Reward functions need held-out prompts to sample from, but held-out rows have `messages`; "
+                "give them as `prompt` and `completion`, or leave reward functions out."
             )
 
 
@@ -110,10 +110,9 @@ def warn_of_endless_turns(rows: Dataset, stop_tokens: Set[int], max_length: int 
         endless += any(stop_tokens.isdisjoint(turn[-_BEHIND_END:]) for turn in turns)
     if endless and is_first_process():
         logger.warning(
-            "In %d of the first %d demonstrations the loss looks at a turn without a stop token at its end "
-            "(%s), so the model may not learn to stop; put the end of turn inside {%% generation %%} of the "
-            "chat template, or name the token that the template writes as eos_token_id in "
-            "generation_config.json.",
+            "In %d of the first %d demonstrations, a trained turn does not end with a stop token (%s), so "
+            "the model may not learn to stop; put the end of turn inside {%% generation %%} of the chat "
+            "template, or name the token that the template writes as eos_token_id in generation_config.json.",
             *(endless, len(looked), ", ".join(map(str, sorted(stop_tokens)))),
         )
 
@@ -187,14 +186,14 @@ class ReadyDemonstrations:
         kept = found.filter(lambda counted: counted > 0, input_columns="loss_tokens")
         if not len(kept):
             raise QeRLError(
-                f"Nothing is left to learn from in the {len(rows)} {what}: none has a token that counts "
+                f"Nothing is left to learn from: none of the {len(rows)} {what} has a token with a loss "
                 f"within max_length ({args.max_length}); raise it."
             )
         cut = 0 if args.max_length is None else sum(n > args.max_length for n in found[_LENGTH])
         if (cut or len(kept) < len(rows)) and is_first_process():
             logger.warning(
-                "Of %d %s, %d have more than max_length (%s) tokens and are cut, and %d are left out, in "
-                "which no token counts.",
+                "Of %d %s, %d have more than max_length (%s) tokens and are cut, and %d are left out because "
+                "none of their tokens has a loss.",
                 *(len(rows), what, cut, args.max_length, len(rows) - len(kept)),
             )
         return kept.remove_columns(_LENGTH)
@@ -217,8 +216,8 @@ class ReadyDemonstrations:
             whole = self.tokenizer(prompt + text + ("" if text.endswith(end) else end))["input_ids"]
             if whole[: len(prompt_ids)] != prompt_ids:
                 raise QeRLError(
-                    "Tokens merge across the end of the prompt, which the model would meet otherwise; end it "
-                    "elsewhere, for example in front of a space."
+                    "A token spans the end of the prompt and the start of the completion, unlike in "
+                    "generation; end the prompt elsewhere, for example before a space."
                 )
             start = len(prompt_ids)
         elif isinstance(prompt, list) and isinstance(said := row.get("completion"), list):
@@ -227,7 +226,7 @@ class ReadyDemonstrations:
             start = chat.before(prompt, whole)
         else:
             raise QeRLError(
-                "it has neither messages nor a prompt with a completion of its kind, text or chat."
+                "it has neither messages nor a prompt and a completion of the same kind (text or chat)."
             )
         if args.completion_only_loss is False:
             start = 0
@@ -251,8 +250,8 @@ class ReadyDemonstrations:
             )
         if self.tokenizer("a")["input_ids"][-1] == self.tokenizer.eos_token_id:
             raise QeRLError(
-                f"it is text, and the tokenizer ends every text with {end}, a prompt as well, behind which "
-                "nothing is written; set add_eos_token: false in tokenizer_config.json."
+                f"it is text, and the tokenizer appends {end} to every text, also to prompts, so no "
+                "completion could follow; set add_eos_token: false in tokenizer_config.json."
             )
         return end
 

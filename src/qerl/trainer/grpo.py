@@ -384,10 +384,10 @@ class QeRLTrainer(Trainer):
         silent = self.rollouts.without_signal and not self.rollouts.had_signal
         if silent and not taught and is_first_process():
             logger.warning(
-                "Nothing was learned from rewards: in none of the rollouts (%d) did any prompt have both "
-                "better and worse samples. Read some completions (log_completions: true): the problems may "
-                "be too hard or too easy for the model, its answers cut off (completions/clipped_ratio), or "
-                "the rewards may not find them.",
+                "Nothing was learned from rewards: in none of the %d rollouts did a prompt have both better "
+                "and worse samples. Read some completions (log_completions: true): the problems may be too "
+                "hard or too easy for the model, its answers may be cut off (completions/clipped_ratio), or "
+                "the rewards may not recognize right answers.",
                 self.rollouts.without_signal,
             )
         return output
@@ -497,9 +497,9 @@ class QeRLTrainer(Trainer):
             return
         self._warned = True
         logger.warning(
-            "The effective sample size of step %d is %.2f of its number of ratios: the policy has moved far "
-            "from those that drew its samples, of up to %d optimizer steps before; lower max_staleness, or "
-            "learning_rate.",
+            "The effective sample size of step %d is only %.2f of its number of ratios: the policy has moved "
+            "far from the older policies that drew the samples, up to %d optimizer steps ago; lower "
+            "max_staleness or learning_rate.",
             *(self.state.global_step, effective, oldest),
         )
 
@@ -582,7 +582,8 @@ class QeRLTrainer(Trainer):
         args, streamed, rows = self.args, order is None, self._read_columns(rows)
         if streamed and args.dataloader_num_workers:
             logger.warning(
-                "A stream is read by one worker, which keeps groups whole: dataloader_num_workers is 0."
+                "dataloader_num_workers is ignored for a stream: the main process reads it, which keeps "
+                "groups whole."
             )
         workers = 0 if streamed else args.dataloader_num_workers
         options: dict[str, Any] = {}
@@ -643,7 +644,7 @@ class QeRLTrainer(Trainer):
                 known = ", ".join(metric for metric in metrics if "reward" in metric)
                 raise QeRLError(
                     f"metric_for_best_model is {self.args.metric_for_best_model}, which the evaluations of "
-                    f"this run do not have; choose one of theirs, for example of: {known}."
+                    f"this run do not report; choose one that they do, for example: {known}."
                 )
         return metrics
 

@@ -75,6 +75,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
         raise QeRLError(
-            "The optimizer has parameters that the policy does not train; make it of the parameters of the "
-            "model that is handed in, after its adapter was added."
+            "The optimizer has parameters that the policy does not train; create it from the parameters of "
+            "the model that you pass in, after adding its adapter."
         )

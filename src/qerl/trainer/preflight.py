@@ -136,7 +136,7 @@ def _check_machine(config: QeRLConfig) -> None:
         check_format(config.teacher_weights, config.device)
     for what, name in {"model": str(config.model), "teacher": teacher}.items():
         if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
-            raise QeRLError(f"The {what} {name} is a path where nothing is; check it, or name a Hub id.")
+            raise QeRLError(f"The {what} {name} is a path that does not exist; check it, or name a Hub id.")
 
 
 def _check_weights(config: QeRLConfig, rewards: list[RewardFunction]) -> None:

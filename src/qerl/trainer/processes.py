@@ -95,8 +95,8 @@ class _Peers:
         atexit.register(self._last, 2 if lost else status)
         if lost:
             raise QeRLError(
-                "Another process of this run has ended without a word; see what its launcher or the system "
-                "says of it, and go on with --resume_from_checkpoint true."
+                "Another process of this run has ended without an error message; look into the launcher's "
+                "output and the system's log, and go on with --resume_from_checkpoint true."
             ) from error
 
     def _watch(self) -> None:

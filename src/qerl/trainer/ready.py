@@ -45,13 +45,13 @@ def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | Non
         raise QeRLError("A mixture of experts trains without its router loss: pass router_aux_loss_coef=0.")
     if isinstance(base.get_output_embeddings(), BaseTunerLayer):
         raise QeRLError(
-            "The output head has an adapter, which log-probabilities would not see; leave it out of "
-            "lora_target_modules."
+            "The output head has an adapter, which the computation of log-probabilities ignores; leave the "
+            "head out of lora_target_modules."
         )
     if engine is not None and engine.model is not None and base_model(engine.model) is not base:
         raise QeRLError(
             f"The engine samples from another {type(base_model(engine.model)).__name__} object than the "
-            f"{type(base).__name__} that trains; make the engine of the model that the trainer is given."
+            f"{type(base).__name__} that trains; make the engine from the model that you pass to the trainer."
         )
 
 

@@ -235,9 +235,9 @@ class Refill:
         first, found = window.needed(step).start, sorted(self._begun)
         if found != [*range(first, first + len(found))]:
             raise QeRLError(
-                f"The checkpoint has samples of the groups {found} under way, and step {step + 1} begins "
-                f"with group {first}; take a checkpoint that is whole, or set max_staleness: 0, which gives "
-                "them up."
+                f"The checkpoint has unfinished samples of the groups {found}, but step {step + 1} begins "
+                f"with group {first}; resume from an intact checkpoint, or set max_staleness: 0, which "
+                "discards them."
             )
         for group in found:
             if group >= window.allowed(step, steps):
@@ -255,8 +255,8 @@ class Refill:
         numbers = range(min(begun), max(begun) + 1)
         if any(self._prompt(number) != self._prompts.get(number) for number in numbers):
             raise QeRLError(
-                "The checkpoint has samples under way of other prompts than these settings and data give; "
-                "set those back, or set max_staleness: 0, which gives them up."
+                "The checkpoint has unfinished samples of other prompts than these settings and data give; "
+                "set those back, or set max_staleness: 0, which discards the samples."
             )
         call.start(numbers, [each for number in numbers for each in begun[number]])
 
@@ -275,8 +275,8 @@ class Refill:
         if [*map(prompt_of, rows)] != [*map(prompt_of, self._rows_of(step))]:
             raise QeRLError(
                 f"Step {step + 1} has other prompts than the order of the data gave for it in advance: a "
-                "callback has ended an epoch early or passed over steps, get_train_dataloader is one's own, "
-                "or a transform of the data set gives other prompts each time; leave that out, or set "
+                "callback has ended an epoch early or skipped steps, get_train_dataloader is overridden, or "
+                "a transform of the data set gives other prompts each time. Remove the cause, or set "
                 "max_staleness: 0."
             )
         for number in range(step, end):

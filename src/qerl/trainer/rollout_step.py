@@ -449,9 +449,8 @@ class RolloutStep:
             )
         elif in_parts(rewards_BF[:, judge]):
             text = (
-                "The reward %s has several values above 0, each of which counts as right; if it gives credit "
-                "for parts of an answer, let a reward called accuracy be 0 or 1 beside it, or set signal: "
-                "reward."
+                "The reward %s has several values above 0, each of which counts as right; if it gives "
+                "partial credit, add a reward function named accuracy that is 0 or 1, or set signal: reward."
             )
         self._warned = bool(text)
         if text and is_first_process():

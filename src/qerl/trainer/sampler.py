@@ -184,9 +184,9 @@ class Sampler:
             self._ended = None
         elif ended is not None and not takes(engine.generate, "ended"):
             raise QeRLError(
-                "Rewards that ask outside of this process are asked for as completions end, and generate of "
-                f"{type(engine).__name__} has no argument `ended` to tell it by; add that, as "
-                "RolloutEngine.generate has it."
+                "Rewards that wait for something outside of this process start as completions end, and "
+                f"`generate` of {type(engine).__name__} lacks the argument `ended` that reports ends; add it "
+                "as in RolloutEngine.generate."
             )
 
     def begin_training(self, noise: Callable[[], AdaptiveNoise] | None) -> None:

@@ -98,7 +98,7 @@ class Teacher(Frozen):
             check_biases(self._policy, "teacher: base", "the teacher has")
         if self._args.teacher_prompt is None and (not is_lora or is_fresh(self._policy)):
             raise QeRLError(
-                "teacher: base is the policy as it begins, which has nothing to teach it; set a "
+                "teacher: base is the same model as the policy at its start, so it has nothing to teach; set "
                 "teacher_prompt, or name another teacher."
             )
         if not is_lora:
@@ -168,7 +168,7 @@ def teacher_prompt(template: str, prompt: Any, row: Mapping[str, Any]) -> Any:
     users = [at for at, message in enumerate(prompt) if message["role"] == "user"]
     if not users:
         raise QeRLError(
-            "teacher_prompt stands in place of the user's last message, and a prompt has none; give each "
+            "teacher_prompt replaces the last user message, and a prompt has no user message; give each "
             "prompt one."
         )
     asked = prompt[users[-1]]
@@ -196,7 +196,7 @@ def check_teacher_room(longest: int, positions: int) -> None:
     """
     if longest - 1 > positions:  # a last token is never an input
         raise QeRLError(
-            f"A sample behind what the teacher reads may have {longest} tokens, and the teacher has "
+            f"The teacher's prompt and a completion may have {longest} tokens together, and the teacher has "
             f"{positions} positions; shorten teacher_prompt, or lower max_completion_length."
         )
 
@@ -210,8 +210,8 @@ def check_teacher_prompt(template: str, columns: Collection[str]) -> None:
     names = set(_PLACE.findall(template)) - {""}  # "" for the escaped braces
     if "prompt" not in names:
         raise QeRLError(
-            "teacher_prompt stands in place of the user's message and does not repeat it; put {prompt} where "
-            "it goes."
+            "teacher_prompt replaces the user's message but does not contain {prompt}; put {prompt} where "
+            "the message belongs."
         )
     if missing := sorted(names - {*columns, "prompt"}):
         raise QeRLError(

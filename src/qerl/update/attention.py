@@ -80,12 +80,12 @@ def why_not(model: PreTrainedModel) -> str | None:
     mask's window, which must equal the window that the layer passes to attention.
     """
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", None):
-        return "attention has dropout, which it has in training alone"
+        return "attention has dropout in training"
     before = model.config._attn_implementation
     row = pack_row([Sample([1, 1], [1, 1], [], [])] * 2, [0, 1], model.device)
     model.set_attn_implementation(NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-        return f"{type(model).__name__} lets nobody replace its attention"
+        return f"{type(model).__name__} does not allow its attention to be replaced"
     ALL_MASK_ATTENTION_FUNCTIONS[NAME] = _window_in_place_of_mask
     ALL_ATTENTION_FUNCTIONS[NAME] = _checked_attention
     try:
@@ -113,7 +113,7 @@ def _window_in_place_of_mask(
     window = 0
     if mask_function is not causal_mask_function:
         if not local_size or not _same(mask_function, sliding_window_causal_mask_function(local_size)):
-            raise _Declined("a layer attends to something else than all that came before or a window of it")
+            raise _Declined("the mask of a layer is neither causal nor a sliding window")
         window = local_size
     return torch.full((1, 1, 1, 1), window, device=device)
 
@@ -137,7 +137,7 @@ def _checked_attention(
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
     if window is None or window.numel() != 1 or int(window) != (settings.get("sliding_window") or 0):
-        raise _Declined(f"{type(module).__name__} has another mask than it tells attention of")
+        raise _Declined(f"the mask of {type(module).__name__} differs from its argument sliding_window")
     return branch_attention(module, query_1HLE, key_1GLE, value_1GLE, None, **settings)
 
 
@@ -149,7 +149,7 @@ def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: di
     if settings.get("dropout") == 0.0:
         asked.discard("dropout")
     if asked:
-        raise _Declined(f"attention is called with {', '.join(sorted(asked))}")
+        raise _Declined(f"attention is called with {', '.join(sorted(asked))}, which the kernel lacks")
     window, sinks_H = settings.get("sliding_window"), settings.get("s_aux")
     if sinks_H is not None and sinks_H.requires_grad:
         raise _Declined("its sinks train")

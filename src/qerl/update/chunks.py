@@ -112,9 +112,9 @@ def refuse_memory_error(error: torch.AcceleratorError) -> None:
     """
     if "out of memory" in str(error):
         raise QeRLError(
-            "Memory ran out outside of torch's allocator of the GPU: where inputs of layers wait in the "
-            "CPU's memory (gradient_checkpointing_kwargs: {offload: true}), most likely there; take shorter "
-            f"samples, or free some of that memory ({first_line(error)})."
+            "Memory ran out outside of torch's GPU allocator, most likely in CPU memory if layer inputs are "
+            "offloaded (gradient_checkpointing_kwargs: {offload: true}); take shorter samples, or free CPU "
+            f"memory ({first_line(error)})."
         ) from error
 
 
@@ -226,8 +226,8 @@ class MemoryRetry:
             ) from error
         if self._make_room():
             logger.warning(
-                "Out of GPU memory in step %d: it is redone from its start, keys and values of samples under "
-                "way being given up and computed again for the next rollout; where this comes often, set "
+                "Out of GPU memory in step %d: it is redone from its start; keys and values of unfinished "
+                "samples are dropped and computed again for the next rollout. If this happens often, set "
                 "max_staleness: 0 or a lower tokens_per_forward.",
                 step,
             )

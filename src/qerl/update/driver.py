@@ -79,8 +79,8 @@ class _Pass:
         value, gradient = self.loss(logps, self.data[at], self.config)
         if not (math.isfinite(value) and gradient.isfinite().all()):
             raise QeRLError(
-                f"Datum {at} of {len(self.data)}: its loss is {value:g}, or its gradient is not finite; look "
-                "at its logprobs, and whether the model still gives finite ones."
+                f"Datum {at} of {len(self.data)}: its loss is {value:g}, or its gradient is not finite; "
+                "check that its logprobs and the model's own are finite."
             )
         return value, gradient
 

@@ -57,7 +57,7 @@ def use_backward_dtype(model: PreTrainedModel, dtype: Literal["auto", "fp8"]) ->
         if model.dtype != torch.bfloat16:
             raise _no_fp8(f"it needs bfloat16 and the model is {str(model.dtype).removeprefix('torch.')}")
         if not layers:
-            raise _no_fp8("no linear beside experts is in nvfp4 or mxfp4")
+            raise _no_fp8("no linear layer outside of experts is in nvfp4 or mxfp4")
         if not all(layer.storage.in_tiles for layer in layers):
             raise _no_fp8("it needs weights that the paged engine samples from")
     for layer in layers:
@@ -78,4 +78,4 @@ def check_fp8_gradients(device: torch.device) -> None:
 
 
 def _no_fp8(reason: str) -> QeRLError:
-    return QeRLError(f"backward_dtype: fp8 cannot be had here: {reason}; set backward_dtype: auto.")
+    return QeRLError(f"backward_dtype: fp8 is not available here: {reason}; set backward_dtype: auto.")

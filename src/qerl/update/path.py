@@ -257,7 +257,7 @@ def turned_heads(attention: Any) -> dict[str, Any] | str:
     if config is None or size is None:
         return f"{type(attention).__name__} is not known"
     if (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        return "a part of each head is not turned"
+        return "the rotary embedding covers only a part of each head"
     *outputs, cos, sin = _drawn(*(layer.out_features for layer in projections.values()), size, size)
     far = torch.arange(1, 5)[None] << 20  # so far out that a scale of queries by position shows
     calls: list[Any] = []
@@ -279,7 +279,7 @@ def turned_heads(attention: Any) -> dict[str, Any] | str:
         del ALL_ATTENTION_FUNCTIONS[_RECORDER]
     q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in outputs)
     if len(calls) != 1 or not all(map(_equal, calls[0][0], (*apply_rotary_pos_emb(q, k, cos, sin), v))):
-        return "more is done to heads than to turn them, or less"
+        return "heads are not just rotated before attention"
     return {name: x for name, x in calls[0][1].items() if name not in ("dropout", "position_ids")}
 
 
@@ -311,7 +311,7 @@ def gate_of(mlp: Any) -> str:
 
 def why_not_swiglu(mlp: nn.Module) -> str | None:
     """Return why an MLP keeps its own code; None if the kernel computes its gate."""
-    return None if gate_of(mlp) else f"{type(mlp).__name__} has no gate by SiLU or tanh's GELU"
+    return None if gate_of(mlp) else f"{type(mlp).__name__} has no SiLU or tanh-GELU gate"
 
 
 def why_not_grouped(experts: Experts) -> str | None:

@@ -67,8 +67,8 @@ def no_offload_on_cpu(args: TrainingArguments, device: torch.device) -> None:
     """
     if device.type == "cpu" and (args.gradient_checkpointing_kwargs or {}).get("offload"):
         logger.warning(
-            "gradient_checkpointing_kwargs: {offload: true} is turned off: this run is on the CPU, in whose "
-            "memory inputs of layers are in any case."
+            "gradient_checkpointing_kwargs: {offload: true} is turned off: this run is on the CPU, so layer "
+            "inputs are in CPU memory anyway."
         )
         set_checkpointing(args, offload=False)
 

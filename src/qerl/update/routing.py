@@ -108,8 +108,8 @@ class Routing:
                 out = type(router).forward(router, *args, **kwargs)
             if given.calls != 1 and self._replays:
                 raise QeRLError(
-                    f"{type(router).__name__} calls torch.topk {given.calls} times, so the sampler's experts "
-                    "cannot be chosen again; set replay_routing: false."
+                    f"{type(router).__name__} calls torch.topk {given.calls} times, so the sampler's choice "
+                    "of experts cannot be replayed; set replay_routing: false."
                 )
             # Passes for reference or old log-probabilities do not count.
             if given.calls == 1 and torch.is_grad_enabled():

@@ -81,8 +81,8 @@ def check_packed_row(
                 raise
             reason = str(error).partition("\n")[0].rstrip(".")
             raise QeRLError(
-                f"{type(base).__name__} cannot run a packed row, on which updates are computed "
-                f"({type(error).__name__}: {reason}); use a model family of docs/families.md."
+                f"{type(base).__name__} cannot run packed rows, which updates need ({type(error).__name__}: "
+                f"{reason}); use a model family of docs/families.md."
             ) from error
     wanted = torch.cat([_logps(*sample, temperature) for sample in alone])
     again = torch.cat([_logps(*sample, temperature) for sample in padded])

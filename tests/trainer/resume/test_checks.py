@@ -102,7 +102,7 @@ def test_what_a_checkpoint_cannot_go_on_with_is_refused(saved, tiny_model, tmp_p
     shutil.copytree(tmp_path / "model", another)
     tiny_model("llama", seed=1).save_pretrained(another)
     with pytest.raises(
-        QeRLError, match=r"checkpoint-2 was trained on another model than .*moved/model, whose"
+        QeRLError, match=r"checkpoint-2 was trained on a model with other norms .* than .*moved/model; give"
     ):
         resume(model=str(another))
 
@@ -124,12 +124,12 @@ def test_two_runs_do_not_write_into_one_folder(saved):
 def test_other_settings_on_a_resume_are_said(saved):
     run, resume = saved
     said = resume(max_steps=3, noise_sigma_start=0.3, save_steps=3, warmup_steps=1)
-    assert "Other settings than checkpoint-2 was made with" in said
+    assert "These settings differ from those of checkpoint-2" in said
     for change in ("max_steps 2 -> 3 (the schedules", "noise_sigma_start 0.2 -> 0.3", "warmup_steps 0 -> 1"):
         assert change in said
     assert "save_steps" not in said
     assert last_checkpoint(run) == run / "checkpoint-3"
-    assert "Other settings" not in resume(max_steps=3, noise_sigma_start=0.3, warmup_steps=1)
+    assert "settings differ" not in resume(max_steps=3, noise_sigma_start=0.3, warmup_steps=1)
 
 
 def test_fields_that_studies_alone_have_are_said_on_a_resume_where_they_asked_for_something(saved):
@@ -153,7 +153,7 @@ def test_another_device_on_a_resume_is_said(saved):
         assert manifest["device"] == "the CPU"
         (checkpoint / MANIFEST_FILE).write_text(json.dumps(manifest | h100))
     said = resume(max_steps=3)
-    assert "checkpoint-2 was made on NVIDIA H100 with 132 multiprocessors and goes on on the CPU" in said
+    assert "checkpoint-2 was made on NVIDIA H100 with 132 multiprocessors and continues on the CPU" in said
     assert "was made on" not in resume(max_steps=3)
 
 

@@ -287,7 +287,7 @@ def test_a_trainer_made_in_python_resumes_as_a_run_does(llama_folder, tmp_path, 
     same = trainer(max_steps=3, temperature=0.5, save_only_model=True)
     same.train(resume_from_checkpoint=True)
     assert same.state.global_step == 3
-    assert "checkpoint-2 was made with, which hold from here on: max_steps 2 -> 3 (" in caplog.text
+    assert "differ from those of checkpoint-2 and apply from here on: max_steps 2 -> 3 (" in caplog.text
     assert "temperature 1.0 -> 0.5" in caplog.text
     with pytest.raises(QeRLError, match=r"checkpoint-3 has no state of the optimizer \(save_only_model\)"):
         trainer(max_steps=4).train(resume_from_checkpoint=True)

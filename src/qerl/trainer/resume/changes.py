@@ -63,10 +63,10 @@ _EFFECTS = {
     "max_steps": "the schedules of learning rate and noise are those of the new length",
     "num_train_epochs": "the schedules of learning rate and noise are those of the new length",
     "seed": "the order of the data, samples and noise are those of the new seed",
-    "task": "steps that are done count as passed over in the new data",
-    "task_options": "steps that are done count as passed over in the new data",
+    "task": "the completed steps are skipped in the new data",
+    "task_options": "the completed steps are skipped in the new data",
     "processes": "each step has other prompts",
-    "max_staleness": "what is under way there and older than it allows is given up, and drawn anew",
+    "max_staleness": "unfinished samples that are older than it allows are discarded and drawn again",
 }
 
 
@@ -151,15 +151,15 @@ def _refuse_a_run(folder: Path) -> None:
         )
     if (folder / METRICS_FILE).exists():
         raise QeRLError(
-            f"{folder} already holds a run, and no checkpoint to resume it from; choose another "
+            f"{folder} already holds a run, but no checkpoint to resume it from; choose another "
             "--output_dir, or delete that run."
         )
     held = {"config.json": "a model", ADAPTER_CONFIG_FILE: "an adapter"}
     for file, what in held.items():
         if (folder / file).exists():
             raise QeRLError(
-                f"{folder} holds {what} ({file}), among whose files those of the run would be written; "
-                "choose another --output_dir."
+                f"{folder} holds {what} ({file}), and the run would write its files among those; choose "
+                "another --output_dir."
             )
 
 
@@ -217,8 +217,8 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
             )
         if name in _LAYOUT and under_way:
             raise QeRLError(
-                f"{checkpoint} holds samples under way of coming steps, so it cannot be resumed with "
-                f"{shown[name]}; set it back, or set max_staleness: 0, which gives them up."
+                f"{checkpoint} holds unfinished samples of coming steps, so it cannot be resumed with "
+                f"{shown[name]}; set it back, or set max_staleness: 0, which discards them."
             )
     said = [
         shown[name] + (f" ({_EFFECTS[name]})" if name in _EFFECTS else "")
@@ -229,13 +229,13 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
     if said:
         listed = ", ".join(said)
         sentences.append(
-            f"Other settings than {checkpoint.name} was made with, which hold from here on: {listed}."
+            f"These settings differ from those of {checkpoint.name} and apply from here on: {listed}."
         )
     here = device_words(config.device)
     if manifest.device not in (None, here):
         sentences.append(
-            f"{checkpoint.name} was made on {manifest.device} and goes on on {here}, which adds in another "
-            "order: from here on numbers differ in their last bits from those of a run that nobody stopped."
+            f"{checkpoint.name} was made on {manifest.device} and continues on {here}, which sums in another "
+            "order: from here on, numbers differ in their last bits from those of an uninterrupted run."
         )
     return " ".join(sentences)
 

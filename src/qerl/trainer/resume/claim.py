@@ -31,7 +31,7 @@ def claimed(folder: Path, process: int) -> Iterator[bool]:
     except Timeout:
         alone = False
     except (NotImplementedError, OSError) as error:  # a disk without locks, or nothing may be written there
-        logger.warning("%s cannot be locked (%s): see to it that no other run writes there.", folder, error)
+        logger.warning("%s cannot be locked (%s): make sure that no other run writes there.", folder, error)
     try:
         yield alone
     finally:

@@ -56,8 +56,8 @@ def check_base(folder: Path, base: PreTrainedModel, instead: str) -> None:
     expected = read_policy(folder).get("fingerprint")
     if expected is not None and expected != fingerprint(base.named_parameters()):
         raise QeRLError(
-            f"{folder} was trained on another model than {base.name_or_path}, whose norms or embeddings are "
-            f"not the same; give {instead}."
+            f"{folder} was trained on a model with other norms or embeddings than {base.name_or_path}; give "
+            f"{instead}."
         )
 
 
