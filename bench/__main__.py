@@ -34,13 +34,14 @@ def main(arguments: list[str]) -> int:
         Exit status: 2 if there is no GPU to measure or the command line is wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("name", choices=BENCHMARKS, help="what is measured")
+    parser.add_argument("name", choices=BENCHMARKS, help="benchmark to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
     args = parser.parse_args(arguments)
     asks_help = bool({"-h", "--help"} & set(args.arguments))
     if not (torch.cuda.is_available() or args.name in WITHOUT_GPU or asks_help):
         print(
-            "Benchmarks measure a CUDA GPU and this machine shows none; see `qerl doctor`.", file=sys.stderr
+            "This benchmark needs a CUDA GPU, and this machine shows none; see `qerl doctor`.",
+            file=sys.stderr,
         )
         return 2
     everywhere = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -273,18 +273,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench agents", description=__doc__.split("\n")[0])
     parser.add_argument("recipe", nargs="?", help="name or file of a recipe whose environment is an endpoint")
     parser.add_argument("--beside", help="recipe of the built-in loop with the same model and task")
-    parser.add_argument("--shape", choices=("smollm2", *SIZES), help="random weights in place of recipes")
-    parser.add_argument("--tokenizer", default=HUB_ID, help="of a shape: model whose tokenizer is taken")
-    parser.add_argument("--weights", default="nvfp4", choices=tuple(FORMATS), help="of a shape")
-    parser.add_argument("--rank", type=int, default=32, help="of a shape: LoRA rank; 0 for none")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
-    parser.add_argument("--samples", type=int, default=8, help="of a shape: of each prompt")
-    parser.add_argument("--prompt", type=int, default=256, help="of a shape: tokens, about")
-    parser.add_argument("--turns", type=int, default=3, help="of a shape: of each conversation")
-    parser.add_argument("--drawn", type=int, default=256, help="of a shape: mean tokens of a turn")
+    parser.add_argument(
+        "--shape", choices=("smollm2", *SIZES), help="measure random weights of this shape instead of recipes"
+    )
+    parser.add_argument("--tokenizer", default=HUB_ID, help="with --shape: model whose tokenizer is used")
+    parser.add_argument(
+        "--weights", default="nvfp4", choices=tuple(FORMATS), help="with --shape: weight format"
+    )
+    parser.add_argument("--rank", type=int, default=32, help="with --shape: LoRA rank; 0 for none")
+    parser.add_argument("--layers", type=int, help="number of layers, fewer than the shape has, for a trial")
+    parser.add_argument("--samples", type=int, default=8, help="with --shape: samples per prompt")
+    parser.add_argument("--prompt", type=int, default=256, help="with --shape: tokens per prompt, about")
+    parser.add_argument("--turns", type=int, default=3, help="with --shape: turns per conversation")
+    parser.add_argument("--drawn", type=int, default=256, help="with --shape: mean tokens per turn")
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3, help="timed rollouts, of which the median is taken")
-    parser.add_argument("--note", default="", help="what else the machine did")
+    parser.add_argument("--repeats", type=int, default=3, help="timed rollouts; the median is reported")
+    parser.add_argument("--note", default="", help="note for the result: what else the machine did")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
 
@@ -294,7 +298,7 @@ def main(arguments: list[str]) -> None:
     parser = _parser()
     args = parser.parse_args(arguments)
     if (args.shape is None) == (args.recipe is None) or (args.recipe is None) != (args.beside is None):
-        parser.error("give a recipe and another one with --beside, or --shape")
+        parser.error("give either a recipe and --beside RECIPE, or --shape")
     ways = of_shape(args) if args.shape else of_recipes(args, Console())
     found: list[Row] = []
     for found in played(ways, args.repeats):

@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> None:
     """Run `python -m bench backward` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench backward", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=["7b"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16896], help="of a pass")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16896], help="tokens per pass")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
     if reason := why_no_fp8(card_of(torch.device("cuda", 0))):

@@ -267,9 +267,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--weights", default="nvfp4", choices=tuple(FORMATS))
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
-    parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--tokens", type=int, help="of the completion; the most that fit by the plan")
-    parser.add_argument("--hold", action="store_true", help="give the update 5 %% more than its plan at most")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
+    parser.add_argument(
+        "--tokens", type=int, help="completion tokens; default: the most that fit by the plan"
+    )
+    parser.add_argument(
+        "--hold", action="store_true", help="limit the update's memory to 5 %% above its plan"
+    )
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
 

@@ -150,7 +150,7 @@ def await_url(server: Process, seconds: float) -> str:
         if server.popen.poll() is not None:
             raise QeRLError(f"{server.name} ended with {server.popen.returncode}:\n{server.tail()}")
         time.sleep(0.2)
-    raise QeRLError(f"{server.name} said no address within {seconds:.0f} s:\n{server.tail()}")
+    raise QeRLError(f"{server.name} printed no URL within {seconds:.0f} s:\n{server.tail()}")
 
 
 def folder_of(url: str) -> str:
@@ -214,7 +214,7 @@ def follow(runs: Sequence[Run], deadline: float) -> None:
         assert run.process is not None
         run.process.seconds = time.monotonic() - run.process.began
         run.status = CUT
-        print(f"{run.name} is ended after {len(run.steps())} steps, because time is up", flush=True)
+        print(f"{run.name} is stopped after {len(run.steps())} steps, because time is up", flush=True)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
@@ -247,20 +247,22 @@ def _planned(args: argparse.Namespace) -> list[tuple[int, float]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench cookbook", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=HUB_ID, help="as for `qerl serve`")
-    parser.add_argument("--renderer", default="qwen3_instruct", help="of the cookbook; default: ChatML")
+    parser.add_argument(
+        "--renderer", default="qwen3_instruct", help="renderer of the cookbook; default: ChatML"
+    )
     parser.add_argument("--noise", nargs="+", default=["none", "aqn"], choices=("none", "aqn"))
     parser.add_argument("--dtype", default="auto", help="as for `qerl serve`")
-    parser.add_argument("--runs", type=int, default=3, help="that learn, with each noise setting")
-    parser.add_argument("--controls", type=int, help="with learning rate 0; default: as many")
+    parser.add_argument("--runs", type=int, default=3, help="runs that learn, per noise setting")
+    parser.add_argument("--controls", type=int, help="runs with learning rate 0; default: --runs")
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--groups", type=int, default=32, help="problems a step")
-    parser.add_argument("--group_size", type=int, default=16, help="samples of a problem")
-    parser.add_argument("--max_tokens", type=int, default=12, help="of a sample")
+    parser.add_argument("--groups", type=int, default=32, help="problems per step")
+    parser.add_argument("--group_size", type=int, default=16, help="samples per problem")
+    parser.add_argument("--max_tokens", type=int, default=12, help="maximum tokens per sample")
     parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--servers", type=int, default=1, help="for each noise setting")
-    parser.add_argument("--threads", type=int, help="of a server; default: torch's")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which runs are ended")
+    parser.add_argument("--servers", type=int, default=1, help="servers per noise setting")
+    parser.add_argument("--threads", type=int, help="CPU threads per server; default: torch's")
+    parser.add_argument("--minutes", type=float, default=9.0, help="minutes after which runs are stopped")
     parser.add_argument("--logs", type=Path, default=Path("runs/cookbook"), help="folder of logs and metrics")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser

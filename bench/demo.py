@@ -51,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench demo", description=__doc__.split("\n")[0])
     parser.add_argument("recipe", nargs="?", default="demo", help="name or file of a recipe of `qerl demo`")
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
-    parser.add_argument("--note", default="", help="what else the machine did, as a field of the rows")
-    parser.add_argument("--out", type=Path, help="JSON file, to whose rows these are added")
+    parser.add_argument("--note", default="", help="note for the rows: what else the machine did")
+    parser.add_argument("--out", type=Path, help="JSON file; rows are added to it")
     return parser
 
 

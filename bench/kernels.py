@@ -215,14 +215,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
-        "--engine", nargs="+", default=["qerl", "quack", *RIVALS, "cublas"], help="what is timed"
+        "--engine", nargs="+", default=["qerl", "quack", *RIVALS, "cublas"], help="engines to time"
     )
     parser.add_argument(
         "--tune",
         nargs="+",
         default=[],
         choices=["qerl", "quack"],
-        help="engines of which many tilings are tried",
+        help="engines for which many tilings are tried",
     )
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)

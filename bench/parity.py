@@ -100,16 +100,16 @@ def main(arguments: list[str]) -> None:
     """Run `python -m bench parity` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench parity", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--layers", type=int, help="number of layers, fewer than the shape has")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens compared")
-    parser.add_argument("--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="of the engine")
+    parser.add_argument("--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="dtype of the KV cache")
     parser.add_argument("--model", help="Hub id or folder: compare the first step of a real model")
     parser.add_argument("--steps", type=int, help="with --model: steps over which sampling/kl is measured")
     parser.add_argument("--out", type=Path, help="JSON file; with --model of the first step, or the steps")
     args = parser.parse_args(arguments)
     if args.model and args.steps:
         found = first_step.sampling_gap(args.model, args.steps)
-        print(f"sampling/kl {found['kl']:.3e} nats a token, mean of {found['tokens']}")
+        print(f"sampling/kl {found['kl']:.3e} nats per token, mean of {found['tokens']}")
         if args.out:
             command = f"parity --model {Path(args.model).name} --steps {args.steps}"
             write_result(args.out, command, [found])
@@ -132,7 +132,9 @@ def main(arguments: list[str]) -> None:
     reference = trainer_logprobs(model, prompt[:50], prompt[50:])
     engine = PagedEngine(model, pad_token_id=0, kv_cache_dtype=args.kv_cache_dtype)
     moved = trainer_logprobs(model, prompt[:50], prompt[50:])
-    print(f"trainer before and after the weights were laid out anew: {(reference - moved).abs().max():.1e}")
+    print(
+        f"trainer before and after the engine rearranged the weights: {(reference - moved).abs().max():.1e}"
+    )
     few = compare(model, engine, [prompt], 4, args.tokens // 4)
     print(f"4 samples: {_line(few)}")
     many = compare(model, engine, [prompt, prompt[:37], prompt[:1], prompt[:65]], 8, 64)

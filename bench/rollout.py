@@ -185,27 +185,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench rollout", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument(
-        "--weights", nargs="*", default=["nvfp4"], choices=tuple(FORMATS), help="none: peers alone"
+        "--weights",
+        nargs="*",
+        default=["nvfp4"],
+        choices=tuple(FORMATS),
+        help="weight formats; empty: only --peers",
     )
-    parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="measure these as well")
+    parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="also measure these")
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
-    parser.add_argument("--lora_experts", choices=["shared", "each"], help="adapt experts, too")
+    parser.add_argument("--lora_experts", choices=["shared", "each"], help="also adapt experts")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 128])
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--decode", type=int, default=256, help="tokens")
-    parser.add_argument("--group", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="of our own rows")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
+    parser.add_argument("--group", type=int, default=8, help="samples per prompt")
+    parser.add_argument(
+        "--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="KV cache dtype of our own rows"
+    )
+    parser.add_argument("--layers", type=int, help="number of layers, fewer than the shape has, for a trial")
     parser.add_argument("--lengths", help=f"time whole calls with completions of these lengths: {KINDS}")
     parser.add_argument(
         "--no_adapter", action="store_true",
         help="measure without the adapter as well, which for a peer is the speed of merged weights",
     )  # fmt: skip
-    parser.add_argument("--profile", action="store_true", help="add the kernels of one step")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels of one step")
     parser.add_argument(
-        "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="time that a peer has for a row"
+        "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="minutes that a peer may take per row"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs; the median is reported")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
 

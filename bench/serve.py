@@ -123,16 +123,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench serve", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--weights", default="nvfp4", choices=tuple(FORMATS))
-    parser.add_argument("--rank", type=int, default=32, help="of the adapters")
-    parser.add_argument("--adapters", type=int, nargs="+", default=[1], help="models that clients train")
-    parser.add_argument("--prompts", type=int, default=16, help="of a step")
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--rank", type=int, default=32, help="rank of the adapters")
+    parser.add_argument(
+        "--adapters", type=int, nargs="+", default=[1], help="number of models that clients train"
+    )
+    parser.add_argument("--prompts", type=int, default=16, help="prompts per step")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
-    parser.add_argument("--tokens", type=int, default=1024, help="of each sample")
-    parser.add_argument("--tokens_per_forward", type=int, help="of the update; if none, what the plan finds")
-    parser.add_argument("--every_n_layers", type=int, help="n-th layer is recomputed; so too")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
-    parser.add_argument("--steps", type=int, default=3, help="steps counted, of which the median is shown")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per sample")
+    parser.add_argument("--tokens_per_forward", type=int, help="of the update; default: what the plan finds")
+    parser.add_argument(
+        "--every_n_layers", type=int, help="recompute every n-th layer; default: from the plan"
+    )
+    parser.add_argument("--layers", type=int, help="number of layers, fewer than the shape has, for a trial")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps; the median is reported")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
 
@@ -153,8 +157,8 @@ def main(arguments: list[str]) -> None:
             f"{row['completion_tokens']}, {row['adapters']} adapters: sample {row['sample_s']:.2f} s, update "
             f"{row['update_s']:.2f} s, step {row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: "
             f"in use {row['peak_gb']:.1f}, allocated {row.get('allocated_gb', math.nan):.1f}, planned "
-            f"{row['planned_gb']:.1f}; update: {row['held_tokens_per_forward']} tokens at a time, every n-th "
-            f"layer again: {row['held_every_n_layers']}",
+            f"{row['planned_gb']:.1f}; update: {row['held_tokens_per_forward']} tokens at a time, "
+            f"recomputing every n-th layer, n = {row['held_every_n_layers']}",
             flush=True,
         )
         if args.out:

@@ -73,7 +73,7 @@ class Loop:
         """Return a sample as the cookbook sends it: prompt and completion; only the completion is trained."""
         types = self._tinker.types
         if len(drawn.tokens) != self._args.tokens:
-            raise QeRLError(f"A sample has {len(drawn.tokens)} tokens of {self._args.tokens}.")
+            raise QeRLError(f"A sample has {len(drawn.tokens)} tokens instead of {self._args.tokens}.")
         whole, before = [*prompt, *drawn.tokens], len(prompt) - 1
         advantage = self._draw.gauss(0.0, 1.0)
         inputs = {

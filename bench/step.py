@@ -331,33 +331,47 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument(
-        "--weights", nargs="*", default=["nvfp4"], choices=tuple(FORMATS), help="none: peers alone"
+        "--weights",
+        nargs="*",
+        default=["nvfp4"],
+        choices=tuple(FORMATS),
+        help="weight formats; empty: only --peers",
     )
-    parser.add_argument("--peers", nargs="+", default=[], choices=["trl-vllm"], help="measure these as well")
+    parser.add_argument("--peers", nargs="+", default=[], choices=["trl-vllm"], help="also measure these")
     parser.add_argument("--rank", type=int, nargs="+", default=[32], help="LoRA rank")
     parser.add_argument("--teacher", help="distil from a random teacher of this shape, in the same format")
-    parser.add_argument("--lora_experts", choices=["shared", "each"], help="adapt experts, too")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")
-    parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--microbatch", type=int, help="samples a loss of the update takes; a group")
-    parser.add_argument("--tokens_per_forward", type=int, help="of the update; what `qerl plan` finds")
-    parser.add_argument("--every_n_layers", type=int, help="n-th layer is recomputed; what `qerl plan` finds")
+    parser.add_argument("--lora_experts", choices=["shared", "each"], help="also adapt experts")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts per step")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--microbatch", type=int, help="samples per loss of the update; default: a group")
+    parser.add_argument(
+        "--tokens_per_forward", type=int, help="of the update; default: what `qerl plan` finds"
+    )
+    parser.add_argument(
+        "--every_n_layers", type=int, help="recompute every n-th layer; default: from `qerl plan`"
+    )
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of the longest completion")
-    parser.add_argument("--lengths", default="equal", help=f"of completions: {KINDS}")
     parser.add_argument(
-        "--dead", type=float, default=0.0, help="share of groups without signal, which others replace"
+        "--tokens", type=int, nargs="+", default=[2048], help="tokens of the longest completion"
+    )
+    parser.add_argument("--lengths", default="equal", help=f"completion lengths: {KINDS}")
+    parser.add_argument(
+        "--dead", type=float, default=0.0, help="share of groups without signal, which are replaced"
     )
     parser.add_argument(
-        "--max_staleness", type=int, default=0, help="steps that groups may start early, rows being refilled"
+        "--max_staleness", type=int, default=0, help="steps that groups may start early, with refilled rows"
     )
     parser.add_argument(
-        "--backward_dtype", nargs="+", default=["auto"], choices=["auto", "fp8"], help="a row for each"
+        "--backward_dtype",
+        nargs="+",
+        default=["auto"],
+        choices=["auto", "fp8"],
+        help="dtypes of the backward pass, a row each",
     )
     parser.add_argument(
-        "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="time that a peer has for a row"
+        "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="minutes that a peer may take per row"
     )
-    parser.add_argument("--steps", type=int, default=3, help="steps counted, of which the median is shown")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps; the median is reported")
     parser.add_argument("--profile", action="store_true", help="print the kernels of the update")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
@@ -477,7 +491,7 @@ def main(arguments: list[str]) -> None:
     """Run `python -m bench step` with these arguments."""
     args = _parser().parse_args(arguments)
     if args.peers and _processes()[1] > 1:
-        raise QeRLError("--peers measures others on one GPU; run it without torchrun.")
+        raise QeRLError("--peers measures other trainers on one GPU; run it without torchrun.")
     if "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     sizes = sizes_of(shape_of(args.shape))

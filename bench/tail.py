@@ -344,14 +344,14 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench tail", description=__doc__.split("\n")[0])
     parser.add_argument("--lengths", nargs="+", default=["lognormal:400", "uniform", "equal"], help=KINDS)
     parser.add_argument("--samples", type=int, nargs="+", default=[128, 1024])
-    parser.add_argument("--most", type=int, default=1024, help="tokens of the longest")
-    parser.add_argument("--group", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--most", type=int, default=1024, help="tokens of the longest completion")
+    parser.add_argument("--group", type=int, default=8, help="samples per prompt")
     parser.add_argument(
-        "--steps", default="rollout-7b-h100", help="result whose nvfp4 rows say what steps take"
+        "--steps", default="rollout-7b-h100", help="result whose nvfp4 rows have the times of steps"
     )
     parser.add_argument("--dead", type=float, help="share of groups without signal, with dynamic sampling")
     parser.add_argument(
-        "--max_staleness", type=int, nargs="+", help="steps that groups may start early, rows being refilled"
+        "--max_staleness", type=int, nargs="+", help="steps that groups may start early, with refilled rows"
     )
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)

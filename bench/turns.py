@@ -180,13 +180,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--drawn", type=int, default=64, help="mean tokens that the policy draws in a turn")
-    parser.add_argument("--written", type=int, default=32, help="tokens that others write after it")
-    parser.add_argument("--requests", action="store_true", help="each turn is a request; `--samples` is 1")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
+    parser.add_argument("--written", type=int, default=32, help="tokens that the environment adds after it")
+    parser.add_argument(
+        "--requests", action="store_true", help="send each turn as a request; `--samples` is 1"
+    )
+    parser.add_argument("--layers", type=int, help="number of layers, fewer than the shape has, for a trial")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs; the median is reported")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
 

@@ -49,7 +49,7 @@ def value_of(text: str) -> Any:
             return Tiling(*map(ast.literal_eval, node.args), **named)
         return ast.literal_eval(node)
     except (SyntaxError, ValueError, TypeError) as error:
-        raise QeRLError(f"{text!r} in --way is no value; write a literal, or Tiling(...).") from error
+        raise QeRLError(f"{text!r} in --way is not a value; write a literal, or Tiling(...).") from error
 
 
 @contextmanager
@@ -61,7 +61,9 @@ def setting(text: str) -> Iterator[None]:
     """
     found = _SETTING.fullmatch(text)
     if found is None:
-        raise QeRLError(f"{text!r} in --way sets nothing; write MODULE:NAME=VALUE or MODULE:NAME[KEY]=VALUE.")
+        raise QeRLError(
+            f"{text!r} in --way is not a setting; write MODULE:NAME=VALUE or MODULE:NAME[KEY]=VALUE."
+        )
     module, name, key, value = found.groups()
     try:
         holder = import_module(module).__dict__
@@ -70,7 +72,7 @@ def setting(text: str) -> Iterator[None]:
             holder, place = holder[name], value_of(key)
         before = holder[place]
     except (ImportError, LookupError, TypeError) as error:
-        raise QeRLError(f"{text!r} in --way names nothing that there is: {error}.") from error
+        raise QeRLError(f"{text!r} in --way names something that does not exist: {error}.") from error
     holder[place] = value_of(value)
     try:
         yield
@@ -88,23 +90,23 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench ways", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--way", nargs="+", action="append", required=True, metavar=("NAME", "SETTING"))
     parser.add_argument("--shape", default="7b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--layers", type=int, help="number of layers, fewer than the shape has")
     parser.add_argument("--weights", default="nvfp4", choices=tuple(FORMATS))
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
     parser.add_argument("--batch", type=int, nargs="+", default=[256])
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--decode", type=int, default=128, help="tokens")
-    parser.add_argument("--group", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--rounds", type=int, default=2, help="in which each way is timed once")
-    parser.add_argument("--repeats", type=int, default=2, help="timed runs of a turn")
+    parser.add_argument("--group", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds, each of which times every way once")
+    parser.add_argument("--repeats", type=int, default=2, help="timed runs per way and round")
     parser.add_argument(
-        "--profile", action="store_true", help="add the kernels of one step, in the first round"
+        "--profile", action="store_true", help="also list the kernels of one step, in the first round"
     )
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
     ways = {name: settings for name, *settings in args.way}
     if len(ways) < len(args.way):
-        raise QeRLError("Two of --way have one name; give each its own.")
+        raise QeRLError("Two --way options have the same name; give each its own.")
     for settings in ways.values():
         for text in settings:
             with setting(text):  # raises on a mistake before anything is made

@@ -106,7 +106,7 @@ def test_a_limit_above_what_the_card_has_changes_nothing(gpu, monkeypatch):
 def test_a_limit_that_is_no_memory_is_refused(gpu, monkeypatch, text):
     gpu(total=22 * GIB, used=0, reserved=0)
     monkeypatch.setenv("QERL_MEMORY_GB", text)
-    with pytest.raises(QeRLError, match=r"QERL_MEMORY_GB is '.*'; set a GPU's memory in GB"):
+    with pytest.raises(QeRLError, match=r"QERL_MEMORY_GB is '.*'; set it to a GPU's memory in GB"):
         total_bytes(CUDA)
 
 

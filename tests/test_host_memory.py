@@ -75,5 +75,5 @@ def test_what_is_asked_for_takes_the_place_of_all_of_it(machine, monkeypatch):
         assert (host_bytes(1), host_bytes(2)) == (given, given / 2)
     for wrong in ("all", "0", "-3", "nan", "inf"):
         monkeypatch.setenv("QERL_HOST_GB", wrong)
-        with pytest.raises(QeRLError, match=rf"QERL_HOST_GB is '{wrong}'; set how much of the CPU's memory"):
+        with pytest.raises(QeRLError, match=rf"QERL_HOST_GB is '{wrong}'; set it to the CPU memory"):
             host_bytes(1)

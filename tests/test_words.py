@@ -75,7 +75,7 @@ def test_where_missing_words_went_is_said(words, missing, capsys):
     with pytest.raises(SystemExit):
         parsed(words)
     said = capsys.readouterr().err
-    assert missing in said and "in front, or behind `--`" in said
+    assert missing in said and "put them first, or after `--`" in said
 
 
 def test_words_that_are_simply_missing_are_not_explained(capsys):

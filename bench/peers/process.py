@@ -132,8 +132,8 @@ def _follow(
 def _patience_ended(minutes: float, log: Path) -> str:
     """Return the message for a peer that yielded no row in time, with the last line of its log."""
     return (
-        f"it gave no row for {minutes:g} minutes (its last words: {_last_line(log)}); all that it wrote is "
-        f"in {log}. --peer_minutes gives it more time."
+        f"it gave no row for {minutes:g} minutes (last line: {_last_line(log)}); its log is {log}. Raise "
+        "--peer_minutes to give it more time."
     )
 
 
@@ -142,8 +142,8 @@ def _reason(status: int, log: Path) -> str:
     last = _last_line(log)
     missing = last.removeprefix("ModuleNotFoundError: ")
     if missing != last:
-        return f"{missing}; install it, or name the folder it is in by {PEER_PATH}."
-    return f"it ended with status {status} ({last}); all that it wrote is in {log}."
+        return f"{missing}; install it, or set {PEER_PATH} to its folder."
+    return f"it ended with status {status} ({last}); its log is {log}."
 
 
 def _last_line(log: Path) -> str:

@@ -56,8 +56,7 @@ class Needle(DrawnTask):
             QeRLError: Always.
         """
         raise QeRLError(
-            "Task needle has a language of its own, which knows no system_prompt and no answer_format; "
-            "remove them."
+            "Task needle has its own language, without system_prompt and answer_format; remove them."
         )
 
     def same(self, answer: str, reference: str) -> bool:

@@ -131,11 +131,11 @@ def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
         if arm.lora_r != Arm.lora_r:
             return "has tuning full and lora_r, the rank of adapters; remove lora_r"
         if arm.noise:
-            return "has tuning full and noise in norms, of which each run has its own; remove the noise"
+            return "has tuning full, which gives each run its own norms, and noise in norms; remove the noise"
     if arm.learning_rate is not None and arm.learning_rates is not None:
-        return "has learning_rate, which is the only one, and learning_rates, a grid; choose one"
+        return "has both learning_rate, a single value, and learning_rates, a grid; choose one"
     if noisy == 0:
-        return f"has a noise_share of {arm.noise_share}, which is none of {samples_per_prompt} samples"
+        return f"has a noise_share of {arm.noise_share}, which is 0 of {samples_per_prompt} samples; raise it"
     if arm.noise and arm.logits_noise:
         return "has noise in norms and in logits; choose one"
     if arm.noise_target_kl is not None and not (arm.noise or arm.logits_noise):

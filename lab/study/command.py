@@ -21,11 +21,11 @@ from qerl.settings.library import read_mapping
 _HELP = """\
 Train many small runs side by side, arms x seeds x learning rates, and compare them on one page.
 
-STUDY is a .yaml file, or the name of a file of lab/studies (sweep, noise); of several, keys of later ones go
-over those of earlier ones, and arms and comparisons are put together. Finished runs in its folder are not
-computed again: the same command goes on after Ctrl-C, and started once for each GPU it shares the work. The
-folder of a study, or its results.json.gz, in place of STUDY draws its page again. docs/studies.md says how a
-study is written."""
+STUDY is a .yaml file, or the name of a file of lab/studies (sweep, noise). Of several files, later keys
+override earlier ones, and arms and comparisons are merged. Finished runs in the study's folder are not
+computed again: repeat the command to continue after Ctrl-C, or start it once per GPU to share the work.
+With a study's folder or its results.json.gz as STUDY, the command only redraws the page. docs/studies.md
+describes the file."""
 
 
 def main(arguments: list[str]) -> int:
@@ -38,12 +38,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = Command("python -m lab study", description=_HELP)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("studies", nargs="+", metavar="STUDY", help="a .yaml file, a name, a folder or results")
+    add(
+        "studies",
+        nargs="+",
+        metavar="STUDY",
+        help="a .yaml file, a name, a study's folder or its results.json.gz",
+    )
     add("--output_dir", type=Path, metavar="DIR", help="the study's folder; default: runs/NAME")
-    add("--figures", type=Path, metavar="DIR", help="write the figures there too, as SVG files")
-    again = "compute runs of other commits of these arms again"
+    add("--figures", type=Path, metavar="DIR", help="also write the figures there, as SVG files")
+    again = "compute these arms' runs of other commits again"
     add("--again", nargs="+", default=(), metavar="ARM", help=again)
-    add("--dry_run", action="store_true", help="check the study and say what there is to compute")
+    add("--dry_run", action="store_true", help="check the study and print what there is to compute")
     return parser
 
 
@@ -76,7 +81,9 @@ def study_command(
     place = Path(words[0]).expanduser()
     if len(words) == 1 and (found := _results_file(place)):
         if again:
-            raise QeRLError(f"--again computes, and of {place} the page is drawn; name the study's files.")
+            raise QeRLError(
+                f"--again needs the study's YAML files; {place} holds results, which are only redrawn."
+            )
         _draw(read_results(found), output_dir or found.parent, figures, console)
         return 0
     files = [study_file(word) for word in words]
@@ -107,7 +114,7 @@ def _compute(store: Store, figures: Path | None, console: Console) -> int:
         finished = Runner(store, StudyMake(store.study), console).run()
     results = store.write_results()
     if not finished:
-        console.print(f"Saved {folder}. Go on with the same command.", soft_wrap=True)
+        console.print(f"Saved to {folder}. Run the same command to continue.", soft_wrap=True)
     if results.runs:
         try:
             _draw(results, folder, figures, console)
@@ -133,7 +140,7 @@ def _outline(study: Study, folder: Path, again: Sequence[str]) -> str:
     lines = [
         f"{study.model} on {study.task}{options}",
         f"{len(study.arms)} arm{'s' if len(study.arms) > 1 else ''}: {', '.join(study.arms)}",
-        f"of each: {tuning}{len(study.test_seeds)} test seeds at {at}",
+        f"per arm: {tuning}{len(study.test_seeds)} test seeds at {at}",
         *(
             f"{name} at learning rate {arm.learning_rate:g} of its own"
             for name, arm in study.arms.items()

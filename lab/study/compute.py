@@ -49,8 +49,8 @@ class StudyMake:
         problems = self.task.test()
         if len(problems) < study.eval_samples:
             raise QeRLError(
-                f"The task {study.task} has {len(problems)} held-out problems and eval_samples is "
-                f"{study.eval_samples}; lower it."
+                f"eval_samples is {study.eval_samples}, but the task {study.task} has only {len(problems)} "
+                "held-out problems; lower eval_samples."
             )
         self.problems = problems.select(range(study.eval_samples))
         self.settings = Settings(

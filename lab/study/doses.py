@@ -86,7 +86,7 @@ def stages_of(arms: Sequence[Sequence[RunResult]], wanted: float, stages: int) -
     """
     steps = len(arms[0][0].steps[KL])
     if steps < stages:
-        raise QeRLError(f"The runs have {steps} steps and the doses {stages} stages; lower --stages.")
+        raise QeRLError(f"--stages is {stages}, more than the {steps} steps of the runs; lower it.")
     noisy = any(value for runs in arms for run in runs for value in run.steps[SIGMA])
     if not noisy and not any(
         _strength(run, at, noisy) for runs in arms for run in runs for at in range(steps)
@@ -188,10 +188,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m lab doses", description=__doc__.split("\n")[0])
     parser.add_argument("results", type=Path, help="a study's results.json.gz")
     parser.add_argument(
-        "kl", type=float, nargs="*", help="nats per token, below 1; without one that of each arm's name"
+        "kl", type=float, nargs="*", help="KL in nats per token, below 1; default: that in each arm's name"
     )
-    parser.add_argument("--stages", type=int, default=5, help="of equal length")
-    parser.add_argument("--arms", nargs="+", help="of the study; all that explore")
+    parser.add_argument("--stages", type=int, default=5, help="number of stages, of equal length")
+    parser.add_argument("--arms", nargs="+", help="arms of the study; default: all that explore")
     args = parser.parse_args(arguments)
     results = read_results(args.results)
     if unknown := set(args.arms or ()) - results.study.arms.keys():

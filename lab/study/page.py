@@ -335,7 +335,7 @@ def _rates(results: Results) -> str:
     """Table of every learning rate of every arm, on the tuning seeds; the chosen one is marked."""
     study, rows = results.study, []
     if not study.tunes:
-        return "<p>None was chosen; every seed ran at each that the study names.</p>"
+        return "<p>No learning rate was chosen: every seed ran at each rate of the study.</p>"
     for name in study.arms:
         chosen = results.rate(name)
         for rate in sorted(study.rates(study.arms[name])):

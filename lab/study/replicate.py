@@ -104,8 +104,8 @@ def cost_of(sizes: Sizes, studies: list[Study], memory: float | None) -> Cost:
     if tokens < FEWEST_TOKENS:
         least = (weights + adapters + FEWEST_TOKENS * of_tokens) / 0.8
         raise QeRLError(
-            f"The model's runs need a GPU of {least / 1e9:.0f} GB and this one has {memory / 1e9:.0f}; "
-            "name a smaller model."
+            f"The model's runs need a GPU of {least / 1e9:.0f} GB, but this one has {memory / 1e9:.0f} GB; "
+            "choose a smaller model."
         )
     return Cost(runs, seconds, (weights + adapters + tokens * of_tokens) / 1e9, tokens)
 
@@ -125,10 +125,10 @@ def main(arguments: list[str]) -> int:
     parser = Command("python -m lab replicate", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("model", help="Hub id, folder or .gguf file of a dense model")
-    add("--level", default="wp12", help="of the task arithmetic; harder ones are wp2, wp12-99 and wp2-99")
-    add("--learning_rate", type=float, default=2e-4, help="of all arms; the default suits SmolLM2")
+    add("--level", default="wp12", help="level of the task arithmetic; harder: wp2, wp12-99, wp2-99")
+    add("--learning_rate", type=float, default=2e-4, help="rate of all arms; the default suits SmolLM2")
     add("--output_dir", type=Path, help="default: runs/replicate-MODEL")
-    add("--yes", action="store_true", help="run it; without, its cost is said and nothing runs")
+    add("--yes", action="store_true", help="run the studies; without it, only their cost is printed")
     args = parser.parse_args(arguments)
     return replicate(args.model, args.level, args.learning_rate, args.output_dir, args.yes, console)
 
@@ -164,7 +164,7 @@ def replicate(
     own["tokens_per_forward"] = cost.tokens_per_forward
     console.print(_said(model, sizes, cost, gpu), highlight=False, soft_wrap=True)
     if not yes:
-        console.print("Nothing has run. Add --yes to run it.", highlight=False, soft_wrap=True)
+        console.print("Nothing was run; add --yes to run the studies.", highlight=False, soft_wrap=True)
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "model.yaml", yaml12.dump(own))

@@ -197,7 +197,7 @@ class Runner:
         arm = again[0].run.arm
         if arm.name in self.store.again:
             return f"they are of commit {', '.join(sorted({one.commit for one in again}))}"
-        return f"they followed other curves of {arm.match_entropy} than it has now"
+        return f"the entropy curves of {arm.match_entropy}, which they followed, have changed"
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -225,7 +225,7 @@ class _Work:
         self.evaluations: list[list[dict[str, float]]] = []
         kept = store.checkpoint(batch.name)
         if kept and (other := self._other(kept)):
-            say(f"{batch.title} begins anew, as what was kept of it is of {other}.")
+            say(f"{batch.title} starts again from step 0: its checkpoint is of {other}.")
             kept = None
         if kept:
             trainer.load_state(kept.state)
@@ -239,7 +239,7 @@ class _Work:
         if kept.names != self.names:
             return "other runs"
         if kept.commit != self.store.commit:
-            return f"commit {kept.commit}, and this is {self.store.commit}"
+            return f"commit {kept.commit}, not {self.store.commit}"
         return None if kept.followed == self.followed else "runs that followed other curves of entropy"
 
     @property

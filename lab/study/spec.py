@@ -198,7 +198,9 @@ def joined(one: Mapping[str, Any], other: Mapping[str, Any], file: str) -> dict[
         if isinstance(first, Mapping) and isinstance(second, Mapping):
             for name in first.keys() & second.keys():
                 if first[name] != second[name]:
-                    raise QeRLError(f"In the study {file}: {key}.{name} is another one in an earlier file.")
+                    raise QeRLError(
+                        f"In the study {file}: {key}.{name} has other values in an earlier file; rename it."
+                    )
             both[key] = {**first, **second}
     return both
 
@@ -256,10 +258,10 @@ def _check_seeds_and_rates(study: Study) -> None:
     for key in ("tuning_seeds", "test_seeds", "learning_rates"):
         values = getattr(study, key)
         if len(set(values)) < len(values):
-            raise QeRLError(f"{key} names a value twice; each is run once.")
+            raise QeRLError(f"{key} lists a value twice; list each once.")
     if both := sorted(set(study.tuning_seeds) & set(study.test_seeds)):
         raise QeRLError(
-            f"{both[0]} is a tuning seed and a test seed; a rate must not be chosen on what is reported."
+            f"{both[0]} is both a tuning seed and a test seed; a rate must not be chosen on reported runs."
         )
     if study.comparisons and len(study.learning_rates) > 1 and not study.tunes:
         raise QeRLError(
@@ -275,11 +277,11 @@ def _check_arms(study: Study) -> None:
             raise QeRLError(f"the arm {name} {wrong}.")
         if arm.learning_rates is not None and not study.tunes:
             raise QeRLError(
-                f"arms.{name}.learning_rates is a grid, of which nothing chooses; give the study "
-                "tuning_seeds and several learning_rates."
+                f"arms.{name}.learning_rates is a grid, but the study does not tune; set its tuning_seeds "
+                "and several learning_rates."
             )
         if len(set(arm.learning_rates or ())) < len(arm.learning_rates or ()):
-            raise QeRLError(f"arms.{name}.learning_rates names a value twice; each is run once.")
+            raise QeRLError(f"arms.{name}.learning_rates lists a value twice; list each once.")
         if arm.scheduled and arm.noise_sigma_stages is None:
             try:
                 NoiseSchedule(
@@ -294,7 +296,7 @@ def _check_arms(study: Study) -> None:
         for key in ("temperature_stages", "noise_sigma_stages"):
             if (stages := len(getattr(arm, key) or [])) > study.steps:
                 raise QeRLError(
-                    f"arms.{name}.{key} has {stages} stages and the run only {study.steps} steps."
+                    f"arms.{name}.{key} has {stages} stages, more than the {study.steps} steps of a run."
                 )
         if arm.match_entropy is not None:
             followed = study.arms.get(arm.match_entropy)
@@ -305,12 +307,13 @@ def _check_arms(study: Study) -> None:
                 )
             if followed.match_entropy is not None:
                 raise QeRLError(
-                    f"arms.{name}.match_entropy names {followed.name}, which follows another arm itself."
+                    f"arms.{name}.match_entropy names {followed.name}, which itself has match_entropy; name "
+                    "another arm."
                 )
             if study.rates(followed) != study.rates(arm):
                 raise QeRLError(
-                    f"arms.{name}.match_entropy names {followed.name}, and one of the two has a "
-                    "learning_rate of its own; give both the same."
+                    f"arms.{name}.match_entropy names {followed.name}, but their learning rates differ; "
+                    "set the same for both."
                 )
 
 

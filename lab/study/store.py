@@ -107,7 +107,7 @@ class Store:
         self.again = again
         if unknown := sorted(set(again) - study.arms.keys()):
             raise QeRLError(
-                f"There is no arm {unknown[0]!r} to compute again; there are {', '.join(study.arms)}."
+                f"--again names the unknown arm {unknown[0]!r}; the arms are {', '.join(study.arms)}."
             )
         self._read: dict[Path, tuple[int, RunResult]] = {}  # with modification times; plans read all runs
         self._packed: dict[str, RunResult] = {}  # by name; with `looking`, the runs that would be unpacked
@@ -163,16 +163,16 @@ class Store:
             old = read_json(self.folder / STUDY_FILE)
             if old.get("fingerprint", fingerprint) != fingerprint:
                 raise QeRLError(
-                    f"{self.folder} holds runs of another model than what {self.study.model} is now, whose "
-                    f"fingerprint is {fingerprint} and not {old['fingerprint']}; choose another --output_dir."
+                    f"{self.folder} holds runs of another model: the fingerprint of {self.study.model} is "
+                    f"now {fingerprint}, not {old['fingerprint']}; choose another --output_dir."
                 )
             self._write_study(old | {"commit": self.commit, "fingerprint": fingerprint})
         others = [one.commit for one in self.results().runs if one.commit != self.commit]
         if not others:
             return None
         return (
-            f"{self.folder} holds {len(others)} runs of commit {', '.join(sorted(set(others)))}, and this is "
-            f"{self.commit}; arms that --again names are computed again."
+            f"{self.folder} holds {len(others)} runs of commit {', '.join(sorted(set(others)))}, but the "
+            f"current commit is {self.commit}; --again ARM computes an arm's runs again."
         )
 
     def _check(self, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ class Store:
         try:
             return Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # torch raises several classes for a damaged file
-            raise QeRLError(f"{path} is damaged; delete it, and the batch begins anew.") from error
+            raise QeRLError(f"{path} is damaged; delete it, and the batch is computed again.") from error
 
     def drop_checkpoint(self, batch: str) -> None:
         """Delete the checkpoint of a finished batch."""
@@ -328,7 +328,7 @@ def _values(packed: Results) -> dict[str, Any]:
     found = {one.facts["fingerprint"] for one in packed.runs if "fingerprint" in one.facts}
     if len(found) > 1:
         raise QeRLError(
-            f"{RESULTS_FILE} holds runs of several models, whose fingerprints are "
-            f"{', '.join(sorted(map(str, found)))}, and they cannot be compared; choose another --output_dir."
+            f"{RESULTS_FILE} holds runs of several models (fingerprints "
+            f"{', '.join(sorted(map(str, found)))}), which cannot be compared; choose another --output_dir."
         )
     return packed.study.values() | ({"fingerprint": found.pop()} if found else {})

@@ -57,9 +57,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/testbed"))
     parser.add_argument("--limit_s", type=float, default=86400.0, help="seconds of training in this call")
     parser.add_argument("--compile", action="store_true", help="train with torch.compile")
-    parser.add_argument("--problems", type=int, default=1024, help="of a cell, scored without sampling")
-    parser.add_argument("--samples", type=int, default=8192, help="of a cell")
-    parser.add_argument("--shard", default="15MB", help="largest file of weights")
+    parser.add_argument(
+        "--problems", type=int, default=1024, help="problems per cell, scored without sampling"
+    )
+    parser.add_argument("--samples", type=int, default=8192, help="samples per cell")
+    parser.add_argument("--shard", default="15MB", help="maximum size of a weight file")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
     of = replace(usual, **{k: v for k, v in vars(args).items() if k in asdict(usual)})
@@ -68,7 +70,7 @@ def main(arguments: list[str]) -> int:
     console.print(f"{of.steps} steps of {of.batch} rows, {of.flops:.2g} FLOP in products.")
     run = train(of, args.output_dir, device, args.limit_s, args.compile, console.print)
     if run.done < of.steps:
-        console.print(f"{run.done} of {of.steps} steps are done; go on with the same command.")
+        console.print(f"{run.done} of {of.steps} steps are done; run the same command to continue.")
         return 130
     folder = args.output_dir / MODEL
     write_model(run.model, folder, args.shard)

@@ -57,11 +57,11 @@ class Testbed(DrawnTask):
             raise QeRLError(f"kind is {kind!r}; use one of: {', '.join(LENGTHS)}.")
         if length not in LENGTHS[kind]:
             lengths = ", ".join(map(str, LENGTHS[kind]))
-            raise QeRLError(f"length is {length!r}; of a {kind} use one of: {lengths}.")
+            raise QeRLError(f"length is {length!r}; for a {kind} use one of: {lengths}.")
         self.cell = (kind, length, prior)
         if self.cell not in ASKED:
             known = ", ".join(f"{p:g}" for p in PRIORS.values() if (kind, length, p) in ASKED)
-            raise QeRLError(f"prior is {prior!r}; of a {kind} of length {length} use one of: {known}.")
+            raise QeRLError(f"prior is {prior!r}; for a {kind} of length {length} use one of: {known}.")
         if reward not in ("sparse", "deceptive") or (reward == "deceptive" and kind != "chain"):
             raise QeRLError(f"reward is {reward!r}; use sparse, or deceptive for a chain.")
         form = AnswerFormat("letters", "", _answer, lambda text: _answer(text) is not None)
@@ -75,8 +75,7 @@ class Testbed(DrawnTask):
             QeRLError: Always.
         """
         raise QeRLError(
-            "Task testbed has a language of its own, which knows no system_prompt and no answer_format; "
-            "remove them."
+            "Task testbed has its own language, without system_prompt and answer_format; remove them."
         )
 
     def same(self, answer: str, reference: str) -> bool:

@@ -388,7 +388,7 @@ def chosen(plan: Plan, folder: Folder) -> dict[str, float]:
     def ends(arm: str, rate: float) -> list[float]:
         found = [folder.tuning(rate).finished(arm, seed) for seed in plan.tuning.seeds]
         if not all(found):
-            raise QeRLError(f"{folder.tuning(rate).path} lacks runs of {arm}; give the command again.")
+            raise QeRLError(f"{folder.tuning(rate).path} lacks runs of {arm}; run the command again.")
         return [row["accuracy"][-1] for row in found]
 
     rates = sorted(plan.tuning.learning_rates)
@@ -414,11 +414,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("plan", choices=PLANS, help="name of a plan of lab/trained")
     parser.add_argument("--model", default=HUB_ID, help="folder or Hub id of the model in 16 bits")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--processes", type=int, default=1, help="seeds side by side")
-    parser.add_argument("--seeds", type=int, nargs="+", help="those of the plan unless set")
-    parser.add_argument("--arms", nargs="+", help="names of arms; all of the plan unless set")
-    parser.add_argument("--steps", type=int, help="of each run at most, for a try")
-    parser.add_argument("--held_out", type=int, help="problems that are scored, for a try")
+    parser.add_argument("--processes", type=int, default=1, help="seeds trained in parallel")
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds; default: the plan's")
+    parser.add_argument("--arms", nargs="+", help="names of arms; default: all of the plan")
+    parser.add_argument("--steps", type=int, help="maximum steps of each run, for a trial")
+    parser.add_argument("--held_out", type=int, help="number of problems to score, for a trial")
     parser.add_argument("--out", type=Path, help="the result file")
     args = parser.parse_args(arguments)
     plan = read_plan(args.plan)

@@ -121,4 +121,4 @@ def _before(checkpoint: Path) -> str:
         except QeRLError:
             continue
         return f" Go on with --resume_from_checkpoint {other}"
-    return " There is none before it; copy it again or start anew."
+    return " No complete checkpoint precedes it; copy it again or start anew."

@@ -81,14 +81,16 @@ def status_of(command: Callable[[], int | None]) -> int:
 
 def _run(words: list[str]) -> int | None:
     if nul := next((word for word in words if "\0" in word), None):
-        raise QeRLError(f"{_shortened(repr(nul))} holds a NUL character, which no name or path has; fix it.")
+        raise QeRLError(
+            f"{_shortened(repr(nul))} holds a NUL character, which no name or path can have; remove it."
+        )
     if words[:1] == ["study"]:
         raise QeRLError(
-            "Studies lie in QeRL's repository and not in the package; in a clone, type `python -m lab study`."
+            "Studies are in QeRL's repository, not in the package; in a clone, run `python -m lab study`."
         )
     if words[:1] == ["serve"] and not entry_points(group=COMMANDS, name="serve"):
         raise QeRLError(
-            "`qerl serve` is in a package of its own; type `pip install 'qerl[serve]'`, or in a clone "
+            "`qerl serve` is in a separate package; run `pip install 'qerl[serve]'`, or in a clone "
             "`pip install -e . -e packages/serve`."
         )
     fields: dict[str, str] = {}
@@ -109,8 +111,8 @@ def _run(words: list[str]) -> int | None:
 _REMEDIES = {
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ELOOP: "give another path",
-    errno.EACCES: "give another path, or the right to this one",
-    errno.EROFS: "give a path that can be written to",
+    errno.EACCES: "give another path, or permission for this one",
+    errno.EROFS: "give a writable path",
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
 }
@@ -179,9 +181,7 @@ class Command(argparse.ArgumentParser):
         if self._greedy and message.startswith("the following arguments are required"):
             options = " and ".join(self._greedy)
             take = "takes" if len(self._greedy) == 1 else "take"
-            message += (
-                f"; {options} {take} all words up to the next flag, so write these in front, or behind `--`"
-            )
+            message += f"; {options} {take} all words up to the next flag, so put them first, or after `--`"
         super().error(message)
 
     def format_help(self) -> str:
@@ -217,30 +217,30 @@ def _parser(word: str = "") -> argparse.ArgumentParser:
 
 
 def _add_train(commands: Any) -> None:
-    text = "Train as recipes say; any field can be given as --FIELD VALUE."
+    text = "Train with the settings of recipes; any field can be set as --FIELD VALUE."
     sub = add_command(commands, "train", _train, text)
     text = "names (see `qerl recipes`) or paths of .yaml files, merged from left to right"
     sub.add_argument("recipes", nargs="*", metavar="RECIPE", help=text)
-    text = "check what can be checked without the model, and print the settings"
+    text = "run only the checks that need no model, and print the settings"
     sub.add_argument("--dry_run", action="store_true", help=text)
 
 
 def _add_plan(commands: Any) -> None:
     text = (
-        "Say what fits on a GPU, named by --gpu with its memory in GB or its name, and how long a step takes "
-        "where that was measured; any field can be given as --FIELD VALUE."
+        "Print what fits on a GPU (--gpu: its memory in GB, or its name) and, where measured, how long a "
+        "step takes; any field can be set as --FIELD VALUE."
     )
     sub = add_command(commands, "plan", _plan, text)
     text = (
-        "recipes as for train; and the model where neither they nor --model name it, as a Hub id, a local "
-        "folder, or a shape such as 32b"
+        "recipes, as for train; and the model, unless a recipe or --model sets it: a Hub id, a local folder, "
+        "or a shape such as 32b"
     )
     sub.add_argument("words", nargs="*", metavar="[MODEL] RECIPE", help=text)
     option(sub, "--gpu", "GPU", "GB, or a name such as rtx4090; default: 80", default="80")
-    option(sub, "--processes", "N", "GPUs, each with its process; default: 1", default="1")
-    sub.add_argument("--max_context", action="store_true", help="print the longest completion that fits, too")
-    option(sub, "--price", "P", "of a GPU for an hour, in any currency: say what the run costs")
-    option(sub, "--adapters", "N", "plan for `qerl serve`, which keeps N adapters on the GPU")
+    option(sub, "--processes", "N", "number of GPUs, one process each; default: 1", default="1")
+    sub.add_argument("--max_context", action="store_true", help="also print the longest completion that fits")
+    option(sub, "--price", "P", "price of one GPU hour, in any currency; adds the cost of the run")
+    option(sub, "--adapters", "N", "plan for `qerl serve` with N adapters on the GPU")
 
 
 def _add_demo(commands: Any) -> None:
@@ -255,7 +255,7 @@ def _add_recipes(commands: Any) -> None:
 
 def _add_fields(commands: Any) -> None:
     sub = add_command(commands, "fields", _fields, "Explain one field of the settings, or list all of them.")
-    sub.add_argument("name", nargs="?", metavar="NAME", help="a field, of this project, TRL or transformers")
+    sub.add_argument("name", nargs="?", metavar="NAME", help="name of a field of QeRL, TRL or transformers")
 
 
 def _add_quantize(commands: Any) -> None:
@@ -268,11 +268,13 @@ def _add_quantize(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    add_command(commands, "doctor", _doctor, "What this machine can run, and how to get what is missing.")
+    add_command(
+        commands, "doctor", _doctor, "Show what this machine can run, and how to install what is missing."
+    )
 
 
 def _add_completion(commands: Any) -> None:
-    text = "Print a script with which a shell completes commands, options and fields."
+    text = "Print a shell script that completes commands, options and fields."
     sub = add_command(commands, "completion", _completion, text)
     sub.add_argument("shell", choices=("bash", "zsh", "fish"))
 

@@ -23,8 +23,12 @@ _BOOLEAN = ("true", "false")
 
 
 def add_bench(commands: Any) -> None:
-    sub = add_command(commands, "bench", _bench, "Measure this machine's GPU, for a file that can be sent.")
-    sub.add_argument("what", choices=("card",), help="card: decoding and whole steps of random models")
+    sub = add_command(
+        commands, "bench", _bench, "Measure this machine's GPU and write a file that can be sent in."
+    )
+    sub.add_argument(
+        "what", choices=("card",), help="card: decoding and whole training steps with random weights"
+    )
     sub.add_argument("--out", type=Path, default=Path("card.json"), help="JSON file; default: %(default)s")
     sub.add_argument("--shape", help="1.5b, 3b, 7b, 14b or 32b; default: the largest that fits")
 
@@ -42,15 +46,15 @@ def option(sub: Any, flag: str, metavar: str, text: str, kind: Any = str, **more
 
 def add_eval(commands: Any) -> None:
     sub = add_command(commands, "eval", _eval, "Score a model, with or without an adapter.")
-    add, count, own = partial(option, sub), number_from(1), "default: the run's, for its own task"
+    add, count, own = partial(option, sub), number_from(1), "default: the run's, if its task is scored"
     _add_model(sub)
-    text = "folder of a PEFT adapter; of several, each is scored and the best one named"
+    text = "folders of PEFT adapters; each is scored, and the best one is named"
     add("--adapter", "DIR", text, Path, nargs="+")
-    add("--suite", "SUITE", "several tasks with their average: math, arithmetic, or a .yaml file")
+    add("--suite", "SUITE", "several tasks, scored with their average: math, arithmetic, or a .yaml file")
     add("--task", "TASK", "gsm8k, math500, arithmetic, jsonl:PATH, ...; default: the run's")
     add("--task_options", "YAML", f"mapping, for example '{{level: wp1}}'; {own}")
-    add("--environment", "NAME", f"who answers the model: a name or PATH.py:Class; {own}")
-    text = "turns of the model that are answered; default: the run's, else as many as its tokens allow"
+    add("--environment", "NAME", f"environment that answers the model: a name or PATH.py:Class; {own}")
+    text = "maximum turns that are answered; default: the run's, else as many as --max_tokens allows"
     add("--max_tool_calling_iterations", "N", text, count)
     add("--environment_options", "YAML", f"mapping; {own}")
     add("--tools", "TOOL", f"functions that the model may call; {own}", nargs="+")
@@ -59,9 +63,9 @@ def add_eval(commands: Any) -> None:
     add("--top_p", "P", "default: 0.95", number_from(1e-6, float, 1))
     add("--max_tokens", "N", "default: the run's max_completion_length, else 4096", count)
     _add_stops(sub)
-    add("--limit", "N", "problems to score; default: all", count)
+    add("--limit", "N", "number of problems to score; default: all", count)
     add("--seed", "N", "default: 0", number_from(0))
-    add("--out", "DIR", "folder for the result and the completions; one that was cut off goes on", Path)
+    add("--out", "DIR", "folder for result and completions; an interrupted evaluation in it is resumed", Path)
 
 
 def add_generate(commands: Any) -> None:
@@ -78,18 +82,22 @@ def add_generate(commands: Any) -> None:
 
 
 def add_report(commands: Any) -> None:
-    text = "One HTML page with curves and completions of several runs."
+    text = "Write an HTML page with curves and completions of one or more runs."
     sub = add_command(commands, "report", _report, text)
     sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
     text = "folders of evaluations (their --out) that lie outside the runs"
     option(sub, "--scores", "DIR", text, Path, nargs="+", default=[])
-    text = "steps of which completions are shown, of runs with log_completions; default: 6, 0 for none"
+    text = "number of steps whose completions are shown, with log_completions; default: 6, 0 for none"
     option(sub, "--completions", "N", text, number_from(0))
-    option(sub, "--out", "FILE", "page; default: %(default)s", Path, default=Path("report.html"))
+    option(
+        sub, "--out", "FILE", "HTML file to write; default: %(default)s", Path, default=Path("report.html")
+    )
 
 
 def add_compare(commands: Any) -> None:
-    sub = add_command(commands, "compare", _compare, "Settings and results of several runs side by side.")
+    sub = add_command(
+        commands, "compare", _compare, "Print settings and results of several runs side by side."
+    )
     sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
     text = "folders of evaluations (their --out) that lie outside the runs"
     option(sub, "--scores", "DIR", text, Path, nargs="+", default=[])
@@ -102,19 +110,19 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _add_stops(sub: argparse.ArgumentParser) -> None:
-    text = "texts that end a completion, which keeps them; default: the run's"
+    text = "texts that end a completion and stay in it; default: the run's"
     option(sub, "--stop_strings", "TEXT", text, nargs="+")
-    text = "tokens after which thoughts are closed; default: the run's, else none"
+    text = "number of tokens after which thoughts are closed; default: the run's, else none"
     option(sub, "--thinking_budget", "N", text, number_from(1))
-    option(sub, "--thinking_end", "TEXT", "text that closes them; default: the run's")
+    option(sub, "--thinking_end", "TEXT", "text that closes thoughts; default: the run's")
 
 
 def _add_model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder or .gguf file")
-    text = f"default: the format that the run trained on, else {DEFAULT_FORMAT}"
+    text = f"format of the base weights; default: the run's, else {DEFAULT_FORMAT}"
     sub.add_argument("--weights", choices=FORMATS, help=text)
     sub.add_argument("--rounding", choices=ROUNDINGS, help=f"default: the run's, else {DEFAULT_ROUNDING}")
-    text = "of what is not quantised; default: the run's, else bfloat16 on a GPU and float32 on a CPU"
+    text = "dtype of unquantised weights; default: the run's, else bfloat16 on a GPU and float32 on a CPU"
     sub.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help=text)
     text = "mapping, for example '{enable_thinking: false}'; default: the run's"
     option(sub, "--chat_template_kwargs", "YAML", text)
@@ -171,9 +179,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def add_watch(commands: Any) -> None:
-    text = (
-        "Follow a run in the terminal until it ends or Ctrl-C; without a terminal, show once how it stands."
-    )
+    text = "Follow a run in the terminal until it ends or Ctrl-C; without a terminal, print its state once."
     sub = add_command(commands, "watch", _watch, text)
     sub.add_argument("folder", type=Path, metavar="RUN", help="output_dir of a run")
 
@@ -185,33 +191,33 @@ def _watch(args: argparse.Namespace) -> None:
 
 
 def add_export(commands: Any) -> None:
-    text = "Write what was trained for use elsewhere: a merged model, an adapter with its card, or GGUF."
+    text = "Export a trained policy for other programs: a merged model, an adapter with its card, or GGUF."
     sub = add_command(commands, "export", _export, text)
     add = partial(option, sub)
     text = "output_dir of a run, a checkpoint, or a LoRA adapter of PEFT"
     sub.add_argument("run_folder", type=Path, metavar="RUN", help=text)
     sub.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
-    text = "merged: a whole model in 16 bits, the default; adapter: as PEFT has it; gguf: one file"
+    text = "merged (default): a whole model in 16 bits; adapter: a PEFT folder; gguf: one file"
     sub.add_argument("--format", choices=("merged", "adapter", "gguf"), default="merged", help=text)
-    add("--model", "MODEL", "base of the adapter; default: the one that the run names")
-    add("--base_model", "ID", "name of the base on the Hub, for the card; default: that of the base")
-    text = "base to merge into; default: the run's, dequantised; bf16: the base's own 16-bit weights"
+    add("--model", "MODEL", "base model of the adapter; default: the run's")
+    add("--base_model", "ID", "Hub id of the base model, for the card; default: that of the base used")
+    text = "weights to merge into; default: the run's, dequantised; bf16: the base's own 16-bit weights"
     sub.add_argument("--weights", choices=FORMATS, help=text)
     sub.add_argument(
-        "--rounding", choices=ROUNDINGS, help="of a base packed while it loads; default: the run's"
+        "--rounding", choices=ROUNDINGS, help="rounding of a base quantised on loading; default: the run's"
     )
-    text = "of a merged model; float16 keeps more of a small update; default: bfloat16"
+    text = "dtype of a merged model; float16 keeps more of a small update; default: bfloat16"
     sub.add_argument("--dtype", choices=("bfloat16", "float16"), help=text)
-    sub.add_argument("--outtype", choices=OUTTYPES, help="of GGUF; default: bf16")
-    add("--converter", "PATH", "llama.cpp's convert_hf_to_gguf.py; default: the one on the path", Path)
+    sub.add_argument("--outtype", choices=OUTTYPES, help="weight type of a GGUF file; default: bf16")
+    add("--converter", "PATH", "llama.cpp's convert_hf_to_gguf.py; default: the one on PATH", Path)
     text = "whether Python code that comes with the base may run"
     sub.add_argument("--trust_remote_code", choices=_BOOLEAN, default="false", help=text)
-    text = "push what was written to the Hub"
+    text = "push the export to the Hub"
     sub.add_argument("--push_to_hub", nargs="?", choices=_BOOLEAN, const="true", default="false", help=text)
-    add("--hub_model_id", "ID", "repository, as owner/name; default: the name of OUT, of your own")
-    text = "whether a new repository is private; default: the owner's"
+    add("--hub_model_id", "ID", "repository, as owner/name; default: the name of OUT, under your account")
+    text = "whether a new repository is private; default: the owner's setting"
     sub.add_argument("--hub_private_repo", nargs="?", choices=_BOOLEAN, const="true", help=text)
-    add("--hub_token", "TOKEN", "of the Hub; default: HF_TOKEN, else that of `hf auth login`")
+    add("--hub_token", "TOKEN", "Hub token; default: HF_TOKEN, else that of `hf auth login`")
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -222,7 +228,7 @@ def _export(args: argparse.Namespace) -> None:
     repository = Repository(args.hub_model_id, private, args.hub_token)
     pushes = args.push_to_hub == "true"
     if not pushes and repository != Repository():
-        raise QeRLError("--hub_... says where to push, and nothing is pushed; add --push_to_hub.")
+        raise QeRLError("--hub_... options have no effect without --push_to_hub; add it.")
     export(
         Export(
             args.run_folder, args.out, args.format, args.model, args.base_model, args.weights, args.rounding,

@@ -114,11 +114,11 @@ def _gpus() -> Iterator[Row]:
     elif shutil.which("nvidia-smi") is None:
         yield Row(section, "cuda", "n/a", "no NVIDIA GPU; everything runs on the CPU")
     elif torch.version.cuda is None:
-        finding = "there is a driver, but torch is a CPU build"
+        finding = "an NVIDIA driver is installed, but torch is a CPU build"
         yield Row(section, "cuda", "missing", finding, "pip install --force-reinstall torch")
     else:
-        finding = f"there is a driver, but torch finds no device for CUDA {torch.version.cuda}"
-        remedy = "see nvidia-smi for the driver's CUDA version; CUDA_VISIBLE_DEVICES may hide the devices"
+        finding = f"an NVIDIA driver is installed, but torch for CUDA {torch.version.cuda} finds no GPU"
+        remedy = "see nvidia-smi for the driver's CUDA version; CUDA_VISIBLE_DEVICES may hide the GPUs"
         yield Row(section, "cuda", "missing", finding, remedy)
 
 
@@ -143,7 +143,7 @@ def _required() -> Iterator[Row]:
         elif not _without_ceiling(wanted.specifier).contains(found, prereleases=True):
             yield Row(section, wanted.name, "missing", f"{found} is installed, {asked_for}", command)
         elif not tested.contains(found, prereleases=True):
-            finding = f"{found} is newer than what the tests have passed with, {tested}"
+            finding = f"{found} is newer than the tested versions, {tested}"
             yield Row(section, wanted.name, "untested", finding, command)
         else:
             yield Row(section, wanted.name, "ok", f"{found}, {asked_for}")
@@ -242,7 +242,7 @@ def _rollout() -> Iterator[Row]:
 def _sandbox() -> Row:
     """The sandbox for programs that a reward judges."""
     if shutil.which("bwrap") is None:
-        finding = "bubblewrap is not installed, and rewards run programs nowhere else"
+        finding = "bubblewrap is not installed; rewards that run programs need it"
         return Row("rewards", "programs", "missing", finding, sandbox.INSTALL)
     obstacle = sandbox.obstacle()
     if obstacle is not None:

@@ -42,7 +42,7 @@ def gigabytes(variable: str, wanted: str) -> float | None:
     except ValueError:
         found = math.nan
     if not 0 < found < math.inf:
-        raise QeRLError(f"{variable} is {text!r}; set {wanted}, or remove it.")
+        raise QeRLError(f"{variable} is {text!r}; set it to {wanted}, or remove it.")
     return found
 
 
@@ -52,7 +52,7 @@ def host_gb() -> float | None:
     Raises:
         QeRLError: It is no amount of memory.
     """
-    return gigabytes(HOST, "how much of the CPU's memory a run may take in GB, such as 200")
+    return gigabytes(HOST, "the CPU memory that a run may take in GB, such as 200")
 
 
 def asked_bytes(processes: int) -> int | None:

@@ -238,7 +238,7 @@ def test_a_template_that_rewrites_turns_is_replaced_or_refused():
     tokenizer.chat_template = (
         "{% for m in messages %}{% if loop.last %}last{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    with pytest.raises(QeRLError, match="writes a turn otherwise once another follows"):
+    with pytest.raises(QeRLError, match="changes the tokens of a turn once another follows"):
         TurnTemplate(tokenizer)
 
 

@@ -94,7 +94,7 @@ def test_a_benchmark_may_treat_the_gpu_as_an_older_or_smaller_one(capsys, monkey
     assert main(["rollout", "--arch", "80", "--memory", "much"]) == 2
     assert "QERL_MEMORY_GB is 'much'" in capsys.readouterr().err
     assert main(["rollout", *everywhere, "--host", "0"]) == 2
-    assert "QERL_HOST_GB is '0'; set how much of the CPU's memory" in capsys.readouterr().err
+    assert "QERL_HOST_GB is '0'; set it to the CPU memory" in capsys.readouterr().err
 
 
 def test_a_result_has_the_whole_command(monkeypatch, tmp_path):

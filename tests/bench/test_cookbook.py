@@ -75,7 +75,7 @@ def test_every_arm_runs_and_what_fails_or_hangs_is_said(told, tmp_path, capsys):
         assert "4 servers, threads of each: 1" in found["machine"]
     said = capsys.readouterr().out
     assert "aqn-control-0 ended with 1" in said and "the control has had enough" in said
-    assert "plain-control-1 is ended after 3 steps, because time is up" in said
+    assert "plain-control-1 is stopped after 3 steps, because time is up" in said
     assert "plain-learn-0 ended with 0" in said
 
 

@@ -141,4 +141,4 @@ def test_two_recipes_or_a_shape(capsys):
     for words in ([], ["demo"], ["demo", "--shape", "7b"], ["--beside", "demo"]):
         with pytest.raises(SystemExit):
             agents.main(words)
-        assert "give a recipe and another one with --beside, or --shape" in capsys.readouterr().err
+        assert "give either a recipe and --beside RECIPE, or --shape" in capsys.readouterr().err

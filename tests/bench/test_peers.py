@@ -90,7 +90,7 @@ def test_peer_that_hangs_is_ended_and_said(peer, capsys, monkeypatch, tmp_path):
     assert list(peer_rows("fake", "hangs", {}, minutes=0.05)) == []
     said = capsys.readouterr().out
     assert said.startswith(
-        "fake is left out: it gave no row for 0.05 minutes (its last words: separate engine: 0)"
+        "fake is left out: it gave no row for 0.05 minutes (last line: separate engine: 0)"
     )
     assert "--peer_minutes" in said
 

@@ -42,7 +42,7 @@ def test_what_sets_nothing_is_refused(text):
 
 
 def test_ways_have_names_of_their_own():
-    with pytest.raises(QeRLError, match="one name"):
+    with pytest.raises(QeRLError, match="the same name"):
         main(["--way", "a", "math:pi=3", "--way", "a"])
 
 

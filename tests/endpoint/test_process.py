@@ -121,7 +121,7 @@ def test_a_file_that_begins_a_run_of_its_own_says_so(tmp_path):
     )
     agent = load_object(f"{tmp_path}/train.py:agent", "agent")
     environments, _ = play(agent, options=OPTIONS)
-    assert "begins a run of its own" in environments[0].error
+    assert "file starts a run" in environments[0].error
 
 
 def test_a_row_that_cannot_go_there_fails():

@@ -133,7 +133,9 @@ def test_an_action_that_is_not_accepted_is_answered_and_changes_nothing(server: 
 def test_columns_of_the_row_reach_reset(server: str) -> None:
     environment = get_environment(server, {"reset_columns": ["largest"], "observation_field": "hint"})()
     assert environment.reset(prompt="a", largest=3) == "a number up to 3"
-    with pytest.raises(QeRLError, match="reset_columns names 'largest', which no column"):
+    with pytest.raises(
+        QeRLError, match="reset_columns names 'largest', but the task's rows have no such column"
+    ):
         environment.reset(prompt="a", answer="1")
     environment.close()
 

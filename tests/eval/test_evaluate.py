@@ -116,11 +116,11 @@ def test_completions_that_end_in_an_error_are_counted(tiny_tokenizer, task):
     params = SamplingParams(max_tokens=8, temperature=0)
     result = score(Damaged(), tiny_tokenizer, task, 3, params)
     assert result.errors == 3
-    assert "3 ended in logits that are not finite" in result.summary()
+    assert "3 completions ended at logits that are not finite" in result.summary()
 
 
 def test_no_problems_is_an_error(task):
-    with pytest.raises(QeRLError, match="no problems"):
+    with pytest.raises(QeRLError, match="No problems of the task"):
         held_out(task, 0)
 
 

@@ -30,7 +30,9 @@ def test_a_run_says_its_stop_strings_and_the_user_wins(tmp_path):
     assert ends(stop_strings="END") == {"stop_strings": ["END"]}
     assert ends(stop_strings=[]) == {}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"stop_strings": ["", 3]}))
-    with pytest.raises(QeRLError, match=r"config.yaml is not as a run wrote it: stop_strings\[0\] is ''"):
+    with pytest.raises(
+        QeRLError, match=r"config.yaml does not hold the settings of a run: stop_strings\[0\] is ''"
+    ):
         choices_of(Source("m", tmp_path))
 
 

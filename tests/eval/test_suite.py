@@ -87,7 +87,7 @@ def test_the_best_is_named_and_what_may_be_chance_is_said():
     low, near, high = (Standing(name, {"x": result(share)}) for name, share in SHARES.items())
     assert [one.label for one in best_first([low, near, high])] == ["c", "b", "a"]
     assert verdict([low, high]) == "Best: c, 40.0 (35.0 to 45.0) %, 20.0 points above a."
-    assert verdict([near, high]).endswith("lies within its interval, so the choice may be chance.")
+    assert verdict([near, high]).endswith("within the interval of the best, so the choice may be chance.")
     assert "has the same score" in verdict([low, Standing("d", low.results)])
 
 

@@ -154,8 +154,8 @@ def test_what_cannot_be_a_conversation_is_refused(task, tiny_tokenizer, tmp_path
     )
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     refused = {
-        "has no tools, and there are tools": {"environment": "calculator", "tools": ("calculator",)},
-        "has no tools; use a model": {"tools": ("calculator",)},
+        "cannot be combined with tools": {"environment": "calculator", "tools": ("calculator",)},
+        "does not support tools; use a model": {"tools": ("calculator",)},
         "is unknown": {"environment": "calculater"},
         "reset raised ValueError: no": {"environment": f"{tmp_path}/raises.py:Raises"},
         "Two tools are called calculator": {"tools": ("calculator", "calculator")},

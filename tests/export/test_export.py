@@ -241,26 +241,26 @@ def test_a_push_that_fails_leaves_what_was_written(run, api, tmp_path, capsys):
         (["RUN", "RUN"], "exists and is not overwritten"),
         (["EMPTY", "OUT"], "holds neither an adapter nor a model"),
         (["NOWHERE", "OUT"], "There is no"),
-        (["BASE", "OUT"], "holds a model and no config.yaml of a run that tuned it"),
-        (["PEFT", "OUT"], "nothing says on which weights the adapter was trained; give --weights, bf16"),
-        (["RUN", "out.gguf"], "leave .gguf out of its name, and give --format gguf"),
+        (["BASE", "OUT"], "is a model without the config.yaml of a run"),
+        (["PEFT", "OUT"], "the format of the weights under the adapter is unknown; set --weights (bf16"),
+        (["RUN", "out.gguf"], "remove .gguf from its name, and pass --format gguf"),
         (["RUN", "FILE/out"], "which is a file; choose another folder."),
-        (["RUN", "OUT", "--weights", "nf4"], "nf4 weights are not merged with an adapter; --weights bf16"),
+        (["RUN", "OUT", "--weights", "nf4"], "Cannot merge an adapter into nf4 weights; pass --weights bf16"),
         (["RUN", "OUT", "--weights", "bf16", "--rounding", "rtn"], "--rounding rtn has no effect on"),
-        (["RUN", "OUT", "--base_model", "/tmp/x"], "no name on the Hub; give the base's as owner/name."),
+        (["RUN", "OUT", "--base_model", "/tmp/x"], "not a Hub id; give the base's id as owner/name."),
         (
             ["RUN", "OUT", "--format", "adapter", "--push_to_hub"],
-            "nobody else could load it; give",
+            "so others could not load the adapter; set",
         ),
         (["BASE", "OUT", "--format", "adapter"], "holds a whole model and no adapter"),
-        (["BASE", "OUT", "--model", "a/b"], "is a whole model, which has no base"),
-        (["BASE", "OUT", "--weights", "nvfp4"], "--weights is nvfp4, and"),
+        (["BASE", "OUT", "--model", "a/b"], "is a whole model without a base"),
+        (["BASE", "OUT", "--weights", "nvfp4"], "--weights is nvfp4, but"),
         (["RUN", "OUT", "--format", "adapter", "--dtype", "float16"], "--dtype has no effect on --format"),
         (["RUN", "OUT", "--outtype", "f16"], "--outtype has no effect on --format merged; remove it."),
-        (["RUN", "OUT", "--format", "gguf", "--converter", "EMPTY"], "no convert_hf_to_gguf.py lies"),
+        (["RUN", "OUT", "--format", "gguf", "--converter", "EMPTY"], "there is no convert_hf_to_gguf.py"),
         (["RUN", "OUT", "--format", "gguf"], "clone https://github.com/ggml-org/llama.cpp"),
-        (["RUN", "OUT", "--base_model", "EMPTY"], "no name on the Hub; give the base's as owner/name"),
-        (["RUN", "OUT", "--hub_model_id", "me/x"], "nothing is pushed; add --push_to_hub"),
+        (["RUN", "OUT", "--base_model", "EMPTY"], "not a Hub id; give the base's id as owner/name"),
+        (["RUN", "OUT", "--hub_model_id", "me/x"], "have no effect without --push_to_hub; add it"),
         (["RUN", "OUT", "--model", "OTHER"], "whose norms or embeddings are not those of"),
     ],
 )
@@ -285,7 +285,7 @@ def test_an_adapter_with_more_than_pairs_of_matrices_is_refused(run, api, tmp_pa
     policy.save_pretrained(tmp_path / "more")
     words = ["export", str(tmp_path / "more"), str(tmp_path / "out"), "--weights", "bf16", "--push_to_hub"]
     assert main(words) == 2
-    assert "beside its pairs of matrices" in capsys.readouterr().err
+    assert "beside its LoRA matrices" in capsys.readouterr().err
     assert not api.made, "no empty repository is left"
 
 
@@ -293,7 +293,7 @@ def test_who_pushes_is_known_before_the_work(run, api, tmp_path, capsys):
     api.nobody = OSError("token not found")
     words = ["export", str(run), str(tmp_path / "out"), "--push_to_hub", "--hub_model_id", "me/x"]
     assert main(words) == 2
-    assert "does not say who pushes (token not found)" in capsys.readouterr().err
+    assert "account to push with could not be determined (token not found)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

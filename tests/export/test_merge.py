@@ -265,7 +265,7 @@ def test_codes_that_cannot_be_dequantised_are_refused(tmp_path):
     file = tmp_path / "base" / "model.safetensors"
     packed = {"model.visual.more.weight": torch.zeros(8, 8, dtype=torch.uint8)}
     save_file(load_file(file) | packed, file, {"format": "pt"})
-    with pytest.raises(QeRLError, match=r"holds model\.visual\.more\.weight as codes"):
+    with pytest.raises(QeRLError, match=r"holds model\.visual\.more\.weight quantised"):
         merged(tmp_path / "base", tmp_path / "out", "as-published")
 
 
@@ -276,7 +276,7 @@ def test_a_number_beyond_float16_is_refused(base, tmp_path, name):
     stored = load_file(file)
     stored[name][3, 5] = 1e5
     save_file(stored, file, {"format": "pt"})
-    with pytest.raises(QeRLError, match=r"has numbers up to 9.984e.04, beyond the largest of torch.float16"):
+    with pytest.raises(QeRLError, match=r"has values up to 9.984e.04, above the maximum of torch.float16"):
         merged(tmp_path / "base", tmp_path / "out", "bf16", torch.float16)
     assert torch.isfinite(load_file(file)[name]).all()
 

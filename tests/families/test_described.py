@@ -29,7 +29,7 @@ def test_each_family_describes_its_default_but_for_the_smallest_gemma_4(model_ty
         ({"model_type": "granite", "hidden_act": "relu"}, "its activation is relu"),
         ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "its activation is gelu"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "a soft cap"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "see those behind them"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "is bidirectional"),
         (GEMMA4 | {"num_kv_shared_layers": 6}, "take the keys of others"),
         (GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "mixture of experts"),
         ({"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]}, "chunked"),

@@ -363,7 +363,7 @@ def test_what_does_not_pack_experts_is_refused(folder):
 def test_an_adapter_that_peft_would_misplace_is_told(folder, caplog):
     model = add_lora(load(folder), 4, 8, 0.0)
     shared = model.config.model_type in ("qwen2_moe", "qwen3_5_moe_text")
-    assert ("may take that of model.layers.0.mlp.shared_expert" in caplog.text) is shared
+    assert ("may apply the adapter of model.layers.0.mlp.shared_expert" in caplog.text) is shared
     assert all(".experts." not in name for name, p in model.named_parameters() if p.requires_grad)
 
 

@@ -87,8 +87,8 @@ def test_three_formats_in_one_model_as_published(tmp_path, caplog, layout, decla
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("qerl")]
     size = 2 * sum(stored[f"{m}.weight"].numel() for m in LAYERS if mixed(m) == "fp8") / 1e6
     assert (
-        line
-        == f"{tmp_path}: the head in nvfp4 becomes 16 bits; 6 layers in FP8 become 16 bits ({size:.1f} MB)."
+        line == f"{tmp_path}: the nvfp4 head is converted to 16 bits; 6 FP8 layers are converted to 16 bits "
+        f"({size:.1f} MB)."
     )
     assert packed_in(loaded) == {module for module in LAYERS if ".mlp." in module}
     for module in packed_in(loaded):
@@ -244,7 +244,7 @@ def test_the_choice_of_a_format():
         ([], "as-published", "published in 16 bits"),
         (["nvfp4", "fp8"], "bf16", "holds nvfp4 weights, which cannot become bf16"),
         (["nvfp4", "fp8"], "mxfp4", "cannot become mxfp4"),
-        (["fp8"], "nf4", "holds FP8 weights, of which bitsandbytes makes no nf4"),
+        (["fp8"], "nf4", "holds FP8 weights, which bitsandbytes cannot convert to nf4"),
         (["nvfp4", "mxfp4"], None, "holds both nvfp4 and mxfp4 weights"),
     ):
         with pytest.raises(QeRLError, match=message):

@@ -266,7 +266,9 @@ def test_layers_of_a_width_that_no_blocks_divide_stay_as_they_are(saved, tmp_pat
     assert model.get_submodule(narrow).weight.equal(stored)
     model.save_pretrained(tmp_path / "packed")
     assert logits(load(tmp_path / "packed", weights)).equal(logits(model))
-    with pytest.raises(QeRLError, match=r"inputs, not a multiple of .*, nor has any layer; load .*: bf16"):
+    with pytest.raises(
+        QeRLError, match=r"inputs, not a multiple of .*, and no other layer fits either; load .*: bf16"
+    ):
         load(saved(hidden_size=40, intermediate_size=104, num_attention_heads=5, head_dim=8), weights)
 
 

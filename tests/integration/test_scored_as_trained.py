@@ -149,7 +149,7 @@ def test_adapters_of_another_base_or_rounding_or_with_nan_are_refused(
     save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
     for name, doubt in ((merged, True), (model, False)):
         assert main(["eval", str(name), "--adapter", str(run), "--limit", "1"]) == 0
-        assert ("this one comes on top of it" in capsys.readouterr().out) == doubt
+        assert ("this one is added on top" in capsys.readouterr().out) == doubt
     (run / "policy.json").unlink()
     refused(other, "was trained on")
     for method in ("rtn", "mse"):
@@ -158,7 +158,7 @@ def test_adapters_of_another_base_or_rounding_or_with_nan_are_refused(
     moved = model.rename(tmp_path / "moved")
     for name in (moved, tmp_path / "mse"):
         assert main(["eval", str(name), "--adapter", str(run), "--limit", "1"]) == 0
-    assert "cannot be checked" in capsys.readouterr().out
+    assert "so QeRL cannot check that" in capsys.readouterr().out
     file = run / "checkpoint-1" / "adapter_model.safetensors"
     tensors = load_file(file)
     next(iter(tensors.values()))[0, 0] = torch.nan

@@ -100,7 +100,7 @@ def test_no_held_out_problem_is_a_training_problem():
     [
         ({"prior": 0.2}, r"prior is 0.2; use one of: 0.1, 0.03, 0.01, 0.003"),
         ({"decisions": 4}, "decisions is 4; use a number from 1 to 3"),
-        ({"answer_format": "tags"}, "Task needle has a language of its own"),
+        ({"answer_format": "tags"}, "Task needle has its own language"),
         ({"prio": 0.1}, r"Task needle has no option 'prio' \(did you mean 'prior'"),
     ],
 )

@@ -42,7 +42,7 @@ def test_the_cost_is_said_and_nothing_runs(llama_folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["replicate", str(llama_folder), "--output_dir", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "68 runs take" in said and "hours on two CPU cores" in said and "Add --yes" in said
+    assert "68 runs take" in said and "hours on two CPU cores" in said and "add --yes" in said
     assert not out.exists()
 
 
@@ -121,7 +121,7 @@ def test_the_cost_of_smollm2_is_what_was_measured_and_grows_with_the_model():
     large = replicate.cost_of(Sizes.by_name("1.5b"), both_plans(), 80e9)
     assert 8 < large.seconds / smollm2.seconds < 14 and large.gigabytes < 0.8 * 80 + 1e-6
     assert large.tokens_per_forward <= smollm2.tokens_per_forward == 32768
-    with pytest.raises(QeRLError, match=r"need a GPU of \d+ GB and this one has 24"):
+    with pytest.raises(QeRLError, match=r"need a GPU of \d+ GB, but this one has 24 GB"):
         replicate.cost_of(Sizes.by_name("7b"), both_plans(), 24e9)
 
 

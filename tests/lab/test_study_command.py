@@ -78,7 +78,7 @@ def test_arms_of_several_files_are_put_together(tmp_path, files, make, capsys):
     more.write_text("arms: {none: {lora_r: 4}}\n")
     assert main(["study", *files, str(more)]) == 2
     wrong = " ".join(capsys.readouterr().err.split())
-    assert "more.yaml: arms.none is another one in an earlier file." in wrong
+    assert "more.yaml: arms.none has other values in an earlier file; rename it." in wrong
 
 
 def test_ctrl_c_ends_with_130_and_a_page_of_what_there_is(tmp_path, files, make, capsys):
@@ -88,7 +88,7 @@ def test_ctrl_c_ends_with_130_and_a_page_of_what_there_is(tmp_path, files, make,
 
     make.on_step = interrupt
     assert main(["study", *files, "--output_dir", str(tmp_path / "out")]) == 130
-    assert "Go on with the same command." in capsys.readouterr().out
+    assert "Run the same command to continue." in capsys.readouterr().out
     assert "3 finished runs" in (tmp_path / "out" / "study.html").read_text()
 
 
@@ -104,7 +104,7 @@ def test_without_scipy_the_results_are_safe(tmp_path, files, make, monkeypatch, 
 
 def test_the_package_says_where_studies_are(capsys):
     assert qerl.cli.main(["study", "sweep", "--dry-run"]) == 2
-    assert "in a clone, type `python -m lab study`." in " ".join(capsys.readouterr().err.split())
+    assert "in a clone, run `python -m lab study`." in " ".join(capsys.readouterr().err.split())
 
 
 def test_where_a_missing_study_went_is_said(capsys):
@@ -129,8 +129,8 @@ def test_mistakes(tmp_path, files, make, capsys):
     assert "holds another study: its steps is 4 and not 5" in said(
         *files, str(tmp_path / "steps.yaml"), "--output_dir", out
     )
-    assert f"of {out} the page is drawn; name the study's files" in said(out, "--again", "none")
-    assert "no arm 'nine' to compute again" in said(*files, "--output_dir", out, "--again", "nine")
+    assert f"{out} holds results, which are only redrawn" in said(out, "--again", "none")
+    assert "names the unknown arm 'nine'" in said(*files, "--output_dir", out, "--again", "nine")
     assert "no-study.json.gz holds no results of a study" in said(str(tmp_path / "no-study.json.gz"))
 
 

@@ -79,7 +79,10 @@ def test_one_base_serves_all_arms_of_a_format(values, monkeypatch):
 
 
 def test_what_the_machine_or_the_task_lacks_is_said_first(values):
-    with pytest.raises(QeRLError, match="has 8 held-out problems and eval_samples is 9; lower it"):
+    with pytest.raises(
+        QeRLError,
+        match=r"eval_samples is 9, but the task .* has only 8 held-out problems; lower eval_samples",
+    ):
         StudyMake(make_study(values | {"eval_samples": 9}))
     if not torch.cuda.is_available():
         with pytest.raises(QeRLError, match="nf4 weights need a CUDA device"):

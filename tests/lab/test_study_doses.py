@@ -33,7 +33,7 @@ def test_the_strength_of_each_stage_holds_the_kl_under_the_law():
     warm = [a_run(Arm("w", temperature=1.5), [0.0, 0.0, 0.2, 0.2, 0.1, 0.1], LAW)]
     assert stages_of([warm], 0.04, 3) == pytest.approx([1.0, 1.1, 1.02])
     assert stages_of([[a_run(Arm("n"), [0.0] * 6, LAW)]], 0.04, 3) is None
-    with pytest.raises(QeRLError, match="6 steps and the doses 7 stages"):
+    with pytest.raises(QeRLError, match="--stages is 7, more than the 6 steps"):
         stages_of([noisy], 0.04, 7)
 
 

@@ -42,9 +42,7 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
     computed(tmp_path, study)
     grown = Store(tmp_path, tiny_study(test_seeds=4))
     other = FakeMake(facts={"fingerprint": "g"})
-    with pytest.raises(
-        QeRLError, match="of another model than what m is now, whose fingerprint is g and not f"
-    ):
+    with pytest.raises(QeRLError, match="of another model: the fingerprint of m is now g, not f"):
         Runner(grown, other, QUIET).run()
     assert other.made == []
 
@@ -55,7 +53,10 @@ def test_another_commit_is_said_and_repeats_nothing_that_is_finished(tmp_path, c
     make = FakeMake()
     grown = tiny_study(learning_rates=[1e-4], tuning_seeds=0, test_seeds=4)
     assert Runner(at_commit(tmp_path, grown, "bbbbbbb"), make, Console(width=300)).run()
-    assert "holds 6 runs of commit aaaaaaa, and this is bbbbbbb; arms that --again" in capsys.readouterr().out
+    assert (
+        "holds 6 runs of commit aaaaaaa, but the current commit is bbbbbbb; --again ARM"
+        in capsys.readouterr().out
+    )
     assert sum(len(runs) for runs, _ in make.made) == 2
     assert {one.commit for one in Store(tmp_path, grown).results().tested("none")} == {"aaaaaaa", "bbbbbbb"}
 
@@ -75,7 +76,7 @@ def test_an_arm_is_computed_again_by_a_new_commit_and_once(tmp_path, capsys):
     assert commits == {"none": {"bbbbbbb"}, "aqn": {"aaaaaaa"}, "new": {"bbbbbbb"}}
     assert len(list((tmp_path / "former").glob("none-*-aaaaaaa.json"))) == 3
     assert make_plan(at_commit(tmp_path, grown, "bbbbbbb", again=["none"])).open == 0
-    with pytest.raises(QeRLError, match="There is no arm 'nine' to compute again"):
+    with pytest.raises(QeRLError, match="--again names the unknown arm 'nine'"):
         Store(tmp_path, grown, again=["nine"])
 
 
@@ -91,7 +92,7 @@ def test_a_batch_that_another_commit_began_begins_anew(tmp_path, capsys):
     make = FakeMake(lambda trainer: steps.append(trainer.done))
     assert Runner(at_commit(tmp_path, study, "bbbbbbb"), make, Console(width=300)).run()
     assert steps == [0, 1, 2, 3]
-    assert "kept of it is of commit aaaaaaa, and this is bbbbbbb." in capsys.readouterr().out
+    assert "its checkpoint is of commit aaaaaaa, not bbbbbbb." in capsys.readouterr().out
 
 
 def test_a_folder_of_another_study_is_refused_and_a_study_may_grow(tmp_path):
@@ -128,7 +129,7 @@ def test_a_study_goes_on_from_its_results_alone(tmp_path):
     (there / RESULTS_FILE).write_bytes(kept)
     with pytest.raises(QeRLError, match="holds another study: its steps is 4 and not 5"):
         Store(there, tiny_study(steps=5))
-    with pytest.raises(QeRLError, match="of another model than what m is now, whose fingerprint is g"):
+    with pytest.raises(QeRLError, match="of another model: the fingerprint of m is now g"):
         Runner(Store(there, study), FakeMake(facts={"fingerprint": "g"}), QUIET).run()
     make = computed(there, tiny_study(test_seeds=4))
     assert {run.seed for runs, _ in make.made for run in runs} == {3}
@@ -178,7 +179,7 @@ def test_results_of_several_models_are_refused(packed, looking):
     results = read_results(packed / RESULTS_FILE)
     results.runs[3].facts["fingerprint"] = "g"
     write_results(results, packed / RESULTS_FILE)
-    with pytest.raises(QeRLError, match="runs of several models, whose fingerprints are f, g, and they"):
+    with pytest.raises(QeRLError, match=r"runs of several models \(fingerprints f, g\), which cannot"):
         Store(packed, tiny_study(), looking=looking)
     assert not list(packed.glob("runs/*")) and not (packed / "study.json").exists()
 

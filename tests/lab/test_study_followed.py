@@ -56,7 +56,10 @@ def test_runs_that_followed_other_curves_are_computed_again_and_do_not_count(tmp
     make = FakeMake()
     assert Runner(Store(tmp_path, study), make, Console(width=200)).run()
     assert [run.name for runs, _ in make.made for run in runs] == ["warm-lr0.0001-s1"]
-    assert "1 runs are computed again, as they followed other curves of aqn" in capsys.readouterr().out
+    assert (
+        "1 runs are computed again, as the entropy curves of aqn, which they followed, have changed"
+        in capsys.readouterr().out
+    )
     assert Store(tmp_path, study).results().tested("warm")[1].followed.entropy[2] == 9.0
 
 

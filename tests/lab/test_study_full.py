@@ -148,7 +148,7 @@ def test_what_full_tuning_cannot_be_is_refused():
     for changes, words in (
         ({"weights": "nvfp4"}, "cannot train packed nvfp4 weights"),
         ({"lora_r": 8}, "lora_r, the rank of adapters"),
-        ({"noise": True}, "noise in norms, of which each run has its own"),
+        ({"noise": True}, "gives each run its own norms, and noise in norms"),
     ):
         assert words in contradiction(full_arm(**changes), 4)
     assert contradiction(full_arm(), 4) is None
@@ -165,7 +165,7 @@ def test_an_arm_has_a_grid_of_learning_rates_of_its_own():
     full = study.arms["full"]
     assert [run.learning_rate for run in study.tuning_runs(full)] == [1e-6, 1e-6, 1e-5, 1e-5, 1e-4, 1e-4]
     assert study.chooses(full) and study.count(full) == 9 and study.count(study.arms["lora"]) == 7
-    with pytest.raises(QeRLError, match="a grid, of which nothing chooses"):
+    with pytest.raises(QeRLError, match="a grid, but the study does not tune"):
         make_study(values | {"tuning_seeds": 0})
     values["arms"]["full"]["learning_rate"] = 1e-5
     with pytest.raises(QeRLError, match="learning_rates, a grid; choose one"):

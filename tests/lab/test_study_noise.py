@@ -211,7 +211,9 @@ def test_a_temperature_follows_the_entropy_of_noise():
     assert rows[2]["temperature/error"] == pytest.approx(math.log(1.1))
     assert rows[3]["temperature"] == pytest.approx(1.1 ** (GAIN * SMOOTHING))
     assert rows[3]["sampling/kl"] > 1e-6, "the policy itself stays at its own temperature"
-    with pytest.raises(QeRLError, match="follows the entropy of other, of which 4 steps are needed"):
+    with pytest.raises(
+        QeRLError, match="follows the entropy of other, whose run is missing or has fewer than 4 steps"
+    ):
         a_batch(run, followed=[followed(curve[:2])])
 
 

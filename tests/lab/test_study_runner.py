@@ -112,7 +112,7 @@ def test_a_batch_of_other_runs_begins_anew(tmp_path, capsys):
     make = FakeMake(lambda trainer: steps.append(trainer.done))
     assert Runner(store, make, Console(width=200)).run()
     assert steps == [0, 1, 2, 3]
-    assert "begins anew, as what was kept of it is of other runs." in capsys.readouterr().out
+    assert "starts again from step 0: its checkpoint is of other runs." in capsys.readouterr().out
 
 
 def test_processes_share_a_folder_by_claiming_batches(tmp_path, capsys):

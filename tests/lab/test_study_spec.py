@@ -71,7 +71,7 @@ def test_a_sweep_runs_every_seed_at_every_rate():
         ({"arms": {"a": {"match_entropy": "b"}}}, "names the arm 'b', which does not exist"),
         (
             {"arms": {"a": {"match_entropy": "bb"}, "bb": {"match_entropy": "a"}}},
-            "which follows another arm itself",
+            "which itself has match_entropy",
         ),
         (
             {"arms": {"a": {"match_entropy": "b"}, "b": None}, "comparisons": {}},
@@ -79,17 +79,20 @@ def test_a_sweep_runs_every_seed_at_every_rate():
         ),
         (
             {"arms": {"a": {"match_entropy": "b", "learning_rate": 1e-3}, "b": {"noise": True}}},
-            "one of the two has a learning_rate of its own; give both the same",
+            "their learning rates differ; set the same for both",
         ),
         (
             {"arms": {"a": {"match_entropy": "b", "temperature_stages": [1.1]}, "b": {"noise": True}}},
             "which controls the temperature, and temperature_stages; choose one",
         ),
-        ({"arms": {"a": {"temperature_stages": [1.0] * 9}}, "steps": 8}, "9 stages and the run only 8 steps"),
+        (
+            {"arms": {"a": {"temperature_stages": [1.0] * 9}}, "steps": 8},
+            "9 stages, more than the 8 steps of a run",
+        ),
         ({"arms": {"a": {"temperature_stages": []}}}, "it must not be empty"),
         (
             {"arms": {"a": {"noise": True, "noise_sigma_stages": [0.0] * 9}}, "steps": 8},
-            "noise_sigma_stages has 9 stages and the run only 8 steps",
+            "noise_sigma_stages has 9 stages, more than the 8 steps of a run",
         ),
         (
             {"arms": {"a": {"noise": True, "noise_sigma_stages": [0, 0.1], "noise_target_kl": 0.1}}},
@@ -110,7 +113,7 @@ def test_a_sweep_runs_every_seed_at_every_rate():
         ({"arms": {"a": {"delta": 20.0}}}, "has delta, which does nothing without `use_rollout"),
         ({"arms": {"a": {"pass_at_k": 9}}}, "the arm a has pass_at_k 9, more than the 8 samples_per_prompt."),
         ({"arms": {"a": {"noise": True, "logits_noise": 1.0}}}, "in norms and in logits"),
-        ({"arms": {"a": {"noise": True, "noise_share": 0.01}}}, "is none of 8 samples"),
+        ({"arms": {"a": {"noise": True, "noise_share": 0.01}}}, "is 0 of 8 samples; raise it"),
         ({"arms": {"a": {"correction": "token_balance"}}}, "a noise_share below 1"),
         (
             {"arms": {"a": None}, "all_arms": {"noise_target_kl": 0.1}},
@@ -124,8 +127,8 @@ def test_a_sweep_runs_every_seed_at_every_rate():
         ({"comparisons": {"primary": [["none", "none"]]}}, "none with itself"),
         ({"comparisons": {"primary": [["aqn", "none"]] * 2}}, "twice"),
         ({"comparisons": {"primary": [["aqn"]]}}, "comparisons[primary] is ['aqn']"),
-        ({"tuning_seeds": [1], "test_seeds": [1, 2]}, "1 is a tuning seed and a test seed"),
-        ({"test_seeds": [1, 1]}, "test_seeds names a value twice"),
+        ({"tuning_seeds": [1], "test_seeds": [1, 2]}, "1 is both a tuning seed and a test seed"),
+        ({"test_seeds": [1, 1]}, "test_seeds lists a value twice"),
         ({"test_seeds": True}, "test_seeds is True"),
         ({"tuning_seeds": 0}, "need tuning_seeds"),
         ({"eval_steps": 11}, "more than the 10 steps"),

@@ -145,11 +145,11 @@ def test_rows_of_the_task_are_problems_that_the_model_knows():
     ("options", "error"),
     [
         ({"kind": "maze"}, r"kind is 'maze'; use one of: chain, lock"),
-        ({"length": 6}, r"length is 6; of a chain use one of: 2, 3, 4, 5"),
-        ({"kind": "lock", "length": 4, "prior": 0.1}, "0.1; of a lock of length 4 use one of: 0.01, 0.001"),
-        ({"prior": 1.0}, r"prior is 1.0; of a chain of length 4 use one of: 0.1, 0.01, 0.001"),
+        ({"length": 6}, r"length is 6; for a chain use one of: 2, 3, 4, 5"),
+        ({"kind": "lock", "length": 4, "prior": 0.1}, "0.1; for a lock of length 4 use one of: 0.01, 0.001"),
+        ({"prior": 1.0}, r"prior is 1.0; for a chain of length 4 use one of: 0.1, 0.01, 0.001"),
         ({"kind": "lock", "reward": "deceptive"}, "reward is 'deceptive'; use sparse"),
-        ({"answer_format": "tags"}, "Task testbed has a language of its own"),
+        ({"answer_format": "tags"}, "Task testbed has its own language"),
         ({"priors": 0.1}, r"Task testbed has no option 'priors' \(did you mean 'prior'"),
     ],
 )  # fmt: skip

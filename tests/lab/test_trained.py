@@ -152,7 +152,7 @@ def test_the_highest_mean_decides_a_rate_and_the_lowest_rate_a_tie(folder):
             folder.tuning(rate).keep({"arm": "wp12-reverse", "seed": seed, "accuracy": [0.9, rate]})
     assert runs.chosen(plan, folder) == {"wp1-taught": 1e-3, "wp12-reverse": 1e-2}
     (folder.tuning(1e-4).path / "runs" / "wp1-taught-6.json").unlink()
-    with pytest.raises(QeRLError, match=r"tuning-0\.0001 lacks runs of wp1-taught; give the command again"):
+    with pytest.raises(QeRLError, match=r"tuning-0\.0001 lacks runs of wp1-taught; run the command again"):
         runs.chosen(plan, folder)
 
 

@@ -184,7 +184,7 @@ def test_a_head_that_was_cast_is_followed(tiny_model):
 
 def test_noise_of_another_width_is_refused(tiny_model):
     binding = Binding(tiny_model("llama"), 64)
-    with pytest.raises(QeRLError, match=r"shape \[3\] and the norm a width of 64"):
+    with pytest.raises(QeRLError, match=r"shape \[3\], but the norm has a width of 64"):
         binding.refresh({"model.layers.0.input_layernorm": torch.zeros(3)})
 
 
@@ -206,7 +206,7 @@ def test_sizes_that_no_kernel_takes(tiny_model, sizes, reason):
 def test_part_of_a_head_rotated(tiny_model):
     model = tiny_model("llama").bfloat16()
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4]
-    assert "has 4 angles, and 8 by its config" in _why_not_with_sizes(model)
+    assert "has 4 angles, but its config asks for 8" in _why_not_with_sizes(model)
 
 
 def test_positions_of_a_stretched_rotary_embedding(tiny_model):

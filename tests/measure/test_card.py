@@ -64,11 +64,11 @@ def test_a_file_says_what_was_measured_on_what(written):
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (lambda file: file.pop("driver"), "has 'driver'"),
-        (lambda file: file.update(commit=3), "has 'commit'"),
-        (lambda file: file["rows"].pop(), "has the rows"),
-        (lambda file: file.update(shape="999b"), "has the rows"),
-        (lambda file: file["rows"][2].update(decode_tok_s=0.0), "above 0"),
+        (lambda file: file.pop("driver"), "'driver' of a card's file is missing"),
+        (lambda file: file.update(commit=3), "'commit' of a card's file is missing or of a wrong type: 3"),
+        (lambda file: file["rows"].pop(), "must have the rows"),
+        (lambda file: file.update(shape="999b"), "must have the rows"),
+        (lambda file: file["rows"][2].update(decode_tok_s=0.0), "must be above 0"),
         (lambda file: file["parity"].update(engine=0.02), "parity check"),
     ],
 )
@@ -95,7 +95,7 @@ def test_the_largest_shape_that_fits(size, shape):
 
 
 def test_a_card_on_which_nothing_fits():
-    with pytest.raises(QeRLError, match=r"Not even 1.5b fits in 1\.0 GB"):
+    with pytest.raises(QeRLError, match=r"The smallest shape, 1.5b, does not fit in 1\.0 GB"):
         card.largest_shape(10**9)
 
 
@@ -116,6 +116,6 @@ def test_parity_and_a_whole_step_run(monkeypatch):
 
 def test_a_card_that_computes_something_else_gets_no_table(written, monkeypatch, tmp_path):
     monkeypatch.setattr(card, "parity", lambda *_: {"engine": 0.020, "trainer": 0.011})
-    with pytest.raises(QeRLError, match="other probabilities than the trainer"):
+    with pytest.raises(QeRLError, match="The engine's probabilities differ from the trainer's"):
         card.measure_card(tmp_path / "none.json", Console(quiet=True))
     assert not (tmp_path / "none.json").exists()

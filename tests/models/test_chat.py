@@ -94,7 +94,7 @@ def test_several_system_messages_go_to_the_user_messages_that_follow_them() -> N
         ),
         ("{{ messages[9].role.upper() }}", r"some/model cannot render a prompt \(UndefinedError"),
         ("{{ raise_exception('never') }}", r"cannot render a prompt \(TemplateError: never\)"),
-        (LAST_ALONE, "leaves out message 1 of a prompt with the messages system, user, assistant, user"),
+        (LAST_ALONE, "leaves out message 1 of a prompt with the roles system, user, assistant, user"),
     ],
 )
 def test_a_template_that_does_not_work_is_one_sentence(template: str, said: str, with_template) -> None:
@@ -193,9 +193,7 @@ def test_a_prompt_with_more_than_text_is_refused_by_the_name_of_its_part(kind):
     chat = Chat(make_tiny_tokenizer())
     parts = [{"type": kind, kind: "x"}, {"type": "text", "text": "What is it?"}]
     for render in (chat.messages, chat.ids):
-        with pytest.raises(
-            QeRLError, match=rf"a part that is no text \({kind}\); models read text alone here"
-        ):
+        with pytest.raises(QeRLError, match=rf"a part that is not text \({kind}\); only text is supported"):
             render([{"role": "user", "content": parts}])
 
 
@@ -232,13 +230,11 @@ def test_tokens_of_a_turn_are_those_that_the_template_marks(with_template):
 
 def test_turns_of_a_template_that_rewrites_earlier_ones_are_refused(with_template):
     chat = Chat(with_template(THINKS_LAST))  # as Qwen3's
-    with pytest.raises(
-        QeRLError, match=r"in message 3 otherwise once the conversation has gone on.*completion"
-    ):
+    with pytest.raises(QeRLError, match=r"up to message 3 when the conversation continues.*completion"):
         chat.turns(TALK)
     assert any(chat.turns([*TALK[:2], TALK[2]])[1]), "the last turn is as it will be met"
     unlike = CHATML.replace("assistant\n{% endif %}", "assistant: {% endif %}")
-    with pytest.raises(QeRLError, match="in message 3 otherwise"):
+    with pytest.raises(QeRLError, match="up to message 3 when"):
         Chat(with_template(unlike)).turns(TALK)
     with pytest.raises(QeRLError, match="marks no token"):
         Chat(with_template(CHATML + "{% if false %}{% generation %}{% endgeneration %}{% endif %}")).turns(

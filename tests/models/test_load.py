@@ -124,7 +124,7 @@ def test_eos_pads_where_nothing_else_can(plain, caplog, monkeypatch) -> None:
     monkeypatch.setattr("qerl.models.load.PAD_TOKENS", ())
     with caplog.at_level(logging.WARNING, "qerl"):
         assert load_tokenizer(plain).pad_token == "<|im_end|>"
-    assert "no padding token: EOS (<|im_end|>) pads" in caplog.text
+    assert "no padding token; EOS (<|im_end|>) is used instead" in caplog.text
 
 
 def test_tokenizer_errors(plain) -> None:
@@ -148,7 +148,7 @@ def unreachable(*args, **kwargs):
     ("name", "message"),
     [
         ("no/such/model", "neither a folder, a .gguf file, nor a Hub id"),
-        ("owner/model", "neither the Hub nor its cache has safetensors of it"),
+        ("owner/model", "safetensors is neither on the Hub nor in its cache"),
         ("missing.gguf", "There is no file missing.gguf"),
     ],
 )
@@ -180,7 +180,7 @@ def test_an_adapter_beside_a_model_is_not_loaded_with_it(name, plain, tmp_path, 
 def test_a_snapshot_without_weights_is_none(tmp_path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: str(tmp_path))
-    with pytest.raises(QeRLError, match="has safetensors of it"):
+    with pytest.raises(QeRLError, match="safetensors is neither on the Hub nor in its cache"):
         hub.local_checkpoint("owner/model")
 
 

@@ -53,7 +53,7 @@ def test_the_text_decoder_computes_what_the_wrapper_does(tmp_path, caplog, famil
     assert (
         others
         and line
-        == f"{tmp_path}: {others} tensors of images, sound or prediction of several tokens are not read."
+        == f"{tmp_path}: {others} tensors for images, sound or multi-token prediction are not loaded."
     )
     assert type(model).__name__ == CAUSAL[family]
     torch.testing.assert_close(text_logits(model, texts), text_logits(wrapper, texts), rtol=0, atol=1e-5)

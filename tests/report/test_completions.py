@@ -186,8 +186,8 @@ def test_a_table_that_is_half_written_is_left_out_and_said(run, tmp_path, caplog
     table_path(run, 2).write_bytes(whole[: len(whole) // 2])
     pyarrow.parquet.write_table(pyarrow.table({"other": [1]}), table_path(run, 3))
     assert [e["data-step"] for e in groups(Page(page_of(run, tmp_path)))] == ["step 1"]
-    assert "completions_00002.parquet is no whole table" in caplog.text
-    assert "completions_00003.parquet is no whole table" in caplog.text
+    assert "completions_00002.parquet is not a complete table" in caplog.text
+    assert "completions_00003.parquet is not a complete table" in caplog.text
 
 
 def test_long_text_keeps_its_beginning_and_its_end():

@@ -73,7 +73,7 @@ def test_what_may_pass_is_asked_again(passing):
     ("answer", "said", "times"),
     [
         ((429, b"slow down"), "ConnectionError: the judge at URL, asked 3 times, answers 429 'slow down'", 3),
-        ((200, b"<html>"), "asked 3 times, answers something else than a chat completion ('<html>')", 3),
+        ((200, b"<html>"), "asked 3 times, answers something other than a chat completion ('<html>')", 3),
         ((401, {"error": "bad key"}), "ValueError: the judge at URL refuses the request: 401", 1),
         ((404, b"no model m"), "refuses the request: 404 'no model m'", 1),
         ("I like it.", "ValueError: the judge's reply has no score", 1),
@@ -234,7 +234,7 @@ def test_the_key_comes_from_the_environment_alone(monkeypatch):
         ),
         ({"url": "x:8000/v1", "model": "m"}, "must begin with http:// or https://"),
         ({"url": "http://x", "model": 3}, "model of the judge is 3; it must be text"),
-        ({"url": "http://x", "model": "m", "prompt": "Good?"}, "lacks {completion}"),
+        ({"url": "http://x", "model": "m", "prompt": "Good?"}, "lacks the placeholder {completion}"),
         ({"url": "http://x", "model": "m", "score": "("}, "no regular expression"),
         ({"url": "http://x", "model": "m", "score": r"\d+"}, "must have one group"),
         ({"url": "http://x", "model": "m", "scores": [5, 5]}, "give the lowest and the highest"),

@@ -283,7 +283,7 @@ def test_a_session_that_is_over_is_not_entered_and_says_what_it_has(make, kind, 
     elif by in ("leave", "reset"):
         getattr(session if by == "leave" else engine, by)()
     other = make(kind) if by == "other engine" else engine
-    with pytest.raises(QeRLError, match=r"This session is over, .* call its method leave"):
+    with pytest.raises(QeRLError, match=r"This session is over, .* what its method leave returns"):
         other.session(PARAMS, going_on=session).__enter__()
     if by != "error":
         for index, begun in session.leave().items():

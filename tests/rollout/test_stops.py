@@ -100,7 +100,7 @@ def test_the_first_stop_ends_a_turn():
 
 def test_an_empty_text_is_refused(byte_tokenizer):
     for strings in ([], ["a", ""]):
-        with pytest.raises(QeRLError, match="stop string is empty or there is none"):
+        with pytest.raises(QeRLError, match="list of stop strings is empty, or has an empty string"):
             StopStrings(byte_tokenizer, strings)
 
 

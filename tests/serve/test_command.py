@@ -96,7 +96,7 @@ def test_a_mixture_is_not_trained(tmp_path, capsys):
     tiny(MIXTURE).save_pretrained(model)
     make_tiny_tokenizer().save_pretrained(model)
     told = said(capsys, str(model), "--port", "0", "--output_dir", str(tmp_path / "out"))
-    assert "is a mixture of experts, which clients cannot train; use a dense model" in told
+    assert "is a mixture of experts, which clients cannot train; serve a dense model" in told
 
 
 def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
@@ -121,7 +121,7 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
     words += ["--keys", "~/keys.yaml"]
     words += ["--teacher", "some/teacher", "--teacher", "another", "--teacher_weights", "mxfp4"]
     assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path), *words]) == 0
-    assert f"Serving {BASE}, and to teach it some/teacher, another, at http" in capsys.readouterr().out
+    assert f"Serving {BASE} with the teachers some/teacher, another at http" in capsys.readouterr().out
     (options,), ((limits, known),) = opened, served
     assert known.owner(b"tml-of-alice-0123456789") == Owner("alice", 0.5)
     assert (options.resident, options.max_models, options.max_rank) == (5, 6, 7)
@@ -139,7 +139,7 @@ def test_the_environment_has_a_key_that_no_process_list_shows(monkeypatch, capsy
     args.api_key = KEY
     assert command._own_key(args) == command._known_key(args) == KEY
     monkeypatch.setenv("QERL_API_KEY", "secret")
-    assert "QERL_API_KEY holds no key that clients can send: one begins with tml-" in said(
+    assert "QERL_API_KEY is not a valid key: a key begins with tml-" in said(
         capsys, "some/model", "--port", "0", "--output_dir", str(tmp_path)
     )
     monkeypatch.setenv("QERL_API_KEY", "")
@@ -150,7 +150,9 @@ def test_the_environment_has_a_key_that_no_process_list_shows(monkeypatch, capsy
 @pytest.mark.parametrize("text", ["", "  \n", "tml-", "tml-short", "another-file-with-other-words"])
 def test_a_key_file_that_holds_no_key_is_refused(capsys, tmp_path, text: str):
     (tmp_path / "api_key").write_text(text)
-    assert "holds no key" in said(capsys, "some/model", "--port", "0", "--output_dir", str(tmp_path))
+    assert "does not hold a valid key" in said(
+        capsys, "some/model", "--port", "0", "--output_dir", str(tmp_path)
+    )
 
 
 def test_of_two_first_starts_one_key_stays(monkeypatch, tmp_path):
@@ -172,7 +174,7 @@ def test_an_empty_key_lets_nobody_in():
 
 
 def test_an_open_address_is_warned_of():
-    assert "nothing is encrypted" in command.greeting("m", "0.0.0.0", 1, "tml-x", None)
+    assert "connections are not encrypted" in command.greeting("m", "0.0.0.0", 1, "tml-x", None)
     assert "encrypted" not in command.greeting("m", "127.0.0.1", 1, "tml-x", None)
     assert "http://[::1]:1" in command.greeting("m", "::1", 1, "tml-x", None)
 
@@ -185,13 +187,13 @@ def test_the_status_of_a_server_that_runs(capsys, tmp_path):
         assert BASE in out and "No client is connected." in out and "Waiting: nothing." in out
         assert "Updates" not in out
         for tokens, every, text in (
-            ({}, 0.0, "as many tokens as there are at a time, no layer computed again"),
+            ({}, 0.0, "as many tokens as there are at a time, no layer recomputed"),
             ({"update_tokens_per_forward": 4096.0}, 1.0, "at most 4096 tokens at a time, every layer"),
         ):
             running.server.worker.gauges = {"update_every_n_layers": every} | tokens
             assert main(["serve", "--status", "--port", port, "--api_key", KEY]) == 0
             assert f"Updates: {text}" in " ".join(capsys.readouterr().out.split())
-        assert "refuses to say (401)" in said(capsys, "--status", "--port", port, "--api_key", "tml-x")
+        assert "refused the request (401)" in said(capsys, "--status", "--port", port, "--api_key", "tml-x")
 
 
 def test_the_text_of_a_client_is_shown_and_does_nothing(capsys, tmp_path):

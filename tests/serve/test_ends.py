@@ -189,5 +189,5 @@ def test_a_server_that_is_told_to_end_does_not_wait_for_samples(tmp_path: Path):
         server.thread.join(PATIENCE_S)
         client.join(PATIENCE_S)
         assert time.monotonic() - began < PATIENCE_S / 2
-        assert "is ending" in heard[0]["error"]
+        assert "is shutting down" in heard[0]["error"]
     assert server.ended is None and server.backend.closed

@@ -78,9 +78,9 @@ def test_training_goes_on_from_it(tmp_path):
         (
             ["q_proj", "v_proj"],
             {},
-            r"is on q_proj, v_proj, and those of this server are on k_proj, .*both",
+            r"adapts q_proj, v_proj, but this server needs adapters .* both: k_proj, ",
         ),
-        ([*MLP, "q_proj"], {}, "go on with it in `qerl train --adapter`"),
+        ([*MLP, "q_proj"], {}, "Train it further with `qerl train --adapter`"),
         (ATTENTION, {"r": 17}, r"has rank 17, above this server's 16; give a larger --max_rank"),
         (ATTENTION, {"rank_pattern": {"q_proj": 2}}, "has rank_pattern="),
         (ATTENTION, {"alpha_pattern": {"q_proj": 2}}, "has alpha_pattern="),
@@ -118,20 +118,20 @@ def test_words_that_name_no_adapter_are_refused(tmp_path):
     with pytest.raises(QeRLError, match="The name of a checkpoint is 'a b'"):
         read_imported(f"a b={folder}", 16)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
-    with pytest.raises(QeRLError, match="a server trains LoRA adapters alone"):
+    with pytest.raises(QeRLError, match="a server trains only LoRA adapters"):
         read_imported(str(folder), 16)
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"peft_type": "ADALORA"}, "is a ADALORA adapter; a server trains LoRA adapters alone"),
+        ({"peft_type": "ADALORA"}, "is a ADALORA adapter; a server trains only LoRA adapters"),
         ({"peft_type": None}, "is a None adapter"),
         ({"kasa_config": {"beta": 1}}, "has kasa_config="),
         ({"layer_replication": [[0, 1]]}, "has layer_replication="),
         ({"target_parameters": ["experts"]}, "has target_parameters="),
         ({"alora_invocation_tokens": [1]}, "has alora_invocation_tokens="),
-        ({"of_a_newer_peft": True}, "has of_a_newer_peft=True, and those of a server are plain LoRA"),
+        ({"of_a_newer_peft": True}, "has of_a_newer_peft=True, but a server trains only plain LoRA"),
         ({"init_lora_weights": None}, "has init_lora_weights=None"),
         ({"r": 0}, "has r=0, which is no rank"),
         ({"r": -4}, "has r=-4, which is no rank"),
@@ -162,7 +162,7 @@ def test_the_name_of_another_model_is_told(tmp_path, caplog):
     for base, says in (("some/Tiny", False), (None, False), ("Qwen/Qwen3-8B", True)):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": base}))
         take(backend, folder)
-        assert ("says that it was trained on Qwen/Qwen3-8B, and this server has tiny" in caplog.text) == says
+        assert ("says that it was trained on Qwen/Qwen3-8B, but this server has tiny" in caplog.text) == says
     (folder / "policy.json").write_text(json.dumps({"fingerprint": "f"}))
     caplog.clear()
     take(backend, folder)

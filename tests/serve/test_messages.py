@@ -130,7 +130,7 @@ def test_sparse_tensors_are_bounded_together_before_they_are_made_dense(monkeypa
         tensor.sparse_csr.crow_indices = np.zeros(4, "<i8").tobytes()
     zeros = np.zeros
     monkeypatch.setattr("qerl_serve.messages.np.zeros", lambda *args: made.append(args) or zeros(*args))
-    with pytest.raises(QeRLError, match=r"Datum 3: weights .* more than 1000 elements"):
+    with pytest.raises(QeRLError, match=r"Datum 3: weights .* limit of 1000 elements"):
         read_data(message)
     assert len(made) == 3
     del message.data[3]

@@ -144,4 +144,4 @@ def test_another_temperature_is_said_once(client: Client, caplog):
             sampling_params={"temperature": temperature},
         )  # fmt: skip
     (said,) = (record.getMessage() for record in caplog.records if "temperature" in record.getMessage())
-    assert "at temperature 0.7" in said and "temperature 1" in said
+    assert "have temperature 0.7" in said and "temperature 1" in said

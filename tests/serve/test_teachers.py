@@ -244,7 +244,7 @@ def test_a_packed_teacher_beside_a_packed_student(tmp_path, monkeypatch):
         found = sampled(backend, [scores(prompt, backend.sampler(folder)) for prompt in prompts])
         check_scores([found[0], found[1]], prompts, dense_double(folder, weights))
     backend.close()
-    with pytest.raises(QeRLError, match=r"--teacher .* is served already by that name"):
+    with pytest.raises(QeRLError, match=r"--teacher .* has the name of another served model"):
         open_backend(BackendOptions(student, tmp_path / "out", teachers=(student,)))
     load = Loading.load
 
@@ -254,7 +254,7 @@ def test_a_packed_teacher_beside_a_packed_student(tmp_path, monkeypatch):
         return load(loading)
 
     monkeypatch.setattr(Loading, "load", loaded)
-    with pytest.raises(QeRLError, match=r"The teacher .* finds no room on this GPU beside .*`qerl plan "):
+    with pytest.raises(QeRLError, match=r"The teacher .* does not fit on this GPU beside .*`qerl plan "):
         open_backend(BackendOptions(student, tmp_path / "out", teachers=(large,)))
 
 

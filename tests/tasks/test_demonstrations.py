@@ -104,7 +104,7 @@ def test_several_answers_to_a_conversation_are_held_out_together(tmp_path):
         ({"prompt": "The sky", "completion": []}, "needs the column messages, or prompt and completion"),
         (
             {"messages": [CHAT["messages"][0], SAID | {"content": "", "tool_calls": [{"name": "f"}]}]},
-            r"messages has a message with tool_calls \(role assistant\), and role and content alone are read",
+            r"messages has a message with tool_calls \(role assistant\), but only role and content are read",
         ),
         (
             {"prompt": [CHAT["messages"][0]], "completion": [SAID | {"reasoning_content": "Hm."}]},

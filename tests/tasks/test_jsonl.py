@@ -81,7 +81,7 @@ GOOD = {"question": "fine?", "answer": "yes"}
         ({"messages": [{"role": "user"}], "answer": "1"}, r"a message without content \(role user\)"),
         (
             {"messages": [{"role": "user", "content": "x", "name": "Ann"}], "answer": "1"},
-            r"the problem has a message with name \(role user\), and role and content alone",
+            r"the problem has a message with name \(role user\), but only role and content",
         ),
         ({"messages": messages([("assistant", "x")]), "answer": "1"}, "the last message must be the user's"),
         ({"messages": [], "answer": "1"}, "the last message must be the user's"),
@@ -96,7 +96,7 @@ GOOD = {"question": "fine?", "answer": "yes"}
         ),
         ({"question": "x", "answer": "1", "log_metric": 3}, "the column log_metric has a name"),
         ({"question": "x", "answer": "1", "images": []}, "the column images has a name"),
-        ({"question": "half \ud83d", "answer": "1"}, "half of a character .*ud83d"),
+        ({"question": "half \ud83d", "answer": "1"}, "lone surrogate .*ud83d"),
         ({"question": "x", "answer": "1", "note": {"deep": ["\udc00"]}}, "half of a character"),
         ('{"question": "x", "answer": 1e999}', "it is Infinity"),
         ('{"question": "x", "answer": ' + "[" * 100_000 + "}", "this is not JSON"),

@@ -163,7 +163,7 @@ def test_columns_that_cannot_be_joined_are_named():
 
 
 def test_a_question_has_no_form_before_its_task_is_named():
-    with pytest.raises(QeRLError, match=r"as one of its tasks does \(one, two\), .* with --system"):
+    with pytest.raises(QeRLError, match=r"none of its tasks \(one, two\); .* with --system"):
         mixture().prompt("What is 1 + 1?")
 
 

@@ -93,7 +93,7 @@ def test_a_system_prompt_of_the_users_own_takes_the_place_of_the_task_sets(tasks
         ("    NEEDS_CONTAINER = True\n", "needs a container"),
         (
             "    @vf.reward\n    async def files(self, runtime) -> float:\n        return 0.0\n",
-            "the reward files, which reads the machine",
+            "the reward files, which reads the agent's machine",
         ),
         ("    @classmethod\n    def toolsets(cls, config):\n        return [1]\n", "brings tool servers"),
     ],

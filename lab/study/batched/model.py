@@ -294,7 +294,7 @@ def _check(base: PreTrainedModel) -> None:
     kind = str(getattr(config, "model_type", None))
     name, why = type(base).__name__, None
     if kind not in _KNOWN or not hasattr(base.get_decoder(), "layers"):
-        why = f"is of the family {kind}; known are {', '.join(_KNOWN)}"
+        why = f"is of the family {kind} (supported: {', '.join(_KNOWN)})"
     elif any(getattr(run.spec.mixer, "window", None) for run in FAMILIES[kind].sizes(config).runs):
         why = "attends to a sliding window"
     elif config.hidden_act != "silu":

@@ -239,6 +239,7 @@ def _temperature(arm: Arm, steps: int, followed: Followed | None) -> FollowingTe
         return None
     if followed is None or len(followed.entropy) < steps:
         raise QeRLError(
-            f"Arm {arm.name} follows the entropy of {arm.match_entropy}, of which {steps} steps are needed."
+            f"Arm {arm.name} follows the entropy of {arm.match_entropy}, whose run is missing or has fewer "
+            f"than {steps} steps."
         )
     return FollowingTemperature(followed)

@@ -51,9 +51,7 @@ class KLTarget:
 
     def __init__(self, schedule: NoiseSchedule, kl_start: float) -> None:
         if not (math.isfinite(kl_start) and kl_start > 0):
-            raise QeRLError(
-                f"The target of KL is {kl_start}; it must be a positive number of nats per token."
-            )
+            raise QeRLError(f"noise_target_kl is {kl_start}; it must be a positive number of nats per token.")
         self._schedule = schedule
         self._kl_start = kl_start
         self._log_gain = 0.0

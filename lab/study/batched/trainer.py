@@ -122,7 +122,7 @@ class BatchedTrainer:
             if not same_batch(arm, run.arm):
                 raise QeRLError(
                     f"Arms {arm.name} and {run.arm.name} differ in their base or in how noise is applied, so "
-                    "they cannot share a batch; train them in batches of their own."
+                    "they cannot share a batch; train them in separate batches."
                 )
         seeds = [run.seed for run in runs]
         self.model = BatchedModel(base, len(runs), arm.lora_r, seeds, arm.frozen_noise, arm.tuning)
@@ -326,8 +326,8 @@ class _Order:
     def __init__(self, problems: int, per_step: int, seed: int) -> None:
         if per_step > problems:
             raise QeRLError(
-                f"The task has {problems} training problems, and a step needs {per_step}; give it more, or "
-                "lower prompts_per_step."
+                f"prompts_per_step is {per_step}, but the task has only {problems} training problems; lower "
+                "prompts_per_step or use more problems."
             )
         self._per_step, self._steps = per_step, problems // per_step
         self._sampler = RepeatedRows(range(problems), samples=1, prompts=per_step, seed=seed)

@@ -104,13 +104,13 @@ def check_others(tools: Any, environment_factory: Any) -> Others:
     others = Others(functions, given, {name: check_environment(make) for name, make in given.items()})
     if others.texts and (functions or not all(map(is_text, others.first.values()))):
         raise QeRLError(
-            "An environment with respond(text) has no tools, and there are tools beside it; give the tools "
-            "to an environment without respond, or leave them out."
+            "An environment with respond(text) cannot be combined with tools; use them with an environment "
+            "without respond, or leave them out."
         )
     if others.endpoints and (functions or not all(map(is_endpoint, others.first.values()))):
         raise QeRLError(
-            "An agent behind the endpoint brings its own tools and is its own environment, and there are "
-            "others beside it; leave them out."
+            "An agent behind the endpoint brings its own tools and environment, and cannot be combined with "
+            "others; leave those out."
         )
     check_names(functions, others.first.values())
     return others
@@ -320,8 +320,8 @@ def rows_for(others: Others, dataset: Any, rows: int, max_steps: int) -> Any:
             )
         if max_steps <= 0:
             raise QeRLError(
-                "Without a train_dataset the environment has the data, and nothing says how long the run is; "
-                "set max_steps."
+                "Without a train_dataset the environment provides the data, and the length of the run is "
+                "unknown; set max_steps."
             )
         return Dataset.from_dict({"prompt": [NO_PROMPT] * rows})
     first: Mapping[str, Any] = next(iter(dataset if dataset is not None else ()), {})
@@ -335,7 +335,7 @@ def rows_for(others: Others, dataset: Any, rows: int, max_steps: int) -> Any:
                 )
     if others and isinstance(first.get("prompt"), str):
         raise QeRLError(
-            "Tools and environments need prompts of messages and the data set has texts; make each prompt a "
-            'list such as [{"role": "user", "content": ...}].'
+            "Tools and environments need prompts that are lists of messages, but the data set has texts; "
+            'make each prompt a list such as [{"role": "user", "content": ...}].'
         )
     return dataset

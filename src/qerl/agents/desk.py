@@ -197,7 +197,8 @@ class EndpointDesk:
             episode = self._episodes.get(key)
         if episode is None:
             raise ApiError(
-                "The key belongs to no trajectory of this rollout; an agent takes the one that it was given.",
+                "The key belongs to no trajectory of this rollout; an agent must use the api_key of its "
+                "endpoint.",
                 401,
                 code="invalid_api_key",
             )
@@ -206,7 +207,7 @@ class EndpointDesk:
 
 def trajectory_ended() -> ApiError:
     return ApiError(
-        "The trajectory of this key has ended: its agent has returned, its reward was sent, or its time was "
-        "up; nothing more is drawn for it.",
+        "The trajectory of this key has ended: its agent has returned, its reward was sent, or its time "
+        "limit passed; it gets no more tokens.",
         code="trajectory_ended",
     )

@@ -167,7 +167,7 @@ def _as_trajectory(branch: Branch) -> Trajectory:
 
 def _too_long(have: int, room: int) -> ApiError:
     return ApiError(
-        f"The conversation leaves no room: {have} tokens were to be added and {max(room, 0)} are left of "
+        f"The conversation is too long: it adds {have} tokens, but {max(room, 0)} are left of "
         "max_completion_length or of the model's positions; shorten it.",
         param="messages",
         code="context_length_exceeded",
@@ -278,7 +278,7 @@ class _Play:
             environment, running = episode.environment, episode.running
             assert running is not None, "its agent was started"
             if not environment.has_ended and running.cancelled():
-                environment.error = "The agent was left behind with an event loop that it held up."
+                environment.error = "The agent was abandoned because it blocked the shared event loop."
             late = now > episode.until + GRACE_S
             if environment.process and not running.done():
                 late = False  # `AgentProcess` kills a process that hangs; the next rollout gets another
@@ -335,7 +335,8 @@ class _Play:
         params, place = self._params_of(asked), request.place
         if max(place.given, default=0) >= self._vocabulary:
             raise ApiError(
-                f"The prompt has a token id of {max(place.given)}, and the model embeds {self._vocabulary}.",
+                f"The prompt has the token id {max(place.given)}, but the model embeds only "
+                f"{self._vocabulary} tokens.",
                 param="prompt",
             )
         before = place.parent.token_ids if place.parent is not None else []
@@ -418,8 +419,8 @@ class _Play:
             own = getattr(self._params, name)
             if self._fixed and value != own:
                 raise ApiError(
-                    f"{name} is {value} and this run trains on samples of {name} {own}; leave it out, or set "
-                    f"{name}: {value} in the run's settings.",
+                    f"{name} is {value}, but this run trains on samples with {name} {own}; leave it out, or "
+                    f"set {name}: {value} in the run's settings.",
                     param=name,
                 )
         return replace(self._params, **given)

@@ -117,15 +117,15 @@ def named(agent: Agent) -> str:
     """
     if _is_of_agents:
         raise QeRLError(
-            "The file of an agent begins a run of its own where it is imported, as by the process of agents; "
-            'put what begins it under `if __name__ == "__main__":`.'
+            "Importing the agent's file starts a run, and the agents' process imports it; put the code that "
+            'starts the run under `if __name__ == "__main__":`.'
         )
     name, file = getattr(agent, "__qualname__", ""), None
     if inspect.isfunction(agent):
         file = inspect.getsourcefile(inspect.unwrap(agent))  # a decorator is another file's
     if file is None or not Path(file).is_file() or not name.isidentifier():
         raise QeRLError(
-            f"The agent {name or agent!r} cannot run in a process of its own, which finds it by its file and "
+            f"The agent {name or agent!r} cannot run in a separate process, which imports it by file and "
             "name; pass a function that is defined at the top of a file, or set process: false."
         )
     return f"{Path(file).resolve()}:{name}"
@@ -274,7 +274,7 @@ def _serve(questions: BinaryIO, replies: BinaryIO) -> None:
         try:
             tell(number, await run(beside, found(name), *given))
         except asyncio.CancelledError:
-            tell(number, Ran(failure="it was left behind with an event loop that an agent held up"))
+            tell(number, Ran(failure="it was abandoned because an agent blocked the shared event loop"))
             raise
 
     threading.Thread(target=listen, daemon=True).start()

@@ -40,7 +40,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     name = tokenizer.name_or_path or "the tokenizer"
     if tokenizer.chat_template is None or not supports_tool_calling(tokenizer):
         raise QeRLError(
-            f"The chat template of {name} has no tools; use a model whose template has them, or an "
+            f"The chat template of {name} does not support tools; use a model whose template does, or an "
             "environment with respond(text), which needs none."
         )
     try:
@@ -49,7 +49,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
             get_training_chat_template(tokenizer)
     except ValueError as error:
         raise QeRLError(
-            f"Calls of tools cannot be found in what {name} writes ({first_line(error)}); set "
+            f"Tool calls cannot be parsed from the output of {name} ({first_line(error)}); set "
             "response_template on its tokenizer, or use an environment with respond(text)."
         ) from error
 
@@ -152,9 +152,9 @@ class TurnTemplate:
         if whole[: len(prefix)] != prefix:
             name = self._tokenizer.name_or_path or "the tokenizer"
             raise QeRLError(
-                f"The chat template of {name} writes a turn otherwise once another follows, so a "
-                "conversation cannot go on token by token; fix the template (chat_template.jinja beside the "
-                "model)."
+                f"The chat template of {name} changes the tokens of a turn once another follows, so a "
+                "conversation cannot continue from its tokens; fix the template (chat_template.jinja beside "
+                "the model)."
             )
         return whole[len(prefix) :]
 

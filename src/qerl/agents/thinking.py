@@ -48,14 +48,16 @@ class ThinkingBudget(Stop):
         if any(len(ids) != 1 for ids in found):
             name = tokenizer.name_or_path or "the tokenizer"
             raise QeRLError(
-                f"thinking_budget closes {OPENS} with {CLOSES}, which are no tokens of {name}; remove it, or "
-                "take a model that thinks."
+                f"thinking_budget needs {OPENS} and {CLOSES} as single tokens, which {name} does not have; "
+                "remove it, or use a model that thinks."
             )
         (self._opens,), (self._closes,) = found
         self._tokenizer, self._tokens = tokenizer, tokens
         self.closing_ids: list[int] = tokenizer.encode(closing, add_special_tokens=False)
         if self._closes not in self.closing_ids or self._opens in self.closing_ids:
-            raise QeRLError(f"thinking_end is {closing!r}, which closes no thoughts; have {CLOSES} in it.")
+            raise QeRLError(
+                f"thinking_end is {closing!r}, which does not end the thinking; include {CLOSES} in it."
+            )
 
     def end(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int

@@ -62,8 +62,8 @@ class _Process:
         """Wait until the subprocess is ready; an interrupted wait can be repeated, as the start goes on."""
         if not self._ready and self._replies.readline().strip() != _READY:
             raise RuntimeError(
-                f"math-verify, which compares answers, cannot be started (exit status {self.status()}); what "
-                "it printed says why."
+                f"math-verify, which compares answers, cannot be started (exit status {self.status()}); its "
+                "output says why."
             )
         self._ready = True
 
@@ -130,8 +130,8 @@ def equal_expressions(answer: str, reference: str) -> bool:
     if "ended" in reply and not _warned:
         _warned.append(answer)
         logger.warning(
-            "The answer %.80r cannot be compared within %g s and %d GiB, and is wrong; later ones are not "
-            "mentioned.",
+            "The answer %.80r cannot be compared within %g s and %d GiB, and counts as wrong; later such "
+            "answers are not logged.",
             answer,
             SECONDS,
             MEMORY >> 30,

@@ -180,14 +180,14 @@ def read_chat(body: bytes) -> Asked:
     read = _read(_Chat, body)
     if read.top_logprobs:
         raise ApiError(
-            "top_logprobs asks for tokens that were not drawn, and the engine keeps the log-probability of "
-            "the drawn one alone; leave it out or set it to 0.",
+            "top_logprobs is not supported, because the engine keeps only the log-probability of the "
+            "sampled token; leave it out or set it to 0.",
             param="top_logprobs",
         )
     if read.tool_choice not in (None, "auto", "none"):
         raise ApiError(
-            "tool_choice makes the model call a tool, and nothing constrains what the policy writes; set it "
-            "to auto or none.",
+            "tool_choice cannot force a call, because the policy samples without constraints; set it to "
+            "auto or none.",
             param="tool_choice",
         )
     for at, tool in enumerate(read.tools or ()):
@@ -200,8 +200,8 @@ def read_chat(body: bytes) -> Asked:
     messages = messages_of(read.messages)
     if messages[-1]["role"] == "assistant":
         raise ApiError(
-            "The last message is the assistant's, and a turn of the policy begins behind another's; end "
-            "with a message of the user or of a tool.",
+            "The last message has the role assistant, so there is nothing to reply to; end with a message "
+            "of the user or of a tool.",
             param="messages",
         )
     tools = () if read.tool_choice == "none" else tuple(read.tools or ())
@@ -223,15 +223,16 @@ def read_completion(body: bytes) -> Asked:
     read = _read(_Completion, body)
     if read.logprobs:
         raise ApiError(
-            f"logprobs is {read.logprobs}, which asks for tokens that were not drawn, and the engine keeps "
-            "the log-probability of the drawn one alone; set it to 0 for that.",
+            f"logprobs is {read.logprobs}, but the engine keeps only the log-probability of the sampled "
+            "token; set it to 0 to get that.",
             param="logprobs",
         )
     prompt: Any = read.prompt
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
             raise ApiError(
-                f"prompt has {len(prompt)} texts; send a request for each, which are drawn together.",
+                f"prompt has {len(prompt)} texts; send one request for each (concurrent requests are "
+                "sampled together).",
                 param="prompt",
             )
         (prompt,) = prompt
@@ -281,7 +282,10 @@ def _read(kind: type[Any], body: bytes) -> Any:
 def _asked(read: Any, **own: Any) -> Asked:
     stop = [read.stop] if isinstance(read.stop, str) else read.stop or []
     if len(stop) > 16 or not all(stop):
-        raise ApiError("stop has an empty text, or more than 16; give fewer.", param="stop")
+        raise ApiError(
+            "stop has an empty text, or more than 16 texts; give at most 16, none of them empty.",
+            param="stop",
+        )
     values: dict[str, Any] = {
         "model": read.model,
         "n": read.n or 1,
@@ -343,7 +347,7 @@ def _text(content: str | list[_Part] | None, at: int) -> str:
     for part in content:
         if part.type != "text" or part.text is None:
             raise ApiError(
-                f"messages.{at}.content has a part of type {part.type!r}, and the policy reads text alone.",
+                f"messages.{at}.content has a part of type {part.type!r}, but the policy reads only text.",
                 param="messages",
             )
     return "".join(part.text or "" for part in content)

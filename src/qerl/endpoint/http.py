@@ -172,7 +172,7 @@ def check_model(name: str, known: Sequence[str]) -> None:
     """
     if name not in known:
         raise ApiError(
-            f"The model {name[:200]!r} is not here; ask for one of: {', '.join(known)}.",
+            f"The model {name[:200]!r} is not served here; use one of: {', '.join(known)}.",
             404,
             param="model",
             code="model_not_found",
@@ -187,8 +187,8 @@ def _key(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise ApiError(
-            "There is no key; send it as the header Authorization: Bearer KEY, as OpenAI's clients do with "
-            "their api_key.",
+            "The request has no API key; send it as the header Authorization: Bearer KEY, as OpenAI's "
+            "clients do with their api_key.",
             401,
             code="invalid_api_key",
         )

@@ -70,7 +70,7 @@ class Listening:
         while not self._server.started and self._thread.is_alive() and time.monotonic() < until:
             time.sleep(0.005)
         if not self._server.started:
-            raise QeRLError("The endpoint's server did not begin; its error is above.")
+            raise QeRLError("The endpoint's server did not start; its error is above.")
 
     def close(self) -> None:
         """Stop the server; open connections are broken off after a second."""

@@ -63,8 +63,8 @@ class OpenEnv:
         lacking = [name for name in self._columns if name not in row]
         if lacking:
             raise QeRLError(
-                f"reset_columns names {lacking[0]!r}, which no column of the task's rows is called; they are "
-                f"called {', '.join(row) or 'prompt alone'}."
+                f"reset_columns names {lacking[0]!r}, but the task's rows have no such column; their "
+                f"columns are: {', '.join(row) or 'prompt alone'}."
             )
         seed = row.get("seed")
         if not isinstance(seed, int):

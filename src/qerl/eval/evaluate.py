@@ -53,7 +53,7 @@ def held_out(task: Task, limit: int | None = None) -> Dataset:
     problems = task.test()
     problems = problems.select(range(min(limit if limit is not None else len(problems), len(problems))))
     if len(problems) == 0:
-        raise QeRLError(f"The task {task.name} gives no problems to score; raise --limit.")
+        raise QeRLError(f"No problems of the task {task.name} to score; it needs held-out problems.")
     return problems
 
 

@@ -84,7 +84,9 @@ def _read_run(folder: Path, whole: bool) -> tuple[dict[str, Any], Path | None]:
             given = {name: said[name] for name in _READ if said.get(name) is not None}
             return {name: checked(name, value, type_of(name)) for name, value in given.items()}, path
         except QeRLError as error:
-            raise QeRLError(f"{path} is not as a run wrote it: {error} Restore the file.") from error
+            raise QeRLError(
+                f"{path} does not hold the settings of a run: {error} Restore the file."
+            ) from error
     return {}, None
 
 
@@ -181,8 +183,8 @@ def prove_adapter(model: PeftModel, prompt_ids: list[int]) -> float:
     difference = (on - off).abs().max().item()
     if not math.isfinite(difference):
         raise QeRLError(
-            "With the adapter the logits are not finite: it diverged, or belongs to another model; take an "
-            "earlier checkpoint."
+            "The logits with the adapter are not finite: the adapter diverged or belongs to another model; "
+            "use an earlier checkpoint."
         )
     if difference == 0:
         raise QeRLError(

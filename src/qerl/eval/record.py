@@ -97,7 +97,7 @@ class EvalResult:
             shares = [f"{100 * share:.1f} % by the {by}" for by, share in self.thoughts_closed_by.items()]
             line += f"; thoughts were closed in {' and in '.join(shares)}"
         if self.errors:
-            line += f"; {self.errors} ended in logits that are not finite, so the model itself is damaged"
+            line += f"; {self.errors} completions ended at logits that are not finite: the model is damaged"
         return line
 
     def _pass(self, k: int) -> str:

@@ -121,8 +121,8 @@ def load_suite(word: str, given: dict[str, Any] | None = None) -> Suite:
     tasks = values.get("tasks")
     if not isinstance(tasks, dict) or not tasks or not values.keys() <= {"about", "tasks"}:
         raise QeRLError(
-            f"The suite {path} must have the key tasks, a mapping of names to what is asked of each, for "
-            "example {math500: {samples: 4}}, beside about alone."
+            f"The suite {path} must have the key tasks, a mapping of names to settings, for example "
+            "{math500: {samples: 4}}, and no other key than about."
         )
     requests = {str(name): _request(path, str(name), entry, given or {}) for name, entry in tasks.items()}
     return Suite(path.stem, str(values.get("about") or ""), requests)

@@ -180,7 +180,7 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
         QeRLError: Anything the user can fix.
     """
     if re.search("[\ud800-\udfff]", prompt + (system or "")):
-        raise QeRLError("The prompt is not valid text: it has bytes that are not UTF-8; encode it anew.")
+        raise QeRLError("The prompt has bytes that are not UTF-8; encode it as UTF-8.")
     choices = choices_of(source)
     of_run = choices.of_run
     if request.max_tokens is None and "max_completion_length" not in of_run:
@@ -217,8 +217,8 @@ def _sampled(request: Request, choices: Choices) -> tuple[Request, SamplingParam
     if budget is not None:
         if budget >= tokens:
             raise QeRLError(
-                f"thinking_budget is {budget}, and a completion ends at {tokens} tokens (--max_tokens); make "
-                "it smaller, or raise --max_tokens."
+                f"thinking_budget is {budget}; it must be below --max_tokens, which is {tokens}. Lower it "
+                "or raise --max_tokens."
             )
         end = choices.take("thinking_end", end, CLOSING)
     asked = replace(request, max_tokens=tokens, temperature=temperature, stop_strings=strings)
@@ -230,7 +230,9 @@ def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
     """Return the task's name and options; the run's options apply only to the run's task."""
     name = choices.take("task", request.task, None)
     if name is None:
-        raise QeRLError("No task is given and no run says one; pass --task, for example --task gsm8k.")
+        raise QeRLError(
+            "No task is given, and none is known from a run; pass --task, for example --task gsm8k."
+        )
     same = name == choices.of_run.get("task")
     options = choices.take("task_options", request.task_options, {}, key="task_options" if same else "")
     return name, options

@@ -102,7 +102,7 @@ def verdict(standings: Sequence[Standing]) -> str:
         return f"{text}; {second.label} has the same score, and the one named first is taken."
     gap = f"{100 * (best.average - second.average):.1f} points above {second.label}"
     if second.average >= best.interval[0]:
-        return f"{text}, {gap}, which lies within its interval, so the choice may be chance."
+        return f"{text}, {gap} but within the interval of the best, so the choice may be chance."
     return f"{text}, {gap}."
 
 

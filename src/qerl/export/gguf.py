@@ -31,13 +31,15 @@ def find_converter(given: Path | None) -> Path:
         script = given.expanduser()
         script = script / CONVERTER if script.is_dir() else script
         if not script.is_file():
-            raise QeRLError(f"--converter is {given}, where no {CONVERTER} lies; give its path in llama.cpp.")
+            raise QeRLError(
+                f"--converter is {given}, but there is no {CONVERTER}; give its path in a clone of llama.cpp."
+            )
         return script
     found = shutil.which(CONVERTER)
     if found is None:
         raise QeRLError(
-            f"GGUF is written by llama.cpp's {CONVERTER}, which is not on the path; clone "
-            "https://github.com/ggml-org/llama.cpp and name it with --converter."
+            f"--format gguf needs llama.cpp's {CONVERTER}, which is not on PATH; clone "
+            "https://github.com/ggml-org/llama.cpp and give the script's path with --converter."
         )
     return Path(found)
 

@@ -40,7 +40,9 @@ class Repository:
         Raises:
             QeRLError: The Hub does not answer or knows no such user.
         """
-        with hub_errors_said("The Hub does not say who pushes", f"{_ADVICE}; or remove --push_to_hub"):
+        with hub_errors_said(
+            "The Hub account to push with could not be determined", f"{_ADVICE}; or remove --push_to_hub"
+        ):
             own = self._api().whoami()["name"]
         asked = self.hub_model_id or folder.name
         return asked if "/" in asked else f"{own}/{asked}"

@@ -86,7 +86,7 @@ def check_mergeable(adapter: Path) -> None:
     other = next((name for name in names if ".lora_A." not in name and ".lora_B." not in name), None)
     if other is not None:
         raise QeRLError(
-            f"The adapter {adapter} has {other} beside its pairs of matrices, which is not merged here; "
+            f"The adapter {adapter} has {other} beside its LoRA matrices, which `qerl export` cannot merge; "
             "merge it with PEFT's merge_and_unload on the 16-bit model."
         )
 
@@ -124,8 +124,8 @@ def write_merged(
     adapted = {name for name, layer in linears.items() if _adapter_of(name, layer) is not None}
     if missed := sorted(adapted - merged.adapted):
         raise QeRLError(
-            f"The adapter changes {missed[0]}, which {checkpoint.folder} does not hold as a matrix of its "
-            "own; use the adapter beside the base model."
+            f"Cannot merge: the adapter changes {missed[0]}, which is not a separate matrix in "
+            f"{checkpoint.folder}; load the adapter on its base model instead."
         )
     write_json(folder / "config.json", _config(checkpoint, dtype))
     copy_other_files(checkpoint, folder)
@@ -201,8 +201,8 @@ def _decoded(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, dtype: tor
     )
     if tensor.dtype != torch.float8_e4m3fn or tensor.ndim != 2 or scale is None:
         raise QeRLError(
-            f"{checkpoint.folder} holds {name} as codes ({tensor.dtype}), in a part that is not loaded "
-            "and so not dequantised; name the 16-bit base with --model and --weights bf16."
+            f"{checkpoint.folder} holds {name} quantised ({tensor.dtype}) in a part that is not loaded, so "
+            "it cannot be dequantised; pass the 16-bit base with --model and --weights bf16."
         )
     return _rounded(name, dequantize_fp8(tensor, scale, block_shape(checkpoint.quantization)), dtype)
 
@@ -217,7 +217,7 @@ def _rounded(name: str, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     if exact.dtype != dtype and rounded.isinf().any() and not torch.equal(rounded.isinf(), exact.isinf()):
         largest = exact[exact.isfinite()].abs().max().item()
         raise QeRLError(
-            f"{name} has numbers up to {largest:.4g}, beyond the largest of {dtype}; give --dtype bfloat16."
+            f"{name} has values up to {largest:.4g}, above the maximum of {dtype}; set --dtype bfloat16."
         )
     return rounded
 
@@ -231,7 +231,9 @@ def _adapter_of(name: str, layer: nn.Module) -> str | None:
     if not isinstance(layer, BaseTunerLayer):
         return None
     if reason := why_not(layer):
-        raise QeRLError(f"{name} {reason}, which is not merged here; merge it with PEFT on the 16-bit model.")
+        raise QeRLError(
+            f"{name} {reason}, which `qerl export` cannot merge; merge it with PEFT on the 16-bit model."
+        )
     return active_adapter(layer)
 
 

@@ -113,21 +113,21 @@ def export(asked: Export, console: Console) -> None:
         raise QeRLError(f"{asked.out} exists and is not overwritten; choose another folder or remove it.")
     if asked.out.suffix == ".gguf":
         raise QeRLError(
-            f"{asked.out} is to be a folder and is named like a file; leave .gguf out of its name, and give "
-            "--format gguf for a GGUF file in it."
+            f"{asked.out} is named like a file, but an export is a folder; remove .gguf from its name, and "
+            "pass --format gguf to write a GGUF file into it."
         )
     asked = _settled(asked)
     converter = find_converter(asked.converter) if asked.format == "gguf" else None
     policy = _policy(asked)
     if asked.base_model is not None and not is_hub_id(asked.base_model):
         raise QeRLError(
-            f"--base_model is {asked.base_model}, which is no name on the Hub; give the base's as owner/name."
+            f"--base_model is {asked.base_model}, which is not a Hub id; give the base's id as owner/name."
         )
     named = asked.base_model or policy.base
     if asked.repository and asked.format == "adapter" and not is_hub_id(named):
         raise QeRLError(
-            f"The adapter's base is {named}, which is no name on the Hub, so nobody else could load it; give "
-            "--base_model, as owner/name."
+            f"The adapter's base is {named}, which is not a Hub id, so others could not load the adapter; "
+            "set --base_model to owner/name."
         )
     repository = asked.repository.name(asked.out) if asked.repository else None
 
@@ -149,7 +149,7 @@ def export(asked: Export, console: Console) -> None:
     if not is_hub_id(named):
         _say(
             console,
-            f"The card names no base model, since {named} is no name on the Hub; --base_model takes one.",
+            f"The card names no base model, because {named} is not a Hub id; set --base_model to name one.",
         )
     _say(console, f"Wrote {asked.out}. Score it with: {_eval_command(asked, policy)}")
 
@@ -195,8 +195,8 @@ def _policy(asked: Export) -> _Policy:
         choices = choices_of(source)
         if choices.where is None and asked.weights is None and asked.format != "adapter":
             raise QeRLError(
-                f"{run} has no {CONFIG_FILE}, so nothing says on which weights the adapter was trained; give "
-                "--weights, bf16 for those of a 16-bit base."
+                f"{run} has no {CONFIG_FILE}, so the format of the weights under the adapter is unknown; set "
+                "--weights (bf16 for a 16-bit base)."
             )
         return _Policy(run, str(base), source, choices)
     if (run / "config.json").is_file():
@@ -204,18 +204,22 @@ def _policy(asked: Export) -> _Policy:
             raise QeRLError(f"{run} holds a whole model and no adapter; export it as merged or gguf.")
         for flag in ("model", "weights", "rounding"):
             if (value := getattr(asked, flag)) is not None:
-                raise QeRLError(f"--{flag} is {value}, and {run} is a whole model, which has no base.")
+                raise QeRLError(
+                    f"--{flag} is {value}, but {run} is a whole model without a base; remove the option."
+                )
         base, source = (read_settings(run) or {}).get("model") or run, Source(str(run), None, "bf16")
         source = replace(source, trust_remote_code=trusts)
         choices = choices_of(source)
         if choices.where is None:
             raise QeRLError(
-                f"{run} holds a model and no {CONFIG_FILE} of a run that tuned it, so there is nothing "
-                "to export; use it as it is."
+                f"{run} is a model without the {CONFIG_FILE} of a run, so there is nothing to export; use it "
+                "as it is."
             )
         return _Policy(None, str(base), source, choices)
     last = last_checkpoint(run)
-    advice = f"its last checkpoint is {last}" if last else "give the folder of a finished run or checkpoint"
+    advice = (
+        f"export its last checkpoint, {last}" if last else "give the folder of a finished run or checkpoint"
+    )
     raise QeRLError(f"{run} holds neither an adapter nor a model; {advice}.")
 
 
@@ -235,8 +239,8 @@ def _write_adapter(policy: _Policy, named: str, folder: Path) -> str:
         return "It loads with PEFT beside its base model, and in vLLM as a LoRA module."
     return (
         f"It was trained on the base rounded to {weights} ({rounding or 'as published'}), and loads on that "
-        "as on the 16-bit model. Do not merge it into four-bit weights, whose rounding would remove most of "
-        "it."
+        "or on the 16-bit model. Do not merge it into 4-bit weights: rounding would remove most of the "
+        "update."
     )
 
 
@@ -247,8 +251,8 @@ def _write_merged(asked: Export, policy: _Policy, folder: Path, console: Console
     loading = decide(policy.source, policy.choices)
     if FORMATS[loading.weights].package is not None:
         raise QeRLError(
-            f"{loading.weights} weights are not merged with an adapter; --weights bf16 merges it into the "
-            "16-bit ones."
+            f"Cannot merge an adapter into {loading.weights} weights; pass --weights bf16 to merge it into "
+            "the 16-bit weights."
         )
     if asked.rounding and loading.weights == "bf16":
         raise QeRLError(f"--rounding {asked.rounding} has no effect on --weights bf16; remove it.")
@@ -289,7 +293,7 @@ def _write_gguf(asked: Export, policy: _Policy, folder: Path, converter: Path, c
         convert(converter, whole, folder / _gguf_name(asked), str(asked.outtype))
     (whole / CONFIG_FILE).rename(folder / CONFIG_FILE)
     shutil.rmtree(whole)
-    return f"{how} llama.cpp's {converter.name} made the file of that, in {asked.outtype}."
+    return f"{how} llama.cpp's {converter.name} converted this model to GGUF, in {asked.outtype}."
 
 
 def _gguf_name(asked: Export) -> str:

@@ -123,7 +123,7 @@ class Sizes:
             return cls.from_config(PUBLISHED[name])
         if name not in SIZES:
             known = ", ".join((*SIZES, *PUBLISHED))
-            raise QeRLError(f"There are no sizes under the name {name!r}; known are {known}.")
+            raise QeRLError(f"No sizes are known for the model {name!r}; known models are {known}.")
         return SIZES[name]
 
     @property

@@ -26,16 +26,14 @@ def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
     it can."""
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
-        return (
-            f"{model_class.__name__} is an encoder-decoder, of which no prompt can be shared by its samples"
-        )
+        return f"{model_class.__name__} is an encoder-decoder, in which samples cannot share a prompt"
     kind_with_state = WITH_STATE.get(text.model_type)
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _BY_POSITION - {kind_with_state})
     if others or (getattr(model_class, "_is_stateful", False) and not kind_with_state):
         kind = f" ({others[0]})" if others else ""
         return (
-            f"{model_class.__name__} has layers{kind} that carry a state from token to token, or choose what "
-            "they attend to, which samples packed behind one prompt cannot share"
+            f"{model_class.__name__} has layers{kind} that carry a state from token to token, or choose "
+            "what they attend to, so samples cannot share a prompt"
         )
     return None
 

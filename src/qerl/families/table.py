@@ -84,7 +84,7 @@ def why_not_described(config: Any) -> str | None:
     if reason := next((why for field, why in _UNKNOWN.items() if getattr(config, field, None)), None):
         return reason
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        return "its tokens see those behind them"
+        return "its attention is bidirectional"
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - _TYPES):
         return f"it has layers of the type {others[0]}"
     found = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")

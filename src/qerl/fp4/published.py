@@ -190,8 +190,8 @@ def choose_weights(name: object, held: Collection[Held], wanted: WeightFormatNam
         )
     if quantised and FORMATS[wanted].package is not None:
         raise QeRLError(
-            f"{name} holds FP8 weights, of which {FORMATS[wanted].package} makes no {wanted}; set weights to "
-            f"{AS_PUBLISHED} or {DEFAULT_FORMAT}, or name the 16-bit model."
+            f"{name} holds FP8 weights, which {FORMATS[wanted].package} cannot convert to {wanted}; set "
+            f"weights to {AS_PUBLISHED} or {DEFAULT_FORMAT}, or name the 16-bit model."
         )
     return wanted
 

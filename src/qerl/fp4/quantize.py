@@ -145,8 +145,8 @@ def _layers_to_quantize(checkpoint: Checkpoint, format: BlockFormat) -> dict[str
     layers, others = {}, []
     if merged := set(checkpoint.names.values()) - checkpoint.separate_headers.keys():
         raise QeRLError(
-            f"{checkpoint.folder} holds the experts of a layer as one tensor ({min(merged)}), which is not "
-            f"written packed; set weights: {format.name} where the model is loaded, which packs them then."
+            f"{checkpoint.folder} holds the experts of a layer as one tensor ({min(merged)}), which cannot "
+            f"be saved packed; set weights: {format.name} when you load the model, which packs them then."
         )
     check_experts(str(checkpoint.folder), (name for name, _ in checkpoint.headers))
     for shard, headers in checkpoint.shards.items():

@@ -265,7 +265,7 @@ class QeRLQuantizer(HfQuantizer):
         first = min(self._narrow)
         words = f"{first} has {linears[first].in_features} inputs, not a multiple of {format.block_size}"
         if all_there_are and len(self._narrow) == len(linears):
-            raise QeRLError(f"{words}, nor has any layer; load the model with weights: bf16.")
+            raise QeRLError(f"{words}, and no other layer fits either; load the model with weights: bf16.")
         if is_first_process():
             logger.warning(
                 "%s of %s layers stay unquantised, since %s cannot store them: %s.",

@@ -260,8 +260,8 @@ def add_frozen_adapter(model: PeftModel, name: str, folder: Path) -> None:
         places = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in stored}
         if beyond := sorted(places - adapted):
             raise QeRLError(
-                f"The adapter {folder} changes {beyond[0]}, where the adapter that trains has nothing; name "
-                "its layers in lora_target_modules, too."
+                f"The adapter {folder} changes {beyond[0]}, which the adapter in training does not adapt; "
+                "add its layers to lora_target_modules."
             )
         with _quiet():
             model.add_adapter(name, config)
@@ -453,7 +453,10 @@ class _OfWrapper(PeftModelForCausalLM):
             QeRLError: ``safe_serialization`` is false; pickles are not renamed.
         """
         if not safe_serialization:
-            raise QeRLError("An adapter of a text decoder is saved as safetensors; leave safe_serialization.")
+            raise QeRLError(
+                "The adapter of a text decoder is saved only as safetensors; leave safe_serialization at "
+                "True."
+            )
         super().save_pretrained(
             save_directory, True, selected_adapters, save_embedding_layers, is_main_process, **kwargs
         )

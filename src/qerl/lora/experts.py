@@ -79,8 +79,8 @@ def warn_of_merging(model: PeftModel) -> None:
     )
     if beside is not None and is_first_process():
         logger.warning(
-            "Read this adapter with qerl.load_adapter: around transformers' own model PEFT may take that of "
-            "%s for one of the experts.",
+            "Load this adapter with qerl.load_adapter: on transformers' own model, PEFT may apply the "
+            "adapter of %s to an expert.",
             beside.removeprefix("base_model.model."),
         )
 
@@ -202,8 +202,8 @@ def share(model: nn.Module, name: str = "default", strict: bool = True) -> None:
         if _differ(layers, name):
             if strict:
                 raise QeRLError(
-                    "Experts of a layer have adapters of their own here, so they cannot share one; set "
-                    "lora_experts: each."
+                    "The experts of a layer have different adapters and cannot share one; set lora_experts: "
+                    "each."
                 )
             continue
         for matrices in ("lora_A", "lora_B"):

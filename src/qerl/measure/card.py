@@ -88,7 +88,7 @@ def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
     found = parity(lambda model: PagedEngine(model, 0), "cuda")
     console.print(f"parity: {found}", highlight=False)
     if found["engine"] > PARITY * found["trainer"]:
-        raise QeRLError(f"The engine computes other probabilities than the trainer on this GPU: {found}.")
+        raise QeRLError(f"The engine's probabilities differ from the trainer's on this GPU: {found}.")
     sizes = SIZES[shape]
     rows: list[dict[str, Any]] = []
     with gauge() as read:
@@ -132,7 +132,7 @@ def largest_shape(total: int) -> str:
         cache = Cache(sizes, work).bytes(total)
         if MARGIN * (held + cache) <= total and fastest(sizes, _work(sizes, GROUP, COMPLETION), total):
             return shape
-    raise QeRLError(f"Not even {SHAPES[0]} fits in {total / 1e9:.1f} GB.")
+    raise QeRLError(f"The smallest shape, {SHAPES[0]}, does not fit in {total / 1e9:.1f} GB.")
 
 
 @torch.no_grad()
@@ -227,17 +227,17 @@ def check(result: Any) -> None:
         QeRLError: A field is missing or wrong; the message names it.
     """
     if not isinstance(result, dict):
-        raise QeRLError("A card's file is a JSON object.")
+        raise QeRLError("A card's file must be a JSON object.")
     for name, kind in REQUIRED.items():
         if name not in result or not isinstance(result[name], kind):
-            raise QeRLError(f"A card's file has {name!r}, and this one's is {result.get(name)!r}.")
+            raise QeRLError(f"{name!r} of a card's file is missing or of a wrong type: {result.get(name)!r}.")
     rows = [(row.get("benchmark"), row.get("batch")) for row in result["rows"] if isinstance(row, dict)]
     wanted = [*(("decode", batch) for batch in ROWS), ("step", None)]
     if rows != wanted or result["shape"] not in SHAPES:
-        raise QeRLError(f"A card's file has the rows {wanted} of one of {', '.join(SHAPES)}.")
+        raise QeRLError(f"A card's file must have the rows {wanted} of one of {', '.join(SHAPES)}.")
     numbers = [row["decode_tok_s"] for row in result["rows"][:-1]]
     numbers += [result["rows"][-1][name] for name in ("step_s", "rollout_s", "update_s", "peak_gb")]
     if not all(isinstance(number, float) and number > 0 for number in numbers):
-        raise QeRLError("Speeds, seconds and memory of a card's file are above 0.")
+        raise QeRLError("Speeds, seconds and memory of a card's file must be above 0.")
     if not result["parity"].get("engine", 1.0) <= PARITY * result["parity"].get("trainer", 0.0):
         raise QeRLError(f"The parity check of a card's file has failed: {result['parity']}.")

@@ -80,7 +80,7 @@ def text_of(content: Any, where: str) -> str:
         if kind != "text" or not isinstance(text, str):
             odd = kind if kind not in (None, "text") else reprlib.repr(part)
             raise QeRLError(
-                f"{where} has a message with a part that is no text ({odd}); models read text alone here, so "
+                f"{where} has a message with a part that is not text ({odd}); only text is supported, so "
                 "leave such prompts out."
             )
         texts.append(text)
@@ -115,8 +115,8 @@ def plain_message(message: Mapping[str, Any], where: str) -> Message:
     ]
     if others:
         raise QeRLError(
-            f"{where} has a message with {', '.join(others)} (role {message['role']}), and role and content "
-            "alone are read here; write it into the content, or leave the row out."
+            f"{where} has a message with {', '.join(others)} (role {message['role']}), but only role and "
+            "content are read; write it into the content, or leave the row out."
         )
     return {"role": message["role"], "content": content_of(message, where)}
 
@@ -142,8 +142,8 @@ class Chat:
         taken = sorted(_TAKEN & self._kwargs.keys())
         if taken:
             raise QeRLError(
-                f"chat_template_kwargs sets {', '.join(taken)}, which is not the chat template's to decide; "
-                "give arguments of the template alone, such as enable_thinking."
+                f"chat_template_kwargs sets {', '.join(taken)}, which apply_chat_template reads itself; "
+                "give only arguments of the template, such as enable_thinking."
             )
 
     @cached_property
@@ -191,7 +191,8 @@ class Chat:
             marked = self._apply(messages, return_assistant_tokens_mask=True, **_ENDED)
             if not any(marked["assistant_masks"]):
                 raise QeRLError(
-                    f"The chat template of {self._name} marks no token as the assistant's; mend it."
+                    f"The chat template of {self._name} marks no token as the assistant's; fix its {{% "
+                    "generation %} blocks."
                 )
             return marked["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
         whole = self.whole(messages)
@@ -221,10 +222,9 @@ class Chat:
 
     def _rewrites(self, at: int) -> QeRLError:
         return QeRLError(
-            f"The chat template of {self._name} renders what stands before or in message {at + 1} otherwise "
-            "once the conversation has gone on, so no token can be said to be the assistant's there; give "
-            "each turn as a prompt with a completion, as the model will meet it, or mark the turns in the "
-            "template with {% generation %}."
+            f"The chat template of {self._name} changes the tokens up to message {at + 1} when the "
+            "conversation continues, so the assistant's tokens cannot be identified; give each turn as a "
+            "prompt with a completion, or mark the turns in the template with {% generation %}."
         )
 
     def check(self, prompt: Sequence[Message]) -> None:
@@ -255,8 +255,8 @@ class Chat:
         if lost:
             raise QeRLError(
                 f"The chat template of {self._name} leaves out message {lost[0] + 1} of a prompt with the "
-                f"messages {', '.join(roles)}, so the model would be asked for something else; fix the "
-                "template (chat_template.jinja beside the model), or use another model."
+                f"roles {', '.join(roles)}, so the model would not see it; fix the template "
+                "(chat_template.jinja beside the model), or use another model."
             )
         if folds and not any(self._folds.values()) and is_first_process():
             logger.warning(

@@ -110,8 +110,8 @@ def check_base(adapter: Path, model: str | LocalModel) -> str:
         expected = _fingerprint_here(named)
         if expected is None:
             return (
-                f"The adapter names {named} as its base, which is not on this machine: whether {model} is "
-                "the same model cannot be checked."
+                f"The adapter names {named} as its base, which is not on this machine, so QeRL cannot check "
+                f"that {model} is the same model."
             )
     if expected is not None and found != expected:
         raise QeRLError(
@@ -121,9 +121,9 @@ def check_base(adapter: Path, model: str | LocalModel) -> str:
     linears, own = recorded.get("linears"), linears_fingerprint(folder)
     if None not in (linears, own) and linears != own:
         return (
-            f"The linear layers of {model} are not those of {named}, which the adapter was trained on, "
-            "though norms and embeddings are: if an adapter was merged into them, this one comes on top of "
-            "it."
+            f"The linear layers of {model} differ from those of {named}, on which the adapter was trained, "
+            "but norms and embeddings are the same: if an adapter was merged into them, this one is added "
+            "on top."
         )
     return ""
 

@@ -159,7 +159,7 @@ def hub_errors_said(what: str, then: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, httpx.HTTPError) as error:  # ValueError: an invalid id
-        raise QeRLError(f"{what} ({first_line(error)}); see to the network, {then}.") from error
+        raise QeRLError(f"{what} ({first_line(error)}); check the network, {then}.") from error
 
 
 def _from_hub(name: str, patterns: list[str], needed: str) -> Path:
@@ -179,8 +179,8 @@ def _checked_folder(folder: Path, name: str | Path) -> Path:
     if (folder / "config.json").is_file():
         if adapts:
             raise QeRLError(
-                f"{name} holds a LoRA adapter beside its model, which would be loaded with it unasked; move "
-                f"{ADAPTER_CONFIG_FILE} and {ADAPTER_FILE} to a folder of their own and give that as the "
+                f"{name} holds a LoRA adapter beside its model, and both would be loaded together; move "
+                f"{ADAPTER_CONFIG_FILE} and {ADAPTER_FILE} to a separate folder and give that as the "
                 "adapter."
             )
         return folder
@@ -197,6 +197,6 @@ def _without_hub(name: str, needed: str, error: Unreachable | None) -> Path:
     cause = f" ({error})" if error is not None and str(error) else ""
     lacking = needed.removeprefix("*.")
     raise QeRLError(
-        f"{name} was not found: no such folder, and neither the Hub nor its cache has {lacking} of it"
-        f"{cause}; connect to the network or {hint}."
+        f"{name} was not found: no such folder, and {lacking} is neither on the Hub nor in its "
+        f"cache{cause}; connect to the network or {hint}."
     ) from error

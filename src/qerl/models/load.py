@@ -153,18 +153,18 @@ def _read(
     """
     stored, held, said = dict(checkpoint.tensors()), dict(checkpoint.formats), []
     if others := checkpoint.others:
-        said.append(f"{others} tensors of images, sound or prediction of several tokens are not read")
+        said.append(f"{others} tensors for images, sound or multi-token prediction are not loaded")
     if held.get(_HEAD) in BLOCK_FORMATS:
         format = BLOCK_FORMATS[held.pop(_HEAD)]
         names = [name for name in stored if name.startswith(f"{_HEAD}.weight")]
         own = {name.rpartition(".")[2]: stored.pop(name) for name in names}
         stored[f"{_HEAD}.weight"] = dequantize(PackedRows.of_tensors(own, format), dtype)
-        said.append(f"the head in {format.name} becomes 16 bits")
+        said.append(f"the {format.name} head is converted to 16 bits")
     packs = FORMATS[weights].packed
     converted = [key for key, format in held.items() if format == "fp8" and not (packs and is_quantized(key))]
     if converted:
         size = 2 * sum(stored[f"{key}.weight"].numel() for key in converted)
-        said.append(f"{len(converted)} layers in FP8 become 16 bits ({size / 1e6:.1f} MB)")
+        said.append(f"{len(converted)} FP8 layers are converted to 16 bits ({size / 1e6:.1f} MB)")
     if said and is_first_process():
         logger.warning("%s: %s.", name, "; ".join(said))
     return stored, held
@@ -206,7 +206,9 @@ def load_tokenizer(
         candidates = [token for token in (*PAD_TOKENS, tokenizer.unk_token) if token in vocabulary]
         tokenizer.pad_token = next((t for t in candidates if t != tokenizer.eos_token), tokenizer.eos_token)
         if tokenizer.pad_token == tokenizer.eos_token and is_first_process():
-            logger.warning("%s has no padding token: EOS (%s) pads.", name_or_path, tokenizer.eos_token)
+            logger.warning(
+                "%s has no padding token; EOS (%s) is used instead.", name_or_path, tokenizer.eos_token
+            )
     return tokenizer
 
 

@@ -164,7 +164,7 @@ def read_table(run: Run, path: Path, step: int, evaluation: str = "") -> Table |
             return None
         groups = [_group(group, *_rewards(run, rows[0])) for group in _cut(run, rows, evaluation)]
     except (OSError, pyarrow.ArrowException, LookupError, TypeError, ValueError, AttributeError) as error:
-        logger.warning("%s is no whole table of completions (%s); it is left out.", path, error)
+        logger.warning("%s is not a complete table of completions (%s); it is left out.", path, error)
         return None
     return Table(step, evaluation, tuple(sorted(groups, key=lambda group: _rank(group.reward))))
 

@@ -110,7 +110,9 @@ class Judge:
         self._url = url.rstrip("/")
         self._place, passwords = _without_user(self._url)
         if "{completion}" not in prompt:
-            raise QeRLError("prompt of the judge lacks {completion}, the place of what it is to judge.")
+            raise QeRLError(
+                "prompt of the judge lacks the placeholder {completion} for the reply to judge; add it."
+            )
         if request is not None and not isinstance(request, Mapping):
             raise QeRLError(f"request of the judge is {request!r}; it must be a mapping.")
         self.__name__ = name
@@ -189,7 +191,7 @@ class Judge:
                 said = f"{answer.status} {self._start(answer.text)}"
                 raise ValueError(f"the judge at {self._place} refuses the request: {said}")
             elif answer.reply is None:
-                failure = f"answers something else than a chat completion ({self._start(answer.text)})"
+                failure = f"answers something other than a chat completion ({self._start(answer.text)})"
             else:
                 return answer.reply
         times = "once" if self._tries == 1 else f"{self._tries} times"

@@ -145,7 +145,7 @@ def obstacle() -> str | None:
     except QeRLError as error:
         return str(error)
     if ran.stdout != "1\n":
-        return f"A program in the sandbox of bubblewrap does not work here ({_last_line(ran.stderr)})."
+        return f"Programs do not run in bubblewrap's sandbox on this machine ({_last_line(ran.stderr)})."
     return None
 
 
@@ -196,9 +196,10 @@ def _run_as(uid: int | None, code: str, stdin: str, limits: Limits, check: str) 
             os.close(file)
     if not report.startswith(_STARTED) and code_of_exit is not None:
         raise QeRLError(
-            f"bubblewrap cannot make a sandbox here ({_last_line(_text(complained))}); allow user namespaces "
-            "to this user (sysctl user.max_user_namespaces, on Ubuntu "
-            "kernel.apparmor_restrict_unprivileged_userns=0), or run where they are, outside of a container."
+            f"bubblewrap cannot make a sandbox here ({_last_line(_text(complained))}); allow user "
+            "namespaces for this user (sysctl user.max_user_namespaces, on Ubuntu "
+            "kernel.apparmor_restrict_unprivileged_userns=0), or run outside of a container, where they are "
+            "allowed."
         )
     ended: Literal["exit", "time", "output"] = "exit"
     if code_of_exit is None:

@@ -326,9 +326,8 @@ def check_goes_on(session: Session) -> None:
             raise QeRLError(_not_going_on(session, method))
     if not takes(session.start, "begun"):
         raise QeRLError(
-            f"max_staleness needs sessions whose start has the argument `begun`, and that of "
-            f"{type(session).__name__} has not; add it, as qerl.rollout.engine.Session.start has it, or set "
-            "max_staleness: 0."
+            f"max_staleness needs the argument `begun` of start, which {type(session).__name__}.start "
+            "lacks; add it, as in qerl.rollout.engine.Session.start, or set max_staleness: 0."
         )
 
 
@@ -414,9 +413,9 @@ class RolloutEngine(ABC):
             QeRLError: The engine samples whole completions only, or ``going_on`` is over or another engine's.
         """
         raise QeRLError(
-            f"{type(self).__name__} samples whole completions alone; trajectories of several turns, "
-            "max_staleness and dynamic sampling need an engine with sessions, as those that qerl chooses by "
-            "itself."
+            f"{type(self).__name__} has no sessions and samples only whole completions; trajectories of "
+            "several turns, max_staleness and dynamic sampling need an engine with sessions, such as those "
+            "of make_engine."
         )
 
     def release(self) -> None:  # noqa: B027 - an engine may hold nothing
@@ -447,8 +446,8 @@ def check_model(model: nn.Module) -> None:
     for config in model.peft_config.values() if isinstance(model, PeftModel) else ():
         if config.is_prompt_learning:
             raise QeRLError(
-                f"The adapter is of the type {config.peft_type.value}, whose virtual tokens the rollout "
-                "engine does not sample behind; use LoRA."
+                f"The adapter has the type {config.peft_type.value}, whose virtual tokens the rollout "
+                "engine does not support; use LoRA."
             )
 
 
@@ -493,8 +492,8 @@ def check_keys(kv_cache_dtype: KvCacheDtype, sizes: Sizes) -> None:
     mixers = [run.spec.mixer for run in sizes.runs if isinstance(run.spec.mixer, Attention)]
     if kv_cache_dtype == "fp8" and any(each.qkv_bias and not each.qk_norm for each in mixers):
         raise QeRLError(
-            "kv_cache_dtype: fp8 spoils what a model samples whose keys have a bias, as those of Qwen2 and "
-            "Qwen2.5 do, because biased keys are too large for E4M3; set kv_cache_dtype: auto."
+            "kv_cache_dtype: fp8 spoils the samples of models whose keys have a bias, such as Qwen2 and "
+            "Qwen2.5, because biased keys are too large for E4M3; set kv_cache_dtype: auto."
         )
 
 

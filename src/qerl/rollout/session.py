@@ -277,8 +277,8 @@ class TrackedSession(Session):
         sequence = self._between_turns(index)
         if len(token_ids) >= sequence.room:
             raise QeRLError(
-                f"Sequence {index} has room for {sequence.room} tokens, and {len(token_ids)} written ones "
-                "leave none to draw: shorten them or finish the sequence."
+                f"Sequence {index} has room for {sequence.room} tokens, and {len(token_ids)} appended "
+                "tokens leave no room to draw one; append fewer or finish the sequence."
             )
         sequence.write(list(token_ids))
         self._drawing += 1
@@ -342,14 +342,14 @@ class TrackedSession(Session):
         sequence = self._unfinished(index)
         if sequence.stage != "between turns":
             raise QeRLError(
-                f"Sequence {index} has not ended its turn; only one whose turn has ended can go on or finish."
+                f"The turn of sequence {index} has not ended; go_on and finish need a turn that has ended."
             )
         return sequence
 
     def _unfinished(self, index: int) -> Sequence:
         if index not in self._sequences:
             state = "was finished" if 0 <= index < self._started else "was not started"
-            raise QeRLError(f"Sequence {index} {state}, so nothing is known of it; start another.")
+            raise QeRLError(f"Sequence {index} {state}, so the session does not hold it; start another.")
         return self._sequences[index]
 
 
@@ -394,8 +394,8 @@ class LastSession(Generic[S]):
         """
         if (session := self.session) is None or session is not going_on or session.over:
             raise QeRLError(
-                "This session is over, because it was left, or the engine was reset or has opened another "
-                "session since; call its method leave, and start with what that gives in a new session."
+                "This session is over, because it was left, the engine was reset, or another session was "
+                "opened; start its sequences in a new session from what its method leave returns."
             )
         return session
 

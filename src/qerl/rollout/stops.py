@@ -98,7 +98,9 @@ class StopStrings(Stop):
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", strings: Sequence[str]) -> None:
         if not strings or not all(strings):
-            raise QeRLError("A stop string is empty or there is none; give at least one character.")
+            raise QeRLError(
+                "The list of stop strings is empty, or has an empty string; give at least one character."
+            )
         self._tokenizer = tokenizer
         special = tokenizer.all_special_tokens
         named = [text for text in strings if any(token in text for token in special)]

@@ -190,8 +190,8 @@ def _budget_leaves_an_answer(sampling: Any) -> None:
     budget, longest = sampling.thinking_budget, sampling.max_completion_length
     if budget is not None and budget >= longest:
         raise QeRLError(
-            f"thinking_budget is {budget}, and a completion ends at {longest} tokens "
-            "(max_completion_length); make it smaller, so that there is room for an answer."
+            f"thinking_budget is {budget}; it must be below max_completion_length, which is {longest}, to "
+            "leave room for an answer."
         )
     if budget is None and sampling.thinking_end != _default(sampling, "thinking_end"):
         raise QeRLError("thinking_end needs a thinking_budget; set it, or remove thinking_end.")

@@ -36,7 +36,7 @@ class GuessNumber(DrawnTask):
     ) -> None:
         super().__init__("guess_number", _FORM, seed, train_size, test_size)
         if not 10 <= largest <= 1000:
-            raise QeRLError(f"largest is {largest}; a range of guess_number ends with 10 to 1000.")
+            raise QeRLError(f"largest is {largest}; it must be from 10 to 1000.")
         self.largest = largest
 
     def draw(self, split: Set, count: int) -> list[dict[str, Any]]:

@@ -190,8 +190,8 @@ def part_of(dataset: str, config: str | None, split: str, where: str) -> Dataset
         folder = download(dataset, files, "dataset")
     except Unreachable as error:
         raise QeRLError(
-            f"The data set {dataset} is neither on the Hub as seen from here nor in its cache ({error}); "
-            "connect to the network, or use the task arithmetic or a file of your own with jsonl:PATH."
+            f"The data set {dataset} was found neither on the Hub nor in its cache ({error}); connect to "
+            "the network, or use the task arithmetic or a file of your own with jsonl:PATH."
         ) from error
     try:
         if config is None:
@@ -202,6 +202,6 @@ def part_of(dataset: str, config: str | None, split: str, where: str) -> Dataset
         return load_dataset("parquet", data_files={split: parts}, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         raise QeRLError(
-            f"The data set {where}, cannot be read from {folder} ({first_line(error)}); run again with "
-            "network, which downloads what is missing there, or use a copy of your own with jsonl:PATH."
+            f"The data set {where}, cannot be read from {folder} ({first_line(error)}); run again with a "
+            "network connection to download missing files, or use a copy of your own with jsonl:PATH."
         ) from error

@@ -164,7 +164,9 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"a text holds half of a character ({error.object[error.start]!a})") from error
+        raise ValueError(
+            f"a text holds a lone surrogate ({error.object[error.start]!a}), which is half of a character"
+        ) from error
     return row
 
 

@@ -85,8 +85,8 @@ class Mixture(Task):
     def prompt(self, question: str, worked: Any = ()) -> list[Message]:
         """Raise a QeRLError: a question belongs to none of the tasks."""
         raise QeRLError(
-            f"A mixture poses each question as one of its tasks does ({', '.join(self.parts)}), and this one "
-            "belongs to none; give the system message with --system."
+            "A mixture has no prompt format of its own, and this question belongs to none of its tasks "
+            f"({', '.join(self.parts)}); give the system message with --system."
         )
 
     def train(self) -> Dataset:

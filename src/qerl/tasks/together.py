@@ -330,8 +330,8 @@ def _check_asked(batch: Batch) -> None:
         for column in _OF_A_SAMPLE if asked is not None else ():
             if column in batch.columns and asked.arguments[column] != [batch.columns[column][i]]:
                 raise QeRLError(
-                    f"Rewards of sample {i} were asked for with other {column} than it has now; let the "
-                    "engine tell `ended` the completions that it returns, each with its place."
+                    f"The reward of sample {i} was requested with other {column} than it has now; the "
+                    "engine must pass `ended` the completions that it returns, each with its index."
                 )
 
 

@@ -123,7 +123,7 @@ class Verifiers(Task):
 
 def _texts(messages: Any) -> list[tuple[str, str]]:
     if any(not isinstance(message.content, str) for message in messages):
-        raise QeRLError("A prompt of the task set holds more than text, which no task here takes.")
+        raise QeRLError("A prompt of the task set has content other than text, which tasks do not support.")
     return [(message.role, message.content) for message in messages]
 
 
@@ -152,8 +152,8 @@ def _load(taskset: str, limit: int, config: dict[str, Any]) -> list[Any]:
     for task in tasks:
         if reason := _needs_more(task):
             raise QeRLError(
-                f"Task verifiers:{taskset} {reason}, which only verifiers' own episodes have; let "
-                "verifiers play them with environment: endpoint:PATH.py:function (docs/agents.md)."
+                f"Task verifiers:{taskset} {reason}, which only verifiers' own episodes support; run those "
+                "with environment: endpoint:PATH.py:function (docs/agents.md)."
             )
     return tasks
 
@@ -169,5 +169,5 @@ def _needs_more(task: Any) -> str:
     for reward in task.hooks("reward"):
         parameter = inspect.signature(reward).parameters.get("runtime")
         if parameter is not None and parameter.default is parameter.empty:
-            return f"has the reward {reward.__name__}, which reads the machine of an agent"
+            return f"has the reward {reward.__name__}, which reads the agent's machine"
     return ""

@@ -225,4 +225,4 @@ def test_biases_that_the_config_does_not_tell_of_are_refused():
     model = tiny("llama").bfloat16()
     assert _why_not_with_linears(model) is None
     model.model.layers[2].mlp.down_proj.bias = torch.nn.Parameter(torch.ones(64))
-    assert "down_proj of layer 2 has a bias, against its config" in _why_not_with_linears(model)
+    assert "down_proj of layer 2 has a bias, which contradicts its config" in _why_not_with_linears(model)

@@ -140,7 +140,7 @@ def test_sequences_that_lost_their_cache_draw_nothing_until_there_is_another():
             session.start([[5] * 850], 1, [SamplingParams(290)])
         assert engine.parts.cache.blocks == (0,)
         for _ in range(2):
-            with pytest.raises(QeRLError, match="none of the 2 sequences that wait fits"):
+            with pytest.raises(QeRLError, match="None of the 2 waiting sequences fits"):
                 session.next()
         taken = False
         session.start([[7] * 200], 1, [SamplingParams(190)])

@@ -178,7 +178,7 @@ def test_written_tokens_count_towards_the_limit(tiny_model):
     with started(model, PROMPTS[:1], 1, max_tokens=8, stop_token_ids=(first,)) as session:
         assert session.next()[0].completion.token_ids == [first]
         assert session.room(0) == 7
-        with pytest.raises(QeRLError, match="room for 7 tokens, and 7 written ones leave none to draw"):
+        with pytest.raises(QeRLError, match="room for 7 tokens, and 7 appended tokens leave no room to draw"):
             session.go_on(0, [5] * 7)
         session.go_on(0, [5] * 6)
         assert session.room(0) == 1
@@ -188,9 +188,9 @@ def test_written_tokens_count_towards_the_limit(tiny_model):
 
 def test_only_a_sequence_between_turns_can_go_on_or_finish(tiny_model):
     with started(tiny_model("llama"), PROMPTS[:1], 1, max_tokens=4) as session:
-        with pytest.raises(QeRLError, match="Sequence 0 has not ended its turn"):
+        with pytest.raises(QeRLError, match="The turn of sequence 0 has not ended"):
             session.go_on(0, [])
-        with pytest.raises(QeRLError, match="has not ended its turn"):
+        with pytest.raises(QeRLError, match="The turn of sequence 0 has not ended"):
             session.finish(0)
         session.next()
         assert session.next() == []

@@ -222,8 +222,8 @@ class TrainedAdapter:
                 wanted = tuple(expected[name]) if name in expected else None
                 if shape != wanted:
                     raise QeRLError(
-                        f"The saved {what} have {_shown(shape)} for {name}, and this model {_shown(wanted)}; "
-                        "load a checkpoint that was trained on this base."
+                        f"The saved {what} have {_shown(shape)} for {name}, but this model has "
+                        f"{_shown(wanted)}; load a checkpoint that was trained on this base."
                     )
 
     def _before_change(self) -> None:

@@ -146,8 +146,8 @@ class ModelBackend:
             adapter = self._used(model_id)
             if adapter.shape != saved.shape:
                 raise QeRLError(
-                    f"{path} has an adapter of {_said(saved.shape)}, and {model_id} was made with one of "
-                    f"{_said(adapter.shape)}; make a model from these weights."
+                    f"{path} has an adapter of {_said(saved.shape)}, but {model_id} was made with "
+                    f"{_said(adapter.shape)}; make a new model from these weights."
                 )
             made = False
         else:
@@ -220,7 +220,7 @@ class ModelBackend:
     def drop_sampler(self, key: str) -> None:
         """See `Backend.drop_sampler`."""
         if key not in self._given:
-            raise QeRLError(f"There is no sampler {key}; it was given up already.")
+            raise QeRLError(f"There is no sampler {key}; it was dropped already.")
         self._given[key] -= 1
         if not self._given[key]:
             del self._given[key]

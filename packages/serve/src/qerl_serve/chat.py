@@ -115,7 +115,7 @@ class ChatDesk:
 
     def reward(self, key: str, reward: float) -> None:
         """See `Desk.reward`; a server has no trajectories."""
-        raise ApiError("This server takes no rewards.", 404)
+        raise ApiError("This server does not accept rewards.", 404)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `Desk.decode`."""

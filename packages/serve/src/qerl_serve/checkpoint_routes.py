@@ -92,7 +92,7 @@ class CheckpointRoutes:
     async def _run(self, request: Request) -> Response:
         run = (await self._described_runs()).get(request.path_params["run"])
         if run is None:
-            raise HTTPException(404, f"This server knows no training run {request.path_params['run']}.")
+            raise HTTPException(404, f"This server has no training run {request.path_params['run']}.")
         return JSONResponse(run)
 
     async def _described_runs(self) -> dict[str, dict[str, Any]]:
@@ -132,7 +132,7 @@ class CheckpointRoutes:
         for saved in found:
             if not owners.now().may(saved.notes.owner):
                 whose = saved.notes.owner or "the server"
-                raise HTTPException(403, f"{path} belongs to {whose}, who alone may change it.")
+                raise HTTPException(403, f"{path} belongs to {whose}; only its owner may change it.")
 
     async def _delete(self, request: Request) -> Response:
         await self._check_owner(request)

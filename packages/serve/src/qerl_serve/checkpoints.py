@@ -154,8 +154,8 @@ class Store:
             if not _is_full(error):
                 raise
             raise QeRLError(
-                f"{path} was not saved, because the server's disk is full; delete checkpoints that nobody "
-                "needs and save again. What was saved before is still there, and training can go on."
+                f"{path} was not saved, because the server's disk is full; delete checkpoints that are no "
+                "longer needed and save again. Earlier checkpoints are still there, and training can go on."
             ) from error
         return path
 

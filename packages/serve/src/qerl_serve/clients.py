@@ -204,11 +204,13 @@ class Clients:
                 return
             others = among - {session_id}
             if not others:
-                raise QeRLError(f"{full}, all of them yours; unload one, or start it with more.")
+                raise QeRLError(
+                    f"{full}, all of them yours; unload one, or start the server with a larger limit."
+                )
             now = time.monotonic()
             silent, longest = max((now - self.sessions[other].seen, other) for other in others)
             if silent < self.limits.gone_s:
-                raise Busy(f"{full}, and the clients of all of them live; try again once one has ended.")
+                raise Busy(f"{full}, and all their clients are active; try again once one has ended.")
             self._finish(
                 longest, f"its client was silent for {silent:.0f} seconds, and another needed the room"
             )

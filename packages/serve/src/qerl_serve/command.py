@@ -40,79 +40,99 @@ def add_serve(commands: Any) -> None:
     sub.add_argument("model", nargs="?", metavar="MODEL", help="Hub id, local folder or .gguf file")
     sub.add_argument(
         "--served_name", metavar="NAME",
-        help="by which clients ask for the model; default: MODEL, and the folder where it lies",
+        help="name under which clients find the model; default: MODEL, and its folder",
     )  # fmt: skip
     sub.add_argument(
         "--adapter", action="append", default=[], metavar="[NAME=]DIR",
-        help="folder of a LoRA adapter on the model, which clients sample from and go on training as "
-        "tinker://imported/weights/NAME; may be given again for more of them; default of NAME: the folder's",
+        help="folder of a LoRA adapter of the model, which clients sample from and train further as "
+        "tinker://imported/weights/NAME; may be repeated; default NAME: that of the folder",
     )  # fmt: skip
     sub.add_argument(
         "--teacher", action="append", default=[], metavar="MODEL",
-        help="another model, which samples and scores for recipes of distillation and is not trained; may be "
-        "given again for more of them",
+        help="another model, which samples and scores for distillation recipes and is not trained; may be "
+        "repeated",
     )  # fmt: skip
-    sub.add_argument("--teacher_weights", choices=FORMATS, help="of teachers; default: as for --weights")
-    sub.add_argument("--status", action="store_true", help="say how the server at --host and --port is doing")
     sub.add_argument(
-        "--port", type=number_from(0, int, 65535), default=8000, help="default: 8000; 0 takes a free one"
+        "--teacher_weights", choices=FORMATS, help="weight format of teachers; default: as for --weights"
+    )
+    sub.add_argument(
+        "--status", action="store_true", help="print the status of the server at --host and --port"
+    )
+    sub.add_argument(
+        "--port",
+        type=number_from(0, int, 65535),
+        default=8000,
+        help="port to listen on, 0 for a free one; default: 8000",
     )
     sub.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine alone"
     )
     sub.add_argument(
         "--api_key", metavar="KEY",
-        help=f"begins with {KEY_START} and has {KEY_LENGTH} characters or more; default: the environment's "
-        f"{KEY_VARIABLE}, which other users of this machine cannot read, else one of its own, kept in "
-        f"DIR/{KEY_FILE}",
+        help=f"the server's key, which begins with {KEY_START} and has {KEY_LENGTH} characters or more; "
+        f"default: the environment variable {KEY_VARIABLE}, which other users of this machine cannot read, "
+        f"else a generated key, kept in DIR/{KEY_FILE}",
     )  # fmt: skip
     sub.add_argument(
         "--keys", type=Path, metavar="FILE",
-        help="further keys, each with its owner and a share of the limits, as docs/serve.md describes; "
-        "default: the server's own alone",
+        help="file of further keys, each with its owner and a share of the limits (docs/serve.md); default: "
+        "only the server's key",
     )  # fmt: skip
     sub.add_argument(
         "--output_dir", type=Path, default=Path("runs/serve"), metavar="DIR",
-        help="where saved weights go; default: runs/serve",
+        help="folder of saved weights; default: runs/serve",
     )  # fmt: skip
-    sub.add_argument("--weights", choices=FORMATS, help=f"default: the checkpoint's, else {DEFAULT_FORMAT}")
-    sub.add_argument("--rounding", choices=ROUNDINGS, help=f"default: {DEFAULT_ROUNDING}")
+    sub.add_argument(
+        "--weights", choices=FORMATS, help=f"weight format; default: the checkpoint's, else {DEFAULT_FORMAT}"
+    )
+    sub.add_argument(
+        "--rounding",
+        choices=ROUNDINGS,
+        help=f"how an unquantised checkpoint is rounded while loading; default: {DEFAULT_ROUNDING}",
+    )
     sub.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"),
-        help="of what is not quantised; default: bfloat16 on a GPU and float32 on a CPU",
+        help="precision of everything that is not quantised; default: bfloat16 on a GPU and float32 on a CPU",
     )  # fmt: skip
-    sub.add_argument("--max_rank", type=number_from(1), default=32, help="of adapters; default: 32")
     sub.add_argument(
-        "--max_models", type=number_from(1), default=8, help="models that clients train at once; default: 8"
+        "--max_rank", type=number_from(1), default=32, help="maximum rank of adapters; default: 32"
+    )
+    sub.add_argument(
+        "--max_models",
+        type=number_from(1),
+        default=8,
+        help="maximum number of models that clients train at once; default: 8",
     )
     sub.add_argument(
         "--resident", type=number_from(1), default=2, metavar="N",
-        help="of them that stay on the GPU, those used last; default: 2",
+        help="maximum number of these models kept on the GPU, those used last; default: 2",
     )  # fmt: skip
     sub.add_argument(
         "--held_gb", type=number_from(0.1, float), default=1.0, metavar="GB",
-        help="of requests that wait and of results, in the host's memory; default: 1",
+        help="maximum host memory for pending requests and stored results; default: 1",
     )  # fmt: skip
-    sub.add_argument("--max_sequences", type=number_from(1), help="that are decoded at once")
+    sub.add_argument(
+        "--max_sequences", type=number_from(1), help="maximum number of sequences decoded at once"
+    )
     sub.add_argument(
         "--enable_prefix_caching", choices=("true", "false"), default="true",
-        help="whether samples take keys and values of what they begin with from earlier ones of the same "
-        "policy; default: true",
+        help="whether samples reuse the KV cache of earlier samples of the same policy that begin with the "
+        "same tokens; default: true",
     )  # fmt: skip
     sub.add_argument(
         "--pause_after", type=number_from(0.0, float), default=10.0, metavar="SECONDS",
-        help="for which an update waits for samples that are being decoded, before they are paused for it; "
-        "default: 10",
+        help="how long an update waits for samples that are being decoded before it pauses them; default: 10",
     )  # fmt: skip
     sub.add_argument(
         "--tokens_per_forward",
         type=number_from(1),
-        help="of a forward and backward pass at most; default: what fits the GPU's memory, on a CPU few",
+        help="maximum number of tokens in a forward and backward pass; default: what fits the GPU's memory, "
+        "on a CPU few",
     )
     sub.add_argument(
         "--every_n_layers", type=number_from(1), default=1, metavar="N",
-        help="every N-th layer is computed again for the backward pass, the others keep their activations; "
-        "default: 1, the least memory; on a CPU all keep theirs, whatever N is",
+        help="recompute every N-th layer for the backward pass and keep the activations of the others; "
+        "default: 1, the least memory; on a CPU all activations are kept, whatever N is",
     )  # fmt: skip
     _add_noise(sub)
     sub.add_argument(
@@ -126,14 +146,32 @@ def _add_noise(sub: argparse.ArgumentParser) -> None:
 
     sub.add_argument(
         "--noise_steps", type=number_from(2), metavar="STEPS",
-        help="sample with adaptive quantization noise, by a schedule over so many optimizer steps of each "
-        "model; default: no noise",
+        help="sample with adaptive quantization noise, scheduled over this number of optimizer steps of "
+        "each model; default: no noise",
     )  # fmt: skip
-    sub.add_argument("--noise_sigma_start", type=number_from(1e-12, float), help="default: 0.01")
-    sub.add_argument("--noise_sigma_end", type=number_from(1e-12, float), help="default: 0.0005")
-    sub.add_argument("--noise_stages", type=number_from(2), help="default: 10")
-    sub.add_argument("--noise_schedule", choices=SCHEDULES, help="default: exponential")
-    sub.add_argument("--noise_scale", choices=("absolute", "relative"), help="default: absolute")
+    sub.add_argument(
+        "--noise_sigma_start",
+        type=number_from(1e-12, float),
+        help="standard deviation in the first noisy stage; default: 0.01",
+    )
+    sub.add_argument(
+        "--noise_sigma_end",
+        type=number_from(1e-12, float),
+        help="standard deviation in the last stage; default: 0.0005",
+    )
+    sub.add_argument(
+        "--noise_stages",
+        type=number_from(2),
+        help="stages of the schedule, the first without noise; default: 10",
+    )
+    sub.add_argument(
+        "--noise_schedule", choices=SCHEDULES, help="shape of the decay over the stages; default: exponential"
+    )
+    sub.add_argument(
+        "--noise_scale",
+        choices=("absolute", "relative"),
+        help="unit of the standard deviations, as for noise_scale of `qerl train`; default: absolute",
+    )
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -236,9 +274,10 @@ def greeting(
         teachers: Names of the teachers.
     """
     url = f"http://{_address(host)}:{port}"
-    served = f"{model}, and to teach it {', '.join(teachers)}," if teachers else model
+    served = f"{model} with the teachers {', '.join(teachers)}" if teachers else model
     lines = [
-        f"Serving {served} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
+        f"Serving {served} at {url}; weights that clients save are written to {folder}. Press Ctrl-C to "
+        "stop.",
         "",
         f"  export TINKER_BASE_URL={url} TINKER_API_KEY={api_key}",
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={api_key}",
@@ -248,7 +287,9 @@ def greeting(
     ]
     if not _is_local(host):
         lines.insert(
-            1, "Who reaches this address and has the key can use this machine's GPU; nothing is encrypted."
+            1,
+            "Anyone who can reach this address and has the key can use this machine's GPU; connections "
+            "are not encrypted.",
         )
     return "\n".join(lines)
 
@@ -270,8 +311,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         raise QeRLError(
-            f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another --port or "
-            "--host."
+            f"Cannot listen on {host}:{port} ({error.strerror or error}); choose another --port or --host."
         ) from error
     return listening
 
@@ -302,8 +342,7 @@ def _own_key(args: argparse.Namespace) -> str:
         where, key = given
         if not may_be_key(key):
             raise QeRLError(
-                f"{where} holds no key that clients can send: one {KEY_IS}; without it the server makes "
-                "a key of its own."
+                f"{where} is not a valid key: a key {KEY_IS}. Without it the server generates one."
             )
         return key
     path = args.output_dir / KEY_FILE
@@ -311,7 +350,10 @@ def _own_key(args: argparse.Namespace) -> str:
         _write_key(path)
     key = path.read_text().strip()
     if not may_be_key(key):
-        raise QeRLError(f"{path} holds no key: one {KEY_IS}. Delete the file, and a new key is made.")
+        raise QeRLError(
+            f"{path} does not hold a valid key: a key {KEY_IS}. Delete the file, and the server generates a "
+            "new key."
+        )
     return key
 
 

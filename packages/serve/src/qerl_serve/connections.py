@@ -114,7 +114,7 @@ class Connection(H11Protocol):
         if not self._told:
             type(self)._told = True
             logger.warning(
-                "There are %d connections, half as many as the process has descriptors; those that bring no "
-                "request are closed for others. A larger `ulimit -Hn` allows more.",
+                "%d connections are open, half the number of file descriptors of the process; connections "
+                "without a request are closed to make room. A larger `ulimit -Hn` allows more.",
                 self.max_connections,
             )

@@ -167,14 +167,14 @@ class Futures:
         share = owners.now().share
         if future.bytes > (most := share * self._max_bytes):
             raise TooLarge(
-                f"The request takes {future.bytes} bytes, and this server holds {most:.0f} of your requests "
-                "together (`qerl serve --held_gb`); send less at a time."
+                f"The request takes {future.bytes} bytes, but this server holds at most {most:.0f} bytes of "
+                "your requests (`qerl serve --held_gb`); send less at a time."
             )
         with self._lock:
             if len(self._futures) >= self._max_count:
                 raise Busy(
-                    f"The server has {len(self._futures)} requests that wait or whose results it keeps, its "
-                    "limit; fetch results, or wait a little, before you send more."
+                    f"The server has {len(self._futures)} pending requests and stored results, its limit; "
+                    "fetch results, or wait a little, before you send more."
                 )
             if share < 1:
                 self._check_share(future, share, awaited)
@@ -241,8 +241,8 @@ class Futures:
         size = sum(each.bytes for each in mine)
         if len(mine) >= share * self._max_count or size + future.bytes > share * self._max_bytes:
             raise Busy(
-                f"{future.owner} has {len(mine)} requests that wait and results, of {size} bytes, and with "
-                f"this one more than a share of {share:g} of what this server holds; wait a little."
+                f"{future.owner} has {len(mine)} pending requests and stored results, of {size} bytes; with "
+                f"this one they exceed the share of {share:g} of what this server holds. Wait a little."
             )
 
     def _make_room(self, size: int, awaited: bool) -> None:
@@ -259,9 +259,9 @@ class Futures:
         counted = self._bytes - waiting if awaited else self._bytes
         if counted + size - sum(self._futures[id_].bytes for id_ in old) > self._max_bytes:
             raise Busy(
-                f"The server holds {self._bytes} bytes of requests that wait and of results; with the {size} "
-                f"of this request they exceed its limit of {self._max_bytes} (`qerl serve --held_gb`). "
-                "Fetch results, or wait a little, before you send more."
+                f"The server holds {self._bytes} bytes of pending requests and stored results; with the "
+                f"{size} of this request they exceed its limit of {self._max_bytes} (`qerl serve "
+                "--held_gb`). Fetch results, or wait a little, before you send more."
             )
         for request_id in old:
             if self._bytes + size > self._max_bytes:

@@ -68,8 +68,8 @@ class Gate:
             name = "OPENAI_API_KEY" if scope["path"].startswith(PREFIX) else "TINKER_API_KEY"
             await _refuse(
                 401,
-                f"The API key is not this server's; export {name} as `qerl serve` printed it, "
-                "or the key of your own that its file --keys has.",
+                f"The API key is not this server's; export {name} as `qerl serve` printed it, or your own "
+                "key from its file --keys.",
                 scope, receive, send,
             )  # fmt: skip
             return
@@ -83,16 +83,16 @@ class Gate:
             except _TooManyError:
                 yours = self._coming[owner.name]
                 full = (
-                    f"Bodies that are being sent take {self._coming.total()} bytes, {yours} of them yours, "
-                    f"and with this one more than {self._max_coming} (`qerl serve --held_gb`) or than your "
-                    "share of it; send it again in a moment."
+                    f"Bodies being received take {self._coming.total()} bytes, {yours} of them yours; with "
+                    f"this one they exceed the limit of {self._max_coming} (`qerl serve --held_gb`) or your "
+                    "share of it. Send it again in a moment."
                 )
                 await _refuse(429, full, scope, receive, send)
                 return
         if body is None:
             too_large = (
-                f"The body is larger than {maximum} bytes, which this server takes; send less, with the "
-                "same seq_id if it has one, because the later requests of its model wait for that number."
+                f"The body is larger than {maximum} bytes, the limit of this server; send less, with the "
+                "same seq_id if it has one, because later requests of its model wait for that number."
             )
             await _refuse(413, too_large, scope, receive, send)
             return

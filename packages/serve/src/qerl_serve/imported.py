@@ -100,7 +100,7 @@ def read_imported(word: str, max_rank: int) -> Imported:
     given = read_json(folder / ADAPTER_CONFIG_FILE)
     if given.get("peft_type") != "LORA":
         raise QeRLError(
-            f"{folder} is a {given.get('peft_type')} adapter; a server trains LoRA adapters alone."
+            f"{folder} is a {given.get('peft_type')} adapter; a server trains only LoRA adapters."
         )
     begins = given.get("init_lora_weights", True)
     beyond = [
@@ -110,7 +110,7 @@ def read_imported(word: str, max_rank: int) -> Imported:
         beyond.append("init_lora_weights")
     if beyond:
         raise QeRLError(
-            f"The adapter {folder} has {beyond[0]}={given[beyond[0]]!r}, and those of a server are plain "
+            f"The adapter {folder} has {beyond[0]}={given[beyond[0]]!r}, but a server trains only plain "
             "LoRA of one rank; convert it to that."
         )
     rank, alpha = given.get("r", plain["r"]), given.get("lora_alpha", plain["lora_alpha"])
@@ -150,8 +150,8 @@ def save_imported(imported: Imported, base: Base, store: Store) -> str:
     served = {_last(info.name) for info in base.names}
     if recorded is None and imported.base and _last(imported.base) not in served:
         logger.warning(
-            "The adapter %s says that it was trained on %s, and this server has %s: if that is another "
-            "model, the adapter computes nothing of use on it.",
+            "The config of the adapter %s says that it was trained on %s, but this server has %s: if that "
+            "is another model, the adapter is useless on it.",
             folder,
             imported.base,
             base.name,
@@ -181,8 +181,9 @@ def _fitted(imported: Imported, weights: dict[str, torch.Tensor], seats: Seats, 
     if adapted != {name for kind, names in kinds.items() if whole[kind] for name in names}:
         groups = " and ".join(", ".join(sorted(names)) for names in kinds.values())
         raise QeRLError(
-            f"The adapter {imported.folder} is on {', '.join(sorted(adapted))}, and those of this server are "
-            f"on {groups}, on all of one group or of both; go on with it in `qerl train --adapter`."
+            f"The adapter {imported.folder} adapts {', '.join(sorted(adapted))}, but this server needs "
+            f"adapters on all layers of one group or of both: {groups}. Train it further with `qerl train "
+            "--adapter`."
         )
     shape = Shape(imported.rank, whole["attn"], whole["mlp"])
     adapter = TrainedAdapter(shape, seats.fresh(shape, 0), 0)

@@ -108,8 +108,8 @@ class _Room:
         self.taken += math.prod(shape)
         if self.taken > self.max_elements:
             raise QeRLError(
-                f"{name} has the shape {list(shape)}; with it the tensors of this request have more than "
-                f"{self.max_elements} elements, which this server takes. Send fewer datums in a request."
+                f"{name} has the shape {list(shape)}; with it the tensors of this request exceed this "
+                f"server's limit of {self.max_elements} elements. Send fewer datums in a request."
             )
 
 
@@ -117,7 +117,7 @@ def _datum(message: Any, limits: Limits, room: _Room) -> Datum:
     chunks = []
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
-            raise QeRLError("its model_input holds an image or sound; this server takes text alone.")
+            raise QeRLError("its model_input holds an image or sound; this server takes only text.")
         chunks.append(_array(chunk.encoded_text.tokens, np.dtype("<i4"), "tokens"))
     tokens_T = np.concatenate(chunks) if chunks else np.empty(0, np.int32)
     check_tokens(tokens_T, limits, "model_input")

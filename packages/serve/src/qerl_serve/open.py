@@ -214,7 +214,7 @@ def model_names(
         QeRLError: The model's config has no maximum number of positions, which clients need.
     """
     if positions is None:
-        raise QeRLError(f"{found} does not say in its config how many positions it has; add them there.")
+        raise QeRLError(f"The config of {found} lacks its maximum number of positions; add it there.")
     folder = str(found.folder.resolve())
     cached = Path(constants.HF_HUB_CACHE).resolve() in Path(folder).parents
     tokenizer = found.name if cached else folder
@@ -242,8 +242,8 @@ def _open_base(
     model = loading.load()
     if trainable and any(experts_of(model)):
         raise QeRLError(
-            f"{loading.model.name} is a mixture of experts, which clients cannot train; use a dense model, "
-            "beside which it can be a --teacher."
+            f"{loading.model.name} is a mixture of experts, which clients cannot train; serve a dense "
+            "model, with this one as a --teacher if needed."
         )
     positions = positions_of(base_model(model).config.get_text_config(decoder=True))
     return make_base(
@@ -261,8 +261,8 @@ def _open_teacher(options: BackendOptions, loading: Loading) -> Base:
     except torch.OutOfMemoryError as error:
         name = loading.model.name
         raise QeRLError(
-            f"The teacher {name} finds no room on this GPU beside {options.model}; take a smaller one or "
-            f"fewer bits (--teacher_weights), and count what they need with `qerl plan {options.model} "
+            f"The teacher {name} does not fit on this GPU beside {options.model}; use a smaller one or "
+            f"fewer bits (--teacher_weights), and check the memory with `qerl plan {options.model} "
             f"--adapters {options.resident} --algorithm distill --teacher {name}`."
         ) from error
 
@@ -278,8 +278,8 @@ def _check_names(student: Loading, teachers: Sequence[Loading], served_name: str
         names = names_of(teacher.model)
         if not taken.isdisjoint(names):
             raise QeRLError(
-                f"--teacher {teacher.model.name} is served already by that name, and clients find a teacher "
-                "by its name; leave it out to score with the same weights, or give the model another "
+                f"--teacher {teacher.model.name} has the name of another served model, and clients choose "
+                "models by name; leave it out to score with the same weights, or give the model another "
                 "--served_name."
             )
         taken.update(names)

@@ -165,7 +165,7 @@ class CreateModel(Body):
         """
         self.optimizer_config.check()
         if self.lora_config is None:
-            raise QeRLError("lora_config is missing; this server trains adapters alone.")
+            raise QeRLError("lora_config is missing; this server trains only adapters.")
         if not 1 <= self.lora_config.rank <= limits.max_rank:
             raise QeRLError(
                 f"The rank is {self.lora_config.rank}; this server takes 1 to {limits.max_rank}. Ask for "
@@ -236,8 +236,8 @@ class SaveWeights(OfModel, Ttl):
         """Raise if the request asks for a sampler that follows its model."""
         if self.kind != "snapshot":
             raise QeRLError(
-                f"kind is {self.kind!r}, but a sampler of this server stays as it is and does not follow its "
-                "model; leave kind out, and take a new sampler after each optimizer step."
+                f"kind is {self.kind!r}, but samplers of this server are snapshots that do not follow their "
+                "model; leave kind out, and create a new sampler after each optimizer step."
             )
 
 
@@ -380,7 +380,7 @@ class Sample(Body):
 
     def _refuse(self) -> None:
         if any(chunk.tokens is None for chunk in self.prompt.chunks):
-            raise QeRLError("The prompt holds an image or sound; this server takes text alone.")
+            raise QeRLError("The prompt holds an image or sound; this server takes only text.")
         if self.record_stability_info:
             raise QeRLError(
                 "record_stability_info belongs to the loss stable_reinforce, whose formula is not public; "

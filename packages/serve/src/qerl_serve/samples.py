@@ -141,9 +141,9 @@ class Samples:
         if not self._told_of_tempering and request.temperature not in (0, 1):
             self._told_of_tempering = True
             logger.warning(
-                "Samples are drawn at temperature %g, with log-probabilities at that temperature: "
-                "importance_sampling corrects for it, ppo and cispo clip it, and those of forward and "
-                "compute_logprobs are at temperature 1 (docs/serve.md).",
+                "Samples and their log-probabilities have temperature %g, but forward and compute_logprobs "
+                "use temperature 1: importance_sampling corrects for the difference, ppo and cispo clip it "
+                "(docs/serve.md).",
                 request.temperature,
             )
 
@@ -217,9 +217,9 @@ class Samples:
 
     def _unknown(self, sampler_id: str) -> str:
         return (
-            f"This server knows no sampler {sampler_id}: its session ended, the server was restarted, or the "
-            f"session has taken {self._clients.limits.snapshots} snapshots since it was last used; what is "
-            "saved under a name stays."
+            f"This server knows no sampler {sampler_id}: its session ended, the server was restarted, or "
+            f"the session has taken {self._clients.limits.snapshots} snapshots since it was last used. "
+            "Weights saved under a name are still there."
         )
 
 

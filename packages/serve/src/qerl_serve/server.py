@@ -17,7 +17,7 @@ from qerl_serve.owners import Keys
 from qerl_serve.types import Backend
 from qerl_serve.worker import Worker
 
-_ENDING = Failure("The server is ending; what was saved is still there when it runs again.", "server")
+_ENDING = Failure("The server is shutting down; saved weights are still there when it runs again.", "server")
 
 
 class Server:

@@ -30,7 +30,7 @@ FLAGS = {
 
 _NO_PROJECTS = "This server has no projects"
 _NO_ACCOUNTS = "This server has no accounts"
-_ASKED_FOR = "Clients ask for this where a server says so in client/config, which this one does not"
+_ASKED_FOR = "Clients need this only if client/config enables it, which this server does not"
 REFUSED = {
     "training_runs/{run}/checkpoints/{kind}/{name}/publish": "This server publishes nothing: save with "
     "save_weights_external, and give others the files behind its links.",

@@ -30,7 +30,7 @@ def print_status(url: str, api_key: str, console: Console) -> None:
             status = json.load(answer)
     except urllib.error.HTTPError as error:
         raise QeRLError(
-            f"{url} refuses to say ({error.code}); give its --api_key or --output_dir."
+            f"{url} refused the request ({error.code}); give its --api_key or --output_dir."
         ) from error
     except (OSError, ValueError) as error:
         raise QeRLError(f"No `qerl serve` answers at {url} ({error}); give its --host and --port.") from error
@@ -47,7 +47,7 @@ def _updates(gauges: dict[str, float]) -> str:
     tokens, every = gauges.get("update_tokens_per_forward"), int(gauges["update_every_n_layers"])
     most = "as many tokens as there are" if tokens is None else f"at most {tokens:.0f} tokens"
     again = {0: "no layer", 1: "every layer"}.get(every, f"one layer of {every}")
-    return f"Updates: {most} at a time, {again} computed again for backward."
+    return f"Updates: {most} at a time, {again} recomputed for the backward pass."
 
 
 def _table(status: dict[str, Any]) -> Table:

@@ -231,7 +231,7 @@ class Training:
         if known is not None and known.kind != kind:
             raise QeRLError(
                 f"Request {body.seq_id} of model {model_id} was sent before as {known.kind}, now as {kind}; "
-                "a model has one client, which numbers its requests."
+                "only one client may number the requests of a model."
             )
         return request_id
 

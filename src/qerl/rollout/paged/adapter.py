@@ -43,7 +43,7 @@ def why_not_with_adapters(base: PreTrainedModel) -> str | None:
             if reason := why_not(module):
                 return f"{name} {reason}"
             if not name.endswith(linears) and active_adapter(module) is not None:
-                return f"{name} carries an adapter, and only the linears of decoder layers may"
+                return f"{name} carries an adapter, which is supported only on linears of decoder layers"
         elif isinstance(module, AuxiliaryTrainingWrapper):
             whole = isinstance(module, ModulesToSaveWrapper) and (last in _WHOLE or last.endswith("norm"))
             if not whole:
@@ -245,8 +245,8 @@ def check_adapter(base: PreTrainedModel) -> None:
     """Raise QeRLError if `why_not_with_adapters` now returns a reason, after the engine was made."""
     if reason := why_not_with_adapters(base):
         raise QeRLError(
-            f"The paged engine no longer computes what the model does: {reason}. Make a new engine, which "
-            "will be the portable one."
+            f"The paged engine can no longer run this model: {reason}. Make a new engine, which will be the "
+            "portable one."
         )
 
 

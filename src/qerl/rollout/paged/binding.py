@@ -88,13 +88,15 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
             sizes = ", ".join(map(str, HEAD_SIZES))
             return f"its heads are {mixer.head_size} wide, and the kernels take {sizes}"
         if any(rows % 16 for outputs in run.spec.summed.values() for rows in outputs):
-            return "it has a bias, or a norm of a whole product, of a width that is no multiple of 16"
+            return "it has a bias, or a norm of a whole product, whose width is not a multiple of 16"
         if mixer.group > MOST_GROUPED:
             return f"{mixer.group} query heads share a key head, and the kernels take {MOST_GROUPED}"
         if mixer.rotary is not None:
             found = cast(Any, base).model.get_buffer(mixer.rotary.frequencies).numel()
             if found != mixer.rotary.stride:
-                return f"its rotary embedding has {found} angles, and {mixer.rotary.stride} by its config"
+                return (
+                    f"its rotary embedding has {found} angles, but its config asks for {mixer.rotary.stride}"
+                )
     return None
 
 
@@ -103,11 +105,11 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     for index, product, modules in _products(base):
         if len({type(module) for module in modules}) > 1:
             names = ", ".join(linear.name for linear in product.linears)
-            return f"{names} of layer {index} are one product and are held in several formats"
+            return f"{names} of layer {index} are multiplied as one matrix but stored in different formats"
         for linear, module in zip(product.linears, modules, strict=True):
             if linear.bias != (getattr(module, "bias", None) is not None):
                 there = "no bias" if linear.bias else "a bias"
-                return f"{linear.name} of layer {index} has {there}, against its config"
+                return f"{linear.name} of layer {index} has {there}, which contradicts its config"
     for name, layer in _weights(base):
         if nf4.quant_state(layer) is not None:
             if reason := nf4.why_not(layer):
@@ -134,7 +136,7 @@ def _why_not_with_routers(base: PreTrainedModel) -> str | None:
         clamp = getattr(mixture.experts[0].gated, "clamp", None)
         if clamp != spec.mlp.clamp:
             return (
-                f"the experts of {name} clamp their gates by {clamp}, and by {spec.mlp.clamp} by its config"
+                f"the experts of {name} clamp their gates with {clamp}, but its config says {spec.mlp.clamp}"
             )
     return None
 
@@ -144,9 +146,9 @@ def _why_not_with_experts(base: PreTrainedModel) -> str | None:
     formats: dict[str, type[nn.Module]] = {}
     for name, layer in _experts(base):
         if nf4.quant_state(layer) is not None:
-            return f"{name} is in NF4, in which experts are not multiplied"
+            return f"{name} is in NF4, which the kernels do not support for experts"
         if formats.setdefault(name.partition(RoutedMLP.EXPERTS)[0], type(layer)) is not type(layer):
-            return f"{name} is held in another format than other experts of its layer"
+            return f"{name} is stored in a different format than other experts of its layer"
     return None
 
 
@@ -250,7 +252,7 @@ class Binding:
             if _address(layer) != address:
                 raise QeRLError(
                     f"The weight of {name} was replaced after the paged engine was made; make a new engine "
-                    "of the model as it is now."
+                    "for the model."
                 )
         changed = self._adapter.bind(self.decoder) | self._renew_vocabulary()
         self._adapter.copy()
@@ -288,10 +290,13 @@ class Binding:
         widths = {name: buffer.numel() for buffer, name, _ in self._norms}
         for name, offset in norm_offsets.items():
             if name not in widths:
-                raise QeRLError(f"There is noise for {name}, which is no RMSNorm of this model.")
+                raise QeRLError(
+                    f"There is noise for {name}, which is not an RMSNorm of this model; draw the noise with "
+                    "an AdaptiveNoise built for this model."
+                )
             if offset.shape != (widths[name],):
                 raise QeRLError(
-                    f"The noise for {name} has the shape {list(offset.shape)} and the norm a width of "
+                    f"The noise for {name} has the shape {list(offset.shape)}, but the norm has a width of "
                     f"{widths[name]}; draw the noise with an AdaptiveNoise built for this model."
                 )
 

@@ -88,8 +88,8 @@ class KVCache:
         """
         if budget < (needed := self.geometry.bytes(least)):
             raise QeRLError(
-                f"Keys and values may have {max(0, budget) / 1e9:.1f} GB of the GPU memory that is free "
-                f"here, and one sequence needs {needed / 1e9:.1f}: lower max_tokens or free memory."
+                f"The KV cache may take {max(0, budget) / 1e9:.1f} GB of the free GPU memory, but one "
+                f"sequence needs {needed / 1e9:.1f} GB; lower max_tokens or free memory."
             )
 
     def reserve(self, wanted: Units, least: Units, budget: int) -> None:

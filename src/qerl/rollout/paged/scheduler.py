@@ -249,8 +249,8 @@ class Scheduler:
             self._admit(planned)
         if not self.running:
             raise QeRLError(
-                f"The cache has {self.memory.count} blocks, and none of the {len(self.waiting)} "
-                "sequences that wait fits there: free GPU memory and start them again."
+                f"None of the {len(self.waiting)} waiting sequences fits the KV cache, which has "
+                f"{self.memory.count} blocks; free GPU memory and start them again."
             )
         return planned
 
