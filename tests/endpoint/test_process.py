@@ -71,12 +71,13 @@ def test_a_process_that_hangs_is_ended_and_others_run_in_another(monkeypatch):
 
 def test_one_that_hangs_costs_no_further_rollout(monkeypatch):
     """Others' rows are more than its pipe holds, and it reads none of them."""
-    environments = [Endpoint(talk, timeout=2.0, process=True) for _ in range(4)]
+    environments = [Endpoint(talk, timeout=seconds, process=True) for seconds in (2.0, 2.0, 2.0, 60.0)]
     with rollouts(environments) as play_rows:
         with monkeypatch.context() as soon:
             soon.setattr("qerl.agents.process._START_S", 2.0)
             play_rows(*(row(more="x" * 100_000, hangs=at == 0) for at in range(4)))
         assert all("hung" in (each.error or "") for each in environments)
+        assert environments[3].error == "The agent failed: the process of the agents hung and was ended"
         assert not any(each.reward is not None for each in environments)
         for each in environments:
             each.timeout = 60.0

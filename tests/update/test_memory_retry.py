@@ -224,12 +224,12 @@ def test_what_is_said_of_every_layer_keeps_the_other_settings(caplog):
 def test_a_lower_setting_of_a_resumed_run_is_no_limit_of_its_checkpoints(tmp_path):
     (tmp_path / LIMITS_FILE).write_text('{"tokens_per_forward": 100, "recompute_every_layer": false}')
     limits = []
-    for setting in (200, None, 50):
+    for setting in (200, None, 100, 50):
         retry = MemoryRetry(setting)
         retry.load(tmp_path)
         retry.save(folder := tmp_path / str(setting))
         limits.append((retry.max_tokens, (folder / LIMITS_FILE).is_file()))
-    assert limits == [(100, True), (100, True), (50, False)]
+    assert limits == [(100, True), (100, True), (100, False), (50, False)]
 
 
 @pytest.mark.parametrize("retry", [MemoryRetry(), None])

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -45,6 +46,7 @@ class _Repeatable(torch.autograd.Function):
         return ctx.out.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         own, out = ctx.own, ctx.out
         del ctx.own, ctx.out  # frees memory after each layer
@@ -56,8 +58,16 @@ class _Repeatable(torch.autograd.Function):
 def attend_prompts(q_UPHW: torch.Tensor, k_UPGW: torch.Tensor, v_UPGW: torch.Tensor) -> torch.Tensor:
     """Causal attention [U, P, H W] of prompts, which are padded behind their last token."""
     q, k, v = (x.transpose(1, 2) for x in (q_UPHW, k_UPGW, v_UPGW))
+    # cuDNN's backward pass, which torch would prefer on Hopper, has no fixed order that one could ask for.
+    backends = [SDPBackend.FLASH_ATTENTION]
+    if not q.is_cuda:
+        backends.append(SDPBackend.MATH)
+    elif q.dtype == torch.float32:  # which takes no fewer heads of keys than of queries
+        backends = [SDPBackend.EFFICIENT_ATTENTION]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return _Repeatable.apply(attend, q, k, v).transpose(1, 2).flatten(2)
+    with sdpa_kernel(backends):
+        return _Repeatable.apply(attend, q, k, v).transpose(1, 2).flatten(2)
 
 
 def by_head(x_nOGW: torch.Tensor) -> torch.Tensor:

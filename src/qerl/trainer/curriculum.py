@@ -110,10 +110,11 @@ class Curriculum:
         (folder / CURRICULUM_FILE).write_text(json.dumps(self._settled), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Read the counts of a checkpoint; one that was made without a curriculum changes nothing."""
+        """Read a checkpoint's counts of problems in the data set; without a curriculum it has none."""
         file = folder / CURRICULUM_FILE
         if file.is_file():
-            self._settled = json.loads(file.read_text(encoding="utf-8"))
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            self._settled = {key: saved[key] for key in self._keys if key in saved}
 
 
 def settled_groups(verdict_B: torch.Tensor, group_size: int) -> list[bool | None]:

@@ -56,7 +56,8 @@ def test_one_copy_of_the_weights(plain):
 def test_a_head_that_is_replaced_is_read_anew_and_those_before_stay_as_they_were(plain):
     model = load_model(plain, "nvfp4", torch.bfloat16, "cpu")
     binding, heads = Binding(model, positions=64), [model.lm_head.weight]
-    for dtype, is_new in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False)):
+    sequence = torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, torch.float32
+    for dtype, is_new in zip(sequence, (True, True, False, True, True), strict=True):
         model.lm_head.weight = torch.nn.Parameter(torch.randn(64, 128).to(dtype))
         before = [head.clone() for head in heads]
         assert binding.refresh({}) is is_new

@@ -68,8 +68,12 @@ def test_turns_draw_what_one_turn_would_have_drawn(model, monkeypatch, kept):
 def test_a_last_round_has_no_more_steps_than_tokens_are_left(model, monkeypatch):
     steps, decode = [], DecodeStep.decode
     monkeypatch.setattr(DecodeStep, "decode", lambda self, count: (steps.append(count), decode(self, count)))
-    found = paged(model).generate(PROMPTS, 1, SamplingParams(max_tokens=5, seed=5)).completions
-    assert steps == [2, 2, 1] and [len(each.token_ids) for each in found] == [5, 5]
+    lengths = [SamplingParams(max_tokens=length, seed=5) for length in (2, 5)]
+    with paged(model).session(lengths[0]) as session:
+        session.start(PROMPTS, 1, lengths)
+        while session.busy:
+            session.next_finished()
+    assert steps == [2, 2, 1]
 
 
 def test_a_longer_prompt_comes_while_others_run(model):

@@ -157,6 +157,7 @@ class PagedSession(TrackedSession):
         step.attend(scheduler.running)
         self._prefill(planned)  # last, because uploads would wait for it
         most = max(sequence.max_tokens - sequence.generated for sequence in scheduler.running.values())
+        assert most > 0, "a running sequence has a token left"
         step.decode(min(parts.pace.round_steps, most))
         if meanwhile is not None:
             meanwhile()
