@@ -375,7 +375,3 @@ def _completion(args: argparse.Namespace) -> None:
 
     (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
     _print(script(args.shell, commands, set(TAKE_FIELDS)))
-
-
-if __name__ == "__main__":  # `torchrun -m qerl.cli`, from before `python -m qerl` existed
-    sys.exit(main())

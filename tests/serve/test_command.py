@@ -113,7 +113,7 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
     )
     words = ["--resident", "5", "--max_models", "6", "--max_rank", "7", "--held_gb", "0.5"]
     words += ["--pause_after", "3", "--served_name", "Qwen/Qwen3-8B", "--enable_prefix_caching", "false"]
-    words += ["--adapter", "mine=a/b", "--adapter", "c"]
+    words += ["--adapter", "mine=a/b", "--adapter", "c", "--kv_cache_dtype", "fp8"]
     keys = tmp_path / "keys.yaml"
     keys.write_text("alice: {key: tml-of-alice-0123456789, share: 0.5}\n")
     keys.chmod(0o600)
@@ -125,6 +125,7 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path, capsys):
     (options,), ((limits, known),) = opened, served
     assert known.owner(b"tml-of-alice-0123456789") == Owner("alice", 0.5)
     assert (options.resident, options.max_models, options.max_rank) == (5, 6, 7)
+    assert options.kv_cache_dtype == "fp8"
     assert (options.served_name, options.adapters) == ("Qwen/Qwen3-8B", ("mine=a/b", "c"))
     assert (options.teachers, options.teacher_weights) == (("some/teacher", "another"), "mxfp4")
     assert (limits.held, limits.max_models, limits.max_rank) == (500_000_000, 6, 7)

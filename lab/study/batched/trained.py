@@ -144,22 +144,23 @@ def _leaf(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
+_BETA1, _BETA2, _EPS, _MAX_NORM = 0.9, 0.99, 1e-8, 1.0
+"""Betas and eps of AdamW in all studies, and the norm to which a run's gradient is clipped."""
+
+
 class AdamW:
     """`torch.optim.AdamW` without weight decay, after `torch.nn.utils.clip_grad_norm_`, both row by row.
 
     Args:
         trained: The parameters to update.
-        beta2, eps: As in `torch.optim.AdamW`; beta1 is 0.9.
-        max_norm: Largest norm of a run's gradient.
 
     Attributes:
         mean_SE, square_SE: Running means of the gradient and of its square.
         steps: Steps done.
     """
 
-    def __init__(self, trained: Trained, beta2: float, max_norm: float, eps: float = 1e-8) -> None:
-        self._trained, self._max_norm = trained, max_norm
-        self._beta1, self._beta2, self._eps = 0.9, beta2, eps
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
         self.mean_SE = torch.zeros_like(trained.values_SE)
         self.square_SE = torch.zeros_like(trained.values_SE)
         self.steps = 0
@@ -178,12 +179,12 @@ class AdamW:
         gradients_SE, self.steps = self._trained.gradients_SE, self.steps + 1
         norms_S = torch.linalg.vector_norm(gradients_SE, dim=1)
         alive_S = alive_S & norms_S.isfinite()
-        scale_S = (self._max_norm / (norms_S + 1e-6)).clamp(max=1.0)
+        scale_S = (_MAX_NORM / (norms_S + 1e-6)).clamp(max=1.0)
         gradients_SE.mul_(scale_S[:, None]).masked_fill_(~alive_S[:, None], 0.0)
-        self.mean_SE.lerp_(gradients_SE, 1 - self._beta1)
-        self.square_SE.mul_(self._beta2).addcmul_(gradients_SE, gradients_SE, value=1 - self._beta2)
-        correction1, correction2 = 1 - self._beta1**self.steps, 1 - self._beta2**self.steps
-        moves_SE = self.square_SE.sqrt().div_(correction2**0.5).add_(self._eps)
+        self.mean_SE.lerp_(gradients_SE, 1 - _BETA1)
+        self.square_SE.mul_(_BETA2).addcmul_(gradients_SE, gradients_SE, value=1 - _BETA2)
+        correction1, correction2 = 1 - _BETA1**self.steps, 1 - _BETA2**self.steps
+        moves_SE = self.square_SE.sqrt().div_(correction2**0.5).add_(_EPS)
         torch.div(self.mean_SE, moves_SE, out=moves_SE)
         moves_SE.mul_((rates_S * alive_S / correction1)[:, None])
         self._trained.values_SE.sub_(moves_SE)

@@ -22,7 +22,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -55,8 +55,6 @@ class Settings:
         prompts_per_step: Prompts of a run in each step.
         samples_per_prompt: Size of a group.
         max_completion_length: Maximum number of tokens of a completion, at least 2.
-        lr_scheduler: `constant`, or `linear` to 0 at the last step.
-        adam_beta2, max_grad_norm: As in `QeRLConfig`.
         tokens_per_forward: Maximum number of tokens in one forward pass of the update, over all runs; larger
             updates are split into pieces, with the same gradients.
         rows_at_once: Maximum number of samples, over all runs, that an evaluation decodes at once.
@@ -66,9 +64,6 @@ class Settings:
     prompts_per_step: int = 8
     samples_per_prompt: int = 8
     max_completion_length: int = 24
-    lr_scheduler: Literal["constant", "linear"] = "constant"
-    adam_beta2: float = 0.99
-    max_grad_norm: float = 1.0
     tokens_per_forward: int = 32768
     rows_at_once: int = 2048
 
@@ -79,10 +74,6 @@ class Settings:
         for name in ("samples_per_prompt", "max_completion_length"):
             if getattr(self, name) < 2:
                 raise QeRLError(f"{name} is {getattr(self, name)}; it must be at least 2.")
-
-    def rate(self, step: int) -> float:
-        """Factor of the learning rate at a 0-based step."""
-        return 1.0 if self.lr_scheduler == "constant" else 1.0 - step / self.steps
 
 
 class BatchedTrainer:
@@ -136,7 +127,7 @@ class BatchedTrainer:
         groups = settings.prompts_per_step, settings.samples_per_prompt
         self._explorers = Explorers(self.model, self.runs, settings.steps, *groups, followed)
         self._trained = self.model.trained
-        self._optimizer = AdamW(self._trained, settings.adam_beta2, settings.max_grad_norm)
+        self._optimizer = AdamW(self._trained)
         self._former = deque[torch.Tensor](maxlen=arm.staleness)
         device = self.model.device
         self._alive_S = torch.ones(len(runs), dtype=torch.bool, device=device)
@@ -180,15 +171,14 @@ class BatchedTrainer:
         rewards_SRF = self._rewards(picked, samples.completions())
         advantages_SR = self._advantages(rewards_SRF)
         outcome = self._backward(samples, advantages_SR, exploration)
-        rates_S = self._rates_S * self.settings.rate(self.done)
         finite_S = self._alive_S & samples.finite_S & outcome.loss_S.isfinite()
         if self._former.maxlen:
             self._former.append(self._trained.values_SE.clone())
-        norms_S, self._alive_S = self._optimizer.step(rates_S, finite_S)
+        norms_S, self._alive_S = self._optimizer.step(self._rates_S, finite_S)
         measured = outcome.columns() | {
             "grad_norm": norms_S,
             "diverged": ~self._alive_S,
-            "learning_rate": rates_S,
+            "learning_rate": self._rates_S,
         }
         table_MS = torch.stack([column.double() for column in measured.values()]).tolist()
         seen = dict(zip(measured, table_MS, strict=True))

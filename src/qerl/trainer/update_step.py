@@ -496,7 +496,7 @@ def load_rollouts(file: Path) -> list[Microbatch]:
         return []
     parts = json.loads(file.read_text(encoding="utf-8"))
     for sample in (sample for part in parts for sample in part["samples"]):
-        sample["choices"] = choices_of_plain(sample.get("choices"))
+        sample["choices"] = choices_of_plain(sample["choices"])
     return [Microbatch(**part | {"samples": [Sample(**each) for each in part["samples"]]}) for part in parts]
 
 

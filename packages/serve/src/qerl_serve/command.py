@@ -115,6 +115,10 @@ def add_serve(commands: Any) -> None:
         "--max_sequences", type=number_from(1), help="maximum number of sequences decoded at once"
     )
     sub.add_argument(
+        "--kv_cache_dtype", choices=("auto", "fp8"), default="auto",
+        help="format of the KV cache, as for kv_cache_dtype of `qerl train`; default: auto",
+    )  # fmt: skip
+    sub.add_argument(
         "--enable_prefix_caching", choices=("true", "false"), default="true",
         help="whether samples reuse the KV cache of earlier samples of the same policy that begin with the "
         "same tokens; default: true",
@@ -210,6 +214,7 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
             max_models=args.max_models,
             resident=args.resident,
             max_sequences=args.max_sequences,
+            kv_cache_dtype=args.kv_cache_dtype,
             tokens_per_forward=args.tokens_per_forward,
             every_n_layers=args.every_n_layers,
             noise=noise,

@@ -146,7 +146,6 @@ class Lora(Body):
     seed: int | None = None
     train_attn: bool = True
     train_mlp: bool = True
-    train_unembed: bool = True
 
 
 class CreateModel(Body):

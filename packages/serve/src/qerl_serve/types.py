@@ -51,15 +51,14 @@ class LoraParams:
     Attributes:
         rank: At least 1.
         seed: Seed of the initial weights of A; None leaves it to the server.
-        train_attn, train_mlp, train_unembed: Which linears get an adapter. Clients ask for the unembedding by
-            default, so a backend that cannot adapt it leaves it out instead of refusing.
+        train_attn, train_mlp: Which linears get an adapter; the unembedding gets none, though clients ask for
+            it by default.
     """
 
     rank: int
     seed: int | None = None
     train_attn: bool = True
     train_mlp: bool = True
-    train_unembed: bool = True
 
 
 @dataclass(frozen=True)
