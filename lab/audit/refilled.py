@@ -11,7 +11,6 @@ import numpy as np
 from lab.audit import statistics as st
 from lab.audit.cells import Cell, Table, row_of_cells
 from lab.audit.distilled import ends, runs
-from lab.audit.raw import RESULTS
 from lab.audit.words import NOT_RUN, centre, p_value
 
 FILE = "refilled-smollm2.json"
@@ -28,8 +27,6 @@ Row = dict[str, Any]
 
 def difference(arm: str, value: Callable[[Row], Any], control: str = "synchronous") -> st.Array:
     """Return a value of an arm's runs minus that of the control's, paired by seed, [N]."""
-    if not (RESULTS / FILE).exists():
-        return np.array([])
     return np.array([value(run) - value(other) for run, other in runs(arm, control, file=FILE)])
 
 

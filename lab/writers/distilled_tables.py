@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.result import RESULTS, Row
+from bench.result import Row
 from lab.study.statistics import FEWEST, bca, bca_ratio, holm, wilcoxon
 from lab.writers.captions import files, rows, side_by_side, source, table
 from lab.writers.study_tables import NOT_RUN, estimate
@@ -32,14 +32,6 @@ _ARMS = (
 """Task, suffix of the arm's name, and words of each distillation from 16 bits."""
 
 _TASKS = ("wp12", "wp1")
-
-
-def _is_there() -> bool:
-    return (RESULTS / f"{NAME}.json").is_file()
-
-
-def _absent() -> str:
-    return f"No results yet: bench/results has no {NAME}.json.\n"
 
 
 def _caption(words: str, missing: Sequence[str]) -> str:
@@ -76,8 +68,6 @@ def first_step(run: Row, least: float) -> int:
 
 def taught_by_adapter(rl_arm: str = "wp1-rl", taught_arm: str = "wp1-taught") -> str:
     """Return the table of a fresh adapter taught by one that RL has trained, beside that RL."""
-    if not _is_there():
-        return _absent()
     pairs = side_by_side(NAME, rl_arm, taught_arm)
     if len(pairs) < FEWEST:
         return f"{NAME}.json has no two seeds of {rl_arm} and {taught_arm}.\n"
@@ -113,7 +103,7 @@ def taught_by_adapter(rl_arm: str = "wp1-rl", taught_arm: str = "wp1-taught") ->
 
 def taught_minus_teacher() -> str:
     """Format the final accuracy of the taught adapters minus that of their teachers."""
-    return _minus_teacher(side_by_side(NAME, "wp1-rl", "wp1-taught")) if _is_there() else NOT_RUN
+    return _minus_teacher(side_by_side(NAME, "wp1-rl", "wp1-taught"))
 
 
 def _minus_teacher(pairs: Sequence[tuple[Row, ...]]) -> str:
@@ -130,8 +120,6 @@ def _closed(task: str, arm: str) -> tuple[np.ndarray, np.ndarray]:
 
 def share(task: str, arm: str = "reverse") -> str:
     """Format the share of the gap to 16 bits that an arm closes, with its interval."""
-    if not _is_there():
-        return NOT_RUN
     part, whole = _closed(task, arm)
     if len(part) < FEWEST:
         return NOT_RUN
@@ -143,8 +131,6 @@ def share(task: str, arm: str = "reverse") -> str:
 
 def taught_by_16_bits() -> str:
     """Return the table of four-bit adapters taught by the same model in 16 bits: the gap that they close."""
-    if not _is_there():
-        return _absent()
     lines, missing = [], []
     for task, arm, words in _ARMS:
         pairs = side_by_side(NAME, f"{task}-{arm}", f"{task}-16bit")
@@ -186,8 +172,6 @@ def taught_by_16_bits() -> str:
 
 def before_rl() -> str:
     """Return the table of RL after distillation from 16 bits, beside as many steps of RL alone."""
-    if not _is_there():
-        return _absent()
     found = {task: side_by_side(NAME, f"{task}-rl", f"{task}-reverse-rl") for task in _TASKS}
     more = {
         task: np.array([after["accuracy"][-1] - alone["accuracy"][-1] for alone, after in pairs])

@@ -2,8 +2,8 @@
 
     python -m lab draw        # writes docs/images
 
-Each study and probe has a folder of figures; files of an earlier call are removed. For a missing study a
-sentence is printed. `python -m lab tables` then puts the figures into the pages.
+Each study and probe has a folder of figures; files of an earlier call are removed. `python -m lab tables`
+then puts the figures into the pages.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from lab.study import page
 from lab.writers import probe_figures
 from lab.writers.probe_rows import TRAINED
-from lab.writers.study_tables import absent, study
+from lab.writers.study_tables import study
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 """Parent of the figures' folders."""
@@ -30,16 +30,14 @@ def draw() -> list[str]:
     for folder in (*STUDIES, *PROBES):
         shutil.rmtree(IMAGES / folder, ignore_errors=True)
     for task, name in STUDIES.items():
-        results = study(name)
-        paths = [] if results is None else page.write_figures(results, IMAGES / task, WITHOUT)
-        said.append(_said(name, paths))
+        said.append(_said(name, page.write_figures(study(name), IMAGES / task, WITHOUT)))
     for name in PROBES:
         said.append(_said(name, probe_figures.write_figures(name, IMAGES / name)))
     return said
 
 
 def _said(name: str, paths: list[Path]) -> str:
-    return f"{len(paths)} figures of {name}.json.gz in {paths[0].parent}." if paths else absent(name).strip()
+    return f"{len(paths)} figures of {name}.json.gz in {paths[0].parent}."
 
 
 def shown(folder: str, *stems: str) -> str:

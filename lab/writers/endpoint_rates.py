@@ -38,8 +38,7 @@ def shapes() -> dict[str, np.ndarray]:
     """Return the differences [seeds], moved to a centre of 0, of each planned comparison that has run."""
     found = {}
     for name in FILES:
-        results = study(name)
-        for pairs in results.study.comparisons.values() if results is not None else ():
+        for pairs in study(name).study.comparisons.values():
             for first, second in pairs:
                 d = paired(by_seed(name, first, area), by_seed(name, second, area))
                 if len(d) > 1 and np.ptp(d):

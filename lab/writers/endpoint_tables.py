@@ -16,8 +16,6 @@ from lab.writers.captions import table
 from lab.writers.draw import STUDIES as TASKS
 from lab.writers.study_tables import (
     EARLIER,
-    NOT_RUN,
-    absent,
     area,
     by_seed,
     collapses,
@@ -88,8 +86,6 @@ def controls() -> str:
     """Return the table of noise on `wp12` against its own control and against the mean of four clean arms."""
     name = TASKS["wp12"]
     results, lines = study(name), []
-    if results is None:
-        return absent(name)
     four = [*(by_seed(name, arm, area) for arm in CLEAN), by_seed(EARLIER, PLAIN, area)]
     mean = {seed: fmean(one[seed] for one in four) for seed in four[0] if all(seed in one for one in four)}
     for pairs in results.study.comparisons.values():
@@ -112,8 +108,6 @@ def two_steps() -> str:
     """Return the table of two-step problems each arm has right at the end, and of its runs that escaped."""
     name = TASKS["wp12"]
     results, lines = study(name), []
-    if results is None:
-        return absent(name)
     plain = by_seed(name, PLAIN, two_steps_right)
     for arm in results.study.arms:
         found = by_seed(name, arm, two_steps_right)
@@ -156,8 +150,6 @@ def two_steps_right(run: RunResult) -> float:
 def escaped(arm: str | None = None) -> str:
     """Format how many runs of `wp12`, or of one arm, have left the plateau at the end, out of how many."""
     results = study(TASKS["wp12"])
-    if results is None:
-        return NOT_RUN
     runs = results.runs if arm is None else tested(TASKS["wp12"], arm)
     return f"{sum(_escaped(two_steps_right(run)) for run in runs)} of {len(runs)}"
 
@@ -165,8 +157,6 @@ def escaped(arm: str | None = None) -> str:
 def still_rising() -> str:
     """Format how many of the escaped runs had fewer right at the evaluation before the last."""
     results = study(TASKS["wp12"])
-    if results is None:
-        return NOT_RUN
     found = [run.evaluations[TWO_STEPS] for run in results.runs if _escaped(two_steps_right(run))]
     return f"{sum((values[-2] or 0.0) < (values[-1] or 0.0) for values in found)} of {len(found)}"
 

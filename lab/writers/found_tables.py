@@ -8,7 +8,7 @@ from typing import Any
 
 from lab.study.results import ROLLOUT_ENTROPY, RunResult
 from lab.writers.captions import table
-from lab.writers.study_tables import absent, difference, mean_of, noisy_steps, source, spread, study
+from lab.writers.study_tables import difference, mean_of, noisy_steps, source, spread, study
 
 RIGHT = "rewards/accuracy/mean"
 """Key of a step's share of right samples."""
@@ -20,8 +20,6 @@ PLAIN = "none"
 def discovery(name: str) -> str:
     """Return the table of the steps in which each arm finds the needle, and in which half its samples do."""
     results, lines = study(name), []
-    if results is None:
-        return absent(name)
     for arm in results.study.arms:
         runs = results.tested(arm)
         if len(runs) > 1:
@@ -75,8 +73,8 @@ def halves(tasks: Mapping[str, str]) -> str:
     lines: list[tuple[Any, ...]] = []
     for task, name in tasks.items():
         results = study(name)
-        for arm, fields in results.study.arms.items() if results is not None else ():
-            runs = results.tested(arm) if results is not None and fields.noise_share < 1 else []
+        for arm, fields in results.study.arms.items():
+            runs = results.tested(arm) if fields.noise_share < 1 else []
             if len(runs) > 1:
                 lines.append(
                     (

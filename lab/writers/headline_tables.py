@@ -1,13 +1,11 @@
-"""The table on README's first screen: one comparison per row, all on one card, from existing results.
+"""The table on README's first screen: one comparison per row, all on one card.
 
-A row compares QeRL with NVFP4 with another engine if one was measured, else with QeRL's 16-bit weights. A row
-without both results is left out.
+A row compares QeRL with NVFP4 with another engine if one was measured, else with QeRL's 16-bit weights.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from bench import result
 from bench.result import Row
 from lab.writers.captions import card, rows, table
 
@@ -37,8 +35,6 @@ HEADLINES = (
     Headline(
         "GRPO step, 7B, 128 samples of drawn lengths", "step-7b-lognormal-trl-h200", {}, "total_s", "{:.1f} s"
     ),
-    Headline("GRPO step, 7B, 128 samples of 1024 tokens", "step-7b-128-trl-h200", {}, "total_s", "{:.1f} s"),
-    Headline("GRPO step, 7B, 8 samples of 2048 tokens", "step-7b-2048-h200", {}, "total_s", "{:.1f} s"),
     *(
         Headline(
             f"Decoding, 7B, {batch} sequence{'s' * (batch > 1)}", "rollout-7b-vllm-h200", {"batch": batch},
@@ -46,27 +42,19 @@ HEADLINES = (
         )
         for batch in (1, 64)
     ),
-    *(
-        Headline(
-            f"Memory of a step, {size}B, every layer recomputed", f"step-{size}b-recomputed-h200", {},
-            "peak_gb", "{:.1f} GB",
-        )
-        for size in (7, 32)
-    ),
 )  # fmt: skip
 """Rows of the table, all from results of an H200; results of several cards raise an error."""
 
 
 def first_screen() -> str:
-    """Return the table of the headlines whose results exist."""
+    """Return the table of the headlines."""
     lines: list[tuple[str, ...]] = []
     shown: list[Row] = []
     for headline in HEADLINES:
         found = _found(headline)
-        if found is not None:
-            ours, beside = (headline.words_of.format(one[headline.key]) for one in found)
-            lines.append((headline.words, f"**{ours}**", f"{beside} ({_who(found[1])})"))
-            shown += found
+        ours, beside = (headline.words_of.format(one[headline.key]) for one in found)
+        lines.append((headline.words, f"**{ours}**", f"{beside} ({_who(found[1])})"))
+        shown += found
     (gpu,) = {card(one) for one in shown}
     dates = sorted({one["date"][:10] for one in shown})
     return table(
@@ -77,18 +65,13 @@ def first_screen() -> str:
     )
 
 
-def _found(headline: Headline) -> tuple[Row, Row] | None:
-    """Return QeRL's row with NVFP4 and the best row to compare it with; None if either is missing."""
-    if not (result.RESULTS / f"{headline.file}.json").is_file():
-        return None
+def _found(headline: Headline) -> tuple[Row, Row]:
+    """Return QeRL's row with NVFP4 and the best row to compare it with."""
     every = rows(headline.file, **headline.where)
-    ours = [one for one in every if one["engine"] == "qerl" and one["weights"] == "nvfp4"]
+    (ours,) = (one for one in every if one["engine"] == "qerl" and one["weights"] == "nvfp4")
     others = [one for one in every if one["engine"] != "qerl"]
     others = others or [one for one in every if one["weights"] == "bf16"]
-    if not ours or not others:
-        return None
-    (mine,) = ours
-    return mine, (max if headline.most else min)(others, key=lambda one: one[headline.key])
+    return ours, (max if headline.most else min)(others, key=lambda one: one[headline.key])
 
 
 def _who(found: Row) -> str:

@@ -1,20 +1,16 @@
 """Tables of steps with drawn completion lengths: measured on one GPU and on two, beside TRL with vLLM, and
 simulated with rows refilled across steps."""
 
-from bench.result import RESULTS, Row
+from bench.result import Row
 from lab.writers.captions import RECOMPUTES, attention, files, recomputed, rows, source, table
 
 _STEPS = ("step-7b-lognormal-h200", "step-7b-lognormal-trl-h200", "step-7b-two-gpus-h200")
-"""Result files; missing ones are left out."""
 
 
 def steps() -> str:
     """Return the table of measured steps."""
-    names = [name for name in _STEPS if (RESULTS / f"{name}.json").is_file()]
-    if not names:
-        return "Not measured yet; the commands stand [below](#measure-it-yourself).\n"
-    found = [row for name in names for row in rows(name)]
-    one = [row for row in found if row["engine"] == "qerl" and row.get("processes", 1) == 1]
+    found = [row for name in _STEPS for row in rows(name)]
+    one = next(row for row in found if row["engine"] == "qerl" and row.get("processes", 1) == 1)
     head = (
         "7B",
         "samples",
@@ -29,9 +25,9 @@ def steps() -> str:
     caption = (
         "Lengths are lognormal with a mean of 400 tokens before they are cut at 1024, the same ones for all. "
         "Each GPU has as many samples; of two, update is what lies behind the longer rollout. Medians of the "
-        f"steps after the first. {_apart(one[:1], found)}{RECOMPUTES} {source(*names)} {files(*names)}"
+        f"steps after the first. {_apart(one, found)}{RECOMPUTES} {source(*_STEPS)} {files(*_STEPS)}"
     )
-    return table(head, [_line(row, one[:1]) for row in found], caption)
+    return table(head, [_line(row, one) for row in found], caption)
 
 
 _REFILLED = ("tail-refilled", "tail-refilled-8k")
@@ -60,24 +56,24 @@ def refilled() -> str:
     return table(("", *map(str, early)), lines, caption)
 
 
-def _apart(one: list[Row], found: list[Row]) -> str:
+def _apart(one: Row, found: list[Row]) -> str:
     """Return a sentence on different attention kernels, which the last column also compares; else empty."""
     several = [row for row in found if row.get("processes", 1) > 1]
     said = [
         f"{attention(row)} on {row.get('processes', 1)} GPU{'s' * (row in several)} (commit {row['commit']})"
-        for row in (*one, *several)
+        for row in (one, *several)
     ]
-    if len({attention(row) for row in (*one, *several)}) < 2:
+    if len({attention(row) for row in (one, *several)}) < 2:
         return ""
     return f"Attention of long rows is {' and '.join(said)}, so a part of the last column may be that. "
 
 
-def _line(row: Row, one: list[Row]) -> tuple[object, ...]:
+def _line(row: Row, one: Row) -> tuple[object, ...]:
     gpus = row.get("processes", 1)
     who = "TRL with vLLM, 16-bit" if row["engine"] == "trl+vllm" else f"NVFP4, {gpus} GPU{'s' * (gpus > 1)}"
     return (
         who, gpus * row["prompts"] * row["samples"], round(row["tokens"]), recomputed(row),
         f"{row['rollout_s']:.2f}", f"{row['update_s']:.2f}", f"{row['total_s']:.2f}",
         round(row["tokens_per_s"]),
-        f"{row['tokens_per_s'] / one[0]['tokens_per_s']:.2f}" if gpus > 1 and one else None,
+        f"{row['tokens_per_s'] / one['tokens_per_s']:.2f}" if gpus > 1 else None,
     )  # fmt: skip

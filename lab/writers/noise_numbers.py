@@ -73,7 +73,6 @@ def counted() -> dict[tuple[str, str], list[Comparison]]:
     for task in ("wp12", "wp1"):
         results = study(TASKS[task])
         for one in compared(TASKS[task]):
-            assert results is not None
             first, second = (results.study.arms[name] for name in (one.first, one.second))
             warmed = second.match_entropy is not None or second.temperature_stages is not None
             alike = first.learning_rate == second.learning_rate and not warmed
@@ -120,8 +119,6 @@ def doses() -> str:
 def sound() -> str:
     """Format the effect of AQN on `wp12` over the seeds in which neither arm's run collapsed."""
     results = study(TASKS["wp12"])
-    if results is None:
-        return NOT_RUN
     kept = [
         {run.run.seed: run.area for run in results.tested(arm) if not results.collapsed(run)}
         for arm in ("aqn", "none")

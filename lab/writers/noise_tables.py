@@ -21,7 +21,6 @@ from lab.writers.probe_rows import TRAINED
 from lab.writers.study_tables import (
     EARLIER,
     NOT_RUN,
-    absent,
     after_the_fact,
     arms,
     by_seed,
@@ -85,14 +84,13 @@ def answers() -> str:
         cells = [answer(name, first, second) for name in TASKS.values()]
         if any(cell != NOT_RUN for cell in cells):
             lines.append((question, pair_words(first, second), *cells))
-    there = [f"{name}.json.gz" for name in TASKS.values() if study(name) is not None]
     return table(
         ("question", "arms", *TASKS),
         lines,
         "Difference in the area under the curve of accuracy, first minus second arm, paired by seed, each "
         "with a 95 % interval of its own. The verdict, of the first arm, is corrected for the number of "
         "comparisons of its study; a pair with a p was none of them and is looked at after the fact. "
-        f"Files: {', '.join(there)}.",
+        f"Files: {', '.join(f'{name}.json.gz' for name in TASKS.values())}.",
     )
 
 
@@ -128,10 +126,7 @@ def unanswered() -> str:
 
 def _planned(name: str) -> list[tuple[str, str]]:
     """Return the pairs of a study's file; for `wp12` also those of `ABLATIONS`."""
-    results = study(name)
-    if results is None:
-        return []
-    pairs = [(first, second) for family in results.study.comparisons.values() for first, second in family]
+    pairs = [(first, second) for family in study(name).study.comparisons.values() for first, second in family]
     if name == TASKS["wp12"]:
         pairs += [(arm, "none") for arm in ABLATIONS]
     return list(dict.fromkeys(pairs))
@@ -192,8 +187,6 @@ def learned() -> str:
 def reached(name: str) -> str:
     """Return the table of each arm's divergence of sampler and policy by noise, and of effective samples."""
     results, lines = study(name), []
-    if results is None:
-        return absent(name)
     for arm in results.study.arms:
         runs = results.tested(arm)
         noisy = noisy_steps(runs[0]) if runs else []
@@ -231,8 +224,7 @@ def follows() -> str:
     lines = []
     for task, name in TASKS.items():
         results = study(name)
-        for arm, fields in results.study.arms.items() if results is not None else ():
-            assert results is not None
+        for arm, fields in results.study.arms.items():
             followed = fields.match_entropy
             runs = [] if followed is None else results.tested(followed)
             if followed is None or len(runs) < FEWEST or len(results.tested(arm)) < FEWEST:

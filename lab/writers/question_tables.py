@@ -13,7 +13,7 @@ from lab.study.doses import SETTLED, delivered, dose_of, open_stages
 from lab.study.endpoints import Endpoint, endpoints
 from lab.writers.captions import table
 from lab.writers.endpoint_verdicts import verdicts
-from lab.writers.study_tables import absent, pair_words, study
+from lab.writers.study_tables import absent, pair_words, study_or_none
 
 NOT_YET, NOT_READ = "not run yet", "not read"
 
@@ -78,7 +78,7 @@ _SENTENCES = (
 @cache
 def found(name: str) -> list[Endpoint]:
     """Return both endpoints of all comparisons of a study that have run; empty without results."""
-    results = study(name)
+    results = study_or_none(name)
     return [] if results is None else endpoints(results)
 
 
@@ -112,13 +112,13 @@ def _said(name: str, family: str, kind: str) -> str:
 
 def of_study(name: str) -> str:
     """Return the table of both endpoints of each comparison of a study."""
-    results = study(name)
+    results = study_or_none(name)
     return absent(name) if results is None else verdicts(results, f"File: {name}.json.gz.")
 
 
 def doses_of(name: str) -> str:
     """Return the table of the KL at which each arm was held, and whether it matches the dose in its name."""
-    results = study(name)
+    results = study_or_none(name)
     if results is None:
         return absent(name)
     lines = []

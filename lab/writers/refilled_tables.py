@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from bench.result import RESULTS, Row
+from bench.result import Row
 from lab.study.statistics import FEWEST, LEVEL, holm, signed_rank_above
 from lab.trained.clock import DECODE, STEP, TOKENS
 from lab.trained.plan import read_plan
@@ -104,8 +104,6 @@ def _claims() -> dict[str, Claim]:
 
 def learned() -> str:
     """Return the table of learning with groups that started early, beside the synchronous run."""
-    if not _is_there():
-        return f"Not run yet: bench/results has no {NAME}.json.\n"
     said = _claims()
     lines: list[Sequence[object]] = [("0", *_of_arm(_CONTROL), *[None] * 6)]
     for words, arm in _ARMS:
@@ -160,16 +158,13 @@ def _over_steps(found: Sequence[Row], name: str) -> float:
 
 def without_ratio() -> str:
     """Format the final accuracy without any ratio to the sampler, minus that with it."""
-    return centre(_differences(at_equal_steps, _UNCORRECTED, _ITS_CONTROL)) if _is_there() else NOT_RUN
-
-
-def _is_there() -> bool:
-    return (RESULTS / f"{NAME}.json").is_file()
+    return centre(_differences(at_equal_steps, _UNCORRECTED, _ITS_CONTROL))
 
 
 def _costs(arm: str) -> str:
     """Format the difference at equal steps and its verdict, as a part of a sentence."""
-    if not _is_there() or arm not in (said := _claims()):
+    said = _claims()
+    if arm not in said:
         return NOT_RUN
     return f"{centre(_differences(at_equal_steps, arm))}, {said[arm].verdict}"
 

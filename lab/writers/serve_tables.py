@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from statistics import mean
 
-from bench import result
 from bench.cookbook import CUT, FINISHED
 from bench.result import Row
 from lab.writers.captions import files, rows, source, table
@@ -125,12 +124,6 @@ def steps(beside: str, *names: str) -> str:
     Raises:
         QeRLError: The files are not of the same step, or settings changed because memory ran out.
     """
-    missing = [f"{one}.json" for one in (beside, *names) if not (result.RESULTS / f"{one}.json").is_file()]
-    if missing:
-        return (
-            f"Not measured yet: {', '.join(missing)}; the commands stand in "
-            "[performance](performance.md#measure-it-yourself).\n"
-        )
     served = [one for name in names for one in rows(name)]
     first = served[0]
     trained = _beside(beside, served)

@@ -1,7 +1,8 @@
 """Tables of studies for the docs, from the results of `python -m lab study` in bench/results.
 
-A missing study gets a sentence, and a missing arm the words `not run`, in place of numbers, so that a page
-can be written before its results exist. `python -m lab draw` draws the figures from the same files.
+A planned study without results gets a sentence, and a missing arm the words `not run`, in place of numbers,
+so that a page can be written before its results exist. `python -m lab draw` draws the figures from the same
+files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,17 +34,24 @@ EARLIER = "noise-wp12-6b0a637"
 
 
 @cache
-def study(name: str) -> Results | None:
-    """Return the results of a study by the name of their file; None if there are none."""
-    path = RESULTS / f"{name}.json.gz"
-    return read_results(path) if path.is_file() else None
+def study(name: str) -> Results:
+    """Return the results of a study by the name of their file.
+
+    Raises:
+        QeRLError: The file is missing or holds something else.
+    """
+    return read_results(RESULTS / f"{name}.json.gz")
+
+
+def study_or_none(name: str) -> Results | None:
+    """Return the results of a planned study; None if their file is missing."""
+    return study(name) if (RESULTS / f"{name}.json.gz").is_file() else None
 
 
 @cache
 def compared(name: str) -> list[Comparison]:
     """Return all comparisons of a study whose arms have run."""
-    results = study(name)
-    return [] if results is None else compare(results)
+    return compare(study(name))
 
 
 def absent(name: str) -> str:
@@ -54,8 +62,6 @@ def absent(name: str) -> str:
 def comparisons(name: str, *families: str) -> str:
     """Return the table of some families' comparisons in the study's order; its caption names the missing."""
     results, lines = study(name), []
-    if results is None:
-        return absent(name)
     planned = [(family, *pair) for family in families for pair in results.study.comparisons.get(family, [])]
     for one in compared(name):
         if one.family in families:
@@ -90,15 +96,12 @@ def comparisons(name: str, *families: str) -> str:
 
 def count(name: str) -> int:
     """Return the number of comparisons of a study."""
-    results = study(name)
-    return 0 if results is None else sum(map(len, results.study.comparisons.values()))
+    return sum(map(len, study(name).study.comparisons.values()))
 
 
 def arms(name: str) -> str:
     """Return the table of the arms of a study on the test seeds, each at its learning rate."""
     results, lines = study(name), []
-    if results is None:
-        return absent(name)
     for arm in results.study.arms:
         runs = results.tested(arm)
         if len(runs) > 1:
@@ -126,8 +129,6 @@ def arms(name: str) -> str:
 def rates(name: str) -> str:
     """Return the table of every arm at every learning rate on the tuning seeds; the chosen rate is bold."""
     results, lines = study(name), []
-    if results is None:
-        return absent(name)
     tried = sorted(results.study.learning_rates)
     for arm in results.study.arms:
         found = [results.of(arm, rate, results.study.tuning_seeds) for rate in tried]
@@ -173,9 +174,9 @@ def claimed() -> str:
 
 
 def tested(name: str, arm: str) -> list[RunResult]:
-    """Return the test runs of an arm of a study; empty if either does not exist."""
+    """Return the test runs of an arm of a study; empty if the study has no such arm."""
     results = study(name)
-    return [] if results is None or arm not in results.study.arms else results.tested(arm)
+    return results.tested(arm) if arm in results.study.arms else []
 
 
 def by_seed(name: str, arm: str, value: Callable[[RunResult], float]) -> dict[int, float]:
@@ -228,12 +229,7 @@ def after_the_fact(name: str, first: str, second: str) -> str:
 
 def collapses(names: Sequence[str], arm: str) -> str:
     """Format how many test runs of an arm collapsed, out of how many, over several studies."""
-    found = [
-        results.collapsed(run)
-        for name in names
-        if (results := study(name)) is not None
-        for run in tested(name, arm)
-    ]
+    found = [study(name).collapsed(run) for name in names for run in tested(name, arm)]
     return f"{sum(found)} of {len(found)}"
 
 
@@ -284,7 +280,6 @@ def pair_words(first: str, second: str) -> str:
 def source(name: str) -> str:
     """Return the caption's sentences on the runs, their device and the file."""
     results = study(name)
-    assert results is not None
     devices = ", ".join(sorted({str(run.facts["device"]) for run in results.runs}))
     return (
         f"{results.study.model.split('/')[-1]} on {results.study.task} {results.study.task_options}: "

@@ -1,15 +1,13 @@
 """The table of the testbed's model: its training cost, and its priors in text, forward pass and samples."""
 
-from bench.result import RESULTS, read_rows
+from bench.result import read_rows
 from lab.writers.captions import table
 
 NAME = "testbed-h200"
 
 
 def priors() -> str:
-    """Return the table with one line per cell, or a sentence if the model has not been made."""
-    if not (RESULTS / f"{NAME}.json").is_file():
-        return f"Not made yet: bench/results has no {NAME}.json.\n"
+    """Return the table with one line per cell."""
     made, *rows = read_rows(NAME)
     formats = list(dict.fromkeys(row["weights"] for row in rows))
     cells = {(row["kind"], row["length"], row["prior"], row["weights"]): row for row in rows}

@@ -7,7 +7,6 @@ from lab.study.results import RunResult
 from lab.writers.captions import table
 from lab.writers.study_tables import (
     NOT_RUN,
-    absent,
     compared,
     count,
     mean_of,
@@ -42,8 +41,6 @@ HELD, KL = "clip_ratio", "sampling/kl"
 
 def verdicts() -> str:
     """Return the table of each loss minus token truncation in each setting."""
-    if study(NAME) is None:
-        return absent(NAME)
     found = {(one.first, one.second): one for one in compared(NAME)}
 
     def cell(arm: str, setting: str) -> str:
@@ -66,8 +63,6 @@ def ends() -> str:
     """Return the table of each arm's final accuracy, collapses and bounded tokens, and of the KL between
     sampler and policy."""
     results = study(NAME)
-    if results is None:
-        return absent(NAME)
 
     def cell(runs: list[RunResult]) -> str:
         if not runs:

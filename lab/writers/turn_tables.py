@@ -1,5 +1,7 @@
 """Tables of `bench.turns`: savings by keeping the KV cache between turns, by number of turns."""
 
+from collections.abc import Callable, Mapping
+
 from bench.result import Row
 from lab.writers.captions import files, rows, source, table
 
@@ -10,23 +12,13 @@ def kept(name: str) -> str:
     Args:
         name: The result file, without its suffix.
     """
-    lines = []
-    for with_keys in rows(name, kept=True):
-        both = [with_keys, *rows(name, kept=False, turns=with_keys["turns"])]
-        prefilled = [found["prefilled_tokens"] for found in both]
-        seconds = [f"{found['cpu_seconds']:.1f}" for found in both]
-        empty = [None] * (2 - len(both))
-        lines.append((with_keys["turns"], with_keys["drawn_tokens"], *prefilled, *empty, *seconds, *empty))
     first = rows(name)[0]
-    head = ("turns", "tokens drawn", "prefilled, keys kept", "without", "CPU s, keys kept", "without")
-    return table(
-        head,
-        lines,
-        f"SmolLM2-135M with {first['layers']} of its 30 layers and random weights, {first['prompts']} "
-        f"prompts of {first['prompt_tokens']} tokens x {first['samples']} samples; "
-        f"{first['drawn_a_turn']} tokens are drawn in a turn on average, and others write "
-        f"{first['written_a_turn']} after it. One run each on {first['machine']}, which did other things as "
-        f"well, {first['date'][:10]}, commit {first['commit']}. {files(name)}",
+    return _table(
+        name,
+        {"CPU s": lambda found: f"{found['cpu_seconds']:.1f}"},
+        f"SmolLM2-135M with {first['layers']} of its 30 layers and random weights",
+        f"One run each on {first['machine']}, which did other things as well, {first['date'][:10]}, "
+        f"commit {first['commit']}.",
     )
 
 
@@ -36,36 +28,38 @@ def on_gpu(name: str) -> str:
     Args:
         name: The result file, without its suffix.
     """
+    return _table(
+        name,
+        {
+            "tokens/s": lambda found: f"{found['tok_s']:.0f}",
+            "s per step": lambda found: f"{found['seconds']:.2f}",
+        },
+        f"SmolLM2-135M's shape in 16 bits, random weights, LoRA of rank {rows(name)[0]['lora_rank']}",
+        source(name),
+    )
+
+
+def _table(name: str, columns: Mapping[str, Callable[[Row], str]], words: str, measured: str) -> str:
+    """Return the table of a result, whose columns are each shown with keys kept and without.
+
+    Args:
+        name: The result file, without its suffix.
+        columns: Formats of the columns after the prefilled tokens, by their words in the table's head.
+        words: Model and weights, as the caption's first words.
+        measured: The caption's sentence on machine, date and commit.
+    """
+    columns = {"prefilled": lambda found: f"{found['prefilled_tokens']}", **columns}
     lines = []
     for with_keys in rows(name, kept=True):
         both = [with_keys, *rows(name, kept=False, turns=with_keys["turns"])]
         empty = [None] * (2 - len(both))
-        prefilled, speed, seconds = (
-            [*(form(found) for found in both), *empty] for form in (_prefilled, _speed, _seconds)
-        )
-        lines.append((with_keys["turns"], with_keys["drawn_tokens"], *prefilled, *speed, *seconds))
+        cells = [cell for form in columns.values() for cell in (*map(form, both), *empty)]
+        lines.append((with_keys["turns"], with_keys["drawn_tokens"], *cells))
     first = rows(name)[0]
-    head = (
-        "turns", "tokens drawn", "prefilled, keys kept", "without", "tokens/s, keys kept", "without",
-        "s per step, keys kept", "without",
-    )  # fmt: skip
     return table(
-        head,
+        ("turns", "tokens drawn", *(head for one in columns for head in (f"{one}, keys kept", "without"))),
         lines,
-        f"SmolLM2-135M's shape in 16 bits, random weights, LoRA of rank {first['lora_rank']}, "
-        f"{first['prompts']} prompts of {first['prompt_tokens']} tokens x {first['samples']} samples; "
-        f"{first['drawn_a_turn']} tokens are drawn in a turn on average, and others write "
-        f"{first['written_a_turn']} after it. {source(name)} {files(name)}",
+        f"{words}, {first['prompts']} prompts of {first['prompt_tokens']} tokens x {first['samples']} "
+        f"samples; {first['drawn_a_turn']} tokens are drawn in a turn on average, and others write "
+        f"{first['written_a_turn']} after it. {measured} {files(name)}",
     )
-
-
-def _prefilled(found: Row) -> str:
-    return f"{found['prefilled_tokens']}"
-
-
-def _speed(found: Row) -> str:
-    return f"{found['tok_s']:.0f}"
-
-
-def _seconds(found: Row) -> str:
-    return f"{found['seconds']:.2f}"

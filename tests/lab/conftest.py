@@ -8,10 +8,7 @@ import pytest
 from lab.audit import raw
 from lab.trained import runs
 
-_READERS = (
-    "bench.result", "lab.writers.distilled_tables", "lab.writers.refilled_tables", "lab.audit.raw",
-    "lab.audit.refilled",
-)  # fmt: skip
+_READERS = ("bench.result", "lab.audit.raw", "lab.audit.refilled")
 """Modules that know where results lie."""
 
 

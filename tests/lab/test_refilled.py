@@ -155,14 +155,6 @@ def differing(text):
     return [cell.where for cell in found if cell.published != cell.found], len(found)
 
 
-def test_without_results_the_pages_say_so(results):
-    assert refilled_tables.TABLES["refilled-learned"]() == (
-        "Not run yet: bench/results has no refilled-smollm2.json.\n"
-    )
-    assert {make() for make in refilled_tables.NUMBERS.values()} == {"not run"}
-    assert differing(page()) == ([], len(refilled_tables.NUMBERS))
-
-
 def test_the_table_says_what_refilled_rows_cost_at_equal_steps_and_at_equal_time(results):
     gains = {
         "synchronous": 0,

@@ -20,6 +20,7 @@ from lab.writers import (
     study_tables,
     take,
 )
+from qerl.errors import QeRLError
 from tests.support.study import FakeMake, tiny_study
 
 IMAGES = draw.IMAGES
@@ -30,7 +31,8 @@ PAIRS = {"primary": [["aqn", "none"], ["late", "none"]], "other": [["none", "aqn
 
 @pytest.fixture
 def name(tmp_path, monkeypatch):
-    """A study among the results, in which the arm `late` has not run and `none` moves its entropy."""
+    """A study among the results, in which the arm `late` has not run and `none` moves its entropy; the others
+    are there without any run."""
     study = tiny_study(arms=ARMS, comparisons=PAIRS, steps=14, learning_rates=[2e-4], tuning_seeds=0)
     store = Store(tmp_path / "x", study)
     assert Runner(store, FakeMake(), Console(quiet=True)).run()
@@ -46,6 +48,9 @@ def name(tmp_path, monkeypatch):
     monkeypatch.setattr(draw, "IMAGES", tmp_path / "images")
     there = [run for run in results.runs if run.run.arm.name != "late"]
     write_results(Results(study, there), tmp_path / "noise-wp12.json.gz")
+    nothing = Results(tiny_study(comparisons={}, task_options={"prior": 0.003}), [])
+    for other in ("noise-wp1", "noise-needle", study_tables.EARLIER):
+        write_results(nothing, tmp_path / f"{other}.json.gz")
     functions = study_tables.study, study_tables.compared
     for function in functions:
         function.cache_clear()
@@ -212,7 +217,7 @@ def test_noisy_and_clean_samples_are_compared_while_there_is_noise(name, monkeyp
     for run in halved.of("aqn"):
         values = {"noisy": 0.3, "clean": 0.5, "only_noisy": 0.1 * run.run.seed, "only_clean": 0.1}
         run.steps.update({key: [9.0] * 2 + [value] * 12 for key, value in values.items()})
-    monkeypatch.setattr(found_tables, "study", {"x": halved}.get)
+    monkeypatch.setattr(found_tables, "study", {"x": halved, "y": results}.get)
     cells = [
         cell.strip() for cell in found_tables.halves({"wp12": "x", "wp1": "y"}).splitlines()[2].split("|")
     ]
@@ -253,14 +258,18 @@ def test_an_arm_with_noise_stands_beside_the_same_one_without():
     assert found == {"aqn": "none", "bf16_aqn": "bf16", "logits": "bare", "half": "none", "slow": None}
 
 
-def test_results_that_are_not_there_get_a_sentence(name):
-    said = "No results yet: bench/results has no none.json.gz.\n"
-    assert study_tables.arms("none") == study_tables.comparisons("none", "primary") == said
-    assert noise_tables.reached("none") == said
-    assert study_tables.rates("none") == found_tables.discovery("none") == said
-    assert study_tables.difference("none", "aqn", "none", len) == "not run"
+def test_every_table_is_made_where_arms_have_not_run(name):
+    pytest.importorskip("scipy")
+    assert study_tables.difference("noise-wp1", "aqn", "none", len) == "not run"
     for table in noise_tables.TABLES.values():
         assert table()
+
+
+def test_results_that_are_not_there_are_an_error_unless_they_are_only_planned(name):
+    assert study_tables.study_or_none("none") is None
+    assert study_tables.study_or_none(name) is study_tables.study(name)
+    with pytest.raises(QeRLError, match=r"none\.json\.gz holds no results of a study"):
+        study_tables.arms("none")
 
 
 @pytest.mark.parametrize(
@@ -279,14 +288,15 @@ def test_results_are_taken_without_the_path_of_a_model(model, kept, tmp_path, mo
     )
 
 
-def test_figures_are_drawn_of_what_is_there(name, tmp_path):
+def test_figures_are_drawn_anew(name, tmp_path, monkeypatch):
     pytest.importorskip("scipy")
     old = tmp_path / "images" / "wp12" / "accuracy-old.svg"
     old.parent.mkdir(parents=True)
     old.write_text("")
+    monkeypatch.setattr(draw, "STUDIES", {"wp12": name})
     said = draw.draw()
     assert "figures of noise-wp12.json.gz" in said[0] and not old.exists()
-    assert said[1:3] == [study_tables.absent(one).strip() for one in ("noise-wp1", "noise-needle")]
+    assert len(said) == 1 + len(draw.PROBES)
     for folder in draw.PROBES:
         probes = sorted((draw.IMAGES / folder).iterdir())
         assert [path.read_text() for path in probes] == [

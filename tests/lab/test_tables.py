@@ -37,29 +37,35 @@ def test_the_newest_decoding_of_a_card_is_shown_with_its_commit(monkeypatch, tmp
     assert "| 7B, 12 | | | | 5432 | |" in said and "0123abc" in said
 
 
-def test_the_first_screen_is_of_one_card_and_of_what_is_measured(monkeypatch, tmp_path):
-    rate = {"engine": "qerl", "weights": "nvfp4", "batch": 64, "decode_tok_s": 900.0}
+def test_the_first_screen_is_of_one_card_and_of_the_best_that_stands_beside(monkeypatch, tmp_path):
+    rate = {"engine": "qerl", "weights": "nvfp4", "decode_tok_s": 900.0}
     dense, theirs = rate | {"weights": "bf16", "decode_tok_s": 500.0}, rate | {"decode_tok_s": 400.0}
     theirs |= {"engine": "vllm-humming", "version": "vllm 0.33.0"}
     slower = theirs | {"engine": "vllm-bf16", "weights": "bf16", "decode_tok_s": 300.0}
+    step = {"engine": "qerl", "weights": "nvfp4", "total_s": 7.0}
+    trl = {"engine": "trl+vllm", "weights": "bf16", "total_s": 33.0, "version": "trl 1.16.0, vllm 0.24.0"}
     monkeypatch.setattr(bench.result, "RESULTS", tmp_path)
 
+    def write(name, gpu, date, rows):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"gpu": gpu, "date": date, "rows": rows}))
+
     def lines(*rows, gpu="NVIDIA H200"):
-        shared = {"gpu": gpu, "date": "2026-11-24", "rows": rows}
-        (tmp_path / "rollout-7b-vllm-h200.json").write_text(json.dumps(shared))
+        both = [row | {"batch": batch} for row in rows for batch in (1, 64)]
+        write("rollout-7b-vllm-h200", "NVIDIA H200", "2026-11-24", both)
+        write("step-7b-lognormal-trl-h200", gpu, "2026-11-21", [step, trl])
         return TABLES["first-screen"]().splitlines()
 
-    assert lines(rate, dense)[2:4] == [
+    assert lines(rate, dense)[2:6] == [
+        "| GRPO step, 7B, 128 samples of drawn lengths | **7.0 s** "
+        "| 33.0 s (TRL 1.16 with vLLM 0.24, 16-bit) |",
+        "| Decoding, 7B, 1 sequence | **900 tokens/s** | 500 tokens/s (ours, 16-bit) |",
         "| Decoding, 7B, 64 sequences | **900 tokens/s** | 500 tokens/s (ours, 16-bit) |", "",
     ]  # fmt: skip
-    assert lines(rate, dense, slower, theirs)[2].endswith("| 400 tokens/s (vLLM 0.33, NVFP4) |")
-    alone = rate | {"batch": 1}
-    assert "1 sequence " not in "".join(lines(rate, dense, alone))  # nothing stands beside it
-    step = {"engine": "qerl", "weights": "nvfp4", "total_s": 7.0, "gpu": "NVIDIA H100", "date": "2026-11-21"}
-    both = [step, step | {"engine": "trl+vllm", "weights": "bf16", "version": "trl 1.16.0, vllm 0.24.0"}]
-    (tmp_path / "step-7b-128-trl-h200.json").write_text(json.dumps({"rows": both}))
+    found = lines(rate, dense, slower, theirs)
+    assert found[4].endswith("| 400 tokens/s (vLLM 0.33, NVFP4) |")
+    assert found[-1].startswith("Random weights, measured 2026-11-21 to 2026-11-24.")
     with pytest.raises(ValueError, match="too many values"):
-        lines(rate, dense)
+        lines(rate, dense, gpu="NVIDIA H100")
 
 
 def test_a_changed_number_is_written_anew():

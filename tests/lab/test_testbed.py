@@ -188,7 +188,6 @@ def test_the_command_makes_a_model_for_studies_and_says_what_it_cost(tmp_path, m
     assert made["sha256"] == command.weights_hash(folder) and made["steps"] == 2 and made["seconds"] > 0
     assert [row["weights"] for row in priors] == ["bf16"] * len(ASKED) + ["nvfp4"] * len(ASKED)
     assert all(0 <= row["low"] <= row["sampled"] <= row["high"] <= 1 for row in priors)
-    monkeypatch.setattr(testbed_tables, "RESULTS", tmp_path)
     monkeypatch.setattr(testbed_tables, "NAME", "testbed")
     monkeypatch.setattr(result, "RESULTS", tmp_path)
     lines = testbed_tables.priors().splitlines()

@@ -187,12 +187,6 @@ def curve(most, at, end):
     return [most if step >= at else 0.2 for step in range(0, end + 2, 2)]
 
 
-def test_without_results_the_pages_say_so(results):
-    for make in distilled_tables.TABLES.values():
-        assert make() == "No results yet: bench/results has no distilled-smollm2.json.\n"
-    assert {make() for make in distilled_tables.NUMBERS.values()} == {"not run"}
-
-
 def test_the_table_of_a_taught_adapter_compares_it_with_its_teacher(results):
     rows = []
     for seed, (rl_at, taught_at) in enumerate([(20, 10), (40, 10), (30, 30)]):
