@@ -51,6 +51,17 @@ def test_a_warm_up_takes_every_model_and_every_variant_without_noise_or_teacher(
     assert load_config(["gsm8k-sft", variant, model], {}).algorithm == "sft"
 
 
+def test_a_warm_up_has_its_own_learning_rate_unless_its_variant_has_one_of_the_paper():
+    rates = {
+        variant: load_config(["gsm8k-sft", variant, "qwen2.5-7b"], {}).learning_rate
+        for variant in ("nvfp4-lora", "mxfp4-lora", "bf16-full", "bf16-lora", "nf4-lora")
+    }
+    assert rates == {
+        "nvfp4-lora": 2e-4, "mxfp4-lora": 2e-4, "bf16-full": 2e-5, "bf16-lora": 5e-6, "nf4-lora": 5e-6,
+    }  # fmt: skip
+    assert load_config(["gsm8k", "nvfp4-aqn", "qwen2.5-7b"], {}).learning_rate == 1e-5
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_fits_on_the_gpus_of_its_header_and_on_no_other(name, console):
     cards, _, by = read_header(packaged()[name]).hardware.partition(" GB")

@@ -39,7 +39,7 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub import CommitScheduler, create_repo
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import (
     PreTrainedModel,
@@ -849,9 +849,23 @@ class QeRLTrainer(Trainer):
             return
         with _fits(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+            self._follow_schedule()
             self.updates.load(Path(checkpoint))
             self.rollouts.load(Path(checkpoint))
             self._buffer = load_rollouts(self._rollout_file(Path(checkpoint)))
+
+    def _follow_schedule(self) -> None:
+        """Set the optimizer's learning rates to those of the schedule.
+
+        A checkpoint's optimizer has the rates of the schedule that it was saved with, and its next step would
+        use them: the first step of a run that is made longer would have the last, lowest rate.
+        """
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)  # accelerate wraps it
+        if isinstance(scheduler, LambdaLR):
+            pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            scheduler._last_lr = [rate * factor(scheduler.last_epoch) for rate, factor in pairs]
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+                group["lr"] = rate
 
 
 class _Hooks(TrainerCallback):

@@ -293,6 +293,20 @@ def test_a_trainer_made_in_python_resumes_as_a_run_does(llama_folder, tmp_path, 
         trainer(max_steps=4).train(resume_from_checkpoint=True)
 
 
+def test_a_run_that_is_made_longer_follows_the_new_schedule_from_its_first_step(llama_folder, tmp_path):
+    def rates(steps, **fields):
+        args = run_settings(
+            tmp_path / "run", max_steps=steps, save_steps=1, learning_rate=1e-3, lr_scheduler_type="linear",
+            **fields,
+        )  # fmt: skip
+        trainer = QeRLTrainer(str(llama_folder), first_letter, args, ROWS)
+        trainer.train(resume_from_checkpoint=bool(fields))
+        return [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
+
+    assert rates(2) == pytest.approx([1e-3, 5e-4])
+    assert rates(4, save_only_model=False) == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
+
+
 def test_a_model_in_hand_resumes_what_a_named_one_saved(llama_folder, tiny_tokenizer, tmp_path, caplog):
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 
