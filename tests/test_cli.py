@@ -66,7 +66,9 @@ def test_quantize_then_generate(recipe, tmp_path, capsys):
     packed = tmp_path / "packed"
     assert main(["quantize", str(tmp_path / "model"), str(packed)]) == 0
     assert main(["quantize", str(tmp_path / "model"), str(packed)]) == 2, "never overwrites"
+    capsys.readouterr()
     assert main(["generate", str(packed), "hello", "--max_tokens", "4"]) == 0
+    assert "temperature 0.0 (default)" in capsys.readouterr().out
 
 
 def test_dry_run_prints_a_recipe_and_does_nothing(recipe, tmp_path, capsys):
@@ -74,6 +76,13 @@ def test_dry_run_prints_a_recipe_and_does_nothing(recipe, tmp_path, capsys):
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["learning_rate"] == 1e-4
     assert not (tmp_path / "run").exists()
+    assert yaml.safe_load(recipe.read_text()).keys() <= printed.keys(), "all that the recipe sets"
+    assert main(["train", "demo", "--dry_run", "--max_grad_norm", "1.0", "--output_dir", "none"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    needed = (8, 8, 8, 1.0, 42, 1.0)
+    names = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "temperature")
+    assert tuple(printed[name] for name in (*names, "seed", "max_grad_norm")) == needed
+    assert "clip_cov_lb" not in printed
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "demo"])
@@ -218,6 +227,14 @@ def test_dry_run_looks_at_the_folder_and_the_length_of_the_run(recipe, tmp_path,
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert main(words) == 2
     assert "already holds a run" in capsys.readouterr().err
+
+
+def test_dry_run_looks_into_the_models_folder(recipe, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["train", str(recipe), "--dry_run", "--model", str(tmp_path / "empty")]) == 2
+    assert "has no config.json, so it is not a model" in capsys.readouterr().err
+    assert main(["train", str(recipe), "--dry_run", "--model", "none.gguf"]) == 2
+    assert "There is no file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ distributions add commands through an entry point group (`COMMANDS`); each entry
 
 import argparse
 import contextlib
+import difflib
 import errno
 import logging
 import os
@@ -33,7 +34,7 @@ from qerl.cli_results import (
     add_watch,
     option,
 )
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, did_you_mean
 from qerl.ranks import is_first_process
 from qerl.settings.words import add_command, positionals_first, split_fields, with_underscores
 from qerl.user_code import named_again
@@ -96,11 +97,21 @@ def _run(words: list[str]) -> int | None:
     fields: dict[str, str] = {}
     if words and words[0] in TAKE_FIELDS:
         words, fields = split_fields(words, *TAKE_FIELDS[words[0]])
-    args, unknown = _parser(*words[:1]).parse_known_args(words)
-    if unknown:
+    parser = _parser(*words[:1])
+    commands = _commands(parser)
+    if words and not words[0].startswith("-") and words[0] not in commands:
         raise QeRLError(
-            f"`qerl {words[0]}` does not take {' '.join(unknown)}; `qerl {words[0]} --help` says what it "
-            "takes."
+            f"There is no command {_shortened(words[0])!r}{did_you_mean(words[0], commands)}; "
+            "`qerl --help` lists the commands."
+        )
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        known = commands.get(words[0], parser)._option_string_actions
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, 0.75)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise QeRLError(
+            f"`qerl {words[0]}` does not take {' '.join(unknown)}{hint}; `qerl {words[0]} --help` says what "
+            "it takes."
         )
     args.fields, args.console = fields, console
     status: int | None = args.run(args)
@@ -216,6 +227,12 @@ def _parser(word: str = "") -> argparse.ArgumentParser:
     return parser
 
 
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of the commands by name."""
+    (commands,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
+    return commands
+
+
 def _add_train(commands: Any) -> None:
     text = "Train with the settings of recipes; any field can be set as --FIELD VALUE."
     sub = add_command(commands, "train", _train, text)
@@ -236,7 +253,7 @@ def _add_plan(commands: Any) -> None:
         "or a shape such as 32b"
     )
     sub.add_argument("words", nargs="*", metavar="[MODEL] RECIPE", help=text)
-    option(sub, "--gpu", "GPU", "GB, or a name such as rtx4090; default: 80", default="80")
+    option(sub, "--gpu", "GPU", "GB, or a name such as rtx4090; default: 80")
     option(sub, "--processes", "N", "number of GPUs, one process each; default: 1", default="1")
     sub.add_argument("--max_context", action="store_true", help="also print the longest completion that fits")
     option(sub, "--price", "P", "price of one GPU hour, in any currency; adds the cost of the run")
@@ -290,10 +307,12 @@ def _train(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipes, _values(args.fields))
     if args.dry_run:
+        from qerl.models.hub import check_if_local
         from qerl.trainer.preflight import preflight
         from qerl.trainer.resume.changes import resume_point
 
         preflight(config)
+        check_if_local(str(config.model))
         resume_point(config, Console(stderr=True))
         _print(dump(config))
         return 0
@@ -327,10 +346,10 @@ def _plan(args: argparse.Namespace) -> int:
     from qerl.plan.propose import fits
     from qerl.settings.recipe import parse_value
 
-    gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
-    adapters, price = (
+    processes = parse_value(args.processes, "--processes")
+    gpu, adapters, price = (
         None if given is None else parse_value(given, flag)
-        for flag, given in (("--adapters", args.adapters), ("--price", args.price))
+        for flag, given in (("--gpu", args.gpu), ("--adapters", args.adapters), ("--price", args.price))
     )
     asked = *model_and_recipes(args.words), _values(args.fields)
     plan = plan_command(*asked, gpu, console, processes, args.max_context, adapters, price)
@@ -346,9 +365,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _recipes(_: argparse.Namespace) -> None:
-    from qerl.settings.library import recipe_table
+    from qerl.settings.library import recipe_list
 
-    console.print(recipe_table(), highlight=False)
+    console.print(recipe_list(), highlight=False)
 
 
 def _fields(args: argparse.Namespace) -> None:
@@ -373,5 +392,4 @@ def _doctor(_: argparse.Namespace) -> None:
 def _completion(args: argparse.Namespace) -> None:
     from qerl.completion import script
 
-    (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
-    _print(script(args.shell, commands, set(TAKE_FIELDS)))
+    _print(script(args.shell, _commands(_parser()), set(TAKE_FIELDS)))

@@ -77,7 +77,7 @@ def add_generate(commands: Any) -> None:
     add("--system", "TEXT", 'system message; default: that of the run\'s task, else none; "" for none')
     add("--max_tokens", "N", "default: the run's max_completion_length, else 256", number_from(1))
     _add_stops(sub)
-    add("--temperature", "T", "default: 0, greedy", number_from(0, float), default=0.0)
+    add("--temperature", "T", "default: 0, greedy", number_from(0, float))
     add("--seed", "N", "default: %(default)s", number_from(0), default=0)
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from qerl.cli import main
+from qerl.models import hub
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.recipe import load_config
 from qerl.trainer.run import build
@@ -191,6 +193,7 @@ def test_a_damaged_config_beside_an_adapter_is_one_sentence(tmp_path, capsys, co
         (["--samples", "0"], "0 must be at least 1"),
         (["--max_tokens", "0"], "0 must be at least 1"),
         (["--top_p", "nan"], "nan must be"),
+        (["--samples", "2", "--temperature", "0"], "samples is 2 with temperature 0, at which all samples"),
     ],
 )
 def test_mistakes_in_flags_are_one_sentence_before_anything_is_loaded(words, message, capsys):
@@ -202,9 +205,25 @@ def test_mistakes_in_flags_are_one_sentence_before_anything_is_loaded(words, mes
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_task_must_come_from_somewhere(capsys):
-    assert main(["eval", "nowhere"]) == 2
-    assert "--task" in capsys.readouterr().err
+def test_a_task_must_come_from_somewhere_once_the_model_is_one(tmp_path, capsys, monkeypatch):
+    def unreachable(*_, **__):
+        raise LocalEntryNotFoundError("no network, not cached")
+
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    assert main(["eval", "models/nope"]) == 2
+    assert "models/nope was not found" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+    assert main(["eval", str(tmp_path)]) == 2
+    assert f"`qerl eval a/b --adapter {tmp_path}`" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "No task is given" in capsys.readouterr().err
+
+
+def test_a_file_of_problems_is_looked_at_before_the_model(capsys):
+    assert main(["eval", "nowhere", "--task", "jsonl:nope.jsonl"]) == 2
+    assert "The data file nope.jsonl cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["eval", "owner/model"], ["generate", "owner/model", "hello"]])

@@ -8,7 +8,7 @@ import pytest
 from lab.audit import raw
 from lab.trained import runs
 
-_READERS = ("bench.result", "lab.audit.raw", "lab.audit.refilled")
+_READERS = ("bench.result", "lab.audit.raw")
 """Modules that know where results lie."""
 
 

@@ -148,7 +148,7 @@ def unreachable(*args, **kwargs):
     ("name", "message"),
     [
         ("no/such/model", "neither a folder, a .gguf file, nor a Hub id"),
-        ("owner/model", "safetensors is neither on the Hub nor in its cache"),
+        ("owner/model", r"no such folder, and its weights \(safetensors\) are neither on the Hub nor in the"),
         ("missing.gguf", "There is no file missing.gguf"),
     ],
 )
@@ -162,9 +162,18 @@ def test_names_that_lead_nowhere(name: str, message: str, monkeypatch) -> None:
 def test_folders_that_are_no_models(tmp_path) -> None:
     with pytest.raises(QeRLError, match=r"has no config\.json"):
         load_model(tmp_path, "nvfp4", torch.float32, "cpu")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(QeRLError, match="is a LoRA adapter"):
-        load_model(tmp_path, "nvfp4", torch.float32, "cpu")
+    for config, settings, said in (
+        ("{}", None, "is a LoRA adapter; .*`qerl eval MODEL --adapter"),
+        ("no json", None, "is a LoRA adapter; .*`qerl eval MODEL --adapter"),
+        ('{"base_model_name_or_path": "a/b"}', None, "is a LoRA adapter for a/b; .*`qerl eval a/b --adapter"),
+        ('{"base_model_name_or_path": "a/b"}', "model: c/d", "adapter for c/d; .*`qerl eval c/d --adapter"),
+        ('{"base_model_name_or_path": "a/b"}', "[]", "is a LoRA adapter for a/b"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(config)
+        if settings:
+            (tmp_path / "config.yaml").write_text(settings)
+        with pytest.raises(QeRLError, match=f"{said} {tmp_path}`" if "--adapter" in said else said):
+            load_model(tmp_path, "nvfp4", torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("name", ["a folder", "owner/model"])
@@ -180,7 +189,7 @@ def test_an_adapter_beside_a_model_is_not_loaded_with_it(name, plain, tmp_path, 
 def test_a_snapshot_without_weights_is_none(tmp_path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: str(tmp_path))
-    with pytest.raises(QeRLError, match="safetensors is neither on the Hub nor in its cache"):
+    with pytest.raises(QeRLError, match=r"its weights \(safetensors\) are neither on the Hub"):
         hub.local_checkpoint("owner/model")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 
 from qerl import host_memory
@@ -150,7 +151,7 @@ def test_the_words_of_train_are_words_of_plan(words, tmp_path, capsys, monkeypat
 
 def test_a_plan_needs_a_model(capsys):
     assert main(["plan", "gsm8k", "--gpu", "24"]) == 2
-    assert "model is not set; add it to the recipe or pass --model." in capsys.readouterr().err
+    assert "model is not set; pass --model, or name the recipe of a model" in capsys.readouterr().err
 
 
 def test_other_families_and_formats(tmp_path, capsys):
@@ -228,12 +229,18 @@ def test_advice_names_what_could_change(capsys):
     assert main(["plan", "14b", "--gpu", "16", "--weights", "bf16"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "One of these changes suffices: weights: nvfp4 instead of bf16;" in printed
-    assert "GB are 10^9 bytes; of the GPU's memory 16.5 of them are usable." in printed
+    assert "GB are 10^9 bytes; 16 GiB are 17.2 GB, of which 16.5 are usable." in printed
 
 
-def test_an_unknown_size_lists_those_that_are_known(capsys):
-    assert main(["plan", "33b"]) == 2
-    assert "Sizes that are known by name: 1.5b, 3b, 7b" in " ".join(capsys.readouterr().err.split())
+@pytest.mark.parametrize("name", ["33b", "owner/model"])
+def test_a_model_that_is_not_found_lists_the_sizes_that_are_known(name, capsys, monkeypatch):
+    def unreachable(*_, **__):
+        raise LocalEntryNotFoundError("no network, not cached")
+
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    assert main(["plan", name]) == 2
+    said = capsys.readouterr().err
+    assert "Sizes that are known by name, without network: 1.5b, 3b, 7b" in said
 
 
 @pytest.mark.parametrize("kwargs", [None, {"every_n_layers": 1, "offload": True}, {"offload": True}])
@@ -334,3 +341,29 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     with pytest.raises(Loading):
         run.build(config, Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--gpu is not given, so 80 is assumed: 80 GiB are 85.9 GB, of which 84.5 are usable."),
+        (["--gpu", "24"], "GB are 10^9 bytes; 24 GiB are 25.8 GB, of which 25.0 are usable."),
+        (["--gpu", "rtx4090"], "of the RTX 4090's memory 25.2 GB (23.5 GiB) are usable."),
+    ],
+)
+def test_the_memory_that_a_plan_is_for_is_said(words, said, capsys):
+    main(["plan", "7b", "gsm8k", "nvfp4-lora", *words])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert said in printed and ("is not given" in printed) == (not words)
+
+
+def test_what_a_run_chooses_by_itself_is_not_proposed(capsys):
+    same = "No other settings are proposed: a run with these takes the fastest update that fits."
+    words = ["plan", "7b", "gsm8k", "nvfp4-lora", "--gpu", "80"]
+    assert main(words) == 0
+    assert same in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--gradient_checkpointing_kwargs", "{every_n_layers: 1}"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert same not in printed
+    assert "(0 instead of 28 layers recomputed): --tokens_per_forward" in printed
+    assert "--gradient_checkpointing false --max_sequences" in printed and "every_n_layers" not in printed

@@ -76,7 +76,7 @@ def test_the_plan_of_a_mixture_is_drawn():
     )  # fmt: skip
     plan = make_plan(sizes, work, 80 * 10**9)
     assert next(line for line in plan.lines if line.name.startswith("experts")).rollout > 0
-    assert render(plan, None, "qwen3-30b-a3b")
+    assert render(plan, None, "qwen3-30b-a3b", "")
 
 
 @pytest.mark.parametrize(("shared", "count"), [(True, 1), (False, 128)])

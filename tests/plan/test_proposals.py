@@ -113,7 +113,7 @@ def test_inputs_of_layers_wait_in_the_cpus_memory_where_nothing_else_fits():
     here = make_plan(sizes, dataclasses.replace(there, offload=False), GB80)
     assert here.on_host == 0 and not fits(here)
     assert here.update - plan.update == pytest.approx(1.12 * 35 * 2 * there.tokens * 4096)
-    assert f"{plan.on_host / 1e9:.1f} GB of CPU memory" in _title(plan, "8B")
+    assert f"{plan.on_host / 1e9:.1f} GB of CPU memory" in _title(plan, "8B", "")
     for change in ({"may_offload": False}, {"host_bytes": plan.on_host}):
         assert fastest(sizes, dataclasses.replace(long, **change), GB80) is None
     roomy = dataclasses.replace(long, host_bytes=round(1.06 * plan.on_host), adapters=2, rank=16)

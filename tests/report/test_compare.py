@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
 from rich.console import Console
 
 from qerl.cli import main
 from qerl.report.compare import compare
+from qerl.report.page import completed, differing
+from qerl.settings.recipe import dump, load_config, resolved
 from tests.report.test_page import make_run
 
 
@@ -31,11 +34,57 @@ def test_settings_metrics_and_scores_side_by_side(tmp_path, capsys, monkeypatch)
     scored(a, 0.5)
     assert main(["compare", str(a), str(b)]) == 0
     said = lines(capsys)
-    assert "learning_rate 1e-05 0.0001" in said and "noise default true" in said
+    assert "learning_rate 1e-05 0.0001" in said and "noise false true" in said
     assert not any(line.startswith("model ") for line in said), "the same in both"
     assert "Steps 20 10" in said
     assert "Reward 0.975 1" in said, "means of the last two steps, and of the last one"
     assert "gsm8k, accuracy, 100 problems 50.0 (40.0 to 60.0) -" in said
+
+
+def test_runs_differ_only_in_values_that_are_not_the_same(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    fields = {"model": "m", "task": "arithmetic", "output_dir": "x", "learning_rate": 1e-5}
+    third = {"max_grad_norm": 1.0, "task_options": {"level": "wp1"}}
+    said = {"a": {"loss_type": "grpo"}, "b": {}, "c": third}
+    runs = []
+    for name, more in said.items():
+        runs.append(make_run(tmp_path / name, 2))
+        (runs[-1] / "config.yaml").write_text(dump(load_config([], fields | more)))
+    assert main(["compare", *map(str, runs)]) == 0
+    said = lines(capsys)
+    start = next(at for at, line in enumerate(said) if line.startswith("┡"))
+    assert set(said[start + 1 : next(at for at, line in enumerate(said) if line.startswith("└"))]) == {
+        "task_options.level default default wp1",
+        "loss_type grpo dppo_kl dppo_kl",
+        "epsilon 0.2 0.05 0.05",
+        "epsilon_high 0.2 0.05 0.05",
+        "delta null 20.0 20.0",
+        "use_rollout_logprobs false true true",
+    }
+    main(["report", *map(str, runs), "--out", str(tmp_path / "page.html")])
+    assert "scale_rewards" not in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "rows"),
+    [
+        ({"beta": 0.0, "seed": 42, "adapter": None, "lr_scheduler_type": "linear"}, {}, {}),
+        ({"seed": 42, "loss_type": "dppo_kl"}, {"seed": 1}, {"seed": ["42", "1"]}),
+        ({"top_p": 0.9}, {"min_p": 0.1}, {"top_p": ["0.9", "1.0"], "min_p": ["null", "0.1"]}),
+        ({"task_options": {}}, {"task_options.level": "wp1"}, {"task_options.level": ["default", "wp1"]}),
+        ({}, {"of_an_old_version": 3}, {"of_an_old_version": ["default", "3"]}),
+        ({}, {"output_dir": "x"}, {}),
+    ],
+)
+def test_a_field_that_one_file_leaves_out_has_its_default(one, other, rows):
+    of_both = {"loss_type": "dppo_kl"}
+    assert differing(completed([of_both | one, of_both | other])) == rows
+
+
+def test_settings_that_a_file_names_are_kept():
+    one = resolved(load_config(["demo"], {}))
+    assert all(full[key] == one[key] for full in completed([one, {"seed": 1}, {}])[:1] for key in one)
+    assert completed([one]) == [one] and completed([]) == []
 
 
 def test_scores_of_other_policies_are_said(tmp_path, capsys, monkeypatch):

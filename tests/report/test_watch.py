@@ -50,7 +50,11 @@ def test_progress_metrics_curve_and_the_latest_completions_are_shown(run):
     settled(run, 2, answers([0.0, 0.0, 1.0, 0.25]))
     text = screen(look(run))
     assert "step 2 of 100, 30 s per step, about 0:49:00 left, last logged 0:00:10 ago" in text
-    assert "Accuracy of samples" in text and "25" in text and "mean 25 %" in text
+    assert "Accuracy of samples" in text and "25" in text
+    (heads,) = [line for line in text.splitlines() if "mean, last tenth" in line]
+    (accuracy,) = [line for line in text.splitlines() if "Accuracy of samples" in line]
+    assert heads.split() == ["last", "mean,", "last", "tenth"] and accuracy.split()[3:] == ["25", "25", "%"]
+    assert [accuracy.index("25"), accuracy.rindex("25")] == [heads.index("last"), heads.index("mean")]
     assert "0.2 \u2524" in text and "0.1 \u2524" in text, "the axis of the reward's curve"
     order = ["step 2, best completion, reward 1", "What is 1 + 1?", "answer 2 of reward 1.0", "step 2, worst"]
     places = [text.index(words) for words in order]

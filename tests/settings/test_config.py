@@ -14,7 +14,16 @@ from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, check_processes
 from qerl.settings.foreign import INSTEAD
-from qerl.settings.recipe import FIELDS, changed, dump, load_config, parse_value, read_recipe, resolved
+from qerl.settings.recipe import (
+    FIELDS,
+    changed,
+    dump,
+    left_out,
+    load_config,
+    parse_value,
+    read_recipe,
+    resolved,
+)
 
 PAPER = [
     *product(["gsm8k"], ["qwen2.5-3b", "qwen2.5-7b"]),
@@ -41,6 +50,67 @@ def test_the_dump_of_a_run_is_a_recipe_that_gives_the_same_run(tmp_path):
     again = load_config([tmp_path / "config.yaml"], {})
     assert dump(again) == dump(config)
     assert again.generation_batch_size == config.generation_batch_size
+
+
+NEEDED = {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+NEEDED |= {"temperature": 1.0, "seed": 42, "max_completion_length": 512, "learning_rate": 1e-5}
+
+
+def test_a_dump_has_what_was_set_and_what_every_reader_needs(tmp_path):
+    needed = resolved(QeRLConfig(**MINIMAL))
+    assert {name: needed[name] for name in NEEDED} == NEEDED
+    set_to_defaults = {"top_p": 1.0, "weight_decay": 0.0, "beta": 0.0, "clip_cov_lb": 1.0}
+    assert not set_to_defaults.keys() & needed.keys()
+    recipe, saved = tmp_path / "own.yaml", tmp_path / "config.yaml"
+    recipe.write_text(yaml.safe_dump(MINIMAL | {"sampling": {"top_p": 1.0}, "weight_decay": 0.0}))
+    config = load_config([recipe], {"beta": 0.0, "clip_cov_lb": 1.0, "min_p": None})
+    saved.write_text(dump(config))
+    for each in (config, changed(config, {}), load_config([saved], {})):
+        assert resolved(each) == needed | set_to_defaults
+        assert resolved(changed(each, {"adam_beta1": 0.9})) == needed | set_to_defaults | {"adam_beta1": 0.9}
+
+
+def test_a_dump_does_not_depend_on_the_order_of_fields(tmp_path):
+    fields = MINIMAL | {"top_p": 1.0, "seed": 42, "weight_decay": 0.0, "noise": True, "beta": 0.1}
+    texts = set()
+    for number, order in enumerate((fields, dict(reversed(fields.items())))):
+        (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(order, sort_keys=False))
+        texts |= {dump(load_config([tmp_path / f"{number}.yaml"], {})), dump(load_config([], order))}
+    assert len(texts) == 1
+
+
+def test_a_dump_leaves_out_fields_of_other_losses_and_algorithms():
+    of_others = {
+        "clip_cov": {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"},
+        "kl_cov": {"kl_cov_ratio", "ppo_kl_coef"},
+        "distill": {"teacher", "teacher_weights", "distillation_alpha", "distillation_weight"},
+        "sft": {"max_length", "completion_only_loss", "assistant_only_loss"},
+    }
+    of_any = set().union(*of_others.values())
+    assert not of_any & resolved(QeRLConfig(**MINIMAL)).keys()
+    for name, fields in of_others.items():
+        said = {"loss_type" if name.endswith("_cov") else "algorithm": name}
+        said |= {"teacher": "base"} if name == "distill" else {}
+        assert of_any & resolved(QeRLConfig(**MINIMAL, **said)).keys() == fields
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"loss_type": name} for name in ("dppo_kl", "dapo", "clip_cov")),
+        *({"algorithm": name} for name in ("dapo", "gspo", "sft")),
+        {"epsilon": 0.1, "loss_type": "dppo_kl"},
+        {"noise": True, "seed": 1, "lr_scheduler_type": "cosine"},
+        {},
+    ],
+)
+def test_what_a_dump_leaves_out_is_known(said):
+    config = QeRLConfig(**MINIMAL, **said)
+    written = resolved(config)
+    absent = left_out(written)
+    held = {name: value for name, value in config.groups.fields() if name != "generation_batch_size"}
+    assert not absent.keys() & written.keys()
+    assert {name: (written | absent)[name] for name in held} == held
 
 
 def test_noise_is_off_and_one_flag_turns_on_the_papers():
@@ -327,6 +397,8 @@ def test_words_of_trls_scripts_are_fields_or_say_what_to_do_instead(words_of):
         (["train", "gsm8k", "--gpu", "80"], "unknown key 'gpu'; `qerl plan` takes it, as --gpu."),
         (["train", "gsm8k", "--use_peft"], "unknown key 'use_peft'; adapters are trained unless tuning"),
         (["train", "gsm8k", "--load-in-4bit", "true"], "unknown key 'load_in_4bit'; set weights"),
+        (["train", "gsm8k", "--lr", "1e-5"], "unknown key 'lr'; its name here is learning_rate."),
+        (["train", "gsm8k", "--max_new_tokens", "20"], "its name here is max_completion_length."),
         (
             ["train", "gsm8k", "lora_r=8"],
             "'lora_r=8' is no recipe; a field is set with two dashes: --lora_r 8.",
@@ -337,6 +409,16 @@ def test_words_of_trls_scripts_are_fields_or_say_what_to_do_instead(words_of):
             "`qerl train` does not take -lora_r 8; `qerl train --help` says",
         ),
         (["eval", "m", "--gpu", "80"], "`qerl eval` does not take --gpu 80; `qerl eval --help` says"),
+        (
+            ["eval", "m", "--max_new_tokens", "80"],
+            "does not take --max_new_tokens 80 (did you mean --max_tokens?);",
+        ),
+        (["--colour", "train"], "does not take --colour"),
+        (["tarin", "gsm8k"], "There is no command 'tarin' (did you mean 'train'"),
+        (["zebra"], "There is no command 'zebra'; `qerl --help` lists the commands."),
+        (["train"], "model is not set; pass --model, or name recipes, for example gsm8k"),
+        (["train", "gsm8k"], "model is not set; pass --model, or name the recipe of a model, too"),
+        (["train", "qwen2.5-7b"], "task is not set; add it to the recipe or pass --task."),
     ],
 )
 def test_words_of_another_command_or_program(words, message, capsys):
@@ -345,6 +427,11 @@ def test_words_of_another_command_or_program(words, message, capsys):
 
 
 def test_files_that_are_no_recipes(tmp_path):
+    with pytest.raises(QeRLError, match=r"is a folder; give a \.yaml file"):
+        load_config([tmp_path], {})
+    (tmp_path / "config.yaml").write_text("seed: 3")
+    with pytest.raises(QeRLError, match=f"is a folder; give {tmp_path}/config.yaml, its run's settings"):
+        load_config([tmp_path], {})
     with pytest.raises(QeRLError, match="cannot be read"):
         read_recipe(tmp_path / "missing.yaml")
     (tmp_path / "list.yaml").write_text("- a\n")

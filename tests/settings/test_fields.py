@@ -236,7 +236,14 @@ def test_what_is_accepted(name, value, held):
         ({"pass_at_k": 4, "scale_rewards": "mean"}, "scale_rewards: mean would divide out again"),
         ({"clip_cov_lb": 5.0}, "set the first below the second"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
-        ({"per_device_train_batch_size": 6, "num_generations": 4}, "contradict each other"),
+        ({"per_device_train_batch_size": 8, "generation_batch_size": 12}, "contradict each other"),
+        (
+            {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "num_generations": 4},
+            r"num_generations is 4, and the 18 .* \(per_device_train_batch_size 6 x "
+            r"gradient_accumulation_steps 3\) are not a multiple of it; set it to 3, or change the batch\.$",
+        ),
+        ({"per_device_train_batch_size": 1}, r"are not a multiple of it; change the batch\.$"),
+        ({"steps_per_generation": 3, "num_generations": 7}, "8 x steps_per_generation 3.*; set it to 6, or"),
         ({"eval_on_start": True, "per_device_eval_batch_size": 3}, "3, which is not a multiple of"),
         ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model needs tuning: full"),
         ({"sync_ref_model": True, **FULL}, "sync_ref_model has no reference to move"),

@@ -132,5 +132,31 @@ def test_the_list_names_every_recipe(capsys):
     assert "time: " in printed and "not measured" not in printed
 
 
+def test_the_list_says_how_recipes_are_named_together_and_has_a_line_for_a_model(capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("qerl train TASK VARIANT MODEL [CARD]")
+    assert "qwen3-32b Qwen/Qwen3-32B 32 48 80" in [" ".join(line.split()) for line in lines]
+    for model in MODELS:
+        words = [model, read_recipe(packaged()[model])["model"]]
+        assert sum(line.split()[:2] == words for line in lines) == 1
+
+
+@pytest.mark.parametrize("words", ["24gb gsm8k nvfp4-lora qwen2.5-7b", "gsm8k 24gb nvfp4-lora qwen2.5-7b"])
+def test_a_card_before_other_recipes_is_refused(words, capsys):
+    assert main(["train", *words.split(), "--dry_run"]) == 2
+    before = words.split()[words.split().index("24gb") + 1]
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"24gb comes before {before}, which may undo its settings; name 24gb last." in said
+
+
+def test_a_card_may_be_followed_by_a_file_of_the_user_and_by_another_card(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("gradient_accumulation_steps: 4\n")
+    given = ["gsm8k", "nvfp4-lora", "qwen2.5-7b", "24gb"]
+    assert load_config([*given, str(mine)], {}).gradient_accumulation_steps == 4
+    assert load_config([*given, "32gb"], {}).max_completion_length == 8192
+
+
 def test_the_demo_is_complete():
     assert QeRLConfig(**(read_recipe(packaged()["demo"]) | {"seed": 1})).task == "arithmetic"

@@ -148,6 +148,24 @@ def test_what_stands_in_brackets_is_no_markup(capsys):
     assert all(text in shown for text in ("[INST]one[/INST]", "[bold]x[/]", "[reward/]"))
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "title"),
+    [("", "Step 2"), ("eval", "Evaluation, step 2"), ("eval_hard", "Evaluation of hard, step 2"),
+     ("test", "Evaluation of test, step 2")],
+)  # fmt: skip
+def test_a_table_says_whether_it_is_of_an_evaluation(evaluation, title, capsys):
+    print_table(pd.DataFrame({"step": [2], "prompt": ["a"], "completion": ["b"]}), 2, None, evaluation)
+    assert capsys.readouterr().out.splitlines()[0].strip() == title
+
+
+def test_tables_of_training_and_evaluation_are_told_apart(make, capsys):
+    trainer = make(log_completions=True, per_device_eval_batch_size=4, max_steps=1)
+    trainer.train()
+    trainer.evaluate(DATA)
+    titles = [line.strip() for line in capsys.readouterr().out.splitlines() if "tep 1" in line]
+    assert {*titles[:-1]} == {"Step 1"} and titles[-1] == "Evaluation, step 1"
+
+
 def test_an_evaluation_of_parts_of_groups_is_refused(make):
     with pytest.raises(
         QeRLError, match="per_device_eval_batch_size is 6, which is not a multiple of the 4 samples"

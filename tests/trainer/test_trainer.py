@@ -190,7 +190,7 @@ def test_a_process_that_does_not_save_writes_nothing(make_trainer, tmp_path, mon
 
 
 def test_samples_of_a_group_must_fit_a_process(tmp_path):
-    with pytest.raises(QeRLError, match="divisible by num_generations"):
+    with pytest.raises(QeRLError, match="not a multiple of it"):
         QeRLConfig(**settings(tmp_path, per_device_train_batch_size=6))
 
 

@@ -49,7 +49,7 @@ _READ = (
 """Settings of a run that evaluation reads."""
 
 _LEFT_OUT = ("max_completion_length", "temperature")
-"""Settings in `_READ` that a run's config.yaml omits if they have their defaults."""
+"""Settings in `_READ` that the config.yaml of earlier versions omits if they have their defaults."""
 
 
 def choices_of(source: Source) -> Choices:

@@ -26,6 +26,7 @@ from qerl.eval.sampling import conversations_of, in_one_turn
 from qerl.models.chat import Chat
 from qerl.models.decide import Choices, Loading, Source, decide, digest
 from qerl.models.fingerprint import check_base
+from qerl.models.hub import check_if_local, local_config
 from qerl.rollout.engine import SamplingParams
 from qerl.settings.recipe import FIELDS
 from qerl.tasks import Task, get_task
@@ -114,8 +115,11 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
     """
     choices = choices_of(source)
     asked, params = _sampled(request, choices)
+    if request.task is None and not choices.of_run.get("task") and not check_if_local(source.model):
+        local_config(source.model)  # a wrong model is the likelier mistake: a run is given in its place
     spec, options = _task(request, choices)
-    get_task(spec, **options)  # a wrong name is an error before a model is looked for
+    if not get_task(spec, **options).on_hub:  # a wrong name or file is an error before a model is looked for
+        problems.of(spec, options, request.limit)
     loading = decide(source, choices)
     turns = _turns(request, choices, spec)
     _say(choices, params, loading, console)
@@ -207,11 +211,17 @@ def _sampled(request: Request, choices: Choices) -> tuple[Request, SamplingParam
     """Return the request with all settings decided, and its sampling parameters.
 
     Raises:
-        QeRLError: The thinking budget is not below the length limit.
+        QeRLError: The thinking budget is not below the length limit, or several samples are asked for that
+            would be the same.
     """
     tokens = choices.take("max_tokens", request.max_tokens, EVAL_TOKENS, key="max_completion_length")
     default = 0.0 if request.samples == 1 else 0.6
     temperature = choices.take("temperature", request.temperature, default, key="")
+    if request.samples > 1 and temperature == 0:
+        raise QeRLError(
+            f"samples is {request.samples} with temperature 0, at which all samples of a problem are the "
+            "same; leave out --samples, or set --temperature above 0."
+        )
     strings = choices.take("stop_strings", request.stop_strings, [])
     budget, end = choices.take("thinking_budget", request.thinking_budget, None), request.thinking_end
     if budget is not None:

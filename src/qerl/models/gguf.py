@@ -32,6 +32,12 @@ from qerl.models.cache import cache_folder, made_once
 logger = logging.getLogger(__name__)
 
 
+def check_gguf(gguf: Path) -> None:
+    """Raise if there is no such file."""
+    if not gguf.is_file():
+        raise QeRLError(f"There is no file {gguf}; give the path of an existing .gguf file.")
+
+
 def gguf_to_folder(gguf: Path) -> Path:
     """Return a folder with the model as bfloat16 safetensors, its config and its tokenizer, converted once.
 
@@ -42,8 +48,7 @@ def gguf_to_folder(gguf: Path) -> Path:
         QeRLError: The file is missing, is no GGUF, transformers cannot read its architecture, or the cache
             cannot be written.
     """
-    if not gguf.is_file():
-        raise QeRLError(f"There is no file {gguf}; give the path of an existing .gguf file.")
+    check_gguf(gguf)
     stat = gguf.stat()
     version = hashlib.blake2b(f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6)
 

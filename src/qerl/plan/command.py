@@ -59,7 +59,7 @@ def plan_command(
             that a recipe or a field names.
         recipes: Recipes as for training; may be empty.
         fields: Settings that override those of the recipes.
-        gpu: Memory of the GPU in its vendor's GB, 80 for an H100 80GB, or its name.
+        gpu: Memory of the GPU in its vendor's GB, 80 for an H100 80GB, or its name; None if not given.
         console: Shows the plan.
         processes: GPUs of a data-parallel run, each with a whole model.
         max_context: True to also print the longest completion that fits.
@@ -91,7 +91,8 @@ def plan_command(
     engine: dict[str, Any] = {"adapters": adapters, "serves": serves}
     plan = plan_settings(config, planned.capacity, processes, may_offload=may, host_bytes=host, **engine)
     proposed = propose_settings(config, plan)
-    console.print(render(plan, proposed, str(config.model)), soft_wrap=True)  # settings are copied
+    shown = render(plan, proposed, str(config.model), planned.memory)
+    console.print(shown, soft_wrap=True)  # settings are copied
     beyond = plan_beyond_host(config, plan)
     if beyond is not None:
         console.print(would_fit(beyond), markup=False, highlight=False, soft_wrap=True)

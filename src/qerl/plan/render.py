@@ -1,6 +1,7 @@
 """A plan on the terminal: a table of parts, a bar for each phase, a verdict, and settings that fit."""
 
 import json
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -13,6 +14,7 @@ from qerl.plan.phases import MemoryPlan
 from qerl.plan.propose import MARGIN, fits, fits_host
 
 _WIDTH = 48  # characters of a bar, so that the line fits a terminal of 80
+_LESS = 0.98  # a peak of more than this share of another counts as equal: a plan is less exact
 _COLORS = {
     "weights": "blue",
     "LoRA": "cyan",
@@ -36,10 +38,17 @@ _COLORS = {
 }
 
 
-def render(plan: MemoryPlan, proposal: MemoryPlan | None, name: str) -> Group:
-    """Render the output of `qerl plan`: the plan of the settings as given, and settings that fit, if any."""
+def render(plan: MemoryPlan, proposal: MemoryPlan | None, name: str, memory: str) -> Group:
+    """Render the output of `qerl plan`: the plan of the settings as given, and settings that fit, if any.
+
+    Args:
+        plan: The plan.
+        proposal: The plan of the proposed settings; None if none fit.
+        name: The model's name.
+        memory: Clause that says how much memory the GPU has (`qerl.plan.gpu.PlannedGpu.memory`).
+    """
     bars = [_bar(plan, phase) for phase in ("rollout", "update")]
-    texts = _title(plan, name), verdict(plan), advice(plan, proposal)
+    texts = _title(plan, name, memory), verdict(plan), advice(plan, proposal)
     title, said, advised = (Text(text) for text in texts)
     return Group(title, _table(plan), *bars, said, advised)
 
@@ -101,32 +110,51 @@ def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:
         if not found:
             return "No settings fit, and no single change of model, lengths, rank or GPU is enough."
         return f"No settings of the update fit. One of these changes suffices: {'; '.join(found)}."
-    if proposal.work == plan.work:
-        return "No other settings are proposed."
+    gains = _gains(plan, proposal)
+    if fits(plan) and not gains:
+        return "No other settings are proposed: a run with these takes the fastest update that fits."
     work = proposal.work
-    fields = {
-        "tokens_per_forward": work.tokens_per_forward,
-        "gradient_checkpointing": "true",
-        "gradient_checkpointing_kwargs": f"'{json.dumps(work.checkpointing)}'",
-        "max_sequences": work.sequences,
-    }
+    fields: dict[str, Any] = {"tokens_per_forward": work.tokens_per_forward}
+    if _recomputed(proposal):
+        fields["gradient_checkpointing"] = "true"
+        fields["gradient_checkpointing_kwargs"] = f"'{json.dumps(work.checkpointing)}'"
+    else:
+        fields["gradient_checkpointing"] = "false"
+    fields["max_sequences"] = work.sequences
     flags = " ".join(f"--{name} {value}" for name, value in fields.items())
-    return f"Proposed, with a peak of {_gb(proposal.peak)} GB: {flags}"
+    than = f" ({', '.join(gains)})" if gains else ""
+    return f"Proposed, with a peak of {_gb(proposal.peak)} GB{than}: {flags}"
 
 
-def _title(plan: MemoryPlan, name: str) -> str:
+def _gains(plan: MemoryPlan, proposal: MemoryPlan) -> list[str]:
+    """Say what the proposed settings improve, without a difference of memory that is small."""
+    gains = []
+    if proposal.peak < _LESS * plan.peak:
+        gains.append(f"{_gb(plan.peak - proposal.peak)} GB less")
+    for what, of in (("layers recomputed", _recomputed), ("passes per step", lambda one: one.work.passes)):
+        if of(proposal) < of(plan):
+            gains.append(f"{of(proposal)} instead of {of(plan)} {what}")
+    if plan.on_host and not proposal.on_host:
+        gains.append("no layer inputs in CPU memory")
+    return gains
+
+
+def _recomputed(plan: MemoryPlan) -> int:
+    return Activations(plan.sizes, plan.work).recomputed
+
+
+def _title(plan: MemoryPlan, name: str, memory: str) -> str:
     work = plan.work
     where = f", on each of {work.processes} GPUs" if work.processes > 1 else ""
     return (
         f"{name}, {work.weights} weights, LoRA rank {work.rank}{where}; samples of {work.prompt_tokens} + "
         f"{work.completion_tokens} tokens, {work.sequences} side by side in the rollout, {work.microbatch} "
-        f"in a microbatch of the update, {_checkpointing(plan)}. GB are 10^9 bytes; of the GPU's memory "
-        f"{_gb(plan.capacity)} of them are usable."
+        f"in a microbatch of the update, {_checkpointing(plan)}. GB are 10^9 bytes; {memory}."
     )
 
 
 def _checkpointing(plan: MemoryPlan) -> str:
-    recomputed, layers = Activations(plan.sizes, plan.work).recomputed, plan.sizes.layers
+    recomputed, layers = _recomputed(plan), plan.sizes.layers
     if not recomputed:
         return "no gradient checkpointing"
     said = f"gradient checkpointing of {'all' if recomputed == layers else recomputed} of {layers} layers"

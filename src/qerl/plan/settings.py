@@ -186,9 +186,11 @@ def _read_model(
     try:
         folder = local_config(name)
     except QeRLError as error:
-        if "/" in str(name):
+        if isinstance(name, LocalModel) or Path(name).expanduser().exists():
             raise
-        raise QeRLError(f"{error} Sizes that are known by name: {', '.join(known)}.") from error
+        raise QeRLError(
+            f"{error} Sizes that are known by name, without network: {', '.join(known)}."
+        ) from error
     content, quantization = read_config(folder)
     sizes = Sizes.from_config(text_fields(content))
     stored: dict[str, Held] = {}

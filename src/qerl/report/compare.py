@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qerl.errors import QeRLError
-from qerl.report.page import differing
+from qerl.report.page import completed, differing
 from qerl.report.runs import METRICS, Run, number, read_runs, shown_series
 from qerl.report.scores import Score, read_scores
 from qerl.run_folder import METRICS_FILE
@@ -61,7 +61,7 @@ def _settings(runs: Sequence[Run]) -> Rows:
     """Settings whose values are not the same in all runs that have a config.yaml."""
     known: list[dict[str, Any]] = [run.settings for run in runs if run.settings is not None]
     rows: Rows = []
-    for key, values in differing(known).items():
+    for key, values in differing(completed(known)).items():
         left = iter(values)
         rows.append((key, ["-" if run.settings is None else next(left) for run in runs]))
     return rows

@@ -28,6 +28,7 @@ from qerl.report.runs import METRICS, Metric, Run, Series, number, read_runs, sh
 from qerl.report.scores import Score, read_scores
 from qerl.report.svg import Curve, chart, swatch
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE
+from qerl.settings.algorithms import implied
 from qerl.visible import seen
 
 UNCOMPARED = ("output_dir", "run_name", "logging_dir")
@@ -102,7 +103,7 @@ def render(
         scores=scores,
         settings=settings,
         config_file=CONFIG_FILE,
-        differing=differing(list(settings.values())),
+        differing=differing(completed(list(settings.values()))),
         shown=shown,
         choices=choices,
         longest=longest_text(shown),
@@ -153,10 +154,34 @@ def _cells(metric: Metric, data: Series) -> list[str]:
     return [number(data.values[-1] * metric.scale), best, step, number(data.tail_mean * metric.scale)]
 
 
+def completed(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of several runs, each with the values of the fields that only others' files name.
+
+    `qerl.settings.recipe.resolved` leaves out defaults that nobody set. An option of a field that is a
+    mapping, such as ``task_options.level``, has no default and is not added.
+
+    Args:
+        settings: The config.yaml of each run, with nested keys joined by dots.
+    """
+    nested = {key.partition(".")[0] for one in settings for key in one if "." in key}
+    nothing = [{key for key in nested if key in one and not one[key]} for one in settings]
+    full = [
+        {key: value for key, value in one.items() if key not in empty}
+        for one, empty in zip(settings, nothing, strict=True)
+    ]
+    full = [one | {key: value for key, value in implied(one).items() if key not in one} for one in full]
+    names = {key for one in full for key in one} - nested - {*UNCOMPARED}
+    if any(names - one.keys() for one in full):
+        from qerl.settings.recipe import left_out  # which imports torch, and takes seconds
+
+        full = [one | {key: x for key, x in left_out(one).items() if key in names} for one in full]
+    return full
+
+
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """Return the settings whose values are not the same in all runs, each with the value of every run.
 
-    A key missing from a config.yaml has its default, since `qerl.settings.recipe.resolved` omits defaults.
+    A missing key is said to have its default; `completed` says which value that is.
     """
     keys = list(dict.fromkeys(key for one in settings for key in one if key not in UNCOMPARED))
     rows = {}

@@ -164,9 +164,11 @@ def _metrics(view: View, width: int) -> RenderableType:
         if found is None:
             continue
         last, mean = (number(value * metric.scale) for value in (found.values[-1], found.tail_mean))
-        cells.append((Text(metric.title), Text(last, style="bold"), Text(f"mean {mean} {metric.unit}")))
+        cells.append((Text(metric.title), Text(last, style="bold"), Text(mean), Text(metric.unit)))
     grid = Grid.grid(padding=(0, 2))
     side_by_side = 2 if width >= TWO_METRICS else 1
+    heads = [Text(head, style="dim") for head in ("", "last", "mean, last tenth", "")]
+    grid.add_row(*side_by_side * heads)
     for i in range(0, len(cells), side_by_side):
         grid.add_row(*itertools.chain.from_iterable(cells[i : i + side_by_side]))
     return grid

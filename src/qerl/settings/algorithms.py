@@ -1,5 +1,6 @@
 """Presets of papers: what an algorithm sets, and what is set without one."""
 
+from collections.abc import Mapping
 from typing import Any
 
 CLIPPED: dict[str, Any] = {
@@ -31,6 +32,19 @@ UNSAID = CLIPPED | {
 }
 """Values of fields that neither the user nor an algorithm sets: a loss that in a study here (docs/method.md)
 learned better than truncation where the sampler was four steps behind, and as well where it was not."""
+
+
+def implied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of fields that follow from the name of the default loss; empty for another loss.
+
+    Args:
+        settings: Fields by name, of which the algorithm, the loss and `epsilon` are read.
+    """
+    if settings.get("algorithm") is not None or settings.get("loss_type") != UNSAID["loss_type"]:
+        return {}
+    values = {name: value for name, value in UNSAID.items() if name != "loss_type"}
+    return values | {"epsilon_high": settings.get("epsilon", values["epsilon"])}
+
 
 OF_RATIO = (
     "epsilon",

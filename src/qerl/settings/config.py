@@ -132,11 +132,14 @@ class QeRLConfig(OwnFields, GRPOConfig):
     Attributes:
         replaced: Names of fields that were set, ask only for speed or memory, and were reset to their
             defaults; a run logs what takes their place (`qerl.settings.parents.replacements`).
+        given: Names of fields that a recipe or the command line set (`qerl.settings.recipe`), which are
+            written into config.yaml even if they have their defaults; empty for settings made in Python.
     """
 
     def __post_init__(self) -> None:
         take_kwargs(self)
         self.replaced = _take_defaults(self)
+        self.given: frozenset[str] = frozenset()
         for name, value in Settings.of(self).fields():
             if name in FIELDS:
                 setattr(self, name, value)

@@ -71,6 +71,10 @@ INSTEAD = {
     "dataset_streaming": _DATA,
     "reward_funcs": _REWARD,
     "reward_model_name_or_path": "QeRLTrainer takes reward models as reward_funcs",
+    # Sampling and optimizer
+    "max_new_tokens": "its name here is max_completion_length",
+    "max_tokens": "its name here is max_completion_length",
+    "lr": "its name here is learning_rate",
     # Demonstrations
     "packing": "rows are always packed, which changes no loss",
     "padding_free": "rows are always packed, without padding",

@@ -407,6 +407,9 @@ TEACHER_ADAPTER = "adapter:"
 """Prefix of the folder of a teacher that is an adapter."""
 
 
+_OF_TEACHER = ("teacher", "teacher_prompt", "teacher_weights", "distillation_alpha", "distillation_weight")
+
+
 def _a_teacher_is_named(loss: Any) -> None:
     if loss.algorithm == "distill":
         if loss.teacher is None:
@@ -414,8 +417,7 @@ def _a_teacher_is_named(loss: Any) -> None:
                 "algorithm: distill needs a teacher; set teacher to base, adapter:PATH or a model's name."
             )
         return
-    names = ("teacher", "teacher_prompt", "teacher_weights", "distillation_alpha", "distillation_weight")
-    for name in names:
+    for name in _OF_TEACHER:
         if getattr(loss, name) != _default(loss, name):
             raise QeRLError(f"{name} acts with algorithm: distill; set that, or remove {name}.")
 
@@ -837,6 +839,16 @@ _NOT_IN_SFT = ("curriculum", "tools", "environment")
 _OF_SFT = ("max_length", "completion_only_loss", "assistant_only_loss")
 
 
+def without_effect(loss: Any) -> set[str]:
+    """Return the names of fields that act only with another loss or algorithm than this.
+
+    They have their defaults, since the rules refuse any other value.
+    """
+    names = {name for name, owner in _OF_LOSS.items() if loss.loss_type != owner}
+    names |= set() if loss.algorithm == "distill" else {*_OF_TEACHER}
+    return names | (set() if loss.algorithm == "sft" else {*_OF_SFT})
+
+
 _NEVER_STALE: dict[str, tuple[Any, str]] = {
     "num_iterations": (1, "the age of a token assumes that it is trained in a single update"),
     "dynamic_sampling_batches": (0, "the step of each group is fixed before it is sampled"),
@@ -900,16 +912,22 @@ def _demonstrations_are_not_sampled(settings: Any) -> None:
 
 def _processes_hold_whole_groups(settings: Any) -> None:
     """Each process computes a group's prompt once."""
-    if settings.loss.algorithm == "sft":
-        return
     sampling, batch = settings.sampling, settings.run.per_device_train_batch_size
-    local = batch * (sampling.steps_per_generation or 0)
-    if local % sampling.num_generations:
-        raise QeRLError(
-            f"A process samples {local} completions at a time (per_device_train_batch_size x "
-            f"steps_per_generation), which num_generations = {sampling.num_generations} does not divide; "
-            "change one of them."
-        )
+    times, steps = "steps_per_generation", sampling.steps_per_generation
+    if steps is None:  # as TRL fills it in
+        times, steps = "gradient_accumulation_steps", settings.run.gradient_accumulation_steps
+        if sampling.generation_batch_size is not None:
+            return
+    group, local = sampling.num_generations, batch * steps
+    if settings.loss.algorithm == "sft" or local % group == 0:
+        return
+    fitting = [size for size in range(2, local + 1) if local % size == 0]
+    hint = f"set it to {min(fitting, key=lambda size: abs(size - group))}, or " if fitting else ""
+    raise QeRLError(
+        f"num_generations is {group}, and the {local} completions that a process samples at a time "
+        f"(per_device_train_batch_size {batch} x {times} {steps}) are not a multiple of it; {hint}change the "
+        "batch."
+    )
 
 
 class Settings(Group):
@@ -922,9 +940,9 @@ class Settings(Group):
         _best_of_fewer_than_a_group,
         _noise_fits_into_the_run,
         _evaluations_hold_whole_groups,
-        _processes_hold_whole_groups,
         _demonstrations_are_not_sampled,
         _stale_samples_are_corrected_for,
+        _processes_hold_whole_groups,
     )
 
     model: Model

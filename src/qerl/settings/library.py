@@ -8,20 +8,40 @@ the hardware with the memory plan and the time with a measurement.
 """
 
 import difflib
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from qerl import yaml12
 from qerl.errors import QeRLError
+from qerl.run_folder import CONFIG_FILE
 
 _ENDINGS = (".yaml", ".yml")
 
 FOLDER = Path(__file__).parents[1] / "recipes"
+
+_USAGE = "qerl train TASK VARIANT MODEL [CARD], or one complete recipe: qerl train demo"
+_OVER = "Later ones override earlier ones; the card is named last."
+_UNMEASURED = "not measured"
+
+# Folder: heading, and what needs not be repeated for each recipe.
+_KINDS = {
+    "": ("complete", {_UNMEASURED, "as the model"}),
+    "tasks": ("TASK", {_UNMEASURED, "as the model"}),
+    "variants": ("VARIANT", {_UNMEASURED, "a task and a model", "CUDA GPU; CPU for small models"}),
+    "models": (
+        "MODEL, its id on the Hub, and GPUs of how many GB hold it by the plan of gsm8k with nvfp4-lora",
+        {_UNMEASURED, "a task and a variant", "gsm8k with nvfp4-lora"},
+    ),
+    "cards": ("CARD", {_UNMEASURED}),
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +63,7 @@ class Header:
 
 def packaged() -> dict[str, Path]:
     """Return the package's recipe files by name: complete ones first, then tasks, variants, models, cards."""
-    folders = [FOLDER, *(FOLDER / name for name in ("tasks", "variants", "models", "cards"))]
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for kind in _KINDS for path in sorted((FOLDER / kind).glob("*.yaml"))}
 
 
 def recipe_file(word: str) -> Path:
@@ -58,6 +77,26 @@ def recipe_file(word: str) -> Path:
         raise QeRLError(f"{word!r} is no recipe; a field is set with two dashes: --{name} {value}.")
     also = ", a task without a recipe as --task NAME"
     return named_file(word, packaged(), "recipe", "see `qerl recipes`.", also)
+
+
+def check_card_is_last(files: Sequence[Path]) -> None:
+    """Raise if a card's recipe is followed by another kind of recipe of the package.
+
+    The card's settings are smaller than those of a task and would be overridden by them without a word. The
+    user's own files may follow: they override on purpose.
+
+    Raises:
+        QeRLError: Such a recipe follows.
+    """
+    cards = [file for file in files if file.parent == FOLDER / "cards"]
+    if not cards:
+        return
+    for file in files[files.index(cards[0]) + 1 :]:
+        if file not in cards and file.is_relative_to(FOLDER):
+            card = cards[0].stem
+            raise QeRLError(
+                f"{card} comes before {file.stem}, which may undo its settings; name {card} last."
+            )
 
 
 def named_file(
@@ -91,10 +130,14 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """Read the mapping in a YAML file, which errors call ``what``.
 
     Raises:
-        QeRLError: The file is missing, is no text, or is not a YAML mapping.
+        QeRLError: The file is missing, is a folder, is no text, or is not a YAML mapping.
     """
     try:
         values = yaml12.load(path.read_text(encoding="utf-8"))
+    except IsADirectoryError as error:
+        inside = path / CONFIG_FILE
+        hint = f"give {inside}, its run's settings" if inside.is_file() else "give a .yaml file"
+        raise QeRLError(f"The {what} {path} is a folder; {hint}.") from error
     except OSError as error:
         raise QeRLError(f"The {what} {path} cannot be read ({error.strerror}); check the path.") from error
     except UnicodeDecodeError as error:
@@ -126,17 +169,35 @@ def read_header(path: Path) -> Header:
     return Header(**found)
 
 
-def recipe_table() -> Table:
-    """Return a terminal table of the package's recipes with their headers, without unmeasured times."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    kind = ""
-    for name, path in packaged().items():
-        if path.parent.name != kind:
-            kind = path.parent.name
-            table.add_row(f"[bold]{'complete' if path.parent == FOLDER else kind}[/bold]")
-        header = read_header(path)
-        details = ("needs", header.needs), ("hardware", header.hardware), ("time", header.time)
-        said = [(key, text) for key, text in details if text != "not measured"]
-        lines = [escape(header.about), *(f"[dim]{key}: {escape(text)}[/dim]" for key, text in said)]
-        table.add_row(f"  {name}", "\n".join(lines))
-    return table
+def recipe_list() -> Group:
+    """Return the package's recipes for a terminal: how they are named together, then each kind with what its
+    headers say beyond that, without unmeasured times."""
+    parts: list[RenderableType] = [Text(_USAGE), Text(_OVER)]
+    for kind, (heading, usual) in _KINDS.items():
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for name, path in packaged().items():
+            if path.parent == FOLDER / kind:
+                row = _model_row(path, usual) if kind == "models" else [_said(path, usual)]
+                table.add_row(f"  {name}", *row)
+        parts += [Text(), Text(heading, style="bold"), table]
+    return Group(*parts)
+
+
+def _said(path: Path, usual: Collection[str]) -> str:
+    """Return what a header says, without the details that are usual for recipes of its kind."""
+    header = read_header(path)
+    details = ("needs", header.needs), ("hardware", header.hardware), ("time", header.time)
+    said = [(key, text) for key, text in details if text not in usual]
+    return "\n".join([escape(header.about), *(f"[dim]{key}: {escape(text)}[/dim]" for key, text in said)])
+
+
+def _model_row(path: Path, usual: Collection[str]) -> list[str]:
+    """Return a model's Hub id, with what is special about it below, and the sizes of GPUs that hold it."""
+    header = read_header(path)
+    sizes, _, planned = header.hardware.partition(" GB, by the plan of ")
+    _, _, special = header.about.removesuffix(".").partition(", ")
+    needs = header.needs.removeprefix("a task and a variant; ")
+    special_plan = "" if planned in usual else f"planned as {planned}"
+    notes = [special, "" if header.needs in usual else f"needs {needs}", special_plan]
+    under = "".join(f"\n[dim]{escape(note)}[/dim]" for note in notes if note)
+    return [escape(str(read_mapping(path, "recipe")["model"])) + under, " ".join(re.findall(r"\d+", sizes))]

@@ -8,7 +8,7 @@ name the nearest valid key.
 
 import dataclasses
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,16 +16,23 @@ from trl import GRPOConfig
 
 from qerl import yaml12
 from qerl.errors import QeRLError
-from qerl.settings.algorithms import UNSAID
+from qerl.settings.algorithms import UNSAID, implied
 from qerl.settings.checks import Group
 from qerl.settings.config import FIELDS, QeRLConfig
 from qerl.settings.foreign import refuse_unknown, without_gone
-from qerl.settings.groups import DECLARED, GROUPS, OWN_NAMES
-from qerl.settings.library import read_mapping, recipe_file
+from qerl.settings.groups import DECLARED, GROUPS, OWN_NAMES, without_effect
+from qerl.settings.library import check_card_is_last, read_mapping, recipe_file
 from qerl.settings.parents import REPLACED, default_of
 
 # Made from steps_per_generation when settings are made; TRL refuses to be given both.
 _DERIVED = {"generation_batch_size"}
+# Moved into the fields that mean the same when settings are made.
+_MOVED = {"model_init_kwargs", "generation_kwargs"}
+# What a reader of a config.yaml looks for first; it has them even if nobody set them.
+_ALWAYS = {
+    "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "temperature",
+    "max_completion_length", "learning_rate", "seed",
+}  # fmt: skip
 
 
 def parse_value(text: str, where: str) -> Any:
@@ -132,10 +139,11 @@ def load_config(
         required: Fields that must be set.
 
     Raises:
-        QeRLError: An unknown recipe or key, a wrong value, a contradiction, or a required field that is not
-            set.
+        QeRLError: An unknown recipe or key, a card's recipe that is not the last of the package's, a wrong
+            value, a contradiction, or a required field that is not set.
     """
     files = [recipe if isinstance(recipe, Path) else recipe_file(recipe) for recipe in recipes]
+    check_card_is_last(files)
     values: dict[str, Any] = {}
     for file in files:
         values |= read_recipe(file)
@@ -146,10 +154,26 @@ def load_config(
         values["output_dir"] = str(Path("runs", "-".join(file.stem for file in files)))
     for name in required:
         if values.get(name) is None:
-            raise QeRLError(f"{name} is not set; add it to the recipe or pass --{name}.")
+            raise QeRLError(f"{name} is not set; {_where_to_set(name, bool(files))}.")
     config = QeRLConfig(**values)
     _check_noise_is_said(values)
+    config.given = _set(values)
     return config
+
+
+def _set(values: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of fields with a value; null leaves a field unset."""
+    return frozenset(name for name, value in values.items() if value is not None)
+
+
+def _where_to_set(name: str, in_recipes: bool) -> str:
+    """Return what to do about a required field that is not set; ``in_recipes``: recipes are given."""
+    listed = "(`qerl recipes` lists them)"
+    if not in_recipes:
+        return f"pass --{name}, or name recipes, for example gsm8k nvfp4-lora qwen2.5-7b {listed}"
+    if name == "model":
+        return f"pass --model, or name the recipe of a model, too, for example qwen2.5-7b {listed}"
+    return f"add it to the recipe or pass --{name}"
 
 
 def _check_noise_is_said(values: dict[str, Any]) -> None:
@@ -164,20 +188,40 @@ def _check_noise_is_said(values: dict[str, Any]) -> None:
 
 
 def resolved(config: QeRLConfig) -> dict[str, Any]:
-    """Return settings as plain YAML values, without values that are the default both here and in TRL, and
-    without values implied by the name of the default loss, so that another loss may be set beside them."""
+    """Return settings as plain YAML values, so that they give the same run again.
+
+    All that a recipe or the command line set is among them, and so are batch sizes, seed, learning rate and
+    the other fields that every reader needs. Of the rest these are left out: values that are the default both
+    here and in TRL, values implied by the name of the default loss, so that another loss may be set beside
+    them, and fields that act only with another loss or algorithm.
+    """
     theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
     unsaid = {name: default for name, default in theirs.items() if default == default_of(FIELDS[name])}
     if config.pad_to_multiple_of is None:  # what TRL makes of its default, auto
         unsaid["pad_to_multiple_of"] = None
-    if config.algorithm is None and config.loss_type == UNSAID["loss_type"]:
-        unsaid |= {name: value for name, value in UNSAID.items() if name != "loss_type"}
-        unsaid["epsilon_high"] = config.epsilon
+    unsaid |= implied(vars(config))
+    groups = config.groups
+    shown = _ALWAYS | config.given
+    omitted = without_effect(groups.loss) - shown
     return {
         name: value
-        for name, value in config.groups.fields()
-        if name in FIELDS and name not in _DERIVED and (name not in unsaid or value != unsaid[name])
+        for name, value in groups.fields()
+        if name in FIELDS
+        and name not in _DERIVED | _MOVED | omitted
+        and (name in shown or name not in unsaid or value != unsaid[name])
     }
+
+
+def left_out(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all fields that a config.yaml does not name, the reverse of `resolved`.
+
+    Args:
+        settings: Content of the file.
+    """
+    defaults = {name: default_of(spec) for name, spec in FIELDS.items()}
+    values = {name: getattr(default, "value", default) for name, default in defaults.items()}
+    values |= {"pad_to_multiple_of": None} | implied(settings)
+    return {name: value for name, value in values.items() if name not in settings}
 
 
 def dump(config: QeRLConfig) -> str:
@@ -187,7 +231,9 @@ def dump(config: QeRLConfig) -> str:
 
 def changed(config: QeRLConfig, fields: dict[str, Any]) -> QeRLConfig:
     """Return the settings with other values of some fields, checked again."""
-    return QeRLConfig(**(_without_default_loss(resolved(config), fields) | fields))
+    again = QeRLConfig(**(_without_default_loss(resolved(config), fields) | fields))
+    again.given = config.given | _set(fields)
+    return again
 
 
 def _without_default_loss(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:

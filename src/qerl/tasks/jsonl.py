@@ -74,6 +74,8 @@ class Jsonl(Task):
         if held_out and self.test_path is not None:
             return as_dataset(self._read(self.test_path, solved), f"The data file {self.test_path}")
         if held_out and not self.test_size:
+            if not self.on_hub:
+                read_lines(self.path)  # a wrong path is the first thing to mend
             raise QeRLError(
                 f"Task {self.name} has no held-out problems; set test_size in task_options, or name a "
                 "second file there with test_path."
@@ -93,20 +95,8 @@ class Jsonl(Task):
         return set(sorted(problems, key=holdout_rank)[: self.test_size])
 
     def _read(self, path: Path, solved: bool) -> list[dict[str, Any]]:
-        try:
-            if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-                raise QeRLError(
-                    f"The data file {path} is a pipe or a device, and a task is read more than once; write "
-                    "the problems to a file."
-                )
-            lines = path.read_bytes().splitlines()
-        except (OSError, ValueError) as error:  # ValueError for a name that no file can have
-            cause = getattr(error, "strerror", None) or error
-            raise QeRLError(
-                f"The data file {path} cannot be read ({cause}); check the path in task and task_options."
-            ) from error
         rows = []
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(read_lines(path), start=1):
             if line.strip():
                 try:
                     rows.append(self._row(_object(line), solved))
@@ -147,6 +137,26 @@ class Jsonl(Task):
         chat = messages_of(problem, "the problem", "user")
         own_instruction = chat[0]["role"] == "system"
         return chat if own_instruction else [*self.introduction(), *chat]
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a data file.
+
+    Raises:
+        QeRLError: The file cannot be read, or can be read only once.
+    """
+    try:
+        if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            raise QeRLError(
+                f"The data file {path} is a pipe or a device, and a task is read more than once; write "
+                "the problems to a file."
+            )
+        return path.read_bytes().splitlines()
+    except (OSError, ValueError) as error:  # ValueError for a name that no file can have
+        cause = getattr(error, "strerror", None) or error
+        raise QeRLError(
+            f"The data file {path} cannot be read ({cause}); check the path in task and task_options."
+        ) from error
 
 
 def _object(line: bytes) -> dict[str, Any]:

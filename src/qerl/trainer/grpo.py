@@ -696,7 +696,7 @@ class QeRLTrainer(Trainer):
             return
         step = self.state.global_step
         table = self._log.write_table(Path(str(self.args.output_dir)), step)
-        print_table(table, step, self.args.num_completions_to_print)
+        print_table(table, step, self.args.num_completions_to_print, prefix)
         shown = table[~table["prompt"].astype(str).duplicated()] if self.args.log_unique_prompts else table
         for reporter in _table_reporters(self.args.report_to or ()):
             reporter.log({"completions": reporter.Table(dataframe=shown)})

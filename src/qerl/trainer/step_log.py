@@ -240,10 +240,21 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(valid) / len(valid) if valid else None
 
 
-def print_table(table: pd.DataFrame, step: int, most: int | None) -> None:
-    """Show completions in the terminal: ``most`` of them, drawn anew each time, or all for None."""
+def print_table(table: pd.DataFrame, step: int, most: int | None, evaluation: str = "") -> None:
+    """Show completions in the terminal: ``most`` of them, drawn anew each time, or all for None.
+
+    Args:
+        table: The samples, one row each.
+        step: The step of training at which they were logged.
+        most: Number of rows to show.
+        evaluation: Prefix of the evaluation that they are of (`StepLog.evaluation`); empty for training.
+    """
+    title = f"Step {step}"
+    if evaluation:
+        named = evaluation.removeprefix("eval").removeprefix("_")
+        title = f"Evaluation{' of ' + named if named else ''}, step {step}"
     rows = table if most is None or most >= len(table) else table.sample(most)
-    shown = RichTable(title=f"Step {step}", expand=True, show_lines=True)
+    shown = RichTable(title=Text(title), expand=True, show_lines=True)
     columns = [name for name in rows.columns if name != "step"]
     for name in columns:  # as Text: brackets in a completion are no markup
         shown.add_column(Text(name), overflow="fold")

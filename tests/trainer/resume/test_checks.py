@@ -5,12 +5,14 @@ import json
 import shutil
 
 import pytest
+import yaml
 from filelock import FileLock
 from rich.console import Console
 
 from qerl.errors import QeRLError
 from qerl.run_folder import MANIFEST_FILE, checkpoints, last_checkpoint
 from qerl.settings.config import QeRLConfig
+from qerl.settings.recipe import load_config
 from qerl.trainer.resume.changes import resume_point
 from qerl.trainer.run import train
 
@@ -130,6 +132,20 @@ def test_other_settings_on_a_resume_are_said(saved):
     assert "save_steps" not in said
     assert last_checkpoint(run) == run / "checkpoint-3"
     assert "settings differ" not in resume(max_steps=3, noise_sigma_start=0.3, warmup_steps=1)
+
+
+def test_settings_that_the_default_loss_implies_are_compared_by_their_values(saved):
+    run, resume = saved
+    (written,) = {path.read_text() for path in run.glob("checkpoint-*/config.yaml")}
+    assert "loss_type: dppo_kl" in written and "epsilon:" not in written
+    said = resume(max_steps=3, loss_type="dapo")
+    assert "epsilon 0.05 -> 0.2" in said and "delta 20.0 -> None" in said and "beta" not in said
+    recipe = run.parent / "own.yaml"
+    fields = yaml.safe_load(written) | {"max_steps": 3, "beta": 0.0, "epsilon": 0.05, "weight_decay": 0.1}
+    recipe.write_text(yaml.safe_dump(fields | {"resume_from_checkpoint": str(run / "checkpoint-2")}))
+    console = Console(file=io.StringIO(), width=1000)
+    resume_point(load_config([recipe], {"output_dir": str(run.parent / "new")}), console)
+    assert ": max_steps 2 -> 3 (" in console.file.getvalue() and "epsilon" not in console.file.getvalue()
 
 
 def test_fields_that_studies_alone_have_are_said_on_a_resume_where_they_asked_for_something(saved):

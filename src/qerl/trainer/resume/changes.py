@@ -25,9 +25,9 @@ from qerl.run_folder import (
     checkpoints,
     last_checkpoint,
 )
-from qerl.settings.config import QeRLConfig, default_of
+from qerl.settings.config import QeRLConfig
 from qerl.settings.foreign import without_gone
-from qerl.settings.recipe import FIELDS, read_mapping, resolved
+from qerl.settings.recipe import left_out, read_mapping, resolved
 from qerl.trainer.refill import UNDER_WAY_FILE
 
 logger = logging.getLogger(__name__)
@@ -191,24 +191,24 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
             f"{checkpoint} has no state of the optimizer (save_only_model), so it cannot be resumed; start a "
             "new run."
         )
-    then = _settings(without_gone(read_mapping(checkpoint / CONFIG_FILE, "file of settings")))
-    then = {"learning_rate": _FORMER_RATE} | then | {"processes": manifest.processes}
+    written = without_gone(read_mapping(checkpoint / CONFIG_FILE, "file of settings"))
+    then = _settings({"learning_rate": _FORMER_RATE} | written) | {"processes": manifest.processes}
     config.weights = config.weights or then.get("weights")  # what the run's folder decided
     now = _settings(resolved(config)) | {"processes": config.world_size}
     in_hand = "None" in (then["model"], now["model"])  # its name and its adapter's are unknown
     changes = [
         name
         for name in sorted(then | now)
-        if _value(then, name) != _value(now, name) and not (in_hand and name in ("model", "adapter"))
+        if then.get(name) != now.get(name) and not (in_hand and name in ("model", "adapter"))
     ]
-    shown = {name: f"{name} {_value(then, name)} -> {_value(now, name)}" for name in changes}
+    shown = {name: f"{name} {then.get(name)} -> {now.get(name)}" for name in changes}
     half_used = any(name.startswith("rollouts_") for name in manifest.files)
     under_way = config.max_staleness > 0 and UNDER_WAY_FILE in manifest.files
     for name in changes:
         if name in _FIXED:
             raise QeRLError(
                 f"{checkpoint} cannot be resumed with another {name} ({shown[name]}): its weights and the "
-                f"state of its optimizer belong to {_value(then, name)}; set it back, or start a new run."
+                f"state of its optimizer belong to {then.get(name)}; set it back, or start a new run."
             )
         if name in _LAYOUT and half_used:
             raise QeRLError(
@@ -241,14 +241,7 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with only the last part of the model's and adapter's paths, because folders may have
-    moved."""
-    return settings | {name: Path(str(settings.get(name))).name for name in ("model", "adapter")}
-
-
-def _value(settings: dict[str, Any], name: str) -> Any:
-    """Return a setting, or its default where the recipe does not set it."""
-    if name in settings or name not in FIELDS:
-        return settings.get(name)
-    default = default_of(FIELDS[name])
-    return getattr(default, "value", default)
+    """Return settings with those that a config.yaml leaves out, and only the last part of the model's and
+    adapter's paths, because folders may have moved."""
+    paths = {name: Path(str(settings.get(name))).name for name in ("model", "adapter")}
+    return settings | left_out(settings) | paths
