@@ -26,7 +26,7 @@ def write(path, values):
 
 
 def test_an_evaluation_keeps_a_table_of_its_own_and_leaves_those_of_training(
-    tiny_model, tiny_tokenizer, tmp_path
+    tiny_model, tiny_tokenizer, tmp_path, capsys
 ):
     """Each rollout is used for two steps: the table of the second one is of that rollout, too."""
     model = tiny_model("llama")
@@ -42,6 +42,8 @@ def test_an_evaluation_keeps_a_table_of_its_own_and_leaves_those_of_training(
         processing_class=tiny_tokenizer,
     )  # fmt: skip
     trainer.train()
+    printed = capsys.readouterr().out
+    assert [printed.count(f" Step {step} ") for step in range(1, 5)] == [1] * 4, "also the last one once"
     tables = table_paths(tmp_path)
     assert {name: sorted(paths) for name, paths in tables.items()} == {
         "": [1, 2, 3, 4], "eval_near": [1, 2, 3, 4], "eval_far": [1, 2, 3, 4],

@@ -692,7 +692,9 @@ class QeRLTrainer(Trainer):
         named = {f"{prefix}_{name}" if prefix else name: value for name, value in means.items()}
         cast(dict[str, Any], logs).update(named)  # in place: an evaluation returns them
         super().log(logs, start_time)
-        if not (self.args.log_completions and self._log.records and self.accelerator.is_main_process):
+        if not (means and self.args.log_completions and self._log.records):
+            return  # without metrics it is the run's summary, after the table of its last step
+        if not self.accelerator.is_main_process:
             return
         step = self.state.global_step
         table = self._log.write_table(Path(str(self.args.output_dir)), step)
