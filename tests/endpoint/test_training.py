@@ -209,9 +209,12 @@ def test_a_run_whose_agents_all_fail_ends_with_their_error(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"thinking_budget": 5}, "thinking_budget is set"),
-        ({"tool_timeout": 5.0}, "tool_timeout is set"),
-        ({"teacher_prompt": "{prompt}", "teacher": "base", "algorithm": "distill"}, "teacher_prompt is set"),
+        ({"thinking_budget": 5}, "thinking_budget has no effect on an agent"),
+        ({"tool_timeout": 5.0}, "tool_timeout has no effect on an agent"),
+        (
+            {"teacher_prompt": "{prompt}", "teacher": "base", "algorithm": "distill"},
+            "teacher_prompt has no effect on an agent",
+        ),
     ],
 )
 def test_what_agents_cannot_be_given_is_refused(tmp_path, changes, says):

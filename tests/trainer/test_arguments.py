@@ -147,7 +147,9 @@ def test_what_asks_for_speed_is_answered_in_one_line(llama_folder, tmp_path, cap
     }
     given = GRPOConfig(output_dir=str(tmp_path), save_strategy="no", **SMALL, **speed)
     trainer = QeRLTrainer(str(llama_folder), ones, given, ROWS)
-    (line,) = [record.getMessage() for record in caplog.records if "built in" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "built-in replacements" in record.getMessage()
+    ]
     assert "cache_implementation, use_vllm, vllm_mode: rollouts run on the built-in engine" in line
     assert "use_liger_kernel: the update has fused layers" in line
     assert trainer.args.top_k == 5 and trainer.args.accelerator_config.non_blocking
