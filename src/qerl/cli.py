@@ -9,7 +9,6 @@ distributions add commands through an entry point group (`COMMANDS`); each entry
 
 import argparse
 import contextlib
-import difflib
 import errno
 import logging
 import os
@@ -107,8 +106,7 @@ def _run(words: list[str]) -> int | None:
     args, unknown = parser.parse_known_args(words)
     if unknown:
         known = commands.get(words[0], parser)._option_string_actions
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, 0.75)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = did_you_mean(unknown[0].partition("=")[0], known, cutoff=0.75)  # all begin with two dashes
         raise QeRLError(
             f"`qerl {words[0]}` does not take {' '.join(unknown)}{hint}; `qerl {words[0]} --help` says what "
             "it takes."

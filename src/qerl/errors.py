@@ -21,7 +21,13 @@ def first_line(error: BaseException) -> str:
     return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The known names nearest to an unknown one: `` (did you mean 'a' or 'b'?)``; empty if none is near."""
-    near = difflib.get_close_matches(name, [*known], n=2)
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known names nearest to an unknown one, `` (did you mean 'a'?)``; empty if none is near.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+        cutoff: Smallest similarity, from 0 to 1, as `difflib` measures it.
+    """
+    near = difflib.get_close_matches(name, [*known], n=2, cutoff=cutoff)
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""

@@ -411,7 +411,7 @@ def test_words_of_trls_scripts_are_fields_or_say_what_to_do_instead(words_of):
         (["eval", "m", "--gpu", "80"], "`qerl eval` does not take --gpu 80; `qerl eval --help` says"),
         (
             ["eval", "m", "--max_new_tokens", "80"],
-            "does not take --max_new_tokens 80 (did you mean --max_tokens?);",
+            "does not take --max_new_tokens 80 (did you mean '--max_tokens'?);",
         ),
         (["--colour", "train"], "does not take --colour"),
         (["tarin", "gsm8k"], "There is no command 'tarin' (did you mean 'train'"),

@@ -135,14 +135,14 @@ def test_jsonl_refuses_files_without_problems(jsonl, tmp_path: Path) -> None:
         get_task(f"jsonl:{tmp_path / 'latin.jsonl'}").train()
 
 
-@pytest.mark.parametrize("spec", ["jsonl:{}", "{}", "code:{}", "demonstrations:{}"])
-def test_a_file_that_is_missing_is_said_before_what_its_options_lack(spec: str, tmp_path: Path) -> None:
-    missing = spec.format(tmp_path / "missing.jsonl")
+def test_a_file_that_is_missing_is_said_before_what_its_options_lack(tmp_path: Path) -> None:
     with pytest.raises(QeRLError, match=r"missing\.jsonl cannot be read"):
-        get_task(missing, level="wp1")  # an option of the recipe's own task
-    if not spec.startswith(("code", "demonstrations")):
-        with pytest.raises(QeRLError, match=r"missing\.jsonl cannot be read"):
-            get_task(missing).test()
+        get_task(f"jsonl:{tmp_path / 'missing.jsonl'}").test()
+
+
+def test_an_option_of_a_recipe_for_another_task_can_be_dropped() -> None:
+    with pytest.raises(QeRLError, match=r"no option 'level'.*--task_options '\{\}' drops those of a recipe"):
+        get_task("jsonl:my/problems.jsonl", level="wp1")
 
 
 def test_jsonl_refuses_a_column_of_several_types(jsonl) -> None:

@@ -12,7 +12,6 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from qerl.errors import QeRLError, did_you_mean
@@ -23,7 +22,7 @@ from qerl.tasks.custom import load_task
 from qerl.tasks.demonstrations import Demonstrations
 from qerl.tasks.guess_number import GuessNumber
 from qerl.tasks.hub import SOURCES, HubTask, bigmath
-from qerl.tasks.jsonl import Jsonl, read_lines
+from qerl.tasks.jsonl import Jsonl
 from qerl.tasks.mixture import make_mixture
 from qerl.tasks.verifiers import Verifiers
 from qerl.user_code import names_a_file
@@ -67,25 +66,15 @@ def get_task(spec: str, **options: Any) -> Task:
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option in options:
         if option not in known and not open_ended:
-            _check_file(spec)
             every = [*known, *_OF_EVERY_TASK]
             raise QeRLError(
                 f"Task {spec} has no option {option!r}{did_you_mean(option, every)}; its options are: "
-                f"{', '.join(every)}."
+                f"{', '.join(every)}; --task_options '{{}}' drops those of a recipe for another task."
             )
     task = make(**options)
     if asked:
         task.ask(**asked)
     return task
-
-
-def _check_file(spec: str) -> None:
-    """Raise if a task's data file cannot be read; its options may be those of a recipe for another task."""
-    family, _, name = spec.partition(":")
-    if name and (family in ("jsonl", "code") or (family in FAMILIES and name.endswith(".jsonl"))):
-        read_lines(Path(name).expanduser())
-    elif spec.endswith(".jsonl"):
-        read_lines(Path(spec).expanduser())
 
 
 def _maker(spec: str) -> Callable[..., Task]:
