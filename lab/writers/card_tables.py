@@ -62,7 +62,7 @@ def runs_on() -> str:
     return table(("runs on", "rollout", "training"), lines, "").rstrip() + "\n"
 
 
-_BESIDE = ("rollout-7b-h200-4d2fa29", "step-7b-beside-serve-h200")
+_BESIDE = ("rollout-7b-128-h200", "step-7b-beside-serve-h200")
 _TREATED = ("rollout-7b-arch80-h200", "step-7b-arch80-h200")
 _GOALS = {1: 0.92, 8: 0.92, 64: 0.85, 128: 0.70}
 _STEP_GOAL = 18.5

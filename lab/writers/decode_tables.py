@@ -15,7 +15,7 @@ _H100 = {
 }
 _NF4 = "rollout-7b-nf4-h100"
 BESIDE_VLLM = "rollout-7b-vllm-h200"
-_H200 = {"7b": ("rollout-7b-h200", BESIDE_VLLM), "32b": ("rollout-32b-h200",)}
+_H200 = {"7b": ("rollout-7b-all-h200", BESIDE_VLLM), "32b": ("rollout-32b-all-h200",)}
 """Files by shape, the newest first; a row is taken from the first file that has it."""
 _WAYS = "decode-128-ways-h200"
 _FEW, _FEW_PARTS = "ways-7b-few-h200", "ways-7b-few-parts-h200"
@@ -72,17 +72,29 @@ _TRIED = (
 
 _PROMPTS = (
     ("ways-7b-apart-few-h200", "apart", "prompts apart"),
-    ("ways-7b-own-prompts-h200", "together", "prompts not apart"),
+    ("ways-7b-prompts-1k-h200", "apart", "prompts apart"),
+    ("ways-7b-prompts-3k-h200", "apart", "prompts apart"),
     ("ways-7b-long-prompts-h200", "splits-16", "up to 16 splits, twice those that fill the card"),
     ("ways-7b-long-prompts-h200", "apart", "prompts apart"),
     ("ways-7b-long-prompts-h200", "apart-16", "prompts apart, and the same"),
+    (
+        "ways-7b-prompts-8k-h200",
+        "now",
+        "prompts apart, up to 32 splits, against twice those that fill the card",
+    ),
     ("ways-7b-longest-prompts-h200", "apart", "prompts apart"),
     ("ways-7b-longest-prompts-h200", "apart-32", "prompts apart, and the same up to 32"),
+    ("ways-7b-own-prompts-h200", "together", "prompts not apart"),
+    ("ways-7b-one-row-8k-h200", "splits-32", "up to 32 splits"),
+    ("ways-7b-own-prompts-8k-h200", "twice", "twice the splits that fill the card"),
+    ("ways-7b-one-row-32k-h200", "splits-32", "up to 32 splits"),
 )
 """File, way, and words for the way."""
 
 
-_USUAL = "rollout-7b-fce65ec-h200"
+_USUAL = "rollout-7b-all-h200"
+_OWN_PROMPTS = "Llama 3 8B, prompts of 4096, each its own"
+_FP8_KEYS = "the same, keys and values in FP8"
 _CONFIGURATIONS = {
     "7B": _USUAL,
     "7B, rank 64": "rollout-7b-rank-64-h200",
@@ -90,9 +102,9 @@ _CONFIGURATIONS = {
     "7B, rank 256": "rollout-7b-rank-256-h200",
     "7B, prompts of 8192": "rollout-7b-prompt-8k-h200",
     "7B, prompts of 32768": "rollout-7b-prompt-32k-h200",
-    "Llama 3 8B, prompts of 4096, each its own": "rollout-llama3-8b-keys-h200",
-    "the same, keys and values in FP8": "rollout-llama3-8b-keys-fp8-h200",
-    "32B": "rollout-32b-256-h200",
+    _OWN_PROMPTS: "rollout-llama3-8b-keys-h200",
+    _FP8_KEYS: "rollout-llama3-8b-keys-fp8-h200",
+    "32B": "rollout-32b-all-h200",
 }
 """Measured ranks, prompts and KV cache dtypes, each with its file."""
 
@@ -298,9 +310,9 @@ def long_prompts() -> str:
     return table(
         ("prompt", "group", "Qwen2.5-7B, % of tokens per second, by sequences", *map(str, batches)),
         lines,
-        "Each against the rule of that commit, which read prompts apart from 96 sequences on and had at most "
-        "8 splits, twice those that fill the card only up to 8 items of a launch. All ways of a file in turn "
-        "in one process, twice, the second time in reverse order; means of two that differ by at most "
+        "Unless a line says otherwise, each against a rule that reads prompts apart from 96 sequences on and "
+        "has at most 8 splits, twice those that fill the card only up to 8 sequences. All ways of a file in "
+        "turn in one process, twice, the second time in reverse order; means of two that differ by at most "
         f"{100 * apart:.1f} percentage points. {source(*names)} {files(*names)}",
     )
 
@@ -350,23 +362,17 @@ def _percent(ratio: float) -> str:
     return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f} %"  # no -0.0
 
 
-def faster_128(shape: str) -> str:
-    """Format the speedup of steps of 128 sequences by clusters and three warpgroups."""
-    return _change("decode_tok_s", shape, "three", "single", 1).removeprefix("+")
-
-
 def long_prompts_faster(name: str, way: str, batch: int) -> str:
     """Format the speedup of a way over the first way of its file."""
     return _percent(fmean(_over_first(name, way, batch))).removeprefix("+")
 
 
 def fp8_keys_faster(batch: int) -> str:
-    """Format the speedup of steps with FP8 keys by the commit that multiplies them with queries in FP16."""
-    before, after = (
-        rows(f"rollout-llama3-8b-keys-fp8-{when}-h200", batch=batch)[0]["decode_tok_s"]
-        for when in ("old", "new")
+    """Format the speedup of Llama 3 8B's steps by keys and values in FP8 over those in 16 bits."""
+    sixteen, eight = (
+        rows(_CONFIGURATIONS[name], batch=batch)[0]["decode_tok_s"] for name in (_OWN_PROMPTS, _FP8_KEYS)
     )
-    return _percent(after / before).removeprefix("+")
+    return _percent(eight / sixteen).removeprefix("+")
 
 
 def _changes(shape: str, first: str, second: str, machine: int) -> str | None:

@@ -375,7 +375,6 @@ NUMBERS: dict[str, Callable[[], str]] = {
     **cookbook_numbers("cookbook-smollm2-h200"),
     **serve_tables.rival_numbers("serve-rival-4b-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
-    "decode-128-faster-7b": lambda: decode_tables.faster_128("7b"),
     "fp8-keys-faster-32": lambda: decode_tables.fp8_keys_faster(32),
     "fp8-keys-faster-64": lambda: decode_tables.fp8_keys_faster(64),
     "long-prompts-8k": lambda: decode_tables.long_prompts_faster("ways-7b-long-prompts-h200", "apart", 64),

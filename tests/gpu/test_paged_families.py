@@ -26,14 +26,23 @@ def on_gpu(name, packed, **settings):
     return move_adapter(add_lora(model, 32, 64, 0.0), 0.02).eval()
 
 
+def prompts_of(count, longest=200):
+    """Prompts of 9 tokens to ``longest``. Routers need many: a token of a prompt that goes to another expert
+    moves all that follows, in all of its samples."""
+    lengths = torch.linspace(9, longest, count).long().tolist()
+    return [torch.randint(2, 500, (length,)).tolist() for length in lengths]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family(name, packed):
     model = on_gpu(name, packed)
-    longest = 50 if name == "ministral3" else 200  # of its positions, which are few
-    prompts = [torch.randint(2, 500, (count,)).tolist() for count in (longest, 9)]
-    settings = {"samples": 16, "typical": torch.median} if name in ROUTED else {"samples": 3}
-    check(model, PagedEngine(model, 0), SamplingParams(max_tokens=12, seed=3), prompts, **settings)
+    engine, params = PagedEngine(model, 0), SamplingParams(max_tokens=12, seed=3)
+    if name in ROUTED:
+        check(model, engine, params, prompts_of(16), typical=torch.median)
+    else:
+        longest = 50 if name == "ministral3" else 200  # of its positions, which are few
+        check(model, engine, params, prompts_of(2, longest), samples=3)
 
 
 @pytest.mark.parametrize("rank", [4, 40])
@@ -46,9 +55,8 @@ def test_adapters_of_experts(name, shared, rank):
     model = add_lora(model, rank, 2 * rank, 0.0, targets, share_experts=shared)
     assert all(parameter.is_cuda for parameter in model.parameters())
     model = move_adapter(model, 0.02).eval()
-    prompts = [torch.randint(2, 500, (count,)).tolist() for count in (200, 9)]
     params = SamplingParams(max_tokens=12, seed=3)
-    check(model, PagedEngine(model, 0), params, prompts, samples=16, typical=torch.median)
+    check(model, PagedEngine(model, 0), params, prompts_of(16), typical=torch.median)
 
 
 def test_pages_behind_a_window_are_given_back():

@@ -28,7 +28,7 @@ def test_every_table_and_number_stands_in_a_page():
 def test_the_newest_decoding_of_a_card_is_shown_with_its_commit(monkeypatch, tmp_path):
     for file in RESULTS.glob("rollout-*.json"):
         content = json.loads(file.read_text())
-        if file.stem == "rollout-7b-h200":
+        if file.stem == "rollout-7b-all-h200":
             newest = content["rows"][0] | {"batch": 12, "decode_tok_s": 5432.1, "decode_tokens": 96}
             content |= {"commit": "0123abc", "rows": [newest]}
         (tmp_path / file.name).write_text(json.dumps(content))

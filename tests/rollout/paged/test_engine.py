@@ -72,7 +72,7 @@ def test_both_engines_sample_the_same(adapted, family):
 
 
 def test_prompts_in_a_launch_of_their_own_change_no_sample(adapted, monkeypatch):
-    monkeypatch.setattr(decode, "APART", 2)
+    monkeypatch.setattr(decode, "APART", [(2, 0)])
     model, params = adapted("llama"), SamplingParams(max_tokens=4, seed=1)
     samples = 9  # of a prompt, one more than a small tile holds
     wanted = PortableEngine(model, 0).generate(PROMPTS, samples, params)
@@ -85,7 +85,7 @@ def test_prompts_in_a_launch_of_their_own_change_no_sample(adapted, monkeypatch)
 def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkeypatch):
     """Of two groups of nine one ends in two parts, so that groups are small in the mean between them. Its
     prompt shares nothing; a small tile holds eight samples of the other one."""
-    monkeypatch.setattr(decode, "APART", 24)  # rows of the step, of which not all run
+    monkeypatch.setattr(decode, "APART", [(24, 0)])  # rows of the step, of which not all run
     model, pace = adapted("llama"), dataclasses.replace(PACE, small_rows=32)
     params, rounds, plain = SamplingParams(max_tokens=10, seed=5), [], decode.DecodeStep.decode
     each = [dataclasses.replace(params, max_tokens=most) for most in [10] * 9 + [3] * 4 + [6] * 5]

@@ -397,7 +397,9 @@ def attend(
 WHOLE_PAGES = 3
 """Programs of 16 rows that fit on a multiprocessor if each loads a whole page at a time, see
 `decode_rows`. With 64 batch rows that each have their own prompt, and eight kv heads, a quarter would wait
-for the others."""
+for the others: steps of Llama 3 8B after prompts of 4096 tokens are 7.8 % faster with half pages there, and
+differ by at most 0.6 % where programs are fewer or prompts are shared (ways-llama3-8b-own-prompts-h200.json,
+ways-llama3-8b-h200.json)."""
 
 
 def _pipeline(

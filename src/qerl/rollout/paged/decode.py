@@ -31,16 +31,18 @@ from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.weights import Decoder, Kind, kinds_of
 from qerl.rollout.session import Sequence
 
-LONG, FEW = 64, 8
-"""Minimum pages of a long table, and maximum rows of a small step."""
+LONG, VERY_LONG = 64, 128
+"""Minimum pages of long and of very long tables."""
 
-MOST_SPLITS, MOST_PROMPT_SPLITS = 8, 32
-"""Maximum splits of a work item, and of an item at a prompt that has a launch of its own."""
+MOST_SPLITS, MOST_LONG_SPLITS = 8, 32
+"""Maximum splits of a work item, and of an item at a very long table or a prompt in a launch of its own."""
 
-APART = 96
-"""Minimum rows for reading prompts in a launch of their own; for long prompts it is `FEW`. After 256 tokens a
-single launch is 0.7 % faster with 64 rows and 2.2 % faster with 8, but 2.3 % slower with 32
-(ways-7b-apart-few-h200.json)."""
+TWICE, LONG_TWICE = 8, 32
+"""Maximum rows that take twice the splits that fill the GPU, with a long and with a very long table."""
+
+APART = ((96, 0), (32, 16), (8, LONG))
+"""Minimum rows of a step and pages of its longest shared prompt, of which one pair must be met, for reading
+prompts in a launch of their own."""
 
 PROMPT_PAGES = 8
 """Minimum pages per split of a prompt that has a launch of its own."""
@@ -58,11 +60,20 @@ def kinds_apart(sizes: Sizes, device: torch.device) -> list[Kind]:
 def prompts_apart(kinds: abc.Iterable[Kind], rows: int, running: abc.Collection[Sequence]) -> bool:
     """Return True if a step reads prompts in a launch of their own, see `qerl.kernels.decode.attend`.
 
-    That pays off if prompts have on average more samples than a small tile holds. 7B on an H200, groups of 8
-    (ways-7b-long-prompts-h200.json, ways-7b-longest-prompts-h200.json): after prompts of 8192 tokens 8, 32
-    and 64 rows are 15, 110 and 79 % faster, after 32,768 tokens 8 and 64 rows 74 and 239 %. If each row has
-    a prompt of its own, of 1024 tokens, 96 to 256 rows are 2 % slower (ways-7b-own-prompts-h200.json).
-    Prompts between 256 and 8192 tokens were not timed with fewer than `APART` rows.
+    That pays off if prompts have on average more samples than a small tile holds, and for few rows only if
+    there is much to read. Gain of 7B on an H200 in percent, groups of 8, by rows and prompt tokens
+    (ways-7b-apart-few-h200.json, ways-7b-prompts-*-h200.json, ways-7b-longest-prompts-h200.json):
+
+    ====== ==== ===== ===== ===== =======
+     rows   256  1024  3072  8192  32,768
+    ====== ==== ===== ===== ===== =======
+         8 -2.2  -2.8  +1.7   +15     +74
+        32 +2.3  +8.5   +38   +55
+        64 -0.7  +8.0   +33   +78    +239
+    ====== ==== ===== ===== ===== =======
+
+    If each row has a prompt of its own, of 1024 tokens, 96 to 256 rows are 2 % slower
+    (ways-7b-own-prompts-h200.json).
 
     Args:
         kinds: Kinds of attention, as `kinds_apart` returns them.
@@ -73,18 +84,26 @@ def prompts_apart(kinds: abc.Iterable[Kind], rows: int, running: abc.Collection[
     small_tiles = [attention.decode_rows(kind.group) // kind.group for kind in kinds]
     if not small_tiles or len(running) <= min(small_tiles) * len(prompts):
         return False
-    longest = max(prompt.shared_tokens for prompt in prompts)
-    return rows >= (FEW if longest >= LONG * PAGE else APART)
+    return _enough_to_read(rows, max(prompt.shared_tokens for prompt in prompts) // PAGE)
 
 
-def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int, most: int) -> int:
+def _enough_to_read(rows: int, pages: int) -> bool:
+    return any(rows >= fewest and pages >= shortest for fewest, shortest in APART)
+
+
+def attention_splits(
+    rows: int, kv_heads: int, multiprocessors: int, pages: int, most: int = MOST_SPLITS, twice: int = TWICE
+) -> int:
     """Return the number of splits of an attention item's keys, such that few rows still fill the GPU.
 
     It is a power of two, and at most the number of pages of a table: a split without a page reads nothing,
     but its result is combined like the others. Twice the number that fills the GPU costs more to combine than
     it gains, except after long contexts. 7B on an H200 (attention-splits-7b-h200.json): after 256 tokens one
     row is 2.9 % faster with 4 splits than with 8; after 4096 tokens eight rows are 11 % faster with 8 than
-    with 4, after 1024 tokens 1 % slower.
+    with 4, after 1024 tokens 1 % slower. After 8192 tokens one row is 9.9 % faster with 32 than with 8 and
+    four are 3.5 % faster with 16, after 32,768 tokens 37 and 23 % (ways-7b-one-row-8k-h200.json, -32k-). 16
+    and 32 rows with a prompt of 8192 tokens each are 19 and 30 % faster with 4 and 2 than with half as many
+    (ways-7b-own-prompts-8k-h200.json).
 
     Args:
         rows: Rows of the step.
@@ -92,9 +111,10 @@ def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int,
         multiprocessors: Multiprocessors of the GPU.
         pages: Cache blocks of the longest table.
         most: Maximum number of splits.
+        twice: Maximum rows for which long tables get twice the splits that fill the GPU.
     """
     filling = multiprocessors // (rows * kv_heads)
-    wanted = max(1, min(2 * filling if pages >= LONG and rows <= FEW else filling, pages))
+    wanted = max(1, min(2 * filling if pages >= LONG and rows <= twice else filling, pages))
     return min(most, 1 << (wanted.bit_length() - 1))
 
 
@@ -112,15 +132,16 @@ def attention_cuts(
     """
     pages = table_width if kind.window is None else min(table_width, kind.window // PAGE + 1)
     filled = kind.kv_heads, multiprocessors(device)
-    splits = attention_splits(tokens, *filled, pages, MOST_SPLITS)
-    own = attention.Cut(attention.decode_rows(kind.group), splits)
-    if not apart or (tokens < APART and pages < LONG):
+    # With prompts in a launch of their own, a long table says nothing about the own tokens.
+    limits = (MOST_LONG_SPLITS, LONG_TWICE) if pages >= VERY_LONG and not apart else (MOST_SPLITS, TWICE)
+    own = attention.Cut(attention.decode_rows(kind.group), attention_splits(tokens, *filled, pages, *limits))
+    if not apart or not _enough_to_read(tokens, pages):
         return own, own
     rows = attention.prompt_rows(kind.group, kind.head_size, device)
     if rows == own.rows:
         return own, own
     items = triton.cdiv(tokens, rows // kind.group)
-    splits = attention_splits(items, *filled, pages // PROMPT_PAGES, MOST_PROMPT_SPLITS)
+    splits = attention_splits(items, *filled, pages // PROMPT_PAGES, MOST_LONG_SPLITS)
     return attention.Cut(rows, splits), own
 
 
