@@ -290,7 +290,7 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.kernels.weights.packed_gemm import MAX_TOKENS, padded_tokens
     from qerl.measure.random_model import random_decoder
     from qerl.rollout.paged import decode as paged_decode
-    from qerl.rollout.paged.decode import DecodeStep
+    from qerl.rollout.paged.decode import DecodeStep, Way
     from qerl.rollout.paged.kv_cache import KVCache
     from qerl.rollout.paged.limits import KVGeometry, Units
     from qerl.rollout.paged.prefill import Prefill
@@ -323,6 +323,7 @@ def walk(recorder: Recorder, target: int) -> None:
         shape: Any = None,
         expert_rank: int = 0,
         apart: bool = True,
+        long: bool = False,
         pages: int = 2,
     ) -> None:
         norm = tokens > 8
@@ -337,7 +338,7 @@ def walk(recorder: Recorder, target: int) -> None:
         pools = len(KVGeometry.of(decoder.sizes, 2).pools)
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
         step = DecodeStep(decoder, cache, tokens, 8, pages, NoGraphs())
-        step.forward.cut_as(apart)
+        step.forward.cut_as(step.number_of[Way(apart, long)])
         step.run()
         if whole:
             DecodeStep(decoder, cache, 8, 8, 2, NoGraphs()).run()
@@ -433,6 +434,10 @@ def walk(recorder: Recorder, target: int) -> None:
         recorder.walk = "long prompts"  # of many splits
         for tokens in (8, 12):
             decode(tokens, 32, 128, fp8=False, pages=513)
+        recorder.walk = "one row in a long context"
+        decode(1, 32, 128, fp8=False, apart=False, long=True, pages=513)
+        recorder.walk = "one row in a long context, heads of 256"
+        decode(1, 32, 256, fp8=False, apart=False, long=True, pages=513)
 
 
 def adapt_experts(mlp: Any, rank: int) -> None:

@@ -17,10 +17,12 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
 from qerl.rollout.paged.decode import (
     LONG,
+    VERY_LONG,
+    Way,
     attention_cuts,
     attention_splits,
     kinds_apart,
-    prompts_apart,
+    way_to_attend,
 )
 from qerl.rollout.paged.forward import Forward
 from qerl.rollout.paged.limits import BlockDemand
@@ -43,40 +45,56 @@ APART = 96
 SEVEN = Kind(None, heads=28, kv_heads=4, head_size=128)
 
 
+TOGETHER, READ_APART, IN_LONG = Way(False, False), Way(True, False), Way(False, True)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "kind", "pages", "apart", "prompts", "own"),
+    ("tokens", "kind", "pages", "way", "prompts", "own"),
     [
-        (64, SEVEN, 6, False, Cut(16, 1), Cut(16, 1)),
-        (APART, SEVEN, 6, False, Cut(16, 1), Cut(16, 1)),
-        (APART, SEVEN, 6, True, Cut(64, 1), Cut(16, 1)),
-        (APART, SEVEN, 128, True, Cut(64, 2), Cut(16, 1)),
-        (256, SEVEN, 128, True, Cut(64, 1), Cut(16, 1)),
-        (8, SEVEN, 129, True, Cut(64, 16), Cut(16, 8)),
-        (8, SEVEN, 513, True, Cut(64, 32), Cut(16, 8)),
-        (64, SEVEN, 513, True, Cut(64, 8), Cut(16, 1)),
-        (32, SEVEN, 18, True, Cut(64, 2), Cut(16, 1)),
-        (32, SEVEN, 15, True, Cut(16, 1), Cut(16, 1)),
-        (8, SEVEN, 18, True, Cut(16, 4), Cut(16, 4)),
-        (1, SEVEN, 127, False, Cut(16, 8), Cut(16, 8)),
-        (1, SEVEN, 131, False, Cut(16, 32), Cut(16, 32)),
-        (4, SEVEN, 131, False, Cut(16, 16), Cut(16, 16)),
-        (16, SEVEN, 131, False, Cut(16, 4), Cut(16, 4)),
-        (32, SEVEN, 131, False, Cut(16, 2), Cut(16, 2)),
-        (32, SEVEN, 131, True, Cut(64, 8), Cut(16, 1)),
-        (64, SEVEN, 131, False, Cut(16, 1), Cut(16, 1)),
-        (8, SEVEN._replace(head_size=256), 513, True, Cut(16, 8), Cut(16, 8)),
-        (64, SEVEN._replace(window=512), 513, True, Cut(16, 1), Cut(16, 1)),
-        (64, SEVEN._replace(window=1024), 513, True, Cut(64, 2), Cut(16, 1)),
-        (APART, SEVEN._replace(window=1024), 513, True, Cut(64, 2), Cut(16, 1)),
-        (256, SEVEN._replace(head_size=256), 6, True, Cut(16, 1), Cut(16, 1)),
-        (256, SEVEN._replace(heads=256), 6, True, Cut(64, 1), Cut(64, 1)),
+        (64, SEVEN, 6, TOGETHER, Cut(16, 1), Cut(16, 1)),
+        (APART, SEVEN, 6, TOGETHER, Cut(16, 1), Cut(16, 1)),
+        (APART, SEVEN, 6, READ_APART, Cut(64, 1), Cut(16, 1)),
+        (APART, SEVEN, 15, READ_APART, Cut(64, 1), Cut(16, 1)),
+        (APART, SEVEN, 128, READ_APART, Cut(64, 2), Cut(16, 1)),
+        (128, SEVEN, 513, READ_APART, Cut(64, 2), Cut(16, 1)),
+        (256, SEVEN, 128, READ_APART, Cut(64, 1), Cut(16, 1)),
+        (8, SEVEN, 129, READ_APART, Cut(64, 16), Cut(16, 8)),
+        (8, SEVEN, 513, READ_APART, Cut(64, 32), Cut(16, 8)),
+        (64, SEVEN, 513, READ_APART, Cut(64, 8), Cut(16, 1)),
+        (32, SEVEN, 18, READ_APART, Cut(64, 2), Cut(16, 1)),
+        (32, SEVEN, 15, READ_APART, Cut(16, 1), Cut(16, 1)),
+        (8, SEVEN, 18, READ_APART, Cut(16, 4), Cut(16, 4)),
+        (8, SEVEN, 63, TOGETHER, Cut(16, 4), Cut(16, 4)),
+        (8, SEVEN, 64, TOGETHER, Cut(16, 8), Cut(16, 8)),
+        (16, SEVEN, 100, TOGETHER, Cut(16, 2), Cut(16, 2)),
+        (1, SEVEN, 513, TOGETHER, Cut(16, 8), Cut(16, 8)),
+        (1, SEVEN, 127, IN_LONG, Cut(16, 8), Cut(16, 8)),
+        (1, SEVEN, 128, IN_LONG, Cut(16, 32), Cut(16, 32)),
+        (4, SEVEN, 131, IN_LONG, Cut(16, 16), Cut(16, 16)),
+        (16, SEVEN, 127, IN_LONG, Cut(16, 2), Cut(16, 2)),
+        (16, SEVEN, 128, IN_LONG, Cut(16, 4), Cut(16, 4)),
+        (32, SEVEN, 131, IN_LONG, Cut(16, 2), Cut(16, 2)),
+        (48, SEVEN._replace(heads=14, kv_heads=2), 131, IN_LONG, Cut(16, 1), Cut(16, 1)),
+        (32, SEVEN, 131, READ_APART, Cut(64, 8), Cut(16, 1)),
+        (32, SEVEN, 131, Way(True, True), Cut(64, 8), Cut(16, 2)),
+        (8, SEVEN._replace(head_size=256), 513, READ_APART, Cut(16, 8), Cut(16, 8)),
+        (1, SEVEN._replace(head_size=256), 513, IN_LONG, Cut(16, 32), Cut(16, 32)),
+        (1, SEVEN._replace(head_size=512), 513, IN_LONG, Cut(16, 8), Cut(16, 8)),
+        (1, SEVEN._replace(window=1024), 513, IN_LONG, Cut(16, 8), Cut(16, 8)),
+        (64, SEVEN._replace(window=959), 513, READ_APART, Cut(16, 1), Cut(16, 1)),
+        (64, SEVEN._replace(window=960), 513, READ_APART, Cut(64, 2), Cut(16, 1)),
+        (APART, SEVEN._replace(window=1024), 513, READ_APART, Cut(64, 2), Cut(16, 1)),
+        (256, SEVEN._replace(head_size=256), 6, READ_APART, Cut(16, 1), Cut(16, 1)),
+        (256, SEVEN._replace(heads=256), 6, READ_APART, Cut(64, 1), Cut(64, 1)),
     ],
 )
-def test_prompts_that_are_read_apart_are_cut_into_larger_tiles(
-    monkeypatch, tokens, kind, pages, apart, prompts, own
-):
+def test_items_are_cut_by_the_way_to_attend(monkeypatch, tokens, kind, pages, way, prompts, own):
     monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)
-    assert attention_cuts(kind, tokens, pages, apart, torch.device("cpu")) == (prompts, own)
+    assert attention_cuts(kind, tokens, pages, way, torch.device("cpu")) == (prompts, own)
+
+
+def running_of(prompts, samples):
+    return new_sequences(prompts, [SamplingParams(1)] * (len(prompts) * samples))
 
 
 @pytest.mark.parametrize(
@@ -87,33 +105,52 @@ def test_prompts_that_are_read_apart_are_cut_into_larger_tiles(
         (256, 256, 1, 256, False),
         (256, 128, 2, 256, False),
         (256, 86, 3, 256, True),
-        (64, 8, 8, 1024, False),  # its last token is decoded
-        (64, 8, 8, 1025, True),
-        (32, 4, 8, 1025, True),
-        (24, 3, 8, 1025, False),
-        (8, 1, 8, LONG * PAGE, False),
-        (8, 1, 8, LONG * PAGE + 1, True),
+        (64, 8, 8, 961, False),  # its last token is decoded
+        (64, 8, 8, 962, True),
+        (32, 4, 8, 1024, True),
+        (24, 3, 8, 1024, False),
+        (8, 1, 8, (LONG - 1) * PAGE + 1, False),
+        (8, 1, 8, (LONG - 1) * PAGE + 2, True),
         (64, 64, 1, LONG * PAGE + 1, False),
         (4, 1, 4, LONG * PAGE + 1, False),
     ],
 )
 def test_prompts_are_read_apart_where_groups_share_many_tokens(rows, prompts, samples, tokens, apart):
-    running = new_sequences([[0] * tokens] * prompts, [SamplingParams(1)] * (prompts * samples))[:rows]
-    assert prompts_apart([SEVEN, SEVEN._replace(window=64)], rows, running) is apart
+    running = running_of([[0] * tokens] * prompts, samples)[:rows]
+    assert way_to_attend([SEVEN, SEVEN._replace(window=64)], rows, running).apart is apart
 
 
 def test_one_long_prompt_among_others_is_enough_if_it_is_shared():
     prompts = [[0] * (LONG * PAGE + 1), [0] * 9]
-    running = new_sequences(prompts, [SamplingParams(1)] * 16)
-    assert prompts_apart([SEVEN], 16, running)
+    running = running_of(prompts, 8)
+    assert way_to_attend([SEVEN], 16, running).apart
     running[0].prompt.aligned_to = 2 * LONG * PAGE  # all of it lies in each sequence's own blocks
-    assert not prompts_apart([SEVEN], 16, running)
+    assert not way_to_attend([SEVEN], 16, running).apart
 
 
 def test_tiles_that_hold_a_group_are_not_enlarged():
-    running = new_sequences([[0] * 9] * 12, [SamplingParams(1)] * 96)
-    assert not prompts_apart([SEVEN._replace(heads=4)], 96, running)
-    assert prompts_apart([SEVEN._replace(heads=4), SEVEN], 96, running)
+    running = running_of([[0] * 9] * 12, 8)
+    assert not way_to_attend([SEVEN._replace(heads=4)], 96, running).apart
+    assert way_to_attend([SEVEN._replace(heads=4), SEVEN], 96, running).apart
+
+
+@pytest.mark.parametrize(("rows", "long"), [(1, True), (32, True), (48, False)])
+def test_contexts_are_very_long_by_what_few_rows_read(rows, long):
+    edge = (VERY_LONG - 1) * PAGE
+    assert not way_to_attend([], rows, running_of([[0] * (edge + 1)] * rows, 1)).long
+    assert way_to_attend([], rows, running_of([[0] * (edge + 2)] * rows, 1)).long is long
+    short = running_of([[0] * 9] * rows, 1)
+    short[0].generated += edge - short[0].own_tokens
+    assert not way_to_attend([], rows, short).long
+    short[0].generated += 1
+    assert way_to_attend([], rows, short).long is long
+
+
+def test_a_long_prompt_that_is_read_apart_is_none_of_the_own_tokens():
+    running = running_of([[0] * (VERY_LONG * PAGE)], 8)
+    assert way_to_attend([SEVEN], 8, running) == Way(True, False)
+    running[3].generated = VERY_LONG * PAGE
+    assert way_to_attend([SEVEN], 8, running) == Way(True, True)
 
 
 def test_no_step_has_a_second_launch_without_large_tiles(monkeypatch):
@@ -121,7 +158,7 @@ def test_no_step_has_a_second_launch_without_large_tiles(monkeypatch):
     assert kinds_apart(sizes, cpu) == [Kind(None, 4, 2, 16)]
     monkeypatch.setattr(attend, "card_of", lambda device: CARDS[8, 0])
     assert kinds_apart(sizes, cpu) == []
-    assert not prompts_apart([], 512, new_sequences([[0] * 9], [SamplingParams(1)] * 512))
+    assert not way_to_attend([], 512, running_of([[0] * 9], 512)).apart
 
 
 class Noted:

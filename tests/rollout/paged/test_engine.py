@@ -82,6 +82,32 @@ def test_prompts_in_a_launch_of_their_own_change_no_sample(adapted, monkeypatch)
     assert {kind.prompts.rows for step in steps for kind in step.forward._attending} == {64}
 
 
+def test_a_step_cuts_contexts_further_while_they_are_very_long(adapted, monkeypatch):
+    """The second of two sequences has a long prompt and ends first."""
+    monkeypatch.setattr(decode, "VERY_LONG", 2)
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)
+    model, params, plain = adapted("llama"), SamplingParams(max_tokens=12, seed=1), decode.DecodeStep.decode
+    prompts, splits = [[5] * 9, [7] * 90], []
+    each = [params, dataclasses.replace(params, max_tokens=3)]
+
+    def noted(step, steps):
+        splits.append(step.forward._attending[0].own.splits)
+        plain(step, steps)
+
+    def drawn(engine):
+        with engine.session(params) as session:
+            session.start(prompts, 1, each)
+            completions = {}
+            while session.busy:
+                completions |= {turn.index: turn.completion for turn in session.next()}
+        return SimpleNamespace(completions=[completions[i] for i in range(2)])
+
+    monkeypatch.setattr(decode.DecodeStep, "decode", noted)
+    monkeypatch.setattr(decode, "MOST_SPLITS", 1)
+    close(drawn(paged(model, 40)), drawn(PortableEngine(model, 0)))
+    assert splits[0] == 2 and splits[-1] == 1
+
+
 def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkeypatch):
     """Of two groups of nine one ends in two parts, so that groups are small in the mean between them. Its
     prompt shares nothing; a small tile holds eight samples of the other one."""
@@ -92,14 +118,15 @@ def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkey
 
     def noted(step, steps):
         items = step.rows.inputs.items[0][0][: step.rows.count, 1]
-        rounds.append((step.rows.count, step.apart, items[items > 0].tolist()))
+        apart = step.forward._attending[0].prompts.rows == 64
+        rounds.append((step.rows.count, apart, items[items > 0].tolist()))
         plain(step, steps)
 
     def captured(graphs, run, device):
-        way = run.__self__.apart
+        way = run.__self__.way
 
         def replay():
-            assert run.__self__.apart is way, "a graph is replayed as it was captured"
+            assert run.__self__.way == way, "a graph is replayed as it was captured"
             run()
 
         return replay

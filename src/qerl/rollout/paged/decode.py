@@ -12,6 +12,7 @@ sequence that ends with an empty queue to the last long ones that run alone.
 
 from collections import abc
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,20 +33,37 @@ from qerl.rollout.paged.weights import Decoder, Kind, kinds_of
 from qerl.rollout.session import Sequence
 
 LONG, VERY_LONG = 64, 128
-"""Minimum pages of long and of very long tables."""
+"""Minimum pages of long tables and of very long contexts."""
 
 MOST_SPLITS, MOST_LONG_SPLITS = 8, 32
-"""Maximum splits of a work item, and of an item at a very long table or a prompt in a launch of its own."""
+"""Maximum splits of a work item, and of an item in a very long context or at a prompt in a launch of its
+own."""
 
 TWICE, LONG_TWICE = 8, 32
-"""Maximum rows that take twice the splits that fill the GPU, with a long and with a very long table."""
+"""Maximum rows that take twice the splits that fill the GPU, with long tables and in very long contexts."""
 
 APART = ((96, 0), (32, 16), (8, LONG))
 """Minimum rows of a step and pages of its longest shared prompt, of which one pair must be met, for reading
 prompts in a launch of their own."""
 
 PROMPT_PAGES = 8
-"""Minimum pages per split of a prompt that has a launch of its own."""
+"""Minimum pages of a table per split of a prompt that has a launch of its own."""
+
+
+class Way(NamedTuple):
+    """How a step attends, which each round decides from its running sequences.
+
+    Attributes:
+        apart: Whether prompts have a launch of their own, see `qerl.kernels.decode.attend`.
+        long: Whether few rows read a very long context in the launch of own tokens, which has the prompts,
+            too, unless they are apart.
+    """
+
+    apart: bool
+    long: bool
+
+
+WAYS = [Way(apart, long) for apart in (False, True) for long in (False, True)]
 
 
 def kinds_apart(sizes: Sizes, device: torch.device) -> list[Kind]:
@@ -57,34 +75,52 @@ def kinds_apart(sizes: Sizes, device: torch.device) -> list[Kind]:
     ]
 
 
-def prompts_apart(kinds: abc.Iterable[Kind], rows: int, running: abc.Collection[Sequence]) -> bool:
-    """Return True if a step reads prompts in a launch of their own, see `qerl.kernels.decode.attend`.
+def way_to_attend(kinds: abc.Collection[Kind], rows: int, running: abc.Collection[Sequence]) -> Way:
+    """Return how a step attends.
+
+    Args:
+        kinds: Kinds of attention, as `kinds_apart` returns them.
+        rows: Rows of the step.
+        running: The running sequences, at least one.
+    """
+    prompts = {sequence.prompt for sequence in running}
+    shared = _pages(max(prompt.shared_tokens for prompt in prompts))
+    apart = _prompts_apart(kinds, rows, len(running) / len(prompts), shared)
+    own = _pages(max(sequence.own_tokens for sequence in running))
+    return Way(apart, rows <= LONG_TWICE and (own if apart else max(own, shared)) >= VERY_LONG)
+
+
+def _prompts_apart(kinds: abc.Collection[Kind], rows: int, samples: float, pages: int) -> bool:
+    """Return True if prompts have a launch of their own.
 
     That pays off if prompts have on average more samples than a small tile holds, and for few rows only if
-    there is much to read. Gain of 7B on an H200 in percent, groups of 8, by rows and prompt tokens
+    there is much to read. Gain of 7B on an H200 in percent, groups of 8, by rows and prompt tokens, over one
+    launch with as many splits, after 8192 tokens over one with twice those that fill the GPU
     (ways-7b-apart-few-h200.json, ways-7b-prompts-*-h200.json, ways-7b-longest-prompts-h200.json):
 
     ====== ==== ===== ===== ===== =======
      rows   256  1024  3072  8192  32,768
     ====== ==== ===== ===== ===== =======
-         8 -2.2  -2.8  +1.7   +15     +74
+         8 -2.2  -2.8  +1.7   +15      +6
         32 +2.3  +8.5   +38   +55
         64 -0.7  +8.0   +33   +78    +239
     ====== ==== ===== ===== ===== =======
 
-    If each row has a prompt of its own, of 1024 tokens, 96 to 256 rows are 2 % slower
-    (ways-7b-own-prompts-h200.json).
+    With up to 32 splits of a prompt, 8 rows gain 74 % after 32,768 tokens. If each row has a prompt of its
+    own, of 1024 tokens, 96 to 256 rows are 2 % slower (ways-7b-own-prompts-h200.json).
 
     Args:
         kinds: Kinds of attention, as `kinds_apart` returns them.
         rows: Rows of the step.
-        running: The running sequences.
+        samples: Mean number of running samples per prompt.
+        pages: Pages of the longest shared prompt.
     """
-    prompts = {sequence.prompt for sequence in running}
     small_tiles = [attention.decode_rows(kind.group) // kind.group for kind in kinds]
-    if not small_tiles or len(running) <= min(small_tiles) * len(prompts):
-        return False
-    return _enough_to_read(rows, max(prompt.shared_tokens for prompt in prompts) // PAGE)
+    return bool(small_tiles) and samples > min(small_tiles) and _enough_to_read(rows, pages)
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE)
 
 
 def _enough_to_read(rows: int, pages: int) -> bool:
@@ -101,15 +137,15 @@ def attention_splits(
     it gains, except after long contexts. 7B on an H200 (attention-splits-7b-h200.json): after 256 tokens one
     row is 2.9 % faster with 4 splits than with 8; after 4096 tokens eight rows are 11 % faster with 8 than
     with 4, after 1024 tokens 1 % slower. After 8192 tokens one row is 9.9 % faster with 32 than with 8 and
-    four are 3.5 % faster with 16, after 32,768 tokens 37 and 23 % (ways-7b-one-row-8k-h200.json, -32k-). 16
+    four are 3.5 % faster with 16, after 32,768 tokens 37 and 24 % (ways-7b-one-row-8k-h200.json, -32k-). 16
     and 32 rows with a prompt of 8192 tokens each are 19 and 30 % faster with 4 and 2 than with half as many
     (ways-7b-own-prompts-8k-h200.json).
 
     Args:
-        rows: Rows of the step.
+        rows: Work items, such as rows of the step.
         kv_heads: KV heads.
         multiprocessors: Multiprocessors of the GPU.
-        pages: Cache blocks of the longest table.
+        pages: Pages that an item may read.
         most: Maximum number of splits.
         twice: Maximum rows for which long tables get twice the splits that fill the GPU.
     """
@@ -119,23 +155,25 @@ def attention_splits(
 
 
 def attention_cuts(
-    kind: Kind, tokens: int, table_width: int, apart: bool, device: torch.device
+    kind: Kind, tokens: int, table_width: int, way: Way, device: torch.device
 ) -> tuple[attention.Cut, attention.Cut]:
     """Return the cuts of attention items at shared prompts, and of those at own tokens.
 
     Args:
-        kind: Kind of attention. If its window hides most of a long prompt, it is cut as for a short one.
+        kind: Kind of attention. If its window hides most of a long context, it is cut as for a short one. Of
+            heads wider than 256, more than `MOST_SPLITS` would take more registers to combine than there are.
         tokens: Tokens of the step.
         table_width: Cache blocks of the longest table.
-        apart: Whether prompts have a launch of their own.
+        way: How the step attends.
         device: Where the step runs.
     """
     pages = table_width if kind.window is None else min(table_width, kind.window // PAGE + 1)
     filled = kind.kv_heads, multiprocessors(device)
-    # With prompts in a launch of their own, a long table says nothing about the own tokens.
-    limits = (MOST_LONG_SPLITS, LONG_TWICE) if pages >= VERY_LONG and not apart else (MOST_SPLITS, TWICE)
-    own = attention.Cut(attention.decode_rows(kind.group), attention_splits(tokens, *filled, pages, *limits))
-    if not apart or not _enough_to_read(tokens, pages):
+    more = way.long and pages >= VERY_LONG and kind.head_size <= 256
+    limits = (MOST_LONG_SPLITS, LONG_TWICE) if more else (MOST_SPLITS, TWICE)
+    splits = attention_splits(tokens, *filled, pages, *limits)
+    own = attention.Cut(attention.decode_rows(kind.group), splits)
+    if not way.apart or not _enough_to_read(tokens, pages):
         return own, own
     rows = attention.prompt_rows(kind.group, kind.head_size, device)
     if rows == own.rows:
@@ -158,8 +196,9 @@ class DecodeStep:
 
     Attributes:
         rows: The rows of the batch.
-        apart: Whether prompts have a launch of their own, which `attend` decides from the running sequences.
-            Each way is captured when it is first needed; both share rows and buffers.
+        way: Number of the way to attend, of those with different cuts; `attend` decides it from the running
+            sequences. Each is captured when it is first needed; all share rows and buffers.
+        number_of: Number of each way; ways with equal cuts have one.
         forward: The pass over the decoder.
     """
 
@@ -174,16 +213,17 @@ class DecodeStep:
     ) -> None:
         device, kinds = decoder.embedding_VD.device, kinds_of(decoder.sizes)
 
-        self._decoder, self._cache, self._graphs, self.apart = decoder, cache, graphs, False
+        self._decoder, self._cache, self._graphs, self.way = decoder, cache, graphs, 0
         self._kinds = kinds_apart(decoder.sizes, device)
-        cuts = [
-            [attention_cuts(kind, rows, table_width, apart, device) for kind in kinds]
-            for apart in (False, True)
-        ]
-        self.forward = Forward(decoder, rows, *cuts)
+        cuts = {
+            way: tuple(attention_cuts(kind, rows, table_width, way, device) for kind in kinds) for way in WAYS
+        }
+        different = [*dict.fromkeys(cuts.values())]
+        self.number_of = {way: different.index(cut) for way, cut in cuts.items()}
+        self.forward = Forward(decoder, rows, *different)
         self._together = [
-            [prompts.rows // kind.group for (prompts, _), kind in zip(way, kinds, strict=True)]
-            for way in cuts
+            [prompts.rows // kind.group for (prompts, _), kind in zip(cut, kinds, strict=True)]
+            for cut in different
         ]
         self.rows = Rows(rows, max_new, table_width, len(cache.geometry.pools), len(kinds), device)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
@@ -191,18 +231,18 @@ class DecodeStep:
         # Sums of squares whose rms is 1, for capped logits, which are already divided by theirs.
         width, eps = decoder.sizes.hidden, decoder.eps
         self._unit_1T = torch.full((1, rows), width * (1.0 - eps), device=device)
-        self._replays: dict[bool, Callable[[], None]] = {}
+        self._replays: dict[int, Callable[[], None]] = {}
 
     def attend(self, running: abc.Mapping[int, Sequence]) -> None:
-        """Decide how prompts are read, and upload the block tables and work items of running sequences."""
-        self.apart = prompts_apart(self._kinds, self.rows.count, running.values())
-        self.forward.cut_as(self.apart)
-        self.rows.attend(running, self._together[self.apart])
+        """Decide how to attend, and upload the block tables and work items of running sequences."""
+        self.way = self.number_of[way_to_attend(self._kinds, self.rows.count, running.values())]
+        self.forward.cut_as(self.way)
+        self.rows.attend(running, self._together[self.way])
         self.forward.forget_attention()
 
     def decode(self, steps: int) -> None:
         """Replay the step ``steps`` times, each time for one token of every row that has not ended."""
-        replay = self._replays.get(self.apart) or self.capture()
+        replay = self._replays.get(self.way) or self.capture()
         for _ in range(steps):
             replay()
 
@@ -220,13 +260,13 @@ class DecodeStep:
         )  # fmt: skip
 
     def capture(self) -> Callable[[], None]:
-        """Capture the step for the present value of `apart`; `decode` calls this when first needed."""
+        """Capture the step for the present `way`; `decode` calls this when first needed."""
         # Warming up must compile every kernel but change no state: with all rows ended it changes none.
         state = self.rows.state
         done_T, limit_2T = state.done_T.clone(), state.limit_2T.clone()
         self.rows.clear()
         try:
-            replay = self._replays[self.apart] = self._graphs.capture(self.run, done_T.device)
+            replay = self._replays[self.way] = self._graphs.capture(self.run, done_T.device)
         finally:
             state.done_T.copy_(done_T)
             state.limit_2T.copy_(limit_2T)

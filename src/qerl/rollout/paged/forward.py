@@ -38,6 +38,7 @@ and GEMM. See qerl.kernels.decode.common for how LoRA and normalisation are fuse
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -143,7 +144,7 @@ class Forward:
         squares_PT: Partial sums of squares of the residual stream, from which 1/rms is computed.
     """
 
-    def __init__(self, decoder: Decoder, tokens: int, *cuts: list[tuple[Cut, Cut]]) -> None:
+    def __init__(self, decoder: Decoder, tokens: int, *cuts: Sequence[tuple[Cut, Cut]]) -> None:
         device, specs = decoder.embedding_VD.device, list({run.spec for run in decoder.sizes.runs})
         hidden = decoder.sizes.hidden
         self.decoder, self.tokens = decoder, tokens
