@@ -140,7 +140,9 @@ def settings_of(
     }  # fmt: skip
     given = dict(plan.settings) | dict(arm.settings) | own
     for what, form, other in (("teacher", TEACHER_ADAPTER, arm.teacher), ("adapter", "", arm.begins_with)):
-        if other is not None:
+        # The adapter that a finished run began with is not needed any more, and may be on another machine.
+        begun = what == "adapter" and bool(folder.finished(name, seed))
+        if other is not None and not begun:
             if not folder.finished(other, seed):
                 raise QeRLError(f"The arm {name} needs the adapter of {other}; name both with --arms.")
             given[what] = f"{form}{folder.of(other, seed)}"

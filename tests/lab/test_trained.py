@@ -1,6 +1,7 @@
 """Runs by plans: what that of distillation asks, that a folder goes on, and what tables say of results."""
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -103,6 +104,8 @@ def test_a_seed_runs_whole_and_is_not_computed_again(folder, monkeypatch, capsys
     assert 0 < rows["wp1-taught"]["divergence"][0] < 1  # the base, and two steps from it
     assert "divergence" not in rows["wp1-rl"]
     monkeypatch.setattr(runs, "learn", None)
+    for name in SHORT:
+        shutil.rmtree(folder.of(name, 203), ignore_errors=True)
     runs.run_seed(job)
     with pytest.raises(QeRLError, match=r"wp1-rl-203\.json is of another run: its held_out is 4 and not 5"):
         runs.run_seed(replace(job, plan=replace(plan, held_out=5)))
