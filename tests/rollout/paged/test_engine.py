@@ -58,6 +58,16 @@ def close(found, wanted):
         assert a.entropies == pytest.approx(b.entropies, abs=1e-5)
 
 
+def drawn(engine, prompts, samples, params):
+    """Completions of one session, in order, each with parameters of its own."""
+    completions = {}
+    with engine.session(params[0]) as session:
+        session.start(prompts, samples, params)
+        while session.busy:
+            completions |= {turn.index: turn.completion for turn in session.next()}
+    return SimpleNamespace(completions=[completions[i] for i in range(len(params))])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_both_engines_sample_the_same(adapted, family):
     model = adapted(family)
@@ -94,17 +104,10 @@ def test_a_step_cuts_contexts_further_while_they_are_very_long(adapted, monkeypa
         splits.append(step.forward._attending[0].own.splits)
         plain(step, steps)
 
-    def drawn(engine):
-        with engine.session(params) as session:
-            session.start(prompts, 1, each)
-            completions = {}
-            while session.busy:
-                completions |= {turn.index: turn.completion for turn in session.next()}
-        return SimpleNamespace(completions=[completions[i] for i in range(2)])
-
     monkeypatch.setattr(decode.DecodeStep, "decode", noted)
     monkeypatch.setattr(decode, "MOST_SPLITS", 1)
-    close(drawn(paged(model, 40)), drawn(PortableEngine(model, 0)))
+    wanted = drawn(PortableEngine(model, 0), prompts, 1, each)
+    close(drawn(paged(model, 40), prompts, 1, each), wanted)
     assert splits[0] == 2 and splits[-1] == 1
 
 
@@ -131,17 +134,10 @@ def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkey
 
         return replay
 
-    def drawn(engine):
-        with engine.session(params) as session:
-            session.start(PROMPTS, 9, each)
-            completions = {}
-            while session.busy:
-                completions |= {turn.index: turn.completion for turn in session.next()}
-        return SimpleNamespace(completions=[completions[i] for i in range(len(each))])
-
     monkeypatch.setattr(decode.DecodeStep, "decode", noted)
     monkeypatch.setattr(NoGraphs, "capture", captured)
-    close(drawn(paged(model, 40, pace)), drawn(PortableEngine(model, 0)))
+    wanted = drawn(PortableEngine(model, 0), PROMPTS, 9, each)
+    close(drawn(paged(model, 40, pace), PROMPTS, 9, each), wanted)
     large, small = (24, True, [9]), (24, False, [8, 1])
     assert rounds == [large, large, small, large, large]
 
