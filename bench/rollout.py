@@ -34,7 +34,7 @@ from qerl.families.sizes import Sizes
 from qerl.fp4.published import declared_format
 from qerl.kernels.limits import PAGE
 from qerl.measure.decode import decode_speed, fill_rows, random_cache
-from qerl.measure.gauge import gauge
+from qerl.measure.gauge import Gauge, gauge
 from qerl.measure.model_config import declared, model_config, shape_of, sizes_of
 from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
@@ -216,8 +216,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _own_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row of `decode_speed` per weight format, batch and, with `--no_adapter`, also without LoRA."""
+def _own_rows(args: argparse.Namespace, state: Gauge) -> Iterator[dict[str, Any]]:
+    """Yield a row of `decode_speed` per weight format, batch and, with `--no_adapter`, also without LoRA.
+
+    With `--profile` each has the GPU's state from before its profile.
+    """
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     for weights in args.weights:
         shape, positions = shape_of(args.shape, args.layers or 0), args.prompt + args.decode + PAGE
@@ -228,6 +231,7 @@ def _own_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 seen = decode_speed(*fixed, args.decode, args.group, args.repeats, kv_dtype)
                 row = _own_row(args, weights, rank, batch) | seen
                 if args.profile:
+                    row["gpu_state"] = state.take()
                     row["kernels"] = [
                         {"us": round(micros, 1), "calls": calls, "name": name}
                         for name, calls, micros in profile(*fixed, args.group, kv_dtype)[:10]
@@ -322,12 +326,12 @@ def main(arguments: list[str]) -> None:
         **({"lengths": args.lengths} if args.lengths else {}),
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
-    own = _own_calls if args.lengths else _own_rows
     with gauge() as state:
-        for row in itertools.chain(own(args), _peer_rows(args, for_peers)):
+        own = _own_calls(args) if args.lengths else _own_rows(args, state)
+        for row in itertools.chain(own, _peer_rows(args, for_peers)):
             if not args.lengths:
                 row = _with_bandwidth(row, args, sizes, limit)
-            rows.append(row | common | {"gpu_state": state.take()})
+            rows.append({"gpu_state": state.take()} | row | common)
             _print(rows[-1])
             if args.out:
                 write_result(args.out, " ".join(["rollout", *arguments]), rows, read_gb_s=limit)

@@ -92,7 +92,7 @@ _PROMPTS = (
 """File, way, and words for the way."""
 
 
-_USUAL = "rollout-7b-all-h200"
+_USUAL, _POWER = "rollout-7b-all-h200", "rollout-7b-128-h200"  # the latter without profiles in its readings
 _OWN_PROMPTS = "Llama 3 8B, prompts of 4096, each its own"
 _FP8_KEYS = "the same, keys and values in FP8"
 _CONFIGURATIONS = {
@@ -175,9 +175,9 @@ def configurations() -> str:
         found = (_tokens_s(_of(name, batch=batch)) for batch in batches)
         lines.append((what, str(_decoded(name)), *found))
         if name == _USUAL:
-            joules = (_joules(_of(name, batch=batch)) if batch >= 64 else None for batch in batches)
-            lines.append(("joules for 1000 tokens", None, *joules))
-    names = [*_CONFIGURATIONS.values()]
+            joules = (_joules(_of(_POWER, batch=batch)) if batch >= 64 else None for batch in batches)
+            lines.append(("joules for 1000 tokens", str(_decoded(_POWER)), *joules))
+    names = [*_CONFIGURATIONS.values(), _POWER]
     return table(
         ("tokens per second: sequences", "tokens decoded", *map(str, batches)),
         lines,
