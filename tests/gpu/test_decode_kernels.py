@@ -231,6 +231,8 @@ def test_act_mul(tokens, rank, padded, intermediate, sums, gelu, monkeypatch):
         (512, 0, (16, 2), (16, 2), HALF, 3),
         (64, 8, (64, 1), (16, 2), HALF, None),
         (64, 8, (64, 3), (16, 1), HALF, 40),
+        (64, 8, (16, 4, 2), (16, 4, 2), HALF, None),
+        (64, 0, (64, 1), (16, 4, 2), HALF, 40),
         pytest.param(96, 0, (64, 2), (16, 1), FP8, 100, marks=without_fp8),
     ],
 )

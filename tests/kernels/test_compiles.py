@@ -324,6 +324,7 @@ def walk(recorder: Recorder, target: int) -> None:
         expert_rank: int = 0,
         apart: bool = True,
         long: bool = False,
+        parts: int = 1,
         pages: int = 2,
     ) -> None:
         norm = tokens > 8
@@ -338,7 +339,7 @@ def walk(recorder: Recorder, target: int) -> None:
         pools = len(KVGeometry.of(decoder.sizes, 2).pools)
         cache = KVCache.of_blocks(decoder, Units([4] * pools), dtype)
         step = DecodeStep(decoder, cache, tokens, 8, pages, NoGraphs())
-        step.forward.cut_as(step.number_of[Way(apart, long)])
+        step.forward.cut_as(step.number_of[Way(apart, long, parts)])
         step.run()
         if whole:
             DecodeStep(decoder, cache, 8, 8, 2, NoGraphs()).run()
@@ -434,6 +435,8 @@ def walk(recorder: Recorder, target: int) -> None:
         recorder.walk = "long prompts"  # of many splits
         for tokens in (8, 12):
             decode(tokens, 32, 128, fp8=False, pages=513)
+        recorder.walk = "rows of different age"
+        decode(128, 32, 128, fp8=False, parts=8, pages=131)
         recorder.walk = "one row in a long context"
         decode(1, 32, 128, fp8=False, apart=False, long=True, pages=513)
         recorder.walk = "one row in a long context, heads of 256"

@@ -86,6 +86,17 @@ TOGETHER, READ_APART, IN_LONG = Way(False, False), Way(True, False), Way(False, 
         (APART, SEVEN._replace(window=1024), 513, READ_APART, Cut(64, 2), Cut(16, 1)),
         (256, SEVEN._replace(head_size=256), 6, READ_APART, Cut(16, 1), Cut(16, 1)),
         (256, SEVEN._replace(heads=256), 6, READ_APART, Cut(64, 1), Cut(64, 1)),
+        (128, SEVEN, 20, Way(True, False, 4), Cut(64, 2), Cut(16, 4, 4)),
+        (128, SEVEN, 131, Way(True, False, 8), Cut(64, 2), Cut(16, 8, 4)),
+        (256, SEVEN, 131, Way(True, False, 8), Cut(64, 1), Cut(16, 4, 4)),
+        (512, SEVEN, 131, Way(True, False, 8), Cut(64, 1), Cut(16, 2, 4)),
+        (512, SEVEN._replace(kv_heads=8), 131, Way(False, False, 8), Cut(16, 1), Cut(16, 1)),
+        (64, SEVEN._replace(kv_heads=8), 131, Way(False, False, 8), Cut(16, 8, 4), Cut(16, 8, 4)),
+        (16, SEVEN, 33, Way(False, False, 8), Cut(16, 2), Cut(16, 2)),
+        (17, SEVEN, 33, Way(False, False, 8), Cut(16, 8, 4), Cut(16, 8, 4)),
+        (64, SEVEN._replace(head_size=256), 33, Way(False, False, 8), Cut(16, 8, 4), Cut(16, 8, 4)),
+        (64, SEVEN._replace(head_size=512), 33, Way(False, False, 8), Cut(16, 1), Cut(16, 1)),
+        (64, SEVEN._replace(window=1024), 513, Way(False, False, 8), Cut(16, 1), Cut(16, 1)),
     ],
 )
 def test_items_are_cut_by_the_way_to_attend(monkeypatch, tokens, kind, pages, way, prompts, own):
@@ -150,7 +161,28 @@ def test_a_long_prompt_that_is_read_apart_is_none_of_the_own_tokens():
     running = running_of([[0] * (VERY_LONG * PAGE)], 8)
     assert way_to_attend([SEVEN], 8, running) == Way(True, False)
     running[3].generated = VERY_LONG * PAGE
-    assert way_to_attend([SEVEN], 8, running) == Way(True, True)
+    assert way_to_attend([SEVEN], 8, running) == Way(True, True, 8)
+
+
+@pytest.mark.parametrize(("own", "parts"), [(7, 1), (8, 2), (15, 2), (16, 4), (31, 4), (32, 8), (99, 8)])
+def test_a_row_with_far_more_tokens_than_most_is_worth_parts_of_four_pages(own, parts):
+    running = running_of([[0] * 2] * 40, 1)  # the prompt's last token is an own one
+    running[0].generated += own * PAGE - running[0].own_tokens
+    assert way_to_attend([], 64, running).parts == parts
+
+
+def test_rows_of_one_age_and_rows_that_share_a_long_prompt_are_even():
+    running = running_of([[0] * 2] * 4, 1)
+    for sequence in running:
+        sequence.generated = 40 * PAGE
+    assert way_to_attend([], 64, running).parts == 1
+    running[0].generated = 48 * PAGE - running[0].prompt.tail  # six pages above the mean
+    assert way_to_attend([], 64, running).parts == 8
+    running[0].generated -= PAGE
+    assert way_to_attend([], 64, running).parts == 1
+    prompts = [[0] * 5000, *[[0] * 2] * 30]
+    assert way_to_attend([], 64, running_of(prompts, 2)).parts == 8
+    assert way_to_attend([SEVEN], 96, running_of(prompts, 3)).parts == 1  # read apart
 
 
 def test_no_step_has_a_second_launch_without_large_tiles(monkeypatch):
@@ -169,11 +201,11 @@ class Noted:
 
     def __getitem__(self, grid):
         return lambda *arguments, **constants: self.launches.append(
-            {name: constants[name] for name in ("LAUNCH", "ROWS", "KEYS", "num_stages")}
+            {name: constants[name] for name in ("LAUNCH", "ROWS", "KEYS", "LEAST", "num_stages")}
         )
 
 
-ALONE, AHEAD, BESIDE = ({"LAUNCH": which, "num_stages": 5} for which in range(3))
+ALONE, AHEAD, BESIDE = ({"LAUNCH": which, "num_stages": 5, "LEAST": 1} for which in range(3))
 
 
 @pytest.mark.parametrize(
@@ -183,11 +215,16 @@ ALONE, AHEAD, BESIDE = ({"LAUNCH": which, "num_stages": 5} for which in range(3)
         (100, 4, Cut(16, 1), Cut(16, 1), [ALONE | {"ROWS": 16, "KEYS": PAGE // 2}]),
         (64, 8, Cut(16, 1), Cut(16, 1), [ALONE | {"ROWS": 16, "KEYS": PAGE // 2}]),
         (64, 4, Cut(16, 2), Cut(16, 2), [ALONE | {"ROWS": 16, "KEYS": PAGE // 2}]),
-        (100, 4, Cut(64, 1), Cut(64, 1), [{"LAUNCH": 0, "ROWS": 64, "KEYS": PAGE, "num_stages": 3}]),
+        (100, 4, Cut(64, 1), Cut(64, 1), [ALONE | {"ROWS": 64, "KEYS": PAGE, "num_stages": 3}]),
         (
             8, 4, Cut(64, 16), Cut(16, 8),
             [AHEAD | {"ROWS": 64, "KEYS": PAGE // 2}, BESIDE | {"ROWS": 16, "KEYS": PAGE // 2}],
         ),
+        (
+            128, 4, Cut(64, 2), Cut(16, 4, 4),
+            [AHEAD | {"ROWS": 64, "KEYS": PAGE // 2}, BESIDE | {"ROWS": 16, "KEYS": PAGE // 2, "LEAST": 8}],
+        ),
+        (24, 4, Cut(16, 4, 4), Cut(16, 4, 4), [ALONE | {"ROWS": 16, "KEYS": PAGE, "LEAST": 4}]),
     ],
 )  # fmt: skip
 def test_programs_that_are_many_ask_for_half_a_page(monkeypatch, tokens, kv_heads, prompts, own, launches):

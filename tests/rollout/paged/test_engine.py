@@ -111,6 +111,31 @@ def test_a_step_cuts_contexts_further_while_they_are_very_long(adapted, monkeypa
     assert splits[0] == 2 and splits[-1] == 1
 
 
+def test_rows_with_far_more_tokens_than_most_are_cut_into_parts_and_change_no_sample(adapted, monkeypatch):
+    changes = {"UNEVEN": -1, "LEAST_PAGES": 1, "multiprocessors": lambda device: 1}
+    for name, value in changes.items():
+        monkeypatch.setattr(decode, name, value)
+    model, params, plain = adapted("llama"), SamplingParams(max_tokens=72, seed=2), decode.DecodeStep.decode
+    prompts, ways = [[5] * 9, [7] * 9, [8] * 9], []
+    each = [params, *[dataclasses.replace(params, max_tokens=most) for most in (9, 2)]]
+
+    def noted(step, steps):
+        ways.append(step.forward._attending[0].own.splits)
+        plain(step, steps)
+
+    def drawn(engine):
+        with engine.session(params) as session:
+            session.start(prompts, 1, each)
+            completions = {}
+            while session.busy:
+                completions |= {turn.index: turn.completion for turn in session.next()}
+        return SimpleNamespace(completions=[completions[i] for i in range(3)])
+
+    monkeypatch.setattr(decode.DecodeStep, "decode", noted)
+    close(drawn(paged(model, 40)), drawn(PortableEngine(model, 0)))
+    assert ways[0] == 1 and ways[-1] == 2  # of the longest row, with one page and with two
+
+
 def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkeypatch):
     """Of two groups of nine one ends in two parts, so that groups are small in the mean between them. Its
     prompt shares nothing; a small tile holds eight samples of the other one."""

@@ -113,7 +113,8 @@ def attend_item(
     T, table_width, scale, window,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    PROMPT_SPLITS: tl.constexpr, WINDOW: tl.constexpr, LAUNCH: tl.constexpr, PDL: tl.constexpr,
+    PROMPT_SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr, LAUNCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of a work item, of the query heads that share a kv head."""
     GROUP: tl.constexpr = HQ // HKV
@@ -142,7 +143,7 @@ def attend_item(
         first = 0
         if WINDOW:
             first = tl.minimum(tl.min(tl.where(limit > 0, hidden, blocks * KEYS), axis=0) // KEYS, blocks)
-        each = tl.cdiv(blocks - first, SPLITS)
+        each = tl.maximum(tl.cdiv(blocks - first, SPLITS), LEAST)
         e = tl.arange(0, E_PADDED)
         in_e = in_head(e, E)
         offset = tl.arange(0, KEYS)
@@ -191,7 +192,8 @@ def attend_item(
         lse = tl.where(filled, lse, -float("inf"))
         at = (z * T + t) * HQ + head
         tl.store(lse_ZTH + at, lse, mask=in_row)
-        tl.store(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], acc, mask=inside)
+        # A split without keys has no weight, so its output is not stored.
+        tl.store(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], acc, mask=inside & filled[:, None])
 
 
 @triton.jit
@@ -200,7 +202,8 @@ def _attend(
     T, items, table_width, scale, window,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    PROMPT_SPLITS: tl.constexpr, WINDOW: tl.constexpr, LAUNCH: tl.constexpr, PDL: tl.constexpr,
+    PROMPT_SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr, LAUNCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if LAUNCH == AHEAD:
         # Most of the places for items are empty, and a program for each would be in the way.
@@ -208,14 +211,14 @@ def _attend(
             attend_item(
                 item, q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
                 T, table_width, scale, window, HQ, HKV, E, E_PADDED, PAGE, KEYS, ROWS, SPLITS, PROMPT_SPLITS,
-                WINDOW, LAUNCH, PDL,
+                LEAST, WINDOW, LAUNCH, PDL,
             )  # fmt: skip
         begin_late(PDL)
     else:
         attend_item(
             tl.program_id(0), q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
             T, table_width, scale, window, HQ, HKV, E, E_PADDED, PAGE, KEYS, ROWS, SPLITS, PROMPT_SPLITS,
-            WINDOW, LAUNCH, PDL,
+            LEAST, WINDOW, LAUNCH, PDL,
         )  # fmt: skip
         begin(PDL)
 
@@ -322,10 +325,12 @@ class Cut(NamedTuple):
     Attributes:
         rows: Rows of a tile, a power of two from 16 on and at least the query heads per kv head.
         splits: Parallel splits of an item's keys.
+        least: Minimum pages of a split; an item with few keys then uses only its first splits.
     """
 
     rows: int
     splits: int
+    least: int = 1
 
 
 def attend(
@@ -357,7 +362,7 @@ def attend(
         order: int32, the tokens of the work items.
         limit_2T: int32 [2, T]: how many cached tokens of the work item's table a token sees.
         out_ZTHE: fp32 or bf16 (`parts_dtype`) [splits of both kinds, T, heads, head size], written where a
-            work item covers the token.
+            work item covers the token, which sees keys of the split.
         lse_ZTH: fp32 [splits of both kinds, T, heads], likewise; the caller fills uncovered ones with -inf.
         prompts, own: Rows and splits of the two kinds of items.
         scale: Factor of the scores; None for head size ** -0.5.
@@ -377,13 +382,14 @@ def attend(
             "attend", q_THE, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache, tables_GB=tables_GB,
             item_4=item_4, order=order, limit_2T=limit_2T, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH,
         )  # fmt: skip
+        loads = _pipeline(which, many, cut.rows, padded, page, shared_bytes(q_THE))
         _attend[(programs, kv_heads, cut.splits)](
             *arguments, tokens, item_4.shape[0], tables_GB.shape[1],
             size**-0.5 if scale is None else scale, window or 0,
             HQ=heads, HKV=kv_heads, E=size, E_PADDED=padded, PAGE=page,
-            ROWS=cut.rows, SPLITS=cut.splits, PROMPT_SPLITS=prompts.splits, WINDOW=window is not None,
-            LAUNCH=which.value, **_pipeline(which, many, cut.rows, padded, page, shared_bytes(q_THE)),
-            **dependent(q_THE),
+            ROWS=cut.rows, SPLITS=cut.splits, PROMPT_SPLITS=prompts.splits,
+            LEAST=1 if cut.least == 1 else cut.least * page // loads["KEYS"], WINDOW=window is not None,
+            LAUNCH=which.value, **loads, **dependent(q_THE),
         )  # fmt: skip
 
     if prompts == own:

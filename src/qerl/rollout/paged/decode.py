@@ -50,6 +50,16 @@ PROMPT_PAGES = 8
 """Minimum pages of a table per split of a prompt that has a launch of its own."""
 
 
+UNEVEN = 6
+"""Pages by which the longest item must exceed the mean of its kind for items to be uneven."""
+
+LEAST_PAGES = 4
+"""Minimum pages of a part of an uneven item."""
+
+MOST_PARTS, MOST_PROGRAMS = 8, 4096
+"""Maximum parts of an uneven item, and of items times KV heads times parts: parts without keys cost time."""
+
+
 class Way(NamedTuple):
     """How a step attends, which each round decides from its running sequences.
 
@@ -57,13 +67,18 @@ class Way(NamedTuple):
         apart: Whether prompts have a launch of their own, see `qerl.kernels.decode.attend`.
         long: Whether few rows read a very long context in the launch of own tokens, which has the prompts,
             too, unless they are apart.
+        parts: Splits that the longest item of that launch is worth if it is far longer than the mean, else 1.
+            Used where items fill the GPU without splits.
     """
 
     apart: bool
     long: bool
+    parts: int = 1
 
 
-WAYS = [Way(apart, long) for apart in (False, True) for long in (False, True)]
+WAYS = [
+    Way(apart, long, parts) for apart in (False, True) for long in (False, True) for parts in (1, 2, 4, 8)
+]
 
 
 def kinds_apart(sizes: Sizes, device: torch.device) -> list[Kind]:
@@ -86,8 +101,12 @@ def way_to_attend(kinds: abc.Collection[Kind], rows: int, running: abc.Collectio
     prompts = {sequence.prompt for sequence in running}
     shared = _pages(max(prompt.shared_tokens for prompt in prompts))
     apart = _prompts_apart(kinds, rows, len(running) / len(prompts), shared)
-    own = _pages(max(sequence.own_tokens for sequence in running))
-    return Way(apart, rows <= LONG_TWICE and (own if apart else max(own, shared)) >= VERY_LONG)
+    own = [sequence.own_tokens for sequence in running]
+    items = own if apart else max(own, [prompt.shared_tokens for prompt in prompts], key=max)
+    longest = _pages(max(items))
+    uneven = longest - sum(items) / len(items) / PAGE >= UNEVEN
+    parts = _power_of_2(min(MOST_PARTS, longest // LEAST_PAGES)) if uneven else 1
+    return Way(apart, rows <= LONG_TWICE and longest >= VERY_LONG, parts)
 
 
 def _prompts_apart(kinds: abc.Collection[Kind], rows: int, samples: float, pages: int) -> bool:
@@ -123,6 +142,10 @@ def _pages(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def _power_of_2(most: int) -> int:
+    return 1 << (most.bit_length() - 1)
+
+
 def _enough_to_read(rows: int, pages: int) -> bool:
     return any(rows >= fewest and pages >= shortest for fewest, shortest in APART)
 
@@ -151,7 +174,7 @@ def attention_splits(
     """
     filling = multiprocessors // (rows * kv_heads)
     wanted = max(1, min(2 * filling if pages >= LONG and rows <= twice else filling, pages))
-    return min(most, 1 << (wanted.bit_length() - 1))
+    return min(most, _power_of_2(wanted))
 
 
 def attention_cuts(
@@ -173,6 +196,9 @@ def attention_cuts(
     limits = (MOST_LONG_SPLITS, LONG_TWICE) if more else (MOST_SPLITS, TWICE)
     splits = attention_splits(tokens, *filled, pages, *limits)
     own = attention.Cut(attention.decode_rows(kind.group), splits)
+    parts = min(way.parts, MOST_PROGRAMS // (tokens * kind.kv_heads))
+    if parts > 1 and splits == 1 and kind.window is None and kind.head_size <= 256:
+        own = attention.Cut(own.rows, _power_of_2(parts), LEAST_PAGES)
     if not way.apart or not _enough_to_read(tokens, pages):
         return own, own
     rows = attention.prompt_rows(kind.group, kind.head_size, device)
