@@ -220,7 +220,10 @@ def _attend(
             T, table_width, scale, window, HQ, HKV, E, E_PADDED, PAGE, KEYS, ROWS, SPLITS, PROMPT_SPLITS,
             LEAST, WINDOW, LAUNCH, PDL,
         )  # fmt: skip
-        begin(PDL)
+        # Beside prompts one program waits for them, and with it what comes next; the others make room.
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
+        if LAUNCH == ALONE or first:
+            begin(PDL)
 
 
 @triton.jit

@@ -52,8 +52,8 @@ def begin_late(PDL: tl.constexpr):
 @triton.jit
 def begin_beside(PDL: tl.constexpr):
     """Lets the next kernel be scheduled and goes on beside the kernel before, of which this reads nothing and
-    which has itself begun late. Who begins so ends with :func:`begin`: what comes next waits for this kernel
-    alone."""
+    which has itself begun late. One program of a kernel that begins so ends with :func:`begin`: what
+    comes next waits for this kernel alone."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
