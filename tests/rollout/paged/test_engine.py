@@ -123,16 +123,9 @@ def test_rows_with_far_more_tokens_than_most_are_cut_into_parts_and_change_no_sa
         ways.append(step.forward._attending[0].own.splits)
         plain(step, steps)
 
-    def drawn(engine):
-        with engine.session(params) as session:
-            session.start(prompts, 1, each)
-            completions = {}
-            while session.busy:
-                completions |= {turn.index: turn.completion for turn in session.next()}
-        return SimpleNamespace(completions=[completions[i] for i in range(3)])
-
     monkeypatch.setattr(decode.DecodeStep, "decode", noted)
-    close(drawn(paged(model, 40)), drawn(PortableEngine(model, 0)))
+    wanted = drawn(PortableEngine(model, 0), prompts, 1, each)
+    close(drawn(paged(model, 40), prompts, 1, each), wanted)
     assert ways[0] == 1 and ways[-1] == 2  # of the longest row, with one page and with two
 
 
