@@ -234,8 +234,9 @@ class Sampling(Group):
     max_staleness: Annotated[int, Field(ge=0, le=4)] = 0
     """Largest number of optimizer steps by which a group may start before the step that trains on it, in rows
     that are free while the last samples of a rollout are drawn; unfinished samples and their keys and values
-    are kept during the update, so samples come from older policies too; docs/training.md has the costs. With
-    0 each step is sampled by itself."""
+    are kept during the update, so samples come from older policies too. With the default loss that cost a
+    model of 135M no more than 0.02 of accuracy; docs/training.md has the intervals. With 0 each step is
+    sampled by itself."""
     max_sequences: PositiveInt | None = None
     """Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged
     engine)."""
