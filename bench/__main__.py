@@ -20,7 +20,7 @@ from qerl.host_memory import host_gb
 from qerl.kernels.cards import asked
 
 BENCHMARKS = (
-    "rollout", "ways", "step", "backward", "context", "kernels", "parity", "turns", "tail",
+    "rollout", "prefill", "ways", "step", "backward", "context", "kernels", "parity", "turns", "tail",
     "serve", "loop", "cookbook", "demo", "agents",
 )  # fmt: skip
 WITHOUT_GPU = ("turns", "tail", "serve", "loop", "cookbook", "demo", "agents")

@@ -13,10 +13,10 @@ if not torch.cuda.is_available():
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams, truncate
+from qerl.rollout.paged import prefill
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry, Pages
 from qerl.rollout.paged.machine import Cuda
-from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.session import whole_completions
 from qerl.rollout.stops import StopTokens
@@ -65,23 +65,42 @@ def test_samples_do_not_depend_on_who_shares_the_batch():
     assert first == second
 
 
-def test_the_host_does_not_wait_for_a_pass_of_prefill(monkeypatch):
+@pytest.mark.parametrize("captured", [0, 64])
+def test_the_host_does_not_wait_for_a_pass_of_prefill(monkeypatch, captured):
     """Of several passes: what the next one reads is uploaded while the one before runs."""
+    monkeypatch.setattr(prefill, "CAPTURED_TOKENS", captured)
     engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0, pace=Pace(prefill_tokens=(64,)))
-    params, run, passes = SamplingParams(max_tokens=4, seed=3), Prefill.run, []
+    params, run, passes = SamplingParams(max_tokens=4, seed=3), prefill.Prefill.run, []
     engine.generate(PROMPTS, 2, params)
 
-    def watched(self, spans, cache):
+    def watched(self, spans):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            run(self, spans, cache)
+            run(self, spans)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         passes.append(sum(len(span.token_ids) for span in spans) / 64)
 
-    monkeypatch.setattr(Prefill, "run", watched)
+    monkeypatch.setattr(prefill.Prefill, "run", watched)
     engine.generate(PROMPTS, 2, params)
     assert max(passes) > 2
+
+
+@pytest.mark.parametrize("packed", ["", "nvfp4"])
+def test_a_replayed_pass_computes_what_a_launched_one_does(monkeypatch, packed):
+    """The second call's prompts have other lengths, and the third begins after the memory was given up."""
+    calls = [PROMPTS, [list(range(9, 400)), [3, 4]], [list(range(40, 60)), *PROMPTS]]
+    found = []
+    for captured in (0, 512):
+        monkeypatch.setattr(prefill, "CAPTURED_TOKENS", captured)
+        engine = PagedEngine(random_model("qwen2", packed), pad_token_id=0)
+        params, completions = SamplingParams(max_tokens=4, seed=3), []
+        for prompts in calls:
+            completions += engine.generate(prompts, 2, params).completions
+            engine.release()
+        found.append(completions)
+        assert [each.captured for each in engine.prefill.passes.values()] == [True] * (captured // 512)
+    assert found[0] == found[1]
 
 
 class NineBlocks(Cuda):

@@ -295,7 +295,7 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.rollout.paged.limits import KVGeometry, Units
     from qerl.rollout.paged.prefill import Prefill
     from qerl.rollout.paged.scheduler import Pace, Span
-    from tests.support.machine import NoGraphs
+    from tests.support.machine import Eager, NoGraphs
 
     os.environ[ARCH] = str(target)
     card_of.cache_clear()
@@ -343,9 +343,9 @@ def walk(recorder: Recorder, target: int) -> None:
         step.run()
         if whole:
             DecodeStep(decoder, cache, 8, 8, 2, NoGraphs()).run()
-            Prefill(decoder, Pace().prefill_tokens).run(
-                [Span([1, 2, 3], 0, {pool: [0] for pool in range(pools)})], cache
-            )
+            prefill = Prefill(decoder, cache, Eager(), Pace().prefill_tokens)
+            prefill.make_room(pages)
+            prefill.run([Span([1, 2, 3], 0, {pool: [0] for pool in range(pools)})])
 
     recorder.walk = "many"
     decode(128, 32, 128, fp8=True, whole=True)

@@ -73,11 +73,16 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.addmm_(a.float(), b.float())
 
 
-def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to a device without making the host wait."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+def upload(tensor: torch.Tensor, device: torch.device, to: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy a CPU tensor to a device without making the host wait.
+
+    Args:
+        tensor: The tensor.
+        device: The device.
+        to: A tensor there, written and returned; None for a new one.
+    """
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    return source.to(device, non_blocking=True) if to is None else to.copy_(source, non_blocking=True)
 
 
 @contextlib.contextmanager

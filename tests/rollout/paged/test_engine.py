@@ -20,7 +20,7 @@ from qerl.kernels.decode import attend as attention
 from qerl.kernels.weights.nf4 import NF4Stack
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged import decode
+from qerl.rollout.paged import decode, prefill
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import ROW_TOKEN_BYTES, KVGeometry, Pages, state_bytes
 from qerl.rollout.paged.scheduler import Pace
@@ -144,10 +144,10 @@ def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkey
         plain(step, steps)
 
     def captured(graphs, run, device):
-        way = run.__self__.way
+        way = getattr(run.__self__, "way", None)  # prefill has one
 
         def replay():
-            assert run.__self__.way == way, "a graph is replayed as it was captured"
+            assert getattr(run.__self__, "way", None) == way, "a graph is replayed as it was captured"
             run()
 
         return replay
@@ -192,6 +192,41 @@ def test_any_rank(adapted, rank):
     assert without.completions[0].logprobs != pytest.approx(wanted.completions[0].logprobs, abs=1e-3)
 
 
+def test_short_passes_are_captured_once_and_kept_while_the_model_trains(adapted, monkeypatch):
+    captured = []
+
+    def capture(graphs, run, device):
+        captured.append(run.__self__)
+        return run
+
+    monkeypatch.setattr(NoGraphs, "capture", capture)
+    monkeypatch.setattr(prefill, "CAPTURED_TOKENS", 8)
+    model, params = adapted("llama"), SamplingParams(max_tokens=2, seed=1)
+    engine = paged(model, 40)
+    long, kept = [[4] * 20, [6, 7]], []
+    for prompts in (long, [[3] * 9], [[8, 9, 3, 4]], long):
+        wanted = PortableEngine(model, 0).generate(prompts, 2, params)
+        close(engine.generate(prompts, 2, params), wanted)
+        engine.release()
+        kept.append(list(engine.prefill.passes))
+    assert kept == [[], [8], [8], [8]]
+    assert sum(isinstance(each, prefill.Pass) for each in captured) == 1
+
+
+def test_a_pass_has_room_for_so_many_pieces(adapted):
+    """Twelve prompts of two tokens fit into a pass of 80 tokens, which takes ten pieces."""
+    model, params = adapted("llama"), SamplingParams(max_tokens=2, seed=1)
+    prompts = [[token, token + 1, 5] for token in range(12)]
+    engine, passes = paged(model, 60), []
+    run = prefill.Pass.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            prefill.Pass, "run", lambda self, pieces: passes.append(len(pieces)) or run(self, pieces)
+        )
+        close(engine.generate(prompts, 1, params), PortableEngine(model, 0).generate(prompts, 1, params))
+    assert passes == [10, 2]
+
+
 @pytest.mark.slow
 def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
     model, params = adapted("llama"), SamplingParams(max_tokens=1, seed=1)
@@ -209,8 +244,8 @@ def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
         patch.setattr(attention, "combine_splits", cut_off)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[9, 4]], 1, params)
-    passes = [*engine.prefill.passes.values(), *(step.forward for step in engine.graphs.steps.values())]
-    for forward in passes:
+    passes = [*engine.prefill.passes.values(), *engine.graphs.steps.values()]
+    for forward in (each.forward for each in passes):
         for left in (each for sums in forward._sums for each in sums):
             left.parts_PTR.fill_(torch.nan)
             left.sum_TR.fill_(torch.nan)

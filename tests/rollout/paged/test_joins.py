@@ -132,7 +132,11 @@ def held(cache, blocks, tokens):
 class Filled:
     """Takes the place of prefill."""
 
-    def run(self, spans, cache):
+    def __init__(self, cache):
+        self.cache = cache
+
+    def run(self, spans):
+        cache = self.cache
         for span in spans:
             _, seen = held(cache, span.prompt_blocks.get(0, []), span.prompt_tokens)
             before = held(cache, span.blocks[0], span.start)[1] if span.start else np.empty(0)
@@ -142,6 +146,9 @@ class Filled:
                 write(cache, span.blocks[0][place // PAGE], place % PAGE, token, span.position + i)
 
     def forget(self):
+        pass
+
+    def make_room(self, table_width):
         pass
 
 
@@ -166,7 +173,7 @@ class Machine:
         graphs = DecodeGraphs(ONE_NUMBER, self.cache, Eager(), rng.choice([1, 4]))
         pace = Pace(round_steps=rng.choice([3, 16, 40]), spare_rounds=rng.randint(0, 2))
         rows = rng.choice([1, 3, 12])
-        self.parts = EngineParts(self.cache, graphs, Filled(), self.budget, rows, pace)
+        self.parts = EngineParts(self.cache, graphs, Filled(self.cache), self.budget, rows, pace)
 
     def budget(self, freed):
         return self.free_blocks() * BLOCK_BYTES + freed

@@ -104,7 +104,7 @@ class PagedEngine(RolloutEngine):
             self._binding = Binding(model, self._positions)
             self.cache = KVCache(self.decoder, kv_dtype, machine.memory)
             self.graphs = DecodeGraphs(self.decoder, self.cache, machine, pace.small_rows)
-            self.prefill = Prefill(self.decoder, pace.prefill_tokens)
+            self.prefill = Prefill(self.decoder, self.cache, machine, pace.prefill_tokens)
         self.keeps_prefixes = has_prefixes(self.cache.geometry.pools)
 
     @property
@@ -116,16 +116,16 @@ class PagedEngine(RolloutEngine):
         """Free the memory of the KV cache; the next call takes it back at the same addresses.
 
         Captured graphs stay, with the memory they work in: the logits of the largest step, some tens of
-        megabytes per size of step.
+        megabytes per size of step, and the buffers of short prefill passes.
         """
         with current(self._device):
-            self.prefill.forget()
+            self.prefill.free()
             self.cache.give_up()
 
     def pause(self) -> None:
-        """See ``RolloutEngine.pause``: free the buffers of prefill passes."""
+        """See ``RolloutEngine.pause``: free the buffers of long prefill passes."""
         with current(self._device):
-            self.prefill.forget()
+            self.prefill.free()
 
     def reset(self) -> None:
         """See ``RolloutEngine.reset``.

@@ -36,6 +36,9 @@ of 384 longer than two of 256 (rollout-7b-h200-8ab9739.json).
 PREFILL_TOKENS = (64, 512, 2048)
 """Token counts that prefill passes are built for."""
 
+CAPTURED_TOKENS = 512
+"""Maximum tokens of a prefill pass that is captured, see `qerl.rollout.paged.prefill`."""
+
 MAX_ROWS = ROW_COUNTS[-1]
 """Maximum number of running sequences."""
 

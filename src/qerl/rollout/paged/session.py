@@ -185,13 +185,13 @@ class PagedSession(TrackedSession):
 
     def _prefill(self, planned: Round) -> None:
         """Prefill prompts, copy their blocks to the sequences that need copies, then prefill sequences."""
-        prefill, cache = self._parts.prefill, self._parts.cache
+        prefill = self._parts.prefill
         if not planned.copies:
-            prefill.run(planned.prompt_spans() + planned.own_spans(), cache)
+            prefill.run(planned.prompt_spans() + planned.own_spans())
             return
-        prefill.run(planned.prompt_spans(), cache)
-        cache.copy(planned.copies)
-        prefill.run(planned.own_spans(), cache)
+        prefill.run(planned.prompt_spans())
+        self._parts.cache.copy(planned.copies)
+        prefill.run(planned.own_spans())
 
     def _demand(self, prompt: int, own: int, samples: int, tail: int) -> BlockDemand:
         pools, pace = self._parts.cache.geometry.pools, self._parts.pace
@@ -231,6 +231,7 @@ class PagedSession(TrackedSession):
         self._suspend()  # before anything that may fail: no sequence may hold blocks of a closed cache
         parts.cache.reserve(taken.blocks(rows), least, parts.budget(0))
         parts.graphs.make_room(taken.completion_tokens, taken.table_width)
+        parts.prefill.make_room(taken.table_width)
         self._scheduler.suspend(self._memory())
 
     def _taken_back(self) -> bool:
