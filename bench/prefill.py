@@ -23,11 +23,12 @@ from qerl.measure.decode import random_cache
 from qerl.measure.gauge import gauge
 from qerl.measure.model_config import shape_of
 from qerl.measure.random_model import random_decoder
+from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import PREFILL_TOKENS, KVGeometry, Units
 from qerl.rollout.paged.machine import Cuda
 from qerl.rollout.paged.prefill import Prefill
-from qerl.rollout.paged.scheduler import Span
+from qerl.rollout.paged.scheduler import Pace, Span
 from qerl.rollout.paged.weights import Decoder
 from qerl.weight_formats import FORMATS
 
@@ -83,8 +84,9 @@ def pass_times(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with setting(f"qerl.rollout.paged.prefill:CAPTURED_TOKENS={tokens if captured else 0}"):
-        prefill = Prefill(decoder, cache, Cuda(), (tokens,))
-        prefill.make_room(len(blocks))
+        graphs = DecodeGraphs(decoder, cache, Cuda(), Pace().small_rows)
+        graphs.make_room(1, len(blocks))
+        prefill = Prefill(decoder, cache, graphs, (tokens,))
         for _ in range(3):
             prefill.run([span])
     torch.cuda.synchronize()

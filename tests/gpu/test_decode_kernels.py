@@ -275,15 +275,20 @@ def test_attention_shares_prompts(monkeypatch, size, padded, prompt_cut, own_cut
     parts = prompt_cut.splits + own_cut.splits
     out, lse = poison(parts, tokens, heads, size), poison(parts, tokens, heads)
     as_int = {"device": DEVICE, "dtype": torch.int32}
-    attention.attend(
-        q, k_cache, v_cache, tables, torch.tensor(items, **as_int), torch.tensor(order, **as_int), limit,
-        out, lse, prompts=prompt_cut, own=own_cut, window=window,
-    )  # fmt: skip
     y, a = poison(tokens, heads * size, dtype=HALF), half(rank, heads * size)
     if padded:
         y = torch.zeros(padded * heads * size, device=DEVICE, dtype=HALF)
     following = poison(heads, tokens, rank)
+    work = torch.tensor(items, **as_int), torch.tensor(order, **as_int)
+    # Nothing is launched between the two, so that whoever does not wait for the first is seen.
+    attention.attend(
+        q, k_cache, v_cache, tables, *work, limit, out, lse, prompts=prompt_cut, own=own_cut, window=window
+    )
     attention.combine_splits(out, lse, y, padded_tokens=padded, sink_H=sinks, a=LoraA(a, LoraSum(following)))
+    for t, own in enumerate(owns):
+        used = -(-own // (64 * own_cut.least))
+        unused = slice(prompt_cut.splits + used, None)
+        assert own_cut.least == 1 or (lse[unused, t] == -torch.inf).all(), "few keys have few splits"
     y = as_rows(y, tokens, heads * size, padded)
     truth = torch.zeros(tokens, heads, size, dtype=torch.float64, device=DEVICE)
     for t in range(3 if window else 4):
@@ -326,11 +331,12 @@ def test_own_tokens_beside_prompts_are_attended_as_behind_them():
             ]
             items += [[0, 0, 0, 0]] * (tokens - len(items)) + [[t, 1, groups + t, 1] for t in range(tokens)]
             out, lse = poison(2, tokens, heads, size), poison(2, tokens, heads)
-            attention.attend(
-                q, *caches, tables_GB, torch.tensor(items, **as_int), order, limit_2T, out, lse,
-                prompts=attention.Cut(tile, 1), own=attention.Cut(16, 1),
-            )  # fmt: skip
+            item_4 = torch.tensor(items, **as_int)
             found.append(poison(tokens, heads * size, dtype=HALF))
+            attention.attend(
+                q, *caches, tables_GB, item_4, order, limit_2T, out, lse, prompts=attention.Cut(tile, 1),
+                own=attention.Cut(16, 1),
+            )  # fmt: skip
             attention.combine_splits(out, lse, found[-1])
         assert error(*found) < (5e-3 if GPU else 1e-6)
 

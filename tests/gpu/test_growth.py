@@ -63,14 +63,20 @@ def reserved(monkeypatch):
 
 def test_joins_neither_capture_anew_nor_change_tokens(monkeypatch, reserved):
     captured, capture = [], DecodeStep.capture
-    monkeypatch.setattr(DecodeStep, "capture", lambda step: captured.append(step) or capture(step))
+
+    def noted(step):
+        captured.append((step, step.way))
+        return capture(step)
+
+    monkeypatch.setattr(DecodeStep, "capture", noted)
     model = random_model("qwen2", "")
     engine = PagedEngine(model, pad_token_id=0)
     with engine.session(SamplingParams(max_tokens=1000), growing=True) as session:
         session.start(PROMPTS[2:], 19, [SamplingParams(200)] * 19)
     found = [play(engine) for _ in range(3)]
     assert len(reserved) == 1
-    assert len(captured) == len(engine.graphs.steps)  # one of each size, in the first of the three
+    assert len(captured) == len(set(captured)), "each size and way to attend is captured once"
+    assert {step for step, _ in captured} == {*engine.graphs.steps.values()}
     assert found[0] == found[1] == found[2]
     check_draws(model, found[0])
 

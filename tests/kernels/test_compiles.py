@@ -290,7 +290,7 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.kernels.weights.packed_gemm import MAX_TOKENS, padded_tokens
     from qerl.measure.random_model import random_decoder
     from qerl.rollout.paged import decode as paged_decode
-    from qerl.rollout.paged.decode import DecodeStep, Way
+    from qerl.rollout.paged.decode import DecodeGraphs, DecodeStep, Way
     from qerl.rollout.paged.kv_cache import KVCache
     from qerl.rollout.paged.limits import KVGeometry, Units
     from qerl.rollout.paged.prefill import Prefill
@@ -343,8 +343,9 @@ def walk(recorder: Recorder, target: int) -> None:
         step.run()
         if whole:
             DecodeStep(decoder, cache, 8, 8, 2, NoGraphs()).run()
-            prefill = Prefill(decoder, cache, Eager(), Pace().prefill_tokens)
-            prefill.make_room(pages)
+            graphs = DecodeGraphs(decoder, cache, Eager(), Pace().small_rows)
+            graphs.make_room(8, pages)
+            prefill = Prefill(decoder, cache, graphs, Pace().prefill_tokens)
             prefill.run([Span([1, 2, 3], 0, {pool: [0] for pool in range(pools)})])
 
     recorder.walk = "many"
@@ -596,7 +597,7 @@ def wanted(recorder: Recorder, target: int) -> list[Any]:
         ):
             continue
         size = sum(value for value in constants.values() if value)
-        many = name in ("many", "16 bits")
+        many = name in ("many", "16 bits", "rows of different age")
         key = name, kernel, many and tuple(map(constants.get, ("ROWS", "LAUNCH", "KEYS")))
         largest[key] = max(largest.get(key, (-1, None)), (size, launch), key=lambda pair: pair[0])
     return [launch for _, launch in largest.values()]

@@ -84,7 +84,7 @@ def made(blocks=10_000, rows=64, share=10_000, steps=0):
         engine.parts,
         cache=cache,
         graphs=graphs,
-        prefill=SimpleNamespace(run=lambda *_: None, forget=lambda: None, make_room=lambda _: None),
+        prefill=SimpleNamespace(run=lambda *_: None, forget=lambda: None),
         budget=budget,
     )
     return engine

@@ -1,8 +1,8 @@
 """The paged engine in Triton's interpreter: the same completions as the portable engine, without a GPU.
 
 What cannot run here is left out: CUDA graphs and memory that is mapped and unmapped, for which the machine
-`Eager` stands in, and the NVFP4 kernel, so weights are dense, or NF4 by bitsandbytes' CPU build, and the rest
-is FP32.
+`Replaying` stands in, and the NVFP4 kernel, so weights are dense, or NF4 by bitsandbytes' CPU build, and the
+rest is FP32.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
@@ -23,9 +24,9 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode, prefill
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import ROW_TOKEN_BYTES, KVGeometry, Pages, state_bytes
-from qerl.rollout.paged.scheduler import Pace
+from qerl.rollout.paged.scheduler import Pace, Span
 from qerl.rollout.portable.engine import PortableEngine
-from tests.support.machine import Eager, NoGraphs
+from tests.support.captures import Replaying, Replays
 from tests.support.models import move_adapter
 
 PROMPTS = [list(range(3, 8)), [9]]
@@ -35,7 +36,7 @@ BLOCK_BYTES = KVGeometry((None,), (Pages(0, 2, 16, 4),) * 2).bytes((1,))
 
 def paged(model, blocks=12, pace=PACE, **settings):
     """The engine on a machine without a GPU whose cache has so many blocks at most."""
-    return PagedEngine(model, 0, machine=Eager(blocks * BLOCK_BYTES), pace=pace, **settings)
+    return PagedEngine(model, 0, machine=Replaying(blocks * BLOCK_BYTES), pace=pace, **settings)
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkey
         return replay
 
     monkeypatch.setattr(decode.DecodeStep, "decode", noted)
-    monkeypatch.setattr(NoGraphs, "capture", captured)
+    monkeypatch.setattr(Replays, "capture", captured)
     wanted = drawn(PortableEngine(model, 0), PROMPTS, 9, each)
     close(drawn(paged(model, 40, pace), PROMPTS, 9, each), wanted)
     large, small = (24, True, [9]), (24, False, [8, 1])
@@ -199,7 +200,7 @@ def test_short_passes_are_captured_once_and_kept_while_the_model_trains(adapted,
         captured.append(run.__self__)
         return run
 
-    monkeypatch.setattr(NoGraphs, "capture", capture)
+    monkeypatch.setattr(Replays, "capture", capture)
     monkeypatch.setattr(prefill, "CAPTURED_TOKENS", 8)
     model, params = adapted("llama"), SamplingParams(max_tokens=2, seed=1)
     engine = paged(model, 40)
@@ -213,18 +214,67 @@ def test_short_passes_are_captured_once_and_kept_while_the_model_trains(adapted,
     assert sum(isinstance(each, prefill.Pass) for each in captured) == 1
 
 
-def test_a_pass_has_room_for_so_many_pieces(adapted):
-    """Twelve prompts of two tokens fit into a pass of 80 tokens, which takes ten pieces."""
+def test_a_captured_pass_has_room_for_so_many_pieces(adapted):
+    """24 prompts, of which two tokens each are prefilled, would fit into a pass of 80 tokens, which takes 20
+    pieces if it is captured; launched, as many as there are."""
     model, params = adapted("llama"), SamplingParams(max_tokens=2, seed=1)
-    prompts = [[token, token + 1, 5] for token in range(12)]
-    engine, passes = paged(model, 60), []
-    run = prefill.Pass.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            prefill.Pass, "run", lambda self, pieces: passes.append(len(pieces)) or run(self, pieces)
-        )
-        close(engine.generate(prompts, 1, params), PortableEngine(model, 0).generate(prompts, 1, params))
-    assert passes == [10, 2]
+    prompts = [[token, token + 1, 5] for token in range(24)]
+    wanted, run = PortableEngine(model, 0).generate(prompts, 1, params), prefill.Pass.run
+    for captured, expected in ((80, [20, 4]), (0, [24])):
+        passes = []
+
+        def noted(each, pieces, passes=passes):
+            passes.append(len(pieces))
+            run(each, pieces)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefill, "CAPTURED_TOKENS", captured)
+            patch.setattr(prefill.Pass, "run", noted)
+            close(paged(model, 60).generate(prompts, 1, params), wanted)
+        assert passes == expected
+
+
+def test_what_is_captured_is_dropped_with_what_it_reads(adapted):
+    """Replays see changed weights, and nothing is replayed behind a longer cache, another adapter or a reset;
+    `Replaying` would see it read what is gone."""
+    model, params = adapted("llama"), SamplingParams(max_tokens=2, seed=1)
+    engine = paged(model, 60)
+
+    def check(*lengths):
+        prompts = [list(range(3, 3 + length)) for length in lengths]
+        wanted = PortableEngine(model, 0).generate(prompts, 2, params)
+        close(engine.generate(prompts, 2, params), wanted)
+
+    check(30, 4)
+    engine.release()
+    move_adapter(model, 0.3)
+    check(20, 7)
+    held = {*engine.graphs.steps.values(), *engine.prefill.passes.values()}
+    check(50, 50, 50, 50, 9)  # more blocks, and wider tables
+    check(30, 4)
+    model.add_adapter("other", LoraConfig(r=18, target_modules=["q_proj", "down_proj"]))
+    model.set_adapter("other")
+    move_adapter(model, 0.2, "other").eval()
+    check(30, 4)
+    engine.reset()
+    assert not engine.prefill.passes
+    check(40, 8)
+    now = {*engine.graphs.steps.values(), *engine.prefill.passes.values()}
+    assert held and not now & held
+
+
+def test_a_short_pass_writes_no_key_of_a_longer_one_before(adapted):
+    """What a captured pass has no token for is not written, whatever was there in the pass before."""
+    engine = paged(adapted("llama"), 60)
+    engine.generate([[5] * 60], 2, SamplingParams(max_tokens=2))  # makes room
+    keys, values = engine.cache.layers[0]
+    with torch.no_grad():
+        engine.prefill.run([Span(list(range(9)), 0, {0: [1]}), Span(list(range(40)), 0, {0: [0]})])
+        assert keys[0].any() and values[0].any()
+        keys[0], values[0] = 7.0, 7.0
+        engine.prefill.run([Span(list(range(9)), 0, {0: [1]})])
+    assert list(engine.prefill.passes) == [80] and keys[1].any()
+    assert (keys[0] == 7.0).all() and (values[0] == 7.0).all()
 
 
 @pytest.mark.slow

@@ -148,9 +148,6 @@ class Filled:
     def forget(self):
         pass
 
-    def make_room(self, table_width):
-        pass
-
 
 class Gone(Stop):
     """Ends a turn as soon as nobody waits for it."""

@@ -233,6 +233,7 @@ class Binding:
         self._bound = [(name, _address(layer)) for name, layer in self._watched()]
         self._adapter = Adapter(self._base, list(body.layers), self._dtype)
         self._adapter.bind(self.decoder)
+        self._changed = False  # in a refresh that an error cut off, perhaps
 
     @torch.no_grad()
     def refresh(self, norm_offsets: Mapping[str, torch.Tensor]) -> bool:
@@ -254,7 +255,7 @@ class Binding:
                     f"The weight of {name} was replaced after the paged engine was made; make a new engine "
                     "for the model."
                 )
-        changed = self._adapter.bind(self.decoder) | self._renew_vocabulary()
+        self._changed |= self._adapter.bind(self.decoder) | self._renew_vocabulary()
         self._adapter.copy()
         for buffer_N, layers in self._biases:
             members = buffer_N.split([cast(Any, layer).out_features for layer in layers])
@@ -274,6 +275,7 @@ class Binding:
             assert weights.gate_up_bias_EN is not None and weights.down_bias_ED is not None
             weights.gate_up_bias_EN.copy_(_biases(gate_up))
             weights.down_bias_ED.copy_(_biases(down) / weights.down.scale_EL)
+        changed, self._changed = self._changed, False
         return changed
 
     def _watched(self) -> Iterator[tuple[str, nn.Module]]:

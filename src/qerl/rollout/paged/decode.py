@@ -68,7 +68,7 @@ class Way(NamedTuple):
         long: Whether few rows read a very long context in the launch of own tokens, which has the prompts,
             too, unless they are apart.
         parts: Splits that the longest item of that launch is worth if it is far longer than the mean, else 1.
-            Used where items fill the GPU without splits.
+            Used where items have fewer splits otherwise.
     """
 
     apart: bool
@@ -197,7 +197,7 @@ def attention_cuts(
     splits = attention_splits(tokens, *filled, pages, *limits)
     own = attention.Cut(attention.decode_rows(kind.group), splits)
     parts = min(way.parts, MOST_PROGRAMS // (tokens * kind.kv_heads))
-    if parts > 1 and splits == 1 and kind.window is None and kind.head_size <= 256:
+    if parts > splits and kind.window is None and kind.head_size <= 256:
         own = attention.Cut(own.rows, _power_of_2(parts), LEAST_PAGES)
     if not way.apart or not _enough_to_read(tokens, pages):
         return own, own
@@ -310,6 +310,8 @@ class DecodeGraphs:
 
     Attributes:
         steps: Steps by number of rows.
+        pool: Captures these steps, and prefill passes, in one pool of memory.
+        table_width: Maximum cache blocks of a sequence, and of a prompt.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int) -> None:
@@ -319,22 +321,22 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Drop all steps, and reset the sequence length and table width that new steps are made for."""
-        self._max_new = self._table_width = 0
+        self._max_new = self.table_width = 0
         self.forget()
 
     def forget(self) -> None:
         """Drop all steps, with their buffers and graph memory."""
         self.steps: dict[int, DecodeStep] = {}
-        self._graphs = self._machine.graphs()
+        self.pool = self._machine.graphs()
 
     def serves(self, max_new: int, table_width: int) -> bool:
         """Return True if steps take ``max_new`` tokens per sequence and ``table_width`` blocks per table."""
-        return max_new <= self._max_new and table_width <= self._table_width
+        return max_new <= self._max_new and table_width <= self.table_width
 
     def make_room(self, max_new: int, table_width: int) -> None:
-        """Make steps created from now on large enough for such sequences and tables."""
+        """Make steps and prefill passes created from now on large enough for such sequences and tables."""
         self._max_new = max(self._max_new, max_new)
-        self._table_width = max(self._table_width, table_width)
+        self.table_width = max(self.table_width, table_width)
 
     def fit(self, step: DecodeStep | None, scheduler: Scheduler, entering: list[Sequence]) -> DecodeStep:
         """Switch to the smallest step that holds the running sequences, and return it.
@@ -362,6 +364,6 @@ class DecodeGraphs:
         """Return or make the step of ``rows`` rows, one of `qerl.rollout.paged.limits.ROW_COUNTS`."""
         if rows not in self.steps:
             self.steps[rows] = DecodeStep(
-                self._decoder, self._cache, rows, self._max_new, self._table_width, self._graphs
+                self._decoder, self._cache, rows, self._max_new, self.table_width, self.pool
             )
         return self.steps[rows]

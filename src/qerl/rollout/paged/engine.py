@@ -1,8 +1,8 @@
 """The rollout engine for CUDA, which samples from the very modules that are trained.
 
-Three things outlive a call: the weights, which are bound once (see binding), the KV cache (kv_cache), and
-decode steps captured for a few numbers of rows (decode). A training step costs a copy of LoRA and norm
-weights, never a recapture.
+Four things outlive a call: the weights, which are bound once (see binding), the KV cache (kv_cache), decode
+steps captured for a few numbers of rows (decode), and short prefill passes (prefill). A training step costs a
+copy of LoRA and norm weights, never a recapture.
 
 A call is a session, which runs in rounds: admit and preempt sequences (scheduler), prefill the admitted ones,
 replay the decode step a few times, collect the ended sequences. While steps are replayed the GPU never waits
@@ -104,7 +104,7 @@ class PagedEngine(RolloutEngine):
             self._binding = Binding(model, self._positions)
             self.cache = KVCache(self.decoder, kv_dtype, machine.memory)
             self.graphs = DecodeGraphs(self.decoder, self.cache, machine, pace.small_rows)
-            self.prefill = Prefill(self.decoder, self.cache, machine, pace.prefill_tokens)
+            self.prefill = Prefill(self.decoder, self.cache, self.graphs, pace.prefill_tokens)
         self.keeps_prefixes = has_prefixes(self.cache.geometry.pools)
 
     @property

@@ -87,9 +87,11 @@ class CudaGraphs:
         """See `Graphs.capture`. The first run, which compiles every kernel, happens outside the graph."""
         stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                run()
+        finally:  # what comes next may reuse what an interrupted run still writes to
+            torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may call CUDA meanwhile: NCCL's watchdog asks for events.
         with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):

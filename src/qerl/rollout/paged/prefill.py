@@ -6,12 +6,12 @@ the next pass, or read a prompt computed in the same one. A state belongs to one
 states, prompts are run first, then their states are copied, then the sequences that start from the copies
 are run.
 
-A pass is built for a number of tokens, and its inputs have fixed places on the GPU, with room for a bounded
-number of pieces. The host needs longer to launch the kernels of a short pass than the GPU to run them, and
-short passes are many: prompts of new groups while others decode, tokens that agents append. So those are
-captured like decode steps, and kept while the model trains. A long pass takes the GPU longer than the host;
-it is launched kernel by kernel, and its buffers are freed for training. So is every pass of a model whose
-layers carry states, because its shapes depend on the spans.
+The host needs longer to launch the kernels of a short pass than the GPU to run them, and short passes are
+many: prompts of new groups while others decode, tokens that agents append. So those are captured like decode
+steps, with inputs in fixed places and room for a bounded number of pieces, and kept while the model trains. A
+long pass takes the GPU longer than the host; it is launched kernel by kernel, and its buffers are freed for
+training. Launched are also all passes of a model whose layers carry states, because their shapes depend on
+the spans, and those whose products would dequantise a weight, which a graph would keep for good.
 """
 
 import math
@@ -25,11 +25,12 @@ import triton
 from qerl.families.layer import DeltaNet
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.tensors import upload
+from qerl.kernels.weights.nvfp4 import most_tokens
+from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.delta_net import Runs
 from qerl.rollout.paged.forward import Forward, Inputs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import CAPTURED_TOKENS
-from qerl.rollout.paged.machine import Graphs, Machine
 from qerl.rollout.paged.scheduler import Span
 from qerl.rollout.paged.weights import Decoder, kinds_of
 
@@ -49,65 +50,78 @@ class Pass:
         decoder: The weights; LoRA is applied where they have it.
         cache: The KV cache.
         tokens: Maximum number of tokens.
-        table_width: Maximum cache blocks of a sequence, and of a prompt.
-        graphs: Captures the pass.
+        graphs: Captured decode steps, with whose pool of memory the pass is captured.
+        captured: Whether the pass is captured, when it is first run, and then replayed.
 
     Attributes:
         forward: The pass over the decoder.
-        captured: Whether the pass is captured, when it is first run, and then replayed.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, tokens: int, table_width: int, graphs: Graphs
+        self, decoder: Decoder, cache: KVCache, tokens: int, graphs: DecodeGraphs, captured: bool
     ) -> None:
         device, kinds = decoder.embedding_VD.device, kinds_of(decoder.sizes)
         cuts = [attention.Cut(attention.prefill_rows(kind.group, kind.head_size), 1) for kind in kinds]
-        self._decoder, self._cache, self._graphs = decoder, cache, graphs
-        self._pools = cache.geometry.pools
+        self._decoder, self._cache, self._pool = decoder, cache, graphs.pool
+        self._pools, self._table_width = cache.geometry.pools, graphs.table_width
+        self._tokens, self._device = tokens, device
         self.forward = Forward(decoder, tokens, [(cut, cut) for cut in cuts])
-        self.captured = tokens <= CAPTURED_TOKENS and "state" not in self._pools
+        self.captured = captured
         self._replay: Callable[[], None] | None = None
         self._together = [cut.rows // kind.group for cut, kind in zip(cuts, kinds, strict=True)]
-        most = most_pieces(tokens)
-        # A piece is read by items at its own keys and as many at its prompt. Tables are last: odd widths
-        # would leave what follows unaligned.
-        self._shapes = [
-            (5, tokens),
-            *((2 * (most + triton.cdiv(tokens, each)), 4) for each in self._together),
-            *[(2 * most, table_width)] * len(self._pools),
-        ]
-        self._on_device = torch.zeros(sum(map(math.prod, self._shapes)), dtype=torch.int32, device=device)
-        columns, *others = self._parts(self._on_device)
-        order = torch.arange(tokens, dtype=torch.int32, device=device)
-        self._inputs = Inputs(
-            columns[0], columns[1], columns[2:4], columns[4], others[len(kinds) :],
-            [(item_4, order) for item_4 in others[: len(kinds)]],
-        )  # fmt: skip
+        self._order = torch.arange(tokens, dtype=torch.int32, device=device)
+        self._inputs: Inputs | None = None
+        if captured:
+            # A piece is read by items at its own keys and as many at its prompt.
+            most = most_pieces(tokens, captured)
+            items = [2 * (most + triton.cdiv(tokens, each)) for each in self._together]
+            self._shapes = self._layout(most, items)
+            size = sum(map(math.prod, self._shapes))
+            self._fixed = torch.zeros(size, dtype=torch.int32, device=device)
+            self._inputs = self._inputs_of(self._fixed, self._shapes)
 
     def run(self, pieces: Sequence[Piece]) -> None:
-        """Compute the pieces, which are at most `most_pieces`, of at most the pass's tokens together."""
-        upload(self._written(pieces), self._on_device.device, to=self._on_device)
-        self._inputs.runs = self._runs(pieces) if "state" in self._pools else None
-        if not self.captured:
-            self._compute()
+        """Compute the pieces, at most `most_pieces`, of at most the pass's tokens together."""
+        items = [_items(pieces, together) for together in self._together]
+        if self.captured:
+            upload(self._written(pieces, items, self._shapes), self._device, to=self._fixed)
+            if self._replay is None:
+                self._replay = self._pool.capture(self._compute, self._device)
+            self._replay()
             return
-        if self._replay is None:
-            self._replay = self._graphs.capture(self._compute, self._on_device.device)
-        self._replay()
+        shapes = self._layout(len(pieces), [*map(len, items)])
+        flat = upload(self._written(pieces, items, shapes), self._device)
+        self._inputs = self._inputs_of(flat, shapes)
+        if "state" in self._pools:
+            self._inputs.runs = self._runs(pieces)
+        self._compute()
 
     def _compute(self) -> None:
+        assert self._inputs is not None
         self.forward.forget_attention()
         self.forward(self._cache, self._inputs)
 
-    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the columns of tokens, the items of each kind of attention and the tables of each pool."""
-        parts = flat.split([*map(math.prod, self._shapes)])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+    def _layout(self, pieces: int, items: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the shapes of a pass's inputs, which lie end to end: columns of tokens, the items of each
+        kind of attention, and the tables of each pool, last because odd widths would leave what follows
+        unaligned."""
+        tables = [(2 * pieces, self._table_width)] * len(self._pools)
+        return [(5, self._tokens), *((count, 4) for count in items), *tables]
 
-    def _written(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _inputs_of(self, flat: torch.Tensor, shapes: list[tuple[int, int]]) -> Inputs:
+        columns, *others = _parts(flat, shapes)
+        items, tables = others[: len(self._together)], others[len(self._together) :]
+        return Inputs(
+            columns[0], columns[1], columns[2:4], columns[4], tables,
+            [(item_4, self._order) for item_4 in items],
+        )  # fmt: skip
+
+    def _written(
+        self, pieces: Sequence[Piece], items: list[list[list[int]]], shapes: list[tuple[int, int]]
+    ) -> torch.Tensor:
         """Return the inputs of these pieces on the CPU, laid end to end."""
-        flat = torch.zeros(self._on_device.shape, dtype=torch.int32)
-        columns, *others = (part.numpy() for part in self._parts(flat))
+        flat = torch.zeros(sum(map(math.prod, shapes)), dtype=torch.int32)
+        columns, *others = (part.numpy() for part in _parts(flat, shapes))
         # The key of a padding token is not stored, because its limit of own tokens is 0.
         token_S, position_S, shared_S, own_S, table_S = columns
         end = row = 0
@@ -119,10 +133,9 @@ class Pass:
             shared_S[here], own_S[here] = span.prompt_tokens, span.start + of_span + 1
             table_S[here] = row
             row += 2
-        for item_4, together in zip(others, self._together, strict=False):
-            found = _items(pieces, together)
+        for item_4, found in zip(others, items, strict=False):
             item_4[: len(found)] = found
-        for pool, tables_GB in enumerate(others[len(self._together) :]):
+        for pool, tables_GB in enumerate(others[len(items) :]):
             _write_tables(pieces, pool, tables_GB)
         return flat
 
@@ -135,7 +148,7 @@ class Pass:
             [piece.span.position + piece.start for piece in pieces],
             [piece.stop - piece.start for piece in pieces],
             taps,
-            self._on_device.device,
+            self._device,
         )
 
 
@@ -145,7 +158,7 @@ class Prefill:
     Args:
         decoder: The weights; LoRA is applied where they have it.
         cache: The KV cache.
-        machine: The machine on which passes are captured.
+        graphs: Captured decode steps. What drops them drops the passes, too.
         pass_tokens: Token counts that passes are built for, ascending.
 
     Attributes:
@@ -153,45 +166,58 @@ class Prefill:
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, machine: Machine, pass_tokens: tuple[int, ...]
+        self, decoder: Decoder, cache: KVCache, graphs: DecodeGraphs, pass_tokens: tuple[int, ...]
     ) -> None:
-        self._decoder, self._cache, self._machine = decoder, cache, machine
-        self._pass_tokens, self._table_width = pass_tokens, 0
-        self.forget()
+        self._decoder, self._cache, self._graphs = decoder, cache, graphs
+        self._pass_tokens = pass_tokens
+        self.passes: dict[int, Pass] = {}
 
     def forget(self) -> None:
-        """Drop all passes, with their buffers and graph memory; the next spans make new ones."""
-        self.passes: dict[int, Pass] = {}
-        self._graphs = self._machine.graphs()
+        """Drop all passes, with their buffers; the next spans make new ones."""
+        self.passes.clear()
 
     def free(self) -> None:
         """Drop the passes that are not captured, whose buffers are the largest."""
         self.passes = {tokens: each for tokens, each in self.passes.items() if each.captured}
 
-    def make_room(self, table_width: int) -> None:
-        """Make passes built from now on large enough for tables of this many blocks."""
-        self._table_width = max(self._table_width, table_width)
-
     def run(self, spans: Sequence[Span]) -> None:
         """Compute every span, in order; a span may see what spans before it wrote."""
-        for pieces in _passes(spans, self._pass_tokens[-1]):
+        longest = self._pass_tokens[-1]
+        for pieces in _passes(spans, longest, most_pieces(longest, self._captured(longest))):
             self._pass_of(pieces).run(pieces)
 
     def _pass_of(self, pieces: Sequence[Piece]) -> Pass:
         """Return or make the smallest pass that has room for these pieces."""
         tokens = sum(piece.stop - piece.start for piece in pieces)
-        size = next(size for size in self._pass_tokens if size >= tokens and most_pieces(size) >= len(pieces))
+        sizes = (size for size in self._pass_tokens if size >= tokens)
+        size = next(size for size in sizes if most_pieces(size, self._captured(size)) >= len(pieces))
         if size not in self.passes:
-            self.passes[size] = Pass(self._decoder, self._cache, size, self._table_width, self._graphs)
+            captured = self._captured(size)
+            self.passes[size] = Pass(self._decoder, self._cache, size, self._graphs, captured)
         return self.passes[size]
 
+    def _captured(self, tokens: int) -> bool:
+        """Return True if a pass of so many tokens is captured.
 
-def most_pieces(tokens: int) -> int:
+        Products of more tokens than this project's own takes may dequantise a weight.
+        """
+        own = most_tokens(self._decoder.embedding_VD.device)
+        return tokens <= min(CAPTURED_TOKENS, own) and "state" not in self._cache.geometry.pools
+
+
+def most_pieces(tokens: int, captured: bool) -> int:
     """Return the maximum pieces of a pass of so many tokens.
 
-    The attention kernel's grid has places for all of their work items, of which it skips the unused ones.
+    The attention kernel's grid has places for all items of a captured pass, of which it skips the unused
+    ones. A pass that is launched has no more places than it needs.
     """
-    return max(1, tokens // 8)
+    return max(1, tokens // 4) if captured else tokens
+
+
+def _parts(flat: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return views of these shapes that lie end to end."""
+    parts = flat.split([*map(math.prod, shapes)])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _write_tables(pieces: Sequence[Piece], pool: int, tables_GB: np.ndarray) -> None:
@@ -214,10 +240,10 @@ def _items(pieces: Sequence[Piece], together: int) -> list[list[int]]:
     return items
 
 
-def _passes(spans: Sequence[Span], most: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of each pass, at most ``most`` tokens and `most_pieces` per pass."""
+def _passes(spans: Sequence[Span], tokens: int, most: int) -> Iterator[list[Piece]]:
+    """Yield the pieces of each pass, at most ``most`` pieces of at most ``tokens`` tokens together."""
     pieces: list[Piece] = []
-    room = most
+    room = tokens
     for span in spans:
         start = 0
         while start < len(span.token_ids):
@@ -225,8 +251,8 @@ def _passes(spans: Sequence[Span], most: int) -> Iterator[list[Piece]]:
             pieces.append(Piece(span, start, stop))
             room -= stop - start
             start = stop
-            if not room or len(pieces) == most_pieces(most):
+            if not room or len(pieces) == most:
                 yield pieces
-                pieces, room = [], most
+                pieces, room = [], tokens
     if pieces:
         yield pieces

@@ -231,7 +231,6 @@ class PagedSession(TrackedSession):
         self._suspend()  # before anything that may fail: no sequence may hold blocks of a closed cache
         parts.cache.reserve(taken.blocks(rows), least, parts.budget(0))
         parts.graphs.make_room(taken.completion_tokens, taken.table_width)
-        parts.prefill.make_room(taken.table_width)
         self._scheduler.suspend(self._memory())
 
     def _taken_back(self) -> bool:
