@@ -15,8 +15,8 @@ trainer. The first step's rollout is then a whole one, because its tail captures
 
     python -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400 --dead 0.5
 
-With `--dead` groups have no signal with this probability, and the step is DAPO's: further groups enter the
-open rollout until enough have a signal, at most three times as many as the step trains on.
+With `--dead` this share of the groups has no signal, in the order in which they end, and the step is DAPO's:
+further groups enter the open rollout until enough have one, at most three times as many as the step needs.
 
     python -m bench step --prompts 16 --tokens 1024 --backward_dtype auto fp8
 
@@ -36,7 +36,6 @@ lengths, and all train one policy. A row then combines all processes (`bench.clo
 """
 
 import argparse
-import functools
 import gc
 import itertools
 import os
@@ -68,7 +67,7 @@ from qerl.host_memory import host_bytes
 from qerl.measure.gauge import gauge
 from qerl.measure.model_config import declared, model_config, shape_of, sizes_of
 from qerl.measure.random_model import adapted_linears, random_policy
-from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
+from qerl.measure.random_task import random_prompts, random_rewards, word_tokenizer
 from qerl.plan.parts import Weights
 from qerl.plan.propose import beyond_host, fastest
 from qerl.plan.render import would_fit
@@ -247,7 +246,7 @@ def measure(
         steps: Optimizer steps after the first.
         profile: Whether to print the kernels of the last update.
         teacher: Model whose distributions alone the policy learns; None for GRPO.
-        dead: Probability that a group has no signal; such groups are replaced by further ones.
+        dead: Share of the groups without signal, which are replaced by further ones.
         max_staleness: Optimizer steps that groups may start early.
         backward_dtype: As in `QeRLConfig`.
     """
@@ -311,7 +310,7 @@ def make_trainer(
         sizes: The policy's shape.
         prompts: Prompts per step and process.
         prompt_tokens: Tokens of each prompt.
-        dead: Probability that a group has no signal.
+        dead: Share of the groups without signal.
         settings: Fields of `QeRLConfig`, including `output_dir` and `max_steps`.
     """
     args = QeRLConfig(
@@ -320,7 +319,7 @@ def make_trainer(
     )  # fmt: skip
     groups = _processes()[1] * prompts * (args.max_steps + (_BATCHES if dead else 0))
     texts = random_prompts(groups, prompt_tokens)
-    reward = functools.partial(random_reward, dead=dead)
+    reward = random_rewards(dead)
     return QeRLTrainer(
         policy, [reward], args, Dataset.from_dict({"prompt": texts}), engine=engine,
         processing_class=word_tokenizer(sizes.vocabulary), callbacks=[clock],

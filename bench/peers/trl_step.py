@@ -34,7 +34,7 @@ from bench.peers.checkpoint import write_zeros
 from bench.peers.process import serve
 from qerl.families.sizes import Sizes
 from qerl.measure.model_config import model_config
-from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
+from qerl.measure.random_task import random_prompts, random_rewards, word_tokenizer
 from qerl.trainer.step_log import used_bytes
 
 # vLLM's memory besides weights and KV cache: a prefill of 4096 tokens, graphs, workspaces.
@@ -105,7 +105,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     model = _model(sizes, spec["prompt_tokens"] + spec["tokens"], folder / "model")
     count = spec["prompts"] * (spec["steps"] + 1)
     trainer = GRPOTrainer(
-        model, [random_reward], _settings(sizes, spec, folder),
+        model, [random_rewards()], _settings(sizes, spec, folder),
         Dataset.from_dict({"prompt": random_prompts(count, spec["prompt_tokens"])}),
         processing_class=word_tokenizer(sizes.vocabulary),
         peft_config=LoraConfig(

@@ -13,7 +13,7 @@ from bench import clock, context, step
 from qerl.families.sizes import Sizes
 from qerl.lora.adapter import add_lora
 from qerl.measure.random_model import random_policy
-from qerl.measure.random_task import random_reward
+from qerl.measure.random_task import random_rewards
 from qerl.plan.phases import make_plan
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.scheduler import Pace
@@ -111,11 +111,14 @@ def test_steps_whose_rows_are_refilled_are_counted_behind_the_first_and_ahead_of
 
 def test_a_share_of_groups_is_dead_whenever_their_prompts_are_sampled():
     prompts = [f"w{i} w{i + 1}" for i in range(400) for _ in range(2)]
-    one, other = (random_reward(prompts, prompts, dead=0.5) for _ in range(2))
-    alive = [reward > 0 for reward in one]
-    assert alive == [reward > 0 for reward in other] and one != other
-    assert alive[::2] == alive[1::2] and 300 < sum(alive) < 500
-    assert all(random_reward(prompts, prompts))
+    for dead, number in ((0.5, 200), (0.3, 120)):
+        reward = random_rewards(dead)
+        one, other = (reward(prompts, prompts) for _ in range(2))
+        lives = [value > 0 for value in one]
+        assert lives == [value > 0 for value in other] and one != other
+        assert lives[::2] == lives[1::2] and lives.count(False) == 2 * number
+        assert lives[:20].count(False) == number // 20, "there is no chance in it"
+    assert all(random_rewards()(prompts, prompts))
 
 
 def test_the_longest_completion_is_given_to_the_update_and_drawn_at_its_end(monkeypatch, passes):

@@ -33,7 +33,7 @@ from qerl.kernels.cards import card_of, words
 from qerl.measure.gauge import gauge
 from qerl.measure.provenance import provenance
 from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
-from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
+from qerl.measure.random_task import random_prompts, random_rewards, word_tokenizer
 from qerl.plan.parts import Adapter, Cache, Weights
 from qerl.plan.propose import MARGIN, fastest
 from qerl.plan.work import Work
@@ -190,8 +190,9 @@ def whole_step(
             report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, **update, **fields,
         )  # fmt: skip
         trainer = QeRLTrainer(
-            policy, [random_reward], args, Dataset.from_dict({"prompt": random_prompts(STEPS + 1, PROMPT)}),
-            engine=engine, processing_class=word_tokenizer(sizes.vocabulary),
+            policy, [random_rewards()], args,
+            Dataset.from_dict({"prompt": random_prompts(STEPS + 1, PROMPT)}), engine=engine,
+            processing_class=word_tokenizer(sizes.vocabulary),
         )  # fmt: skip
         trainer.train()
     logs = [log for log in trainer.state.log_history if "step_time" in log]

@@ -1,6 +1,6 @@
 """Prompts, rewards and a tokenizer without meaning, so that the time of a step depends on its sizes alone."""
 
-import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +28,21 @@ def random_prompts(count: int, tokens: int) -> list[str]:
     ]
 
 
-def random_reward(prompts: list[str], completions: list[str], dead: float = 0.0, **_: Any) -> list[float]:
-    """Random rewards, different for all samples of a group, but 0 for all samples of a dead prompt; a prompt
-    is dead with probability ``dead``, and then every time it is sampled."""
-    alive = {prompt: random.Random(prompt).random() >= dead for prompt in set(prompts)}
-    rewards = torch.rand(len(completions)).tolist()
-    return [reward * alive[prompt] for prompt, reward in zip(prompts, rewards, strict=True)]
+def random_rewards(dead: float = 0.0) -> Callable[..., list[float]]:
+    """Return a reward function: random, different for all samples of a group, but 0 for dead prompts.
+
+    A prompt is dead whenever it is sampled. So that runs compare, there is no chance in how many prompts are:
+    of the first n in the order in which they are first scored, ``dead`` times n are, rounded down.
+
+    Args:
+        dead: Share of the prompts that are dead.
+    """
+    order: dict[str, int] = {}
+
+    def random_reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        rewards = torch.rand(len(completions)).tolist()
+        at = [order.setdefault(prompt, len(order)) for prompt in prompts]
+        alive = [int(dead * (i + 1)) == int(dead * i) for i in at]
+        return [reward * lives for reward, lives in zip(rewards, alive, strict=True)]
+
+    return random_reward
