@@ -55,8 +55,9 @@ def main(arguments: list[str]) -> None:
     with gauge() as state:
         for tokens in args.tokens:
             for captured in (False, True):
-                row = {"tokens": tokens, "captured": captured}
-                row |= pass_times(decoder, cache, tokens, captured, args.repeats)
+                row = {"tokens": tokens, **pass_times(decoder, cache, tokens, captured, args.repeats)}
+                if row["captured"] != captured:  # a pass of so many tokens is always launched
+                    continue
                 rows.append(common | row | {"gpu_state": state.take()})
                 print(
                     f"{tokens} tokens, {'captured' if captured else 'launched'}: queued in "
@@ -68,14 +69,13 @@ def main(arguments: list[str]) -> None:
                     write_result(args.out, shlex.join(["prefill", *arguments]), rows)
 
 
-def pass_times(
-    decoder: Decoder, cache: KVCache, tokens: int, captured: bool, repeats: int
-) -> dict[str, float]:
-    """Time passes over a prompt of ``tokens`` tokens.
+def pass_times(decoder: Decoder, cache: KVCache, tokens: int, captured: bool, repeats: int) -> dict[str, Any]:
+    """Time passes over a prompt of ``tokens`` tokens, captured if asked for and if they may be.
 
     Returns:
-        queued_ms and ms, medians until the host goes on and until the GPU is done; spread, (largest -
-        smallest) / median of the latter; pass_mb, the memory that the pass holds, in 10^6 bytes.
+        captured, whether they were; queued_ms and ms, medians until the host goes on and until the GPU is
+        done; spread, (largest - smallest) / median of the latter; pass_mb, the memory that the pass holds, in
+        10^6 bytes.
     """
     blocks = list(range(-(-tokens // PAGE)))
     span = Span(
@@ -101,6 +101,7 @@ def pass_times(
         whole.append(1e3 * (time.perf_counter() - start))
     middle = statistics.median(whole)
     return {
+        "captured": prefill.passes[tokens].captured,
         "queued_ms": statistics.median(queued),
         "ms": middle,
         "spread": (max(whole) - min(whole)) / middle,
