@@ -56,8 +56,8 @@ def main(arguments: list[str]) -> None:
         for tokens in args.tokens:
             for captured in (False, True):
                 row = {"tokens": tokens, **pass_times(decoder, cache, tokens, captured, args.repeats)}
-                if row["captured"] != captured:  # a pass of so many tokens is always launched
-                    continue
+                if row["captured"] != captured:  # passes of so many tokens are always launched
+                    break
                 rows.append(common | row | {"gpu_state": state.take()})
                 print(
                     f"{tokens} tokens, {'captured' if captured else 'launched'}: queued in "

@@ -93,3 +93,16 @@ def test_noise_and_adapter_are_copied_not_merged(plain):
     assert torch.equal(layer.mlp.down.lora.b_NR[:, :4], 2 * down.lora_B["default"].weight)
     binding.refresh({})
     assert torch.equal(layer.before_mixer_D, clean)
+
+
+def test_new_buffers_are_told_of_behind_a_refresh_that_failed(plain, monkeypatch):
+    """Whoever dropped no captured step, because an error came in between, would replay it on old buffers."""
+    model = load_model(plain, "nvfp4", torch.bfloat16, "cpu")
+    binding = Binding(model, positions=64)
+    assert not binding.refresh({})
+    model.lm_head.weight = torch.nn.Parameter(torch.ones_like(model.lm_head.weight))
+    with monkeypatch.context() as patch:
+        patch.setattr(binding._adapter, "copy", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            binding.refresh({})
+    assert binding.refresh({}) and not binding.refresh({})

@@ -144,17 +144,7 @@ def test_a_step_reads_prompts_apart_while_their_groups_are_large(adapted, monkey
         rounds.append((step.rows.count, apart, items[items > 0].tolist()))
         plain(step, steps)
 
-    def captured(graphs, run, device):
-        way = getattr(run.__self__, "way", None)  # prefill has one
-
-        def replay():
-            assert getattr(run.__self__, "way", None) == way, "a graph is replayed as it was captured"
-            run()
-
-        return replay
-
     monkeypatch.setattr(decode.DecodeStep, "decode", noted)
-    monkeypatch.setattr(Replays, "capture", captured)
     wanted = drawn(PortableEngine(model, 0), PROMPTS, 9, each)
     close(drawn(paged(model, 40, pace), PROMPTS, 9, each), wanted)
     large, small = (24, True, [9]), (24, False, [8, 1])

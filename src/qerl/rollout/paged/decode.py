@@ -49,7 +49,6 @@ prompts in a launch of their own."""
 PROMPT_PAGES = 8
 """Minimum pages of a table per split of a prompt that has a launch of its own."""
 
-
 UNEVEN = 6
 """Pages by which the longest item must exceed the mean of its kind for items to be uneven."""
 

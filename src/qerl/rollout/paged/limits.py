@@ -60,7 +60,7 @@ CONTEXT_BYTES = 1_200_000_000
 """CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured.
 
 That was before short prefill passes were captured and kept; by arithmetic they hold 0.16 GB of a 7B and 0.23
-of a 32B, which fit in the memory that `CACHE_SHARE` leaves.
+of a 32B, which the plan does not count.
 
 The parts of x A^T (`qerl.rollout.paged.forward`) are counted neither here nor by the plan: with R ranks
 mostly 12 T ceil(D / 128) R bytes, for T = 2048 and a 7B 0.02 GB at rank 32 and 0.18 at 256, for a 32B 0.03

@@ -55,6 +55,7 @@ class Pass:
 
     Attributes:
         forward: The pass over the decoder.
+        captured: As given.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Pass:
         self._inputs: Inputs | None = None
         if captured:
             # A piece is read by items at its own keys and as many at its prompt.
-            most = most_pieces(tokens, captured)
+            most = most_pieces(tokens, captured=True)
             items = [2 * (most + triton.cdiv(tokens, each)) for each in self._together]
             self._shapes = self._layout(most, items)
             size = sum(map(math.prod, self._shapes))
@@ -84,7 +85,10 @@ class Pass:
         """Compute the pieces, at most `most_pieces`, of at most the pass's tokens together."""
         items = [_items(pieces, together) for together in self._together]
         if self.captured:
-            upload(self._written(pieces, items, self._shapes), self._device, to=self._fixed)
+            # What follows the used rows of the last table is as it was, and no token or item refers to it.
+            *shapes, (_, width) = self._shapes
+            given = self._written(pieces, items, [*shapes, (2 * len(pieces), width)])
+            upload(given, self._device, to=self._fixed[: len(given)])
             if self._replay is None:
                 self._replay = self._pool.capture(self._compute, self._device)
             self._replay()
