@@ -29,6 +29,11 @@ With `--max_staleness` rows are refilled across steps: samples continue across t
 coming steps start beside a tail. `max_staleness` extra steps are trained before and after the counted ones,
 so that each counted step begins and ends with unfinished samples.
 
+    python -m bench step --prompts 16 --tokens 1024 --profile
+
+With `--profile` a row also has the longest kernels of one update, of a step that is trained but not counted;
+the GPU's state in that row includes it.
+
     torchrun --nproc_per_node 2 -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400
 
 Under torchrun every process has a GPU, its own prompts (`--prompts` counts those of one process) and its own
@@ -45,7 +50,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -99,6 +104,13 @@ _DEVICE = torch.device("cuda")
 
 _BATCHES = 3
 """Maximum number of further groups with `--dead`, in multiples of the groups of a step."""
+
+_KERNELS = 20
+"""Kernels of a profile that a row contains."""
+
+_NAME = 90
+"""Characters of a kernel's name that a row contains; some names contain all template arguments."""
+
 _TOLD = ("lora_experts", "teacher", "dead", "max_staleness")
 """Options that a row contains if they are given."""
 
@@ -115,7 +127,7 @@ class TimedEngine(RolloutEngine):
         engine: The engine to time, with sessions that take parameters per sequence.
         lengths: Tokens of each completion of a call. In a session, sequences get them in order of start, from
             the first again after the last, also across the steps of a session that continues.
-        profile_call: Number of the call after which kernels are recorded, until `trace` is stopped.
+        profile_call: Number of the call after which the kernels of the update are recorded.
     """
 
     def __init__(self, engine: PagedEngine, lengths: list[int], profile_call: int | None = None) -> None:
@@ -204,9 +216,24 @@ class TimedEngine(RolloutEngine):
         torch.cuda.synchronize()
         self.release_seconds = time.perf_counter() - start
         torch.cuda.reset_peak_memory_stats()
-        if self.calls - 1 == self._profile_call:
+        if self.calls - 1 == self._profile_call and self.trace is None:  # the run's end also makes room
             self.trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self.trace.start()
+
+
+class Measured(NamedTuple):
+    """What `measure` returns.
+
+    Attributes:
+        steps: `Clock` row of each counted step and of the one before them, combined over all processes.
+        kernels: The longest kernels of one update of this process, with milliseconds and calls; empty without
+            a profile.
+        kernels_ms: Milliseconds of all its kernels.
+    """
+
+    steps: list[dict[str, float]]
+    kernels: list[dict[str, Any]]
+    kernels_ms: float
 
 
 def measure(
@@ -228,8 +255,8 @@ def measure(
     dead: float = 0.0,
     max_staleness: int = 0,
     backward_dtype: str = "auto",
-) -> list[dict[str, float]]:
-    """Run GRPO steps and return the `Clock` row of each, combined over all processes.
+) -> Measured:
+    """Run GRPO steps.
 
     Args:
         policy: Made by :func:`random_policy`; trained in place.
@@ -244,7 +271,7 @@ def measure(
         tokens: Tokens of the longest completion.
         lengths: Tokens of each completion of this process.
         steps: Optimizer steps after the first.
-        profile: Whether to print the kernels of the last update.
+        profile: Whether to record the kernels of an update behind the counted steps.
         teacher: Model whose distributions alone the policy learns; None for GRPO.
         dead: Share of the groups without signal, which are replaced by further ones.
         max_staleness: Optimizer steps that groups may start early.
@@ -256,7 +283,8 @@ def measure(
     if max_staleness:
         more |= {"max_staleness": max_staleness}
     first, last = max_staleness, max_staleness + steps + 1  # of the rows
-    watch = TimedEngine(engine, lengths, last - 1 if profile else None)
+    trained = last + max(max_staleness, profile)
+    watch = TimedEngine(engine, lengths, trained - 1 if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder, taught_by(teacher):
         trainer = make_trainer(
@@ -264,18 +292,21 @@ def measure(
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=samples * prompts // microbatch,
             tokens_per_forward=tokens_per_forward, gradient_checkpointing_kwargs=checkpointing,
-            max_completion_length=tokens, max_steps=last + max_staleness, output_dir=folder,
+            max_completion_length=tokens, max_steps=trained, output_dir=folder,
             backward_dtype=backward_dtype, **more,
         )  # fmt: skip
         trainer.train()
+    rows, update_ms, found = clock.rows[first:last], 0.0, []
     if watch.trace is not None:
-        print(
-            watch.trace.key_averages().table(
-                sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60
-            )
-        )
-    rows = clock.rows[first:last]
-    return rows if _processes()[1] == 1 else of_all(gather_object([rows]))
+        found = [(e.self_device_time_total, e.count, e.key) for e in watch.trace.key_averages()]
+        update_ms = sum(micros for micros, *_ in found) / 1e3
+    kernels = [
+        {"ms": round(micros / 1e3, 2), "calls": calls, "name": name[:_NAME]}
+        for micros, calls, name in sorted(found, reverse=True)[:_KERNELS]
+    ]
+    return Measured(
+        rows if _processes()[1] == 1 else of_all(gather_object([rows])), kernels, round(update_ms, 1)
+    )
 
 
 @contextmanager
@@ -371,7 +402,7 @@ def _parser() -> argparse.ArgumentParser:
         "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="minutes that a peer may take per row"
     )
     parser.add_argument("--steps", type=int, default=3, help="counted steps; the median is reported")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of the update")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels of an update")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
 
@@ -404,11 +435,12 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
                 "processes": processes, "completion_tokens": tokens, "resident_gb": resident,
-                "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen),
+                "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen.steps),
                 **{name: told for name in _TOLD if (told := getattr(args, name))},
                 **({"backward_dtype": backward_dtype} if fp8 else {}),
-                "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
-                "steps": seen,
+                "peak_gb": max(step[phase] for step in seen.steps for phase in ("rollout_gb", "update_gb")),
+                "steps": seen.steps,
+                **({"kernels_ms": seen.kernels_ms, "kernels": seen.kernels} if args.profile else {}),
             }  # fmt: skip
         del policy, engine, teacher
         gc.collect()  # the trainer and its model refer to each other
@@ -507,6 +539,8 @@ def main(arguments: list[str]) -> None:
             if not is_first_process():
                 continue
             print(_line(rows[-1]), flush=True)
+            for kernel in row.get("kernels", []):
+                print(f"    {kernel['ms']:9.2f} ms {kernel['calls']:6d} x {kernel['name']}")
             if args.out:  # after each row, so that a run cut short keeps what it measured
                 write_result(args.out, " ".join(["step", *arguments]), rows)
     if dist.is_initialized():

@@ -61,11 +61,47 @@ def test_a_step_samples_what_it_is_told(lengths):
     rows = step.measure(
         policy, PortableEngine(policy, 0), TINY, samples=4, prompts=2, microbatch=4, tokens_per_forward=40,
         checkpointing={"every_n_layers": 2}, prompt_tokens=5, tokens=6, lengths=lengths, steps=2,
-    )  # fmt: skip
+    ).steps  # fmt: skip
     assert len(rows) == 3
     assert all(row["tokens"] == sum(lengths) for row in rows[1:])
     assert all(row["total_s"] > row["rollout_s"] > 0 and row["update_gb"] == 3.0 for row in rows)
     assert all(row["loss"] == row["loss"] and row["grad_norm"] > 0 for row in rows[1:])
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_profile_is_of_the_update_of_a_step_that_is_not_counted(monkeypatch, max_staleness):
+    """Its kernels are sorted by their time; a CPU has none, so a stand-in records the operations."""
+    policy = random_policy(TINY, "bf16", 4, 64, device="cpu")
+    whole, begun = torch.profiler.profile, []
+
+    class OnCPU(whole):
+        def __init__(self, **_):
+            super().__init__(activities=[torch.profiler.ProfilerActivity.CPU])
+            begun.append(len(timed))
+
+        def key_averages(self, *given, **named):
+            return [
+                SimpleNamespace(key=e.key, count=e.count, self_device_time_total=e.self_cpu_time_total)
+                for e in super().key_averages(*given, **named)
+            ]
+
+    timed, ended = [], clock.Clock.on_step_end
+
+    def counted(self, *given, **named):
+        ended(self, *given, **named)
+        timed.append(len(self.rows))
+
+    monkeypatch.setattr(torch.profiler, "profile", OnCPU)
+    monkeypatch.setattr(clock.Clock, "on_step_end", counted)
+    seen = step.measure(
+        policy, PortableEngine(policy, 0), TINY, samples=4, prompts=2, microbatch=4, tokens_per_forward=40,
+        checkpointing={"every_n_layers": 2}, prompt_tokens=5, tokens=6, lengths=[6] * 8, steps=2,
+        max_staleness=max_staleness, profile=True,
+    )  # fmt: skip
+    assert len(seen.steps) == 3 and begun == [len(timed) - 1] and len(timed) == 3 + max(1, 2 * max_staleness)
+    names, times = ([kernel[key] for kernel in seen.kernels] for key in ("name", "ms"))
+    assert times == sorted(times, reverse=True) and sum(times) <= seen.kernels_ms + 0.1
+    assert "aten::mm" in names and all(kernel["calls"] > 0 for kernel in seen.kernels)
 
 
 def test_groups_without_signal_are_replaced_by_groups_of_their_own_lengths(monkeypatch):
@@ -85,7 +121,7 @@ def test_groups_without_signal_are_replaced_by_groups_of_their_own_lengths(monke
     rows = step.measure(
         policy, PortableEngine(policy, 0), TINY, samples=4, prompts=2, microbatch=4, tokens_per_forward=40,
         checkpointing={"every_n_layers": 2}, prompt_tokens=5, tokens=6, lengths=lengths, steps=2, dead=0.6,
-    )  # fmt: skip
+    ).steps  # fmt: skip
     started = [row["dynamic_sampling/started_groups"] for row in rows]
     assert max(started) > 2 and all(2 <= count <= 8 for count in started)
     groups = {tuple(lengths[at : at + 4]) for at in range(0, len(lengths), 4)}
@@ -101,7 +137,7 @@ def test_steps_whose_rows_are_refilled_are_counted_behind_the_first_and_ahead_of
         policy, PortableEngine(policy, 0), TINY, samples=4, prompts=2, microbatch=4, tokens_per_forward=40,
         checkpointing={"every_n_layers": 2}, prompt_tokens=5, tokens=20, lengths=lengths, steps=4,
         max_staleness=1,
-    )  # fmt: skip
+    ).steps  # fmt: skip
     assert len(rows) == 1 + 4
     assert all(row["staleness/samples_under_way"] > 0 for row in rows)
     assert all(row["staleness/max"] == 1 for row in rows[1:])
