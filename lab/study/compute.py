@@ -59,6 +59,7 @@ class StudyMake:
             samples_per_prompt=study.samples_per_prompt,
             max_completion_length=study.max_completion_length,
             tokens_per_forward=study.tokens_per_forward,
+            rows_at_once=study.rows_at_once,
         )
         self.facts: Mapping[str, Any] = {
             "qerl": __version__,

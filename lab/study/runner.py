@@ -183,8 +183,8 @@ class Runner:
                 )
         except torch.OutOfMemoryError as error:
             raise QeRLError(
-                f"GPU memory ran out in {batch.title}; lower runs_per_batch or tokens_per_forward "
-                f"({first_line(error)})."
+                f"GPU memory ran out in {batch.title}; lower runs_per_batch, tokens_per_forward or "
+                f"rows_at_once ({first_line(error)})."
             ) from error
         if work.done:
             work.finish(self.make.facts)

@@ -64,6 +64,8 @@ class Study:
         runs_per_batch: Maximum number of runs that are computed side by side.
         tokens_per_forward: Maximum number of tokens in one forward pass of the update, over all runs of a
             batch.
+        rows_at_once: Maximum number of samples that an evaluation decodes at once, over all runs of a batch.
+            Their keys stay allocated.
         collapse_below: A run whose last accuracy is below this has collapsed.
         escape_above: A run whose last value of `escape_key` is above this has escaped (see
             `lab.study.endpoints`); None for a study that counts collapses.
@@ -90,6 +92,7 @@ class Study:
     final_completions: Count = 0
     runs_per_batch: PositiveInt = 32
     tokens_per_forward: PositiveInt = 32768
+    rows_at_once: PositiveInt = 2048
     collapse_below: Share = 0.4
     escape_above: Share | None = None
     escape_key: Text = "accuracy"

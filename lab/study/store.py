@@ -51,8 +51,8 @@ _UNPACKING = "unpacking"
 """Key of study.json, true while runs/ may lack runs that results.json.gz has."""
 
 CHANGEABLE = (
-    "learning_rates", "tuning_seeds", "test_seeds", "runs_per_batch", "tokens_per_forward", "collapse_below",
-    "equivalence", "comparisons",
+    "learning_rates", "tuning_seeds", "test_seeds", "runs_per_batch", "tokens_per_forward", "rows_at_once",
+    "collapse_below", "equivalence", "comparisons",
 )  # fmt: skip
 """Keys of a study that decide which runs there are and how results are read, but not what a run computes."""
 

@@ -78,6 +78,12 @@ def test_one_base_serves_all_arms_of_a_format(values, monkeypatch):
     make(study.test_runs(study.arms["follows"], 1e-3), [Followed("x", [1.0] * 3, [0.0, 0.0, 0.1])] * 2)
 
 
+def test_what_bounds_memory_reaches_the_batches(values):
+    bounds = {"tokens_per_forward": 77, "rows_at_once": 5}
+    settings = StudyMake(make_study(values | bounds)).settings
+    assert (settings.tokens_per_forward, settings.rows_at_once) == (77, 5)
+
+
 def test_what_the_machine_or_the_task_lacks_is_said_first(values):
     with pytest.raises(
         QeRLError,
