@@ -33,7 +33,7 @@ two alone; the graphs share their memory. On an H200 a step of 192 rows took lon
 of 384 longer than two of 256 (rollout-7b-h200-8ab9739.json).
 """
 
-PREFILL_TOKENS = (64, 512, 2048)
+PREFILL_TOKENS = (64, 256, 512, 2048)
 """Token counts that prefill passes are built for."""
 
 CAPTURED_TOKENS = 512
@@ -59,8 +59,8 @@ tokens (None), or a state."""
 CONTEXT_BYTES = 1_200_000_000
 """CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured.
 
-That was before short prefill passes were captured and kept; by arithmetic they hold 0.16 GB of a 7B and 0.23
-of a 32B, which the plan does not count.
+That was before short prefill passes were captured and kept. They hold 0.12 GB of a 7B
+(prefill-7b-h200.json), and by their widths 0.2 of a 32B, which the plan does not count.
 
 The parts of x A^T (`qerl.rollout.paged.forward`) are counted neither here nor by the plan: with R ranks
 mostly 12 T ceil(D / 128) R bytes, for T = 2048 and a 7B 0.02 GB at rank 32 and 0.18 at 256, for a 32B 0.03
