@@ -45,18 +45,28 @@ def at_equal_time(arm: str) -> st.Array:
     """Return final accuracies of an arm minus the synchronous accuracy at equal simulated seconds, [N]."""
     found = []
     for run, other in runs(arm, "synchronous", file=FILE):
-        clock = [sum(other["of_7b"][:step]) for step in other["steps"]]
-        found.append(end(run) - _on_line(sum(run["of_7b"]), clock, other["accuracy"]))
+        found.append(end(run) - _on_line(sum(run["of_7b"]), other, "of_7b"))
     return np.array(found)
 
 
-def _on_line(at: float, clock: list[float], heights: list[float]) -> float:
-    """Return the height at a time by linear interpolation; after the last time, the last height."""
+def at_equal_tokens(arm: str) -> st.Array:
+    """Return accuracies of an arm minus the synchronous ones, where the one with fewer tokens ends, [N]."""
+    found = []
+    for run, other in runs(arm, "synchronous", file=FILE):
+        shorter, longer = sorted((run, other), key=lambda each: sum(each["tokens"]))
+        apart = end(shorter) - _on_line(sum(shorter["tokens"]), longer, "tokens")
+        found.append(apart if shorter is run else -apart)
+    return np.array(found)
+
+
+def _on_line(at: float, run: Row, of: str) -> float:
+    """Return the accuracy at a sum over steps by linear interpolation; after the last sum, the last one."""
+    clock, heights = [sum(run[of][:step]) for step in run["steps"]], run["accuracy"]
     for i in range(1, len(clock)):
         if at <= clock[i]:
             share = (at - clock[i - 1]) / (clock[i] - clock[i - 1])
             return heights[i - 1] + share * (heights[i] - heights[i - 1])
-    return heights[-1]
+    return end(run)
 
 
 def judged(arm: str) -> tuple[float, float, str]:
@@ -97,14 +107,15 @@ def learned(table: Table) -> Iterator[Cell]:
             f"{seconds:.2f}",
         ]
         if arm == "synchronous":
-            found += [""] * 6
+            found += [""] * 7
         else:
             d = difference(arm, end)
             claim = ["" if len(d) > 1 else NOT_RUN] * 3
             if arm in ORDER and len(d) > 1:
                 costs, no_more, said = judged(arm)
                 claim = [p_value(costs), p_value(no_more), f"**{said}**"]
-            found += [centre(d), *claim, centre(at_equal_time(arm)), centre(difference(arm, area))]
+            beside = at_equal_tokens(arm), at_equal_time(arm), difference(arm, area)
+            found += [centre(d), *claim, *map(centre, beside)]
         yield from row_of_cells(row, found, table.head)
 
 
@@ -119,6 +130,30 @@ def costs(arm: str) -> str:
     return f"{centre(d)}, {judged(arm)[2]}" if len(d) > 1 else NOT_RUN
 
 
+def least(run: Row) -> float:
+    """Return the smallest effective sample size of a step."""
+    return float(np.nanmin(np.array(run["effective"], float)))
+
+
+def least_effective() -> str:
+    """Format the smallest effective sample size of refilled-4, and its run's first and last accuracy."""
+    own = sorted((run for (run,) in runs("refilled-4", file=FILE)), key=least)
+    if not own:
+        return NOT_RUN
+    curve = own[0]["accuracy"]
+    went = f"from {curve[0]:.3f} before RL to {curve[-1]:.3f}"
+    return f"{least(own[0]):.3f}, in a run whose accuracy went {went}"
+
+
+def as_low() -> str:
+    """Format the share of the runs without any ratio that fell in which a step was as low as that."""
+    own, other = ([run for (run,) in runs(arm, file=FILE)] for arm in ("refilled-4", "uncorrected-4"))
+    if not own or not other:
+        return NOT_RUN
+    fell = [least(run) for run in other if end(run) < run["accuracy"][0]]
+    return f"{(np.array(fell) <= min(map(least, own))).sum()} of {len(fell)}"
+
+
 TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {"refilled-learned": learned}
 
 NUMBERS: dict[str, Callable[[], str]] = {
@@ -126,4 +161,6 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "refilled-costs-2": lambda: costs("refilled-2"),
     "refilled-costs-4": lambda: costs("refilled-4"),
     "refilled-without-ratio": without_ratio,
+    "refilled-least-effective": least_effective,
+    "refilled-as-low": as_low,
 }

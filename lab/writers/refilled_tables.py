@@ -36,8 +36,23 @@ def at_equal_steps(run: Row, control: Row) -> float:
 
 def at_equal_time(run: Row, control: Row) -> float:
     """Return the final accuracy minus that of the synchronous run, interpolated at equal seconds."""
-    times = np.cumsum([0.0, *control["of_7b"]])[control["steps"]]
-    return float(run["accuracy"][-1] - np.interp(sum(run["of_7b"]), times, control["accuracy"]))
+    return float(run["accuracy"][-1] - _after(sum(run["of_7b"]), "of_7b", control))
+
+
+def at_equal_tokens(run: Row, control: Row) -> float:
+    """Return the accuracy minus that of the synchronous run, where the run with fewer tokens ends.
+
+    Tokens are those that steps trained on. No group starts that would train after the last step, so in a
+    whole run these are all that were drawn.
+    """
+    fewer = min(sum(run["tokens"]), sum(control["tokens"]))
+    return _after(fewer, "tokens", run) - _after(fewer, "tokens", control)
+
+
+def _after(amount: float, spent: str, run: Row) -> float:
+    """Return the accuracy of a run after so many of its seconds or tokens, on a line between its scores."""
+    at = np.cumsum([0.0, *run[spent]])[run["steps"]]
+    return float(np.interp(amount, at, run["accuracy"]))
 
 
 def in_area(run: Row, control: Row) -> float:
@@ -105,10 +120,11 @@ def _claims() -> dict[str, Claim]:
 def learned() -> str:
     """Return the table of learning with groups that started early, beside the synchronous run."""
     said = _claims()
-    lines: list[Sequence[object]] = [("0", *_of_arm(_CONTROL), *[None] * 6)]
+    lines: list[Sequence[object]] = [("0", *_of_arm(_CONTROL), *[None] * 7)]
     for words, arm in _ARMS:
         equal, *more = [
-            centre(_differences(value, arm)) for value in (at_equal_steps, at_equal_time, in_area)
+            centre(_differences(value, arm))
+            for value in (at_equal_steps, at_equal_tokens, at_equal_time, in_area)
         ]
         judged = [NOT_RUN if equal == NOT_RUN else ""] * 3
         if arm in said:
@@ -117,7 +133,7 @@ def learned() -> str:
     head = (
         "`max_staleness`", "tokens, thousands", "accuracy", "ended below their start", "age of tokens",
         "effective sample size", "a step of 7B, s", "minus 0, at equal steps", "p, costs, Holm",
-        f"p, no more than {MARGIN:g}", "claim", "at equal time", "area under the curve",
+        f"p, no more than {MARGIN:g}", "claim", "at equal tokens", "at equal time", "area under the curve",
     )  # fmt: skip
     counts = sorted({row["held_out"] for row in rows(NAME)})
     caption = (
@@ -126,6 +142,8 @@ def learned() -> str:
         "differences are paired by seed, Hodges and Lehmann's centres with 95 % intervals, p of one-sided "
         f"signed-rank tests, 1 where an arm lacks seeds; a claim needs one below {LEVEL / 2:g}. Ages are in "
         "optimizer steps, the effective sample size is a share of the tokens; both are means over all steps. "
+        "Equal tokens: both accuracies are on lines between scores, after as many tokens as the run with "
+        "fewer trained on. "
         "No ratio: the loss has none to the sampler. Seconds are not measured: each of a run's tokens stands "
         f"for {TOKENS} of a 7B on an H200, on a line through {DECODE}.json and with the update of "
         f"{STEP}.json. "
@@ -169,6 +187,33 @@ def _costs(arm: str) -> str:
     return f"{centre(_differences(at_equal_steps, arm))}, {said[arm].verdict}"
 
 
+def least_effective() -> str:
+    """Format the least effective sample size of runs that start groups four steps early, and what became of
+    the accuracy of the run that had it."""
+    if not (found := rows(NAME, arm=_ITS_CONTROL, tuning=False)):
+        return NOT_RUN
+    run = min(found, key=_least)
+    first, *_, last = run["accuracy"]
+    return f"{_least(run):.3f}, in a run whose accuracy went from {first:.3f} before RL to {last:.3f}"
+
+
+def as_low() -> str:
+    """Format how many runs without any ratio that ended below their start had as low a sample size.
+
+    As low as the least of runs with the ratio that started groups as early.
+    """
+    found, own = (rows(NAME, arm=arm, tuning=False) for arm in (_ITS_CONTROL, _UNCORRECTED))
+    if not found or not own:
+        return NOT_RUN
+    least, fell = min(map(_least, found)), [run for run in own if run["accuracy"][-1] < run["accuracy"][0]]
+    return f"{sum(_least(run) <= least for run in fell)} of {len(fell)}"
+
+
+def _least(run: Row) -> float:
+    """Return the least effective sample size of a run's steps, as a share of the tokens."""
+    return min(value for value in run["effective"] if value is not None)
+
+
 TABLES: dict[str, Callable[[], str]] = {"refilled-learned": learned}
 
 NUMBERS: dict[str, Callable[[], str]] = {
@@ -176,4 +221,6 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "refilled-costs-2": lambda: _costs("refilled-2"),
     "refilled-costs-4": lambda: _costs("refilled-4"),
     "refilled-without-ratio": without_ratio,
+    "refilled-least-effective": least_effective,
+    "refilled-as-low": as_low,
 }

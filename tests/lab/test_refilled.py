@@ -125,7 +125,10 @@ def test_a_refilled_run_has_old_tokens_and_is_not_disturbed_by_its_scores(folder
 
 
 def runs_of(gains, seeds=32, seconds=2.0):
-    """Runs as a result has them, of arms that end so much above the synchronous one."""
+    """Runs as a result has them, of arms that end so much above the synchronous one.
+
+    Synchronous runs have more tokens than those of other arms for even seeds, and fewer for odd ones.
+    """
     draw = np.random.default_rng(1)
     found = []
     for seed in range(460, 460 + seeds):
@@ -134,9 +137,11 @@ def runs_of(gains, seeds=32, seconds=2.0):
             curve = np.linspace(0.2, height + gain + draw.normal(0, 0.01), 6).tolist()
             stale = {} if arm == "synchronous" else {"age": [0.5, 1.5]}
             took = [3.0 if arm == "synchronous" else seconds] * 40
+            more = 400 * (-1) ** seed if arm == "synchronous" else 0
             found.append(
                 {"arm": arm, "seed": seed, "tuning": False, "steps": [*range(0, 41, 8)], "accuracy": curve}
-                | {"effective": [0.9, None, 0.8], "of_7b": took, "tokens": [2000 + seed] * 40} | stale
+                | {"effective": [0.9, None, 0.8], "of_7b": took, "tokens": [2000 + seed + more] * 40}
+                | stale
             )  # fmt: skip
     return found
 
@@ -179,6 +184,17 @@ def test_the_table_says_what_refilled_rows_cost_at_equal_steps_and_at_equal_time
         for row in by_arm["synchronous"]
     ]
     assert f"| {hodges_lehmann(ends['refilled-2'] - behind):+.3f} (" in line
+    # Where the one with fewer tokens ends, the other is so far along its line.
+    apart = []
+    for run, other in zip(by_arm["refilled-2"], by_arm["synchronous"], strict=True):
+        share = sum(run["tokens"]) / sum(other["tokens"])
+        at = [
+            of["accuracy"][0] + (of["accuracy"][-1] - of["accuracy"][0]) * min(1.0, far)
+            for of, far in ((run, 1 / share), (other, share))
+        ]
+        apart.append(at[0] - at[1])
+    low, high = hodges_lehmann_interval(np.array(apart))
+    assert f"** | {hodges_lehmann(np.array(apart)):+.3f} ({low:+.3f} to {high:+.3f}) |" in line
     assert f"| 99 | 0.200 to {ends['refilled-2'].mean():.3f} | 0 of 32 | 1.00 | 0.850 | 2.00 |" in line
     (line,) = [line for line in said.splitlines() if line.startswith("| 4 |")]
     assert "| **costs** |" in line
@@ -187,12 +203,35 @@ def test_the_table_says_what_refilled_rows_cost_at_equal_steps_and_at_equal_time
     assert refilled_tables.NUMBERS["refilled-costs-4"]().endswith(", costs")
 
 
+def test_equal_tokens_are_the_fewer_of_the_two_and_are_counted_by_step():
+    few = {"steps": [0, 2, 4], "accuracy": [0.2, 0.3, 0.45], "tokens": [10, 10, 30, 50]}
+    many = {"steps": [0, 2, 4], "accuracy": [0.2, 0.4, 0.8], "tokens": [40, 40, 20, 60]}
+    # At 100 tokens one has ended; the other is 20 of 80 tokens behind its second score.
+    assert refilled_tables.at_equal_tokens(few, many) == pytest.approx(0.45 - 0.5)
+    assert refilled_tables.at_equal_tokens(many, few) == pytest.approx(0.5 - 0.45)
+
+
+def test_the_least_sample_size_is_that_of_a_step_and_its_run_is_named(results):
+    rows = runs_of({"synchronous": 0, "refilled-4": 0.0, "uncorrected-4": -0.4})
+    for row in rows:
+        low = {("refilled-4", 470): 0.4, ("uncorrected-4", 471): 0.4, ("uncorrected-4", 472): 0.41}
+        row["effective"][1:2] = [None, low.get((row["arm"], row["seed"]), 0.7)]
+    results(refilled_tables.NAME, rows)
+    (last,) = [row["accuracy"][-1] for row in rows if (row["arm"], row["seed"]) == ("refilled-4", 470)]
+    fell = [row for row in rows if row["arm"] == "uncorrected-4" and row["accuracy"][-1] < 0.2]
+    assert {471, 472} <= {row["seed"] for row in fell}
+    words = f"0.400, in a run whose accuracy went from 0.200 before RL to {last:.3f}"
+    assert refilled_tables.NUMBERS["refilled-least-effective"]() == words
+    assert refilled_tables.NUMBERS["refilled-as-low"]() == f"1 of {len(fell)}"
+    assert differing(page())[0] == []
+
+
 def test_nothing_is_claimed_behind_an_arm_without_its_claim(results):
     rows = runs_of({"synchronous": 0, "refilled-1": -0.1, "refilled-2": 0.0, "refilled-4": 0.0})
     results(refilled_tables.NAME, rows)
     said = {arm: refilled_tables.NUMBERS[f"refilled-costs-{arm}"]() for arm in "124"}
     assert [words.split("), ")[1] for words in said.values()] == ["costs", "undecided", "undecided"]
-    assert "| 4, no ratio |" + 12 * " not run |" in refilled_tables.TABLES["refilled-learned"]()
+    assert "| 4, no ratio |" + 13 * " not run |" in refilled_tables.TABLES["refilled-learned"]()
     assert differing(page())[0] == []
 
 
@@ -240,7 +279,7 @@ def test_the_audit_finds_the_same_and_sees_what_was_changed(results):
     results(refilled_tables.NAME, runs_of(gains, seconds=3.2))
     text = page()
     where, count = differing(text)
-    assert where == [] and count == 5 * 12 + len(refilled_tables.NUMBERS)
+    assert where == [] and count == 5 * 13 + len(refilled_tables.NUMBERS)
     said = refilled_tables.NUMBERS["refilled-without-ratio"]()
     changed = text.replace(said, said.replace("-", "+", 1)).replace("| 1.00 | 0.850 |", "| 1.00 | 0.851 |", 1)
     assert differing(changed)[0] == [
