@@ -64,26 +64,25 @@ def runs_on() -> str:
 
 _BESIDE = ("rollout-7b-128-h200", "step-7b-beside-serve-h200")
 _TREATED = ("rollout-7b-arch80-h200", "step-7b-arch80-h200")
-_GOALS = {1: 0.92, 8: 0.92, 64: 0.85, 128: 0.70}
-_STEP_GOAL = 18.5
+_GOAL = 80
+"""Percent of the speed as 9.0 that each line should keep."""
 
 
 def older_path() -> str:
-    """Return the table of a Hopper card's speed as compute capability 8.0, beside the goals."""
-    lines: list[tuple[str | None, ...]] = []
-    for batch, share in _GOALS.items():
-        native, treated = (row(names[0], batch=batch)["decode_tok_s"] for names in (_BESIDE, _TREATED))
-        name = f"decode, {batch} sequence{'s' if batch > 1 else ''}, tokens/s"
-        kept = f"{100 * treated / native:.0f} %"
-        lines.append((name, f"{native:.0f}", f"{treated:.0f}", kept, f"{100 * share:.0f} %"))
-    steps = [row(names[1]) for names in (_BESIDE, _TREATED)]
-    seconds = [f"{r['total_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in steps]
-    kept = f"{100 * steps[0]['total_s'] / steps[1]['total_s']:.0f} %"
-    lines.append(("step of 128 x 1024, s (rollout, update)", *seconds, kept, f"{_STEP_GOAL} s"))
+    """Return the table of a Hopper card's speed as compute capability 8.0, beside its usual speed."""
     decoded, stepped = zip(_BESIDE, _TREATED, strict=True)
+    lines: list[tuple[str, ...]] = []
+    for batch in (1, 8, 64, 128):
+        native, treated = (row(name, batch=batch)["decode_tok_s"] for name in decoded)
+        name = f"decode, {batch} sequence{'s' if batch > 1 else ''}, tokens/s"
+        lines.append((name, f"{native:.0f}", f"{treated:.0f}", f"{100 * treated / native:.0f} %"))
+    steps = [row(name) for name in stepped]
+    seconds = (f"{r['total_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in steps)
+    kept = f"{100 * steps[0]['total_s'] / steps[1]['total_s']:.0f} %"
+    lines.append(("step of 128 x 1024, s (rollout, update)", *seconds, kept))
     (tokens,) = {found["decode_tokens"] for name in decoded for found in rows(name)}
     return table(
-        ("7B, NVFP4, LoRA rank 32", "as 9.0", "as 8.0", "speed kept", "goal"),
+        ("7B, NVFP4, LoRA rank 32", "as 9.0", "as 8.0", f"speed kept, goal {_GOAL} %"),
         lines,
         f"Decoding: {source(*decoded)} {tokens} decoded tokens. Step: {source(*stepped)} "
         f"Attention of its long rows is {' as 9.0 and '.join(map(attention, steps))} as 8.0. "

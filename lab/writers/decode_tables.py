@@ -15,7 +15,7 @@ _H100 = {
 }
 _NF4 = "rollout-7b-nf4-h100"
 BESIDE_VLLM = "rollout-7b-vllm-h200"
-_H200 = {"7b": ("rollout-7b-all-h200", BESIDE_VLLM), "32b": ("rollout-32b-all-h200",)}
+ON_H200 = {"7b": ("rollout-7b-all-h200", BESIDE_VLLM), "32b": ("rollout-32b-all-h200",)}
 """Files by shape, the newest first; a row is taken from the first file that has it."""
 _WAYS = "decode-128-ways-h200"
 _FEW, _FEW_PARTS = "ways-7b-few-h200", "ways-7b-few-parts-h200"
@@ -114,7 +114,7 @@ def decode() -> str:
     lines = []
     for shape, parts in _H100.items():
         where = {batch: name for name, batches in parts for batch in batches}
-        newest = _H200.get(shape, ())
+        newest = ON_H200.get(shape, ())
         for batch in sorted({*where, *(row["batch"] for name in newest for row in _of(name))}):
             lines.append(
                 (
@@ -127,9 +127,9 @@ def decode() -> str:
                 )
             )
     h100 = [*(name for parts in _H100.values() for name, _ in parts), _NF4]
-    h200 = [name for names in _H200.values() for name in names]
+    h200 = [name for names in ON_H200.values() for name in names]
     (usual,) = {_decoded(name) for name in h100}
-    decoded = {shape.upper(): _decoded(names[0]) for shape, names in _H200.items()}
+    decoded = {shape.upper(): _decoded(names[0]) for shape, names in ON_H200.items()}
     others = " and ".join(f"{tokens} ({shape})" for shape, tokens in decoded.items() if tokens != usual)
     but = f", on the H200 {others}; after fewer there are fewer keys to read" if others else ""
     return table(

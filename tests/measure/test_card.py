@@ -10,6 +10,8 @@ from rich.console import Console
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from lab.writers.captions import rows
+from lab.writers.decode_tables import ON_H200
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.families.sizes import Sizes
@@ -26,8 +28,8 @@ TINY = Sizes.uniform(64, 96, 1, 2, 1, 32, 1100)
 
 
 @pytest.fixture
-def written(monkeypatch, tmp_path):
-    """The file of a faked RTX 4090 whose parts take no time."""
+def rtx4090(monkeypatch):
+    """A faked card whose parts take no time."""
     gpu = SimpleNamespace(
         total_memory=usable_bytes(24), is_integrated=False, pci_domain_id=0, pci_bus_id=0xCA, pci_device_id=0
     )
@@ -46,6 +48,11 @@ def written(monkeypatch, tmp_path):
     step = {"step_s": 3.0, "rollout_s": 2.0, "update_s": 1.0, "peak_gb": 20.0}
     monkeypatch.setattr(card, "whole_step", lambda *_: step)
     monkeypatch.setattr(card, "parity", lambda *_: {"engine": 0.010, "trainer": 0.011})
+
+
+@pytest.fixture
+def written(rtx4090, tmp_path):
+    """The file of that card."""
     assert main(["bench", "card", "--out", str(tmp_path / "card.json")]) == 0
     return json.loads((tmp_path / "card.json").read_text())
 
@@ -76,6 +83,33 @@ def test_what_is_no_such_file_is_refused(written, damage, said):
     damage(written)
     with pytest.raises(QeRLError, match=said):
         card.check(written)
+
+
+@pytest.mark.parametrize("shape", ["7b", "14b"])
+def test_rows_are_compared_with_an_h200_where_one_was_measured(rtx4090, monkeypatch, tmp_path, capsys, shape):
+    monkeypatch.setattr(card, "H200", {"7b": ("a file", dict(zip(card.ROWS, (400, 3, 2, 1), strict=True)))})
+    assert main(["bench", "card", "--shape", shape, "--out", str(tmp_path / "card.json")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    compared = shape == "7b"
+    beside = ", 0.25 of an H200 (400)" if compared else ""
+    assert f"{shape}, 1 sequences: 100 tokens/s{beside} {shape}, 8 sequences" in said
+    assert said.count(" of an H200 (") == compared * len(card.ROWS)
+    assert said.count("known for 7b only; rows of 14b stand alone.") == (not compared)
+
+
+def test_an_h200_has_the_speed_that_performance_shows():
+    """Shapes whose newest file there has all rows, measured with the same settings."""
+    settings = {
+        "gpu": "NVIDIA H200", "arch": None, "engine": "qerl", "weights": "nvfp4", "lora_rank": card.RANK,
+        "kv_cache_dtype": "auto", "prompt_tokens": card.PROMPT, "decode_tokens": card.DECODED,
+        "group": card.GROUP, "lengths": None,
+    }  # fmt: skip
+    measured = {}
+    for shape, (name, *_) in ON_H200.items():
+        speeds = {row["batch"]: round(row["decode_tok_s"]) for row in rows(name, shape=shape, **settings)}
+        if shape in card.SHAPES and speeds.keys() >= set(card.ROWS):
+            measured[shape] = (name, {batch: speeds[batch] for batch in card.ROWS})
+    assert measured == card.H200
 
 
 def test_files_that_were_sent_are_whole():

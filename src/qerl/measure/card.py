@@ -3,7 +3,8 @@
 First a small model samples with the paged engine, and its log-probabilities are compared with the trainer's
 and with FP32: a card whose kernels compute something else gets no table. Then the largest of the standard
 shapes that fits, with random NVFP4 weights and LoRA of rank 32, decodes 1, 8, 64 and 128 sequences and takes
-whole GRPO steps. The memory plan chooses the shape, so cards of one size measure the same.
+whole GRPO steps. The memory plan chooses the shape, so cards of one size measure the same. Where an H200
+was measured with the same settings, decoding is shown with the ratio to its speed.
 
 `check` validates such a file; tests apply it to every file in bench/results/cards.
 """
@@ -48,6 +49,13 @@ SHAPES = ("1.5b", "3b", "7b", "14b", "32b")
 ROWS = (1, 8, 64, 128)
 PROMPT, DECODED, COMPLETION, GROUP, RANK, STEPS = 256, 256, 1024, 8, 32, 2
 
+H200 = {
+    "7b": ("rollout-7b-all-h200", {1: 511, 8: 3730, 64: 17023, 128: 24358}),
+    "32b": ("rollout-32b-all-h200", {1: 142, 8: 1094, 64: 4473, 128: 6152}),
+}
+"""By shape a file of bench/results, and the tokens/s of an H200 in it by sequences, measured by the same
+function with the settings above. No file has a step with these settings."""
+
 PARITY = 1.2
 """Largest ratio of engine to trainer in mean difference of log-probabilities from FP32."""
 
@@ -89,6 +97,8 @@ def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
     console.print(f"parity: {found}", highlight=False)
     if found["engine"] > PARITY * found["trainer"]:
         raise QeRLError(f"The engine's probabilities differ from the trainer's on this GPU: {found}.")
+    if shape not in H200:
+        console.print(f"An H200's speed is known for {' and '.join(H200)} only; rows of {shape} stand alone.")
     sizes = SIZES[shape]
     rows: list[dict[str, Any]] = []
     with gauge() as read:
@@ -96,7 +106,8 @@ def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
         for batch in ROWS:
             seen = decode_speed(decoder, batch, PROMPT, DECODED, GROUP)
             rows.append({"benchmark": "decode", "batch": batch, **seen, "clocks": read.take()})
-            console.print(f"{shape}, {batch} sequences: {seen['decode_tok_s']:.0f} tokens/s", highlight=False)
+            speed = f"{seen['decode_tok_s']:.0f} tokens/s{_beside(shape, batch, seen['decode_tok_s'])}"
+            console.print(f"{shape}, {batch} sequences: {speed}", highlight=False)
         del decoder
         gc.collect()
         torch.cuda.empty_cache()
@@ -117,6 +128,14 @@ def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     console.print(f"Written to {out}; docs/performance.md says how to send it.", highlight=False)
+
+
+def _beside(shape: str, batch: int, speed: float) -> str:
+    """Return the words behind a row's tokens/s: their ratio to an H200's; empty if it was not measured."""
+    if shape not in H200:
+        return ""
+    theirs = H200[shape][1][batch]
+    return f", {speed / theirs:.2f} of an H200 ({theirs})"
 
 
 def largest_shape(total: int) -> str:
