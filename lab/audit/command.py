@@ -14,7 +14,7 @@ from lab.audit.sentences import number
 from lab.audit.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/method.md", "docs/noise-results.md", "docs/training.md")
+PAGES = ("README.md", "docs/method.md", "docs/noise-results.md", "docs/numerics.md", "docs/training.md")
 
 _TABLE = re.compile(r"<!-- table (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 _NUMBER = re.compile(r"<!-- number (\S+) -->(.*?)<!-- / -->", re.DOTALL)
@@ -23,13 +23,13 @@ _NUMBER = re.compile(r"<!-- number (\S+) -->(.*?)<!-- / -->", re.DOTALL)
 def cells(page: str) -> Iterator[Cell | str]:
     """Yield each recomputed cell and number of a page, and the name of each mark that is not recomputed."""
     for name, text in _TABLE.findall(page):
-        compute = next((make for end, make in TABLES.items() if name.endswith(end)), None)
-        if compute is None:
+        suffixes = [end for end in TABLES if name.endswith(end)]
+        if not suffixes:
             yield name
             continue
         lines = [line for line in text.splitlines() if line.startswith("|")]
         head, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines] or [[], []]
-        for cell in compute(Table(name, head, rows, text)):
+        for cell in TABLES[max(suffixes, key=len)](Table(name, head, rows, text)):
             yield Cell(f"{name}: {cell.where}", cell.published, cell.found)
     for name, published in _NUMBER.findall(page):
         found = number(name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.audit import distilled, refilled
+from lab.audit import distilled, probes, refilled
 from lab.audit import statistics as st
 from lab.audit.cells import Cell, Table, row_of_cells
 from lab.audit.raw import (
@@ -395,6 +395,7 @@ TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints, "-doses": doses,
     "open-questions": questions, "-discovery": discovery,
     **distilled.TABLES,
+    **probes.TABLES,
     **refilled.TABLES,
 }  # fmt: skip
-"""Functions by the name of a table, or a suffix of it."""
+"""Functions by the name of a table, or a suffix of it; the longest suffix counts."""
