@@ -4,9 +4,6 @@ Legend: P problems; a cell of a probe is a policy, or a format, under a perturba
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import numpy as np
 
 from lab.audit.cells import Cell, Table, row_of_cells
 from lab.audit.raw import Estimate, Probe, probe
