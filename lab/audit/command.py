@@ -14,7 +14,7 @@ from lab.audit.sentences import number
 from lab.audit.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/method.md", "docs/noise-results.md", "docs/numerics.md", "docs/training.md")
+PAGES = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
 
 _TABLE = re.compile(r"<!-- table (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 _NUMBER = re.compile(r"<!-- number (\S+) -->(.*?)<!-- / -->", re.DOTALL)

@@ -213,7 +213,7 @@ class Study:
             typical = Side(centre, st.centre_interval(d), corrected[at], "", st.rates_of_typical(d, count))
             share = Side(
                 (a - b) / runs, st.newcombe(a, b, runs), corrected[len(there) + at],
-                f"{a} and {b} of {runs}", st.rates_of_share(a, b, runs, count),
+                f"{a} and {b} of {runs}", st.rates_of_share((a + b) / (2 * runs), runs, count),
             )  # fmt: skip
             no_effect = f"no effect beyond ±{margin:g}".replace("±0", "±")
             words = no_effect if equal[at] < st.LEVEL else "undecided"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lab.audit import distilled, refilled
+from lab.audit import distilled, rates, refilled, trained
 from lab.audit.raw import Judged, area, end, first_quarter, logged, probe, study, subtract, there, two_steps
 from lab.audit.words import EARLIER, TASKS, TRAINED, TRUST, estimate, sentence, signed
 
@@ -146,5 +146,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "probe-trained-better": lambda: probes_better(TRAINED),
     "probe-trained-better-reference": lambda: probes_better(TRAINED, "clean-reference"),
     **distilled.NUMBERS,
+    **rates.NUMBERS,
     **refilled.NUMBERS,
+    **trained.NUMBERS,
 }

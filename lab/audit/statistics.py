@@ -101,11 +101,11 @@ def fisher(first: int, second: int, runs: int) -> float:
 def newcombe(first: int, second: int, runs: int) -> tuple[float, float]:
     """Return Newcombe's interval (1998, method 11) of the difference of two shares, from Wilson's intervals
     with continuity correction."""
-    (p, low_p, high_p), (q, low_q, high_q) = (_wilson(count, runs) for count in (first, second))
+    (p, low_p, high_p), (q, low_q, high_q) = (wilson(count, runs) for count in (first, second))
     return p - q - math.hypot(p - low_p, high_q - q), p - q + math.hypot(high_p - p, q - low_q)
 
 
-def _wilson(count: int, runs: int) -> tuple[float, float, float]:
+def wilson(count: int, runs: int) -> tuple[float, float, float]:
     """Return a share and its Wilson interval, continuity corrected (Newcombe 1998, one share, method 4)."""
     p, z = count / runs, NORMAL.inv_cdf(1 - LEVEL / 2)
     ends = [0.0, 1.0]
@@ -228,14 +228,14 @@ def rates_of_typical(d: Array, tests: int) -> tuple[float, float]:
     return sum(redrawn.false(tests)), redrawn.found(tests)
 
 
-def rates_of_share(first: int, second: int, runs: int, tests: int) -> tuple[float, float]:
+def rates_of_share(p: float, runs: int, tests: int) -> tuple[float, float]:
     """Return Fisher's test's rate of false claims, and the smallest difference of shares that it finds.
 
-    False claims are those if both arms have the mean share of the two counts. The difference is the smallest
-    of .01, .02, ... 1 found with power .8, or NaN; one arm is half of it above that mean and the other half
-    below, both moved if needed to lie between 0 and 1.
+    False claims are those if both arms have the share p. The difference is the smallest of .01, .02, ... 1
+    found with power .8, or NaN; one arm is half of it above p and the other half below, both moved if needed
+    to lie between 0 and 1.
     """
-    p, claims = (first + second) / (2 * runs), _claims(runs, tests)
+    claims = _claims(runs, tests)
 
     def chances(share: float) -> Array:
         return np.array([math.comb(runs, k) * share**k * (1 - share) ** (runs - k) for k in range(runs + 1)])
