@@ -5,7 +5,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lab.audit import distilled, rates, refilled, trained
-from lab.audit.raw import Judged, area, end, first_quarter, logged, probe, start, study, subtract, there, two_steps
+from lab.audit.raw import (
+    Judged,
+    area,
+    end,
+    first_quarter,
+    logged,
+    probe,
+    start,
+    study,
+    subtract,
+    there,
+    two_steps,
+)
 from lab.audit.words import EARLIER, TASKS, TRAINED, TRUST, estimate, sentence, signed
 
 
