@@ -20,6 +20,8 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 Run = dict[str, Any]
 Value = Callable[[Run], float]
+Estimate = tuple[float, float, float]
+"""A number with the ends of its interval."""
 
 STEPS_2 = "accuracy/steps_2"
 
@@ -211,7 +213,7 @@ class Study:
             typical = Side(centre, st.centre_interval(d), corrected[at], "", st.rates_of_typical(d, count))
             share = Side(
                 (a - b) / runs, st.newcombe(a, b, runs), corrected[len(there) + at],
-                f"{a} and {b} of {runs}", st.rates_of_share(a, b, runs, count),
+                f"{a} and {b} of {runs}", st.rates_of_share((a + b) / (2 * runs), runs, count),
             )  # fmt: skip
             no_effect = f"no effect beyond ±{margin:g}".replace("±0", "±")
             words = no_effect if equal[at] < st.LEVEL else "undecided"
@@ -266,30 +268,66 @@ class Probe:
     def __init__(self, plain: Mapping[str, Any]) -> None:
         self.cells, self.samples = plain["cells"], plain["probe"]["samples"]
 
-    def interval(self, statistic: Callable[..., Any], *addends: Any) -> tuple[float, float, float]:
+    def interval(self, statistic: Callable[..., Any], *addends: Any) -> Estimate:
         """Return a statistic of sums over problems, and its bootstrap interval over problems."""
         columns = [np.asarray(values, dtype=np.float64) for values in addends]
         drawn = st.times(len(columns[0]), 2000)
         low, high = np.quantile(statistic(*(drawn @ column for column in columns)), [0.025, 0.975])
         return float(statistic(*(column.sum() for column in columns))), float(low), float(high)
 
-    def gain(self, cell: str, other: str) -> tuple[float, float, float]:
+    def gain(self, cell: str, other: str) -> Estimate:
         """Return the difference of ln P(one of 8 samples is right), one cell minus another, by problem."""
         return self.interval(lambda a, b: np.log(a / b), self._one_of_8(cell), self._one_of_8(other))
 
-    def entropy_more(self, cell: str, other: str) -> tuple[float, float, float]:
+    def mean(self, cell: str, key: str, other: str | None = None) -> Estimate:
+        """Return the mean over problems of a number of own samples, or of its difference to another cell."""
+        return self._per_problem(lambda name: self.cells[name]["numbers"][key], cell, other)
+
+    def right(self, cell: str, other: str | None = None) -> Estimate:
+        """Return the share of right samples, or its difference to another cell."""
+        return self._per_problem(lambda name: self._right(name) / self.samples, cell, other)
+
+    def solved(self, cell: str, other: str | None = None) -> Estimate:
+        """Return the share of problems with a right sample, or its difference to another cell."""
+        return self._per_problem(lambda name: self._right(name) > 0, cell, other)
+
+    def _per_problem(self, of: Callable[[str], Any], cell: str, other: str | None) -> Estimate:
+        values = np.asarray(of(cell), dtype=np.float64)
+        if other is not None:
+            values = values - np.asarray(of(other), dtype=np.float64)
+        return self.interval(lambda a, n: a / n, values, np.ones(len(values)))
+
+    def per_token(self, cell: str, key: str) -> Estimate:
+        """Return a sum over own samples, per token."""
+        numbers = self.cells[cell]["numbers"]
+        return self.interval(lambda a, n: a / n, numbers[key], numbers["tokens"])
+
+    def entropy_more(self, cell: str, other: str) -> Estimate:
         """Return the difference of the entropy per token of own samples, one cell minus another."""
         own, its = (self.cells[name]["numbers"] for name in (cell, other))
         columns = own["entropy"], own["tokens"], its["entropy"], its["tokens"]
         return self.interval(lambda a, n, b, m: a / n - b / m, *columns)
 
-    def prefix_more(self, cell: str, other: str) -> tuple[float, float, float]:
+    def along_prefixes(self, cell: str, key: str) -> Estimate:
+        """Return a sum along given prefixes, per token."""
+        given = self.cells[cell]["prefixes"]
+        return self.interval(lambda a, n: a / n, given[key], given["tokens"])
+
+    def prefix_more(self, cell: str, other: str) -> Estimate:
         """Return the difference of the entropy per token along given prefixes, one cell minus another."""
         own, its = (self.cells[name]["prefixes"] for name in (cell, other))
         more = np.subtract(own["entropy"], its["entropy"])
         return self.interval(lambda a, n: a / n, more, own["tokens"])
 
-    def gains(self, reference: str = "clean") -> dict[tuple[str, str, float], tuple[float, float, float]]:
+    def along(self, cell: str, key: str) -> Estimate:
+        """Return the mean of a number over the decisive tokens of worked solutions, drawn by problem."""
+        tokens, problems = self.cells[cell]["solutions"], len(self._right(cell))
+        sums, count = np.zeros(problems), np.zeros(problems)
+        np.add.at(sums, tokens["problem"], tokens[key])
+        np.add.at(count, tokens["problem"], 1)
+        return self.interval(lambda a, n: a / n, sums, count)
+
+    def gains(self, reference: str = "clean") -> dict[tuple[str, str, float], Estimate]:
         """Return the gain of each perturbed cell over its policy's clean one, by policy, kind and KL."""
         found = {}
         for name, cell in self.cells.items():
@@ -301,9 +339,11 @@ class Probe:
     def _one_of_8(self, cell: str) -> list[float]:
         """Return per problem the chance that 8 of its samples, without replacement, include a right one."""
         n = self.samples
-        return [
-            1 - math.comb(n - right, 8) / math.comb(n, 8) for right in self.cells[cell]["numbers"]["right"]
-        ]
+        return [1 - math.comb(n - int(right), 8) / math.comb(n, 8) for right in self._right(cell)]
+
+    def _right(self, cell: str) -> st.Array:
+        """Return the number of right samples of each problem, [P]."""
+        return np.asarray(self.cells[cell]["numbers"]["right"], dtype=np.float64)
 
 
 @cache

@@ -4,8 +4,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lab.audit import distilled, refilled
-from lab.audit.raw import Judged, area, end, first_quarter, logged, probe, study, subtract, there, two_steps
+from lab.audit import distilled, rates, refilled, trained
+from lab.audit.raw import (
+    Judged,
+    area,
+    end,
+    first_quarter,
+    logged,
+    probe,
+    start,
+    study,
+    subtract,
+    there,
+    two_steps,
+)
 from lab.audit.words import EARLIER, TASKS, TRAINED, TRUST, estimate, sentence, signed
 
 
@@ -77,6 +89,19 @@ def rising() -> str:
     return f"{sum(b < two_steps(run) for b, run in zip(before, runs, strict=True))} of {len(runs)}"
 
 
+def collapsed(arm: str) -> str:
+    """Return the count of an arm's runs that collapsed."""
+    one = study(TASKS["wp12"])
+    return f"{one.collapsed(arm)} of {len(one.tested(arm))}"
+
+
+def below_start(*arms: str) -> str:
+    """Return the counts, by arm, of runs that end below where they began, and the runs of each."""
+    runs = [study(TASKS["wp12"]).tested(arm) for arm in arms]
+    counts = ", ".join(str(sum(end(run) < start(run) for run in each)) for each in runs)
+    return f"{' and '.join(counts.rsplit(', ', 1))} of {' or '.join({str(len(each)) for each in runs})}"
+
+
 def more_two_steps(arm: str) -> str:
     """Return the difference to `none` in two-step problems right at the end, in percentage points."""
     return estimate(100 * study(TASKS["wp12"]).paired(arm, "none", two_steps), 1)
@@ -142,9 +167,14 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "aqn-earlier": lambda: estimate(study(EARLIER).paired("aqn", "none")),
     "escaped": escaped,
     "escaped-rising": rising,
+    "collapsed-mxfp4": lambda: collapsed("mxfp4"),
+    "fell-ranks": lambda: below_start("rank_32", "rank_64", "rank_128"),
+    "fell-none": lambda: below_start("none"),
     "probe-better": lambda: probes_better(["probe"]),
     "probe-trained-better": lambda: probes_better(TRAINED),
     "probe-trained-better-reference": lambda: probes_better(TRAINED, "clean-reference"),
     **distilled.NUMBERS,
+    **rates.NUMBERS,
     **refilled.NUMBERS,
+    **trained.NUMBERS,
 }

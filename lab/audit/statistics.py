@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-LEVEL = 0.05
+LEVEL, POWER = 0.05, 0.8
 TIE = 2e-6
 """Absolute differences no farther apart than this are ties, and no larger than this are 0: results have six
 digits."""
@@ -78,14 +78,7 @@ def centre_interval(d: Array) -> tuple[float, float]:
     with P(sum <= k) of at most .025; with fewer than 6 seeds none is cut.
     """
     means = sorted((d[i] + d[j]) / 2 for i in range(len(d)) for j in range(i, len(d)))
-    ways = [1] + [0] * len(means)
-    for rank in range(1, len(d) + 1):
-        ways = [way + (ways[at - rank] if at >= rank else 0) for at, way in enumerate(ways)]
-    rejected, chance = -1, 0.0
-    while chance + ways[rejected + 1] / 2 ** len(d) <= LEVEL / 2:
-        rejected += 1
-        chance += ways[rejected] / 2 ** len(d)
-    cut = max(0, rejected)
+    cut = max(0, largest_rejected(len(d), LEVEL / 2))
     return float(means[cut]), float(means[-1 - cut])
 
 
@@ -108,11 +101,11 @@ def fisher(first: int, second: int, runs: int) -> float:
 def newcombe(first: int, second: int, runs: int) -> tuple[float, float]:
     """Return Newcombe's interval (1998, method 11) of the difference of two shares, from Wilson's intervals
     with continuity correction."""
-    (p, low_p, high_p), (q, low_q, high_q) = (_wilson(count, runs) for count in (first, second))
+    (p, low_p, high_p), (q, low_q, high_q) = (wilson(count, runs) for count in (first, second))
     return p - q - math.hypot(p - low_p, high_q - q), p - q + math.hypot(high_p - p, q - low_q)
 
 
-def _wilson(count: int, runs: int) -> tuple[float, float, float]:
+def wilson(count: int, runs: int) -> tuple[float, float, float]:
     """Return a share and its Wilson interval, continuity corrected (Newcombe 1998, one share, method 4)."""
     p, z = count / runs, NORMAL.inv_cdf(1 - LEVEL / 2)
     ends = [0.0, 1.0]
@@ -130,8 +123,7 @@ def signed_ranks(d: Array) -> float:
 
 
 def _tails(d: Array) -> tuple[float, float]:
-    """Return the probabilities of a rank sum at most, and at least, that of d, counted in integers over
-    doubled midranks."""
+    """Return the probabilities of a sum of doubled midranks at most, and at least, that of d."""
     kept = sorted((float(x) for x in d if abs(x) > TIE), key=abs)
     if not kept:
         return 1.0, 1.0
@@ -147,53 +139,103 @@ def _tails(d: Array) -> tuple[float, float]:
         ranks += [twice] * len(group)
         positive += twice * sum(x > 0 for x in group)
         before += len(group)
-    ways = [1] + [0] * sum(ranks)
+    chances = _chances(tuple(ranks))
+    return float(chances[: positive + 1].sum()), float(chances[positive:].sum())
+
+
+@cache
+def _chances(ranks: tuple[int, ...]) -> Array:
+    """Return the chance of each sum of ranks, 0 to that of all, when each rank counts or not by a coin."""
+    chances = np.ones(1)
     for rank in ranks:
-        ways = [way + (ways[at - rank] if at >= rank else 0) for at, way in enumerate(ways)]
-    return sum(ways[: positive + 1]) / 2 ** len(ranks), sum(ways[positive:]) / 2 ** len(ranks)
+        wider = np.zeros(len(chances) + rank)
+        wider[: len(chances)] += chances / 2
+        wider[rank:] += chances / 2
+        chances = wider
+    return chances
 
 
-def rates_of_typical(d: Array, tests: int, draws: int = 500) -> tuple[float, float]:
-    """Return the signed-rank test's rate of false claims, and the smallest shift that it finds.
+@cache
+def largest_rejected(runs: int, level: float) -> int:
+    """Return the largest sum of ranks 1 to ``runs`` whose lower tail is at most ``level``; -1 without one."""
+    tails = np.cumsum(_chances(tuple(range(1, runs + 1))))
+    return int(np.sum(tails <= level)) - 1
 
-    The level is that of Holm's correction for the smallest p of ``tests`` tests. False claims are counted on
-    draws from d moved to a centre of 0. The shift is the smallest of 0, .005, ... .3 found with power .8, or
-    NaN. Numpy's default generator, seeded with 0, draws the seeds and then the noise that breaks ties.
+
+class Redrawn:
+    """Draws from differences that are moved to a centre of 0: what signed ranks claim falsely, and find.
+
+    A sum of the ranks of negative numbers is the number of means of pairs below 0, so it falls as all numbers
+    rise by a shift. Numpy's default generator, seeded with 0, draws the seeds and then the noise that breaks
+    ties.
+
+    Args:
+        d: Differences, any number of them.
+        runs: Seeds of a draw.
+        draws: Number of draws.
     """
-    rng, runs = np.random.default_rng(0), len(d)
-    drawn = rng.choice(d - hodges_lehmann(d), (draws, runs))
-    apart = drawn + rng.normal(0, TIE / 2, drawn.shape)
-    ways = [1] + [0] * (runs * (runs + 1) // 2)
-    for rank in range(1, runs + 1):
-        ways = [way + (ways[at - rank] if at >= rank else 0) for at, way in enumerate(ways)]
-    most, total = -1, 0
-    while (total + ways[most + 1]) / 2**runs <= LEVEL / tests / 2:
-        most += 1
-        total += ways[most]
 
-    def tails(x: Array) -> tuple[Array, Array]:
-        """Return per row if the rank sum of its negative, and of its positive, numbers is rejected."""
-        order = np.argsort(np.abs(x), axis=1)
-        positive = np.take_along_axis(x, order, axis=1) > 0
-        ranks = np.arange(1, runs + 1)
-        return (ranks * ~positive).sum(axis=1) <= most, (ranks * positive).sum(axis=1) <= most
+    def __init__(self, d: Array, runs: int, draws: int) -> None:
+        rng = np.random.default_rng(0)
+        self._drawn = rng.choice(d - hodges_lehmann(d), (draws, runs))
+        self._apart = self._drawn + rng.normal(0, TIE / 2, self._drawn.shape)
+        self._runs, self._pairs = runs, np.tril_indices(runs)
+        self._sums: dict[float, tuple[Array, Array]] = {}
 
-    up, down = tails(apart)
-    i, j = np.tril_indices(runs)
-    centres = np.median((drawn[:, i] + drawn[:, j]) / 2, axis=1)
-    false = np.mean(up & (centres > TIE)) + np.mean(down & (centres < -TIE))
-    shifts = [step * 0.005 for step in range(61)]
-    return float(false), next((s for s in shifts if tails(apart + s)[0].mean() >= 0.8), math.nan)
+    def false(self, tests: int) -> tuple[float, float]:
+        """Return the rates of claims that the centre is above, and below, 0, at the level of Holm's
+        correction for the smallest p of ``tests`` tests."""
+        most = largest_rejected(self._runs, LEVEL / tests / 2)
+        negative, positive = self._ranks(0.0)
+        rates = []
+        for claimed, sign in ((negative <= most, 1), (positive <= most, -1)):
+            i, j = self._pairs
+            drawn = self._drawn[claimed]
+            centres = np.median((drawn[:, i] + drawn[:, j]) / 2, axis=1)
+            rates.append(float(np.sum(sign * centres > TIE) / len(claimed)))
+        return rates[0], rates[1]
+
+    def equal(self, tests: int, margin: float) -> float:
+        """Return the rate of claims that the centre is within the margin, of differences that lie at it."""
+        most = largest_rejected(self._runs, LEVEL / max(1, tests // 2))
+        below, above = self._ranks(0.0)[1] <= most, self._ranks(2 * margin)[0] <= most
+        return float(np.mean(below & above))
+
+    def found(self, tests: int) -> float:
+        """Return the smallest shift of 0, .005, ... .3 that is found with power .8, or NaN."""
+        most = largest_rejected(self._runs, LEVEL / tests / 2)
+        low, high = 0, 61
+        while low < high:
+            middle = (low + high) // 2
+            enough = np.mean(self._ranks(middle * 0.005)[0] <= most) >= POWER
+            low, high = (low, middle) if enough else (middle + 1, high)
+        return low * 0.005 if low < 61 else math.nan
+
+    def _ranks(self, shift: float) -> tuple[Array, Array]:
+        """Return the sums of the ranks of negative and of positive numbers, per draw."""
+        if shift not in self._sums:
+            x = self._apart + shift
+            order = np.argsort(np.abs(x), axis=1)
+            positive = np.take_along_axis(x, order, axis=1) > 0
+            sums = positive @ np.arange(1.0, self._runs + 1)
+            self._sums[shift] = self._runs * (self._runs + 1) / 2 - sums, sums
+        return self._sums[shift]
 
 
-def rates_of_share(first: int, second: int, runs: int, tests: int) -> tuple[float, float]:
+def rates_of_typical(d: Array, tests: int) -> tuple[float, float]:
+    """Return the rate of false claims of d's own study, and the smallest shift that it finds."""
+    redrawn = Redrawn(d, len(d), 500)
+    return sum(redrawn.false(tests)), redrawn.found(tests)
+
+
+def rates_of_share(p: float, runs: int, tests: int) -> tuple[float, float]:
     """Return Fisher's test's rate of false claims, and the smallest difference of shares that it finds.
 
-    False claims are those if both arms have the mean share of the two counts. The difference is the smallest
-    of .01, .02, ... 1 found with power .8, or NaN; one arm is half of it above that mean and the other half
-    below, both moved if needed to lie between 0 and 1.
+    False claims are those if both arms have the share p. The difference is the smallest of .01, .02, ... 1
+    found with power .8, or NaN; one arm is half of it above p and the other half below, both moved if needed
+    to lie between 0 and 1.
     """
-    p, claims = (first + second) / (2 * runs), _claims(runs, tests)
+    claims = _claims(runs, tests)
 
     def chances(share: float) -> Array:
         return np.array([math.comb(runs, k) * share**k * (1 - share) ** (runs - k) for k in range(runs + 1)])
@@ -203,7 +245,7 @@ def rates_of_share(first: int, second: int, runs: int, tests: int) -> tuple[floa
         above, below = min(1.0, centre + apart / 2), max(0.0, centre - apart / 2)
         return float(chances(above) @ claims @ chances(below))
 
-    return claimed(0), next((at / 100 for at in range(1, 101) if claimed(at) >= 0.8), math.nan)
+    return claimed(0), next((at / 100 for at in range(1, 101) if claimed(at) >= POWER), math.nan)
 
 
 @cache
@@ -247,8 +289,8 @@ def equivalence(d: Array, margin: float) -> float:
 
 
 @cache
-def detectable(seeds: int, level: float, power: float = 0.8) -> float:
-    """Return the smallest true mean that a two-sided paired t test finds with this power.
+def detectable(seeds: int, level: float) -> float:
+    """Return the smallest true mean that a two-sided paired t test finds with power .8.
 
     Its unit is the standard deviation of the differences. The power is P((Z + shift) / S > bound), Z normal,
     S^2 a chi-squared over its degrees of freedom.
@@ -259,7 +301,7 @@ def detectable(seeds: int, level: float, power: float = 0.8) -> float:
     weight = np.exp((freedom - 1) * np.log(s) - freedom * s**2 / 2 + freedom / 2)
     weight /= weight.sum()
     phi = np.vectorize(NORMAL.cdf)
-    shift = _root(lambda shift: float(weight @ phi(shift - bound * s)) - power)
+    shift = _root(lambda shift: float(weight @ phi(shift - bound * s)) - POWER)
     return shift / math.sqrt(seeds)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.audit import distilled, refilled
+from lab.audit import distilled, probes, rates, refilled, trained
 from lab.audit import statistics as st
 from lab.audit.cells import Cell, Table, row_of_cells
 from lab.audit.raw import (
@@ -178,7 +178,7 @@ def arms(table: Table) -> Iterator[Cell]:
         yield from row_of_cells(row, found, table.head)
 
 
-def rates(table: Table) -> Iterator[Cell]:
+def learning_rates(table: Table) -> Iterator[Cell]:
     """Yield the arms of one study at each learning rate of its tuning seeds."""
     one = study(table.files[0])
     below, seeds = one.spec["collapse_below"], one.spec["tuning_seeds"]
@@ -391,10 +391,13 @@ TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     "noise-answers": answers, "noise-paper": paper, "noise-learned": learned, "noise-entropies": entropies,
     "noise-unanswered": unanswered, "noise-controls": beside_controls, "noise-two-steps": hard,
     "trust-verdicts": trust, "trust-ends": trust_ends, "-comparisons": comparisons, "-ablations": comparisons,
-    "wp12-formats": comparisons, "-arms": arms, "-rates": rates, "-reached": reached,
+    "wp12-formats": comparisons, "-arms": arms, "-rates": learning_rates, "-reached": reached,
     "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints, "-doses": doses,
     "open-questions": questions, "-discovery": discovery,
     **distilled.TABLES,
+    **probes.TABLES,
+    **rates.TABLES,
     **refilled.TABLES,
+    **trained.TABLES,
 }  # fmt: skip
-"""Functions by the name of a table, or a suffix of it."""
+"""Functions by the name of a table, or a suffix of it; the longest suffix counts."""

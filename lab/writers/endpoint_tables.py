@@ -161,5 +161,13 @@ def still_rising() -> str:
     return f"{sum((values[-2] or 0.0) < (values[-1] or 0.0) for values in found)} of {len(found)}"
 
 
+def below_start(*arms: str) -> str:
+    """Format how many test runs of each arm of `wp12` end below where they began, out of how many."""
+    runs = [tested(TASKS["wp12"], arm) for arm in arms]
+    *counts, last = [str(sum(run.accuracy[-1] < run.accuracy[0] for run in each)) for each in runs]
+    (of,) = {len(each) for each in runs}
+    return f"{', '.join(counts)}{' and ' * bool(counts)}{last} of {of}"
+
+
 def _escaped(value: float) -> bool:
     return value > ESCAPED

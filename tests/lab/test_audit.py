@@ -13,7 +13,8 @@ from scipy import stats
 from lab.audit import command, raw, tables
 from lab.audit import statistics as st
 from lab.audit.cells import Cell
-from lab.audit.command import PAGES, ROOT, cells
+from lab.audit.command import ROOT, cells
+from lab.audit.others import NOT_OF_RUNS
 from lab.study import statistics
 from lab.study.endpoints import newcombe
 from lab.study.results import read_results
@@ -93,8 +94,60 @@ def test_a_changed_raw_value_differs(fresh, monkeypatch):
     run["evaluations"]["accuracy"][-1] -= 0.2
     read = raw.read
     monkeypatch.setattr(raw, "read", lambda name: whole if name == "noise-wp12" else read(name))
-    differ = [one for page in PAGES for one in differing((ROOT / page).read_text())]
-    assert {one.split(":")[0] for one in differ} >= {"noise-answers", "noise-paper", "wp12-comparisons"}
+    pages = [(ROOT / page).read_text() for page in ("docs/method.md", "docs/noise-results.md")]
+    differ = {one.split(":")[0] for page in pages for one in differing(page)}
+    assert differ >= {"noise-answers", "noise-paper", "wp12-comparisons"}
+
+
+def test_a_mark_that_is_neither_recomputed_nor_listed_fails(monkeypatch, tmp_path, capsys):
+    """So does one that is listed and that no page has."""
+    listed = {
+        name: f"<!-- table {name} -->\n<!-- /table -->\n" for names in NOT_OF_RUNS.values() for name in names
+    }
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "PAGES", (page.name,))
+    for marks, said in (
+        (listed, ""),
+        (listed | {"number": "<!-- number unheard -->1<!-- / -->"}, "unheard is neither recomputed nor"),
+        (
+            listed | {"table": "<!-- table unheard-too -->\n<!-- /table -->"},
+            "unheard-too is neither recomputed",
+        ),
+        (listed | {"memory": ""}, "memory is recomputed or on no page"),
+    ):
+        page.write_text("".join(marks.values()))
+        assert command.main([]) == bool(said) and said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("page", "published", "changed", "where"),
+    [
+        ("noise-results", "+0.008 (+0.002 to +0.014) | 0.84", "+0.008 (+0.002 to +0.015) | 0.84",
+         "probe-noise: start-wp12-aqn-0.005, ln mean P of right tokens"),
+        ("noise-results", "| logits | 0.02 | -0.066 (-0.131 to -0.001) | | | |\n", "", "probe-beside: cells that were measured"),
+        ("noise-results", "0.802 to 1.02", "0.812 to 1.02",
+         "probe-formats: isotropic, 8 draws, matched, temperature"),
+        ("numerics", "0.221 (0.210 to 0.233)", "0.221 (0.211 to 0.233)", "rounding-kl: nvfp4-rtn, KL, wp12"),
+        ("studies", "0.099 (0.093 to 0.11) |", "0.099 (0.092 to 0.11) |",
+         "testbed-priors: chain, 2, 0.1, samples, bf16"),
+        ("studies", "| 0.026 | 0.155 |", "| 0.026 | 0.156 |",
+         "endpoint-rates: typical seed: helps, falsely, largest"),
+        ("studies", "| 0.002 | | 0.74 apart |", "| 0.002 | | 0.75 apart |",
+         "endpoint-rates-12: share of runs, mean 50%: more or fewer, falsely; found in 80%, of which"),
+        ("studies", "| 40 | 0.047 | 0.000 |", "| 40 | 0.046 | 0.000 |",
+         "verdict-rates: 6 % collapse, the others gain, helps"),
+        ("studies", ">0.037<", ">0.036<", "endpoint-helps-words"),
+        ("method", "3, 7 and 16 of 32<!--", "3, 8 and 16 of 32<!--", "fell-ranks"),
+        ("method", "| .273 |", "| .274 |", "learning: noise, learning rate 5e-4, seed 1"),
+        ("serve", "0.604 to 0.650", "0.604 to 0.651",
+         "serve-learning: GPU no 0.0003, last 4"),
+    ],
+)  # fmt: skip
+def test_a_changed_figure_differs(page, published, changed, where):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    assert published in text
+    assert differing(text.replace(published, changed, 1)) == [where]
 
 
 def draws() -> list[np.ndarray]:
