@@ -11,7 +11,8 @@ NOT_OF_RUNS = {
     "seconds, tokens per second or memory, measured on one machine": (
         "first-screen", "demo-minutes", "serve-rival-ours", "serve-rival-theirs", "agents-7b",
         "agents-7b-process", "agents-cpu", "decode", "decode-vllm", "decode-configurations", "decode-ways",
-        "ways-few", "ways-many", "ways-tried", "long-prompts", "long-prompts-8k", "long-prompts-32k",
+        "prefill", "ways-few", "ways-many", "ways-tried", "long-prompts", "long-prompts-8k",
+        "long-prompts-32k",
         "fp8-keys-faster-32", "fp8-keys-faster-64", "kernels-together", "kernels-decided", "steps",
         "steps-lengths", "steps-tokens", "steps-rank", "older-path", "capped", "turns", "turns-gpu",
         "backward-auto-step", "backward-fp8-step", "backward-auto-update", "backward-fp8-update",

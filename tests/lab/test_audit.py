@@ -125,7 +125,8 @@ def test_a_mark_that_is_neither_recomputed_nor_listed_fails(monkeypatch, tmp_pat
     [
         ("noise-results", "+0.008 (+0.002 to +0.014) | 0.84", "+0.008 (+0.002 to +0.015) | 0.84",
          "probe-noise: start-wp12-aqn-0.005, ln mean P of right tokens"),
-        ("noise-results", "| logits | 0.02 | -0.066 (-0.131 to -0.001) | | | |\n", "", "probe-beside: cells that were measured"),
+        ("noise-results", "| logits | 0.02 | -0.066 (-0.131 to -0.001) | | | |\n", "",
+         "probe-beside: cells that were measured"),
         ("noise-results", "0.802 to 1.02", "0.812 to 1.02",
          "probe-formats: isotropic, 8 draws, matched, temperature"),
         ("numerics", "0.221 (0.210 to 0.233)", "0.221 (0.211 to 0.233)", "rounding-kl: nvfp4-rtn, KL, wp12"),
