@@ -108,9 +108,6 @@ _BATCHES = 3
 _KERNELS = 20
 """Kernels of a profile that a row contains."""
 
-_NAME = 90
-"""Characters of a kernel's name that a row contains; some names contain all template arguments."""
-
 _TOLD = ("lora_experts", "teacher", "dead", "max_staleness")
 """Options that a row contains if they are given."""
 
@@ -301,7 +298,7 @@ def measure(
         found = [(e.self_device_time_total, e.count, e.key) for e in watch.trace.key_averages()]
         update_ms = sum(micros for micros, *_ in found) / 1e3
     kernels = [
-        {"ms": round(micros / 1e3, 2), "calls": calls, "name": name[:_NAME]}
+        {"ms": round(micros / 1e3, 2), "calls": calls, "name": name}
         for micros, calls, name in sorted(found, reverse=True)[:_KERNELS]
     ]
     return Measured(
@@ -540,7 +537,7 @@ def main(arguments: list[str]) -> None:
                 continue
             print(_line(rows[-1]), flush=True)
             for kernel in row.get("kernels", []):
-                print(f"    {kernel['ms']:9.2f} ms {kernel['calls']:6d} x {kernel['name']}")
+                print(f"    {kernel['ms']:9.2f} ms {kernel['calls']:6d} x {kernel['name'][:90]}")
             if args.out:  # after each row, so that a run cut short keeps what it measured
                 write_result(args.out, " ".join(["step", *arguments]), rows)
     if dist.is_initialized():
