@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lab.audit.cells import Cell, Table
 from lab.audit.others import NOT_OF_RUNS
+from lab.audit.raw import there
 from lab.audit.sentences import number
 from lab.audit.tables import TABLES
 
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
 
 _TABLE = re.compile(r"<!-- table (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
+_MISSING = re.compile(r"No results yet: bench/results has no (\S+)\.json\.gz\.")
 _NUMBER = re.compile(r"<!-- number (\S+) -->(.*?)<!-- / -->", re.DOTALL)
 
 
@@ -27,6 +29,9 @@ def cells(page: str) -> Iterator[Cell | str]:
         suffixes = [end for end in TABLES if name.endswith(end)]
         if not suffixes:
             yield name
+            continue
+        if missing := _MISSING.fullmatch(text.strip()):
+            yield Cell(f"{name}: {missing[1]} has run", "no", "yes" if there(missing[1]) else "no")
             continue
         lines = [line for line in text.splitlines() if line.startswith("|")]
         head, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines] or [[], []]

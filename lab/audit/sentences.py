@@ -125,14 +125,13 @@ def decode_gains(target: float, other: str | None = None) -> str:
     return ", ".join(found)
 
 
-def on_testbed(endpoint: str, task: str, first: str, second: str) -> str:
+def endpoint(kind: str, name: str, first: str, second: str) -> str:
     """Return the typical seed's difference, or the counts of both arms' runs, with the verdict."""
-    name = f"matched-testbed-{task}"
     found = study(name).endpoints.get((first, second)) if there(name) else None
     if found is None:
         return "not run yet"
     typical, share = found
-    if endpoint == "share":
+    if kind == "share":
         return f"{share.counts}, {share.verdict}"
     return f"{signed(typical.difference, *typical.interval)}, {typical.verdict}"
 
@@ -146,8 +145,8 @@ def number(name: str) -> str | None:
         return sentence(TASKS[kind], *rest.split("-"))
     if name.startswith("trust-stale-"):
         return sentence(TRUST, f"truncation_{name.removeprefix('trust-').replace('-', '_')}", "truncation")
-    if kind == "matched":
-        return on_testbed(*rest.split("-"))
+    if kind in ("share", "typical"):
+        return endpoint(kind, *rest.rsplit("-", 2))
     if kind == "escaped":
         return escaped(rest)
     if name.startswith("two-steps-"):

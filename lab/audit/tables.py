@@ -89,10 +89,6 @@ def comparisons(table: Table) -> Iterator[Cell]:
 
 def two_endpoints(table: Table) -> Iterator[Cell]:
     """Yield both endpoints of the comparisons of one study."""
-    if not table.rows:
-        name = table.name.removesuffix("-endpoints")
-        yield Cell(f"{name} has run", "no", "yes" if there(name) and study(name).endpoints else "no")
-        return
     one = study(table.files[0])
     yield Cell("pairs", str(len(table.rows)), str(len(one.endpoints)))
     for row in table.rows:
@@ -107,10 +103,6 @@ def two_endpoints(table: Table) -> Iterator[Cell]:
 
 def doses(table: Table) -> Iterator[Cell]:
     """Yield the KL at which the arms of one study were held, in the stages before their runs settled."""
-    if not table.rows:
-        name = table.name.removesuffix("-doses")
-        yield Cell(f"{name} has run", "no", "yes" if there(name) else "no")
-        return
     one = study(table.files[0])
     for row in table.rows:
         name = row[0].strip("`")
@@ -189,6 +181,25 @@ def learning_rates(table: Table) -> Iterator[Cell]:
             bold = "**" * (rate == one.rate(row[0]))
             words = f"{bold}{deviation([area(run) for run in runs])}{bold}"
             found.append(f"{words}, {sum(end(run) < below for run in runs)}")
+        yield from row_of_cells(row, found, table.head)
+
+
+def tuned(table: Table) -> Iterator[Cell]:
+    """Yield the arms of one study at each learning rate of their own grids."""
+    one = study(table.files[0])
+    grids: dict[str, list[float]] = {}
+    for row in table.rows:
+        arm, rate = row[0].split(", ")
+        grids.setdefault(arm, []).append(float(rate))
+    for row in table.rows:
+        arm, rate = row[0].split(", ")
+        runs = one.of(arm, float(rate), one.spec["tuning_seeds"])
+        is_end = float(rate) in (min(grids[arm]), max(grids[arm]))
+        found = (
+            deviation([area(run) for run in runs]),
+            f"{sum(end(run) < one.spec['collapse_below'] for run in runs)} of {len(runs)}",
+            ("yes, an end" if is_end else "yes") if one.rate(arm) == float(rate) else "",
+        )
         yield from row_of_cells(row, found, table.head)
 
 
@@ -391,8 +402,8 @@ TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     "noise-answers": answers, "noise-paper": paper, "noise-learned": learned, "noise-entropies": entropies,
     "noise-unanswered": unanswered, "noise-controls": beside_controls, "noise-two-steps": hard,
     "trust-verdicts": trust, "trust-ends": trust_ends, "-comparisons": comparisons, "-ablations": comparisons,
-    "wp12-formats": comparisons, "-arms": arms, "-rates": learning_rates, "-reached": reached,
-    "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints, "-doses": doses,
+    "wp12-formats": comparisons, "-arms": arms, "-rates": learning_rates, "-tuned": tuned,
+    "-reached": reached, "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints, "-doses": doses,
     "open-questions": questions, "-discovery": discovery,
     **distilled.TABLES,
     **probes.TABLES,

@@ -13,7 +13,7 @@ from lab.study.doses import SETTLED, delivered, dose_of, open_stages
 from lab.study.endpoints import Endpoint, endpoints
 from lab.writers.captions import table
 from lab.writers.endpoint_verdicts import verdicts
-from lab.writers.study_tables import absent, pair_words, study_or_none
+from lab.writers.study_tables import absent, arms, pair_words, study, study_or_none, tuned
 
 NOT_YET, NOT_READ = "not run yet", "not read"
 
@@ -63,16 +63,29 @@ STUDIES = tuple(dict.fromkeys(name for _, name, *_ in QUESTIONS))
 DOSED = (*(name for _, name in TASKS), "worked")
 """Studies with arms held at a given KL from the policy."""
 
+TUNED = ("full", "own-rates")
+"""Studies in which tuning seeds choose each arm's learning rate."""
 
 _SENTENCES = (
-    ("share", "chain", "aqn_1", "none_uncorrected"),
-    ("typical", "chain", "temperature_1", "none"),
-    ("typical", "chain", "pass_at_4", "none"),
-    ("share", "chain", "pass_at_4", "none"),
-    ("share", "lock", "relative_03", "none"),
-    ("share", "lock", "pass_at_4", "none"),
+    ("share", "matched-testbed-chain", "aqn_1", "none_uncorrected"),
+    ("typical", "matched-testbed-chain", "temperature_1", "none"),
+    ("typical", "matched-testbed-chain", "pass_at_4", "none"),
+    ("share", "matched-testbed-chain", "pass_at_4", "none"),
+    ("share", "matched-testbed-lock", "relative_03", "none"),
+    ("share", "matched-testbed-lock", "pass_at_4", "none"),
+    ("typical", "matched-words", "aqn_1", "none_uncorrected"),
+    ("typical", "matched-words", "pass_at_4", "none"),
+    ("share", "matched-words", "pass_at_4", "none"),
+    ("share", "four-bits", "nvfp4_x3", "bf16_x3"),
+    ("share", "four-bits", "nvfp4_x5", "bf16_x5"),
+    ("share", "four-bits", "nvfp4_x5", "nvfp4"),
+    ("typical", "four-bits", "nvfp4_x2", "nvfp4"),
+    ("typical", "four-bits", "nvfp4_x3", "nvfp4"),
+    ("typical", "four-bits", "bf16_x2", "bf16"),
+    ("typical", "four-bits", "bf16_x3", "bf16"),
+    ("typical", "four-bits", "nvfp4_rtn", "nvfp4"),
 )
-"""Endpoints of comparisons on the testbed cited in a sentence: kind, task and the two arms."""
+"""Endpoints of comparisons cited in a sentence: kind, name of the results and the two arms."""
 
 
 @cache
@@ -112,16 +125,12 @@ def _said(name: str, family: str, kind: str) -> str:
 
 def of_study(name: str) -> str:
     """Return the table of both endpoints of each comparison of a study."""
-    results = study_or_none(name)
-    return absent(name) if results is None else verdicts(results, f"File: {name}.json.gz.")
+    return verdicts(study(name), f"File: {name}.json.gz.")
 
 
 def doses_of(name: str) -> str:
     """Return the table of the KL at which each arm was held, and whether it matches the dose in its name."""
-    results = study_or_none(name)
-    if results is None:
-        return absent(name)
-    lines = []
+    results, lines = study(name), []
     for arm, fields in results.study.arms.items():
         stages, dose = fields.noise_sigma_stages or fields.temperature_stages, dose_of(arm)
         runs = results.tested(arm)
@@ -149,11 +158,10 @@ def doses_of(name: str) -> str:
     )
 
 
-def _sentence(kind: str, task: str, first: str, second: str) -> str:
-    """Format one endpoint of a comparison on the testbed, as a part of a sentence; for shares, the counts."""
+def _sentence(kind: str, name: str, first: str, second: str) -> str:
+    """Format one endpoint of a comparison as a part of a sentence; for shares, the counts."""
     wanted = (kind, first, second)
-    those = (one for one in found(f"matched-testbed-{task}") if (one.kind, one.first, one.second) == wanted)
-    one = next(those, None)
+    one = next((one for one in found(name) if (one.kind, one.first, one.second) == wanted), None)
     if one is None:
         return NOT_YET
     (low, high), (a, b) = one.interval, one.counts
@@ -162,12 +170,23 @@ def _sentence(kind: str, task: str, first: str, second: str) -> str:
     return f"{one.difference:+.3f} ({low:+.3f} to {high:+.3f}), {one.verdict}"
 
 
-NUMBERS: dict[str, Callable[[], str]] = {
-    "-".join(("matched", *words)): partial(_sentence, *words) for words in _SENTENCES
-}
+NUMBERS: dict[str, Callable[[], str]] = {"-".join(words): partial(_sentence, *words) for words in _SENTENCES}
+
+
+def _if_run(write: Callable[[str], str], name: str) -> str:
+    """Return a table of a study, or the sentence that its results are missing."""
+    return absent(name) if study_or_none(name) is None else write(name)
+
+
+_OF_STUDIES: tuple[tuple[str, Callable[[str], str], tuple[str, ...]], ...] = (
+    ("endpoints", of_study, STUDIES),
+    ("doses", doses_of, DOSED),
+    ("tuned", tuned, TUNED),
+    ("arms", arms, ("four-bits", *TUNED)),
+)
+"""What a table shows, its writer, and the studies that have one."""
 
 TABLES: dict[str, Callable[[], str]] = {
     "open-questions": questions,
-    **{f"{name}-endpoints": partial(of_study, name) for name in STUDIES},
-    **{f"{name}-doses": partial(doses_of, name) for name in DOSED},
+    **{f"{name}-{what}": partial(_if_run, write, name) for what, write, of in _OF_STUDIES for name in of},
 }

@@ -147,6 +147,37 @@ def rates(name: str) -> str:
     return table(("arm, at the learning rate", *(f"{rate:g}" for rate in tried)), lines, caption)
 
 
+def tuned(name: str) -> str:
+    """Return the table of each arm at each learning rate of its own grid, on the tuning seeds."""
+    results, lines = study(name), []
+    for arm in results.study.arms:
+        grid = sorted(results.study.rates(results.study.arms[arm]))
+        for rate in grid:
+            runs = results.of(arm, rate, results.study.tuning_seeds)
+            if len(runs) > 1:
+                areas = [run.area for run in runs]
+                lines.append(
+                    (
+                        f"{arm}, {rate:g}",
+                        f"{fmean(areas):.3f} ({stdev(areas):.3f})",
+                        f"{sum(map(results.collapsed, runs))} of {len(runs)}",
+                        chosen(rate, results.rate(arm), grid),
+                    )
+                )
+    caption = (
+        f"{len(results.study.tuning_seeds)} seeds that no comparison uses. Taken is the largest mean area; "
+        f"where that is an end of the grid, a rate beyond might be better. {source(name)}"
+    )
+    return table(("arm, learning rate", "area (SD)", "collapsed", "taken"), lines, caption)
+
+
+def chosen(rate: float, taken: float | None, grid: Sequence[float]) -> str:
+    """Return whether an arm took this learning rate, and whether that is an end of its grid."""
+    if rate != taken:
+        return ""
+    return "yes, an end" if rate in (grid[0], grid[-1]) else "yes"
+
+
 def claimed() -> str:
     """Return the table of how often an effect is claimed for differences whose mean is 0."""
     rows = read_rows("verdicts")

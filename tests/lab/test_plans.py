@@ -17,7 +17,7 @@ from qerl.settings.library import read_mapping
 
 README = (FOLDER / "README.md").read_text()
 COMMANDS = re.findall(r"^\| `([^`]+)` \|", README, re.MULTILINE)
-NAMES = {"matched words": "matched-words", "matched testbed-chain": "matched-testbed-chain",
+NAMES = {"matched words words-doses": "matched-words", "matched testbed-chain": "matched-testbed-chain",
          "matched testbed-lock": "matched-testbed-lock", "worked worked-problems": "worked"}  # fmt: skip
 """Results of the plans whose names are not their last word."""
 

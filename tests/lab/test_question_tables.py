@@ -99,7 +99,7 @@ def test_without_results_everything_is_said_not_to_have_run(results):
     read = [len(one[-1]) for one in question_tables.QUESTIONS]
     assert [row.count(question_tables.NOT_YET) for row in rows] == read
     assert [row.count(f"| {question_tables.NOT_READ} |") for row in rows] == [2 - count for count in read]
-    tables = len(PLANS) + len(question_tables.DOSED)
+    tables = len(question_tables.TABLES) - 1  # but that of the questions
     assert page.count("No results yet: bench/results has no ") == tables
     sentences = len(question_tables.NUMBERS)
     assert len(list(cells(page))) == 3 * len(rows) + tables + sentences and not differing(page)
@@ -129,6 +129,32 @@ def test_tables_fill_from_results_and_the_audit_finds_the_same(results):
     assert rate.count(question_tables.NOT_YET) == rate.count(question_tables.NOT_READ) == 1
     assert "13 comparisons, of which 11 have not run" in page
     assert sum("\N{MINUS SIGN}" in row and "; " in row for row in page.splitlines()) >= 18
+
+
+def test_a_rate_that_tuning_seeds_chose_is_shown_and_an_end_of_its_grid_is_said_to_be_one(results):
+    """Full tuning has a grid of its own, and its second rate is best; LoRA takes the last of its grid."""
+    full = planned("full", test_seeds=[0, 1, 2], tuning_seeds=[10, 11, 12])
+    runs = []
+    for arm in full.arms.values():
+        grid = full.rates(arm)
+        best = grid[1] if arm.learning_rates else grid[-1]
+        for rate in grid:
+            for seed in (*full.tuning_seeds, *(full.test_seeds if rate == best else ())):
+                level = 0.05 if rate == grid[0] else 0.3 + 0.2 * (rate == best) + 0.01 * (seed % 10)
+                curve = by_key({"accuracy": level, "accuracy/steps_2": 0.1} for _ in full.eval_at)
+                step = by_key({"entropy": 1.0} for _ in range(full.steps))
+                facts = {"device": "x", "commit": "c"}
+                runs.append(RunResult(Run(arm, seed, rate), step, full.eval_at, curve, facts=facts))
+    write_results(Results(full, runs), results / "full.json.gz")
+    page = section()
+    assert not differing(page)
+    rows = {row.split(" | ")[0][2:]: row for row in page.splitlines()}
+    assert rows["full_bf16, 2e-06"].endswith("| 0.510 (0.010) | 0 of 3 | yes |")
+    assert rows["full_bf16, 1e-06"].endswith("| 3 of 3 | |")
+    assert rows["lora_bf16, 0.0008"].endswith("| yes, an end |")
+    assert "| 2e-06 |" in rows["full_bf16"]
+    assert differing(page.replace("yes, an end", "yes"))
+    assert differing(page.replace("3 of 3 | |", "2 of 3 | |"))
 
 
 @pytest.mark.parametrize(("said", "instead"), [
