@@ -32,6 +32,7 @@ from lab.audit.raw import (
 from lab.audit.words import (
     EARLIER,
     MINUS,
+    NOT_READ,
     NOT_RUN,
     TASKS,
     deviation,
@@ -89,8 +90,10 @@ def comparisons(table: Table) -> Iterator[Cell]:
 
 def two_endpoints(table: Table) -> Iterator[Cell]:
     """Yield both endpoints of the comparisons of one study."""
-    one = study(table.files[0])
+    one, name = study(table.files[0]), table.name.removesuffix("-endpoints")
     yield Cell("pairs", str(len(table.rows)), str(len(one.endpoints)))
+    families = one.spec["comparisons"].items()
+    unread = {tuple(pair) for of, pairs in families if (name, of) in ONLY_SHARES for pair in pairs}
     for row in table.rows:
         first, second = row[0].split(MINUS)
         typical, share = one.endpoints[first, second]
@@ -98,6 +101,8 @@ def two_endpoints(table: Table) -> Iterator[Cell]:
             (signed(s.difference, *s.interval), p_value(s.holm), s.verdict, rates_of(*s.rates))
             for s in (typical, share)
         ]
+        if (first, second) in unread:
+            cells[0] = (NOT_READ, "", "", "")
         yield from row_of_cells(row, (*cells[0], share.counts, *cells[1]), table.head)
 
 
@@ -148,13 +153,14 @@ def questions(table: Table) -> Iterator[Cell]:
             for by_verdict in said
         ]
         if (name, family) in ONLY_SHARES:
-            found[0] = "not read"
+            found[0] = NOT_READ
         yield from row_of_cells(row, (row[1], *(words or f"{NOT_RUN} yet" for words in found)), table.head)
 
 
 def arms(table: Table) -> Iterator[Cell]:
     """Yield the cells of the arms of one study."""
     one = study(table.files[0])
+    yield Cell("rows", str(len(table.rows)), str(sum(len(one.tested(arm)) > 1 for arm in one.spec["arms"])))
     for row in table.rows:
         runs = one.tested(row[0])
         found = (
@@ -187,14 +193,14 @@ def learning_rates(table: Table) -> Iterator[Cell]:
 def tuned(table: Table) -> Iterator[Cell]:
     """Yield the arms of one study at each learning rate of their own grids."""
     one = study(table.files[0])
-    grids: dict[str, list[float]] = {}
+    seeds, rates = one.spec["tuning_seeds"], one.spec["learning_rates"]
+    grids = {arm: sorted(fields.get("learning_rates") or rates) for arm, fields in one.spec["arms"].items()}
+    tried = [(arm, rate) for arm, grid in grids.items() for rate in grid if len(one.of(arm, rate, seeds)) > 1]
+    yield Cell("rows", str(len(table.rows)), str(len(tried)))
     for row in table.rows:
         arm, rate = row[0].split(", ")
-        grids.setdefault(arm, []).append(float(rate))
-    for row in table.rows:
-        arm, rate = row[0].split(", ")
-        runs = one.of(arm, float(rate), one.spec["tuning_seeds"])
-        is_end = float(rate) in (min(grids[arm]), max(grids[arm]))
+        runs = one.of(arm, float(rate), seeds)
+        is_end = float(rate) in (grids[arm][0], grids[arm][-1])
         found = (
             deviation([area(run) for run in runs]),
             f"{sum(end(run) < one.spec['collapse_below'] for run in runs)} of {len(runs)}",

@@ -8,7 +8,7 @@ from lab.audit import statistics as st
 from lab.audit.raw import Judged, Study, study
 
 MINUS = " \N{MINUS SIGN} "
-NOT_RUN = "not run"
+NOT_RUN, NOT_READ = "not run", "not read"
 TASKS = {"wp12": "noise-wp12", "wp1": "noise-wp1", "needle": "noise-needle"}
 EARLIER, TRUST, TRAINED = "noise-wp12-6b0a637", "trust-regions-wp12", ("probe-trained", "probe-seeds")
 

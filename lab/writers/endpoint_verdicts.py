@@ -4,6 +4,7 @@ python -m lab endpoints runs/matched/results.json.gz
 """
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,16 @@ from lab.writers.captions import table
 from lab.writers.study_tables import pair_words
 from qerl.report.runs import number
 
+NOT_READ = "not read"
 
-def verdicts(results: Results, file: str) -> str:
+
+def verdicts(results: Results, file: str, shares_only: Collection[str] = ()) -> str:
     """Return the table of both endpoints of each comparison that has run, in the study's order.
 
     Args:
         results: Results of the study.
         file: Last words of the caption, naming the results' file.
+        shares_only: Families of which the plan reads no typical seed.
     """
     found, spec = endpoints(results), results.study
     if not found:
@@ -29,7 +33,8 @@ def verdicts(results: Results, file: str) -> str:
     lines = []
     for typical, share in zip(found[::2], found[1::2], strict=True):
         counts = f"{share.counts[0]} and {share.counts[1]} of {share.seeds}"
-        own, its = _cells(results, typical), _cells(results, share)
+        unread = typical.family in shares_only
+        own, its = (NOT_READ, "", "", "") if unread else _cells(results, typical), _cells(results, share)
         lines.append((pair_words(typical.first, typical.second), *own, counts, *its))
     runs = (
         f"end with {spec.escape_key} above {spec.escape_above:g}, which is an escape"

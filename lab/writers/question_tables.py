@@ -12,10 +12,10 @@ from statistics import fmean
 from lab.study.doses import SETTLED, delivered, dose_of, open_stages
 from lab.study.endpoints import Endpoint, endpoints
 from lab.writers.captions import table
-from lab.writers.endpoint_verdicts import verdicts
+from lab.writers.endpoint_verdicts import NOT_READ, verdicts
 from lab.writers.study_tables import absent, arms, pair_words, study, study_or_none, tuned
 
-NOT_YET, NOT_READ = "not run yet", "not read"
+NOT_YET = "not run yet"
 
 TASKS = (
     ("the testbed's chains", "matched-testbed-chain"),
@@ -125,7 +125,8 @@ def _said(name: str, family: str, kind: str) -> str:
 
 def of_study(name: str) -> str:
     """Return the table of both endpoints of each comparison of a study."""
-    return verdicts(study(name), f"File: {name}.json.gz.")
+    shares_only = {family for _, of, family, read in QUESTIONS if of == name and read == SHARE}
+    return verdicts(study(name), f"File: {name}.json.gz.", shares_only)
 
 
 def doses_of(name: str) -> str:

@@ -161,7 +161,7 @@ def tuned(name: str) -> str:
                         f"{arm}, {rate:g}",
                         f"{fmean(areas):.3f} ({stdev(areas):.3f})",
                         f"{sum(map(results.collapsed, runs))} of {len(runs)}",
-                        chosen(rate, results.rate(arm), grid),
+                        _chosen(rate, results.rate(arm), grid),
                     )
                 )
     caption = (
@@ -171,7 +171,7 @@ def tuned(name: str) -> str:
     return table(("arm, learning rate", "area (SD)", "collapsed", "taken"), lines, caption)
 
 
-def chosen(rate: float, taken: float | None, grid: Sequence[float]) -> str:
+def _chosen(rate: float, taken: float | None, grid: Sequence[float]) -> str:
     """Return whether an arm took this learning rate, and whether that is an end of its grid."""
     if rate != taken:
         return ""
