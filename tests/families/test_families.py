@@ -7,9 +7,11 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from qerl.cli import main
 from qerl.errors import QeRLError
+from qerl.families.parts import cache_argument
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.lora.adapter import add_lora
 from qerl.models.load import load_model
@@ -237,3 +239,18 @@ def test_scores_with_a_soft_cap_are_not_left_to_sdpa(saved):
     ids = torch.randint(2, 128, (1, 20))
     reference = build("Gemma2", "eager", attn_logit_softcapping=5.0)
     torch.testing.assert_close(capped(ids).logits, reference(ids).logits, rtol=0, atol=1e-4)
+
+
+class Former(nn.Module):
+    """A model with code of its own, written for transformers before 5.24."""
+
+    def forward(self, input_ids, past_key_values=None, **settings): ...
+
+
+class Present(nn.Module):
+    def forward(self, input_ids, cache=None, **settings): ...
+
+
+@pytest.mark.parametrize(("model", "name"), [(Former(), "past_key_values"), (Present(), "cache")])
+def test_a_cache_goes_by_the_name_that_the_models_code_has(model, name):
+    assert cache_argument(model) == name

@@ -1,5 +1,6 @@
 """The parts of a loaded model that noise, rollout and update read, with or without PEFT around it."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import cast
@@ -20,6 +21,15 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     Names taken from here are therefore the same with and without an adapter.
     """
     return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name under which a model's forward takes a cache of keys and values.
+
+    transformers 5.24 calls it `cache`, earlier versions and models with code of their own `past_key_values`.
+    """
+    named = inspect.signature(type(base_model(model)).forward).parameters
+    return "cache" if "cache" in named else "past_key_values"
 
 
 def layers_with_state(config: PreTrainedConfig) -> list[bool]:

@@ -74,7 +74,7 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     qkv, whole = None, position_embeddings and position_embeddings[0].shape[-1] == self.head_dim
-    if whole and kwargs.get("branches") is not None and kwargs.get("past_key_values") is None:
+    if whole and kwargs.get("branches") is not None:
         qkv = fused_forward(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     if qkv is None or position_embeddings is None:
         own = type(self).forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import DynamicCache
 
-from qerl.families.parts import base_model, eval_mode
+from qerl.families.parts import base_model, cache_argument, eval_mode
 from qerl.update.driver import LossDriver
 from qerl.update.losses import Datum
 from qerl_serve.sampling import Scores
@@ -49,11 +49,11 @@ def most_probable(model: PeftModel, prompt: Sequence[int], k: int) -> list[list[
         k: At least 1.
     """
     found: list[list[tuple[int, float]]] = [[]]
-    cache = DynamicCache(config=base_model(model).config)
+    cache = {cache_argument(model): DynamicCache(config=base_model(model).config)}
     ids_1T = torch.tensor([prompt[:-1]], dtype=torch.int64, device=model.device)
     with eval_mode(model):
         for piece_1T in ids_1T.split(_PIECE, dim=1) if ids_1T.numel() else ():
-            logits_1TV = model(input_ids=piece_1T, past_key_values=cache, use_cache=True).logits
+            logits_1TV = model(input_ids=piece_1T, use_cache=True, **cache).logits
             best = logits_1TV[0].float().log_softmax(dim=-1).topk(min(k, logits_1TV.shape[-1]), dim=-1)
             for values, tokens in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 found.append(list(zip(tokens, values, strict=True)))

@@ -57,7 +57,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from qerl.families.parts import base_model, layers_with_state
+from qerl.families.parts import base_model, cache_argument, layers_with_state
 from qerl.kernels.tensors import unrounded_logits
 
 OfLayer = tuple[torch.Tensor, torch.Tensor]
@@ -320,6 +320,7 @@ class Runner:
         self._pad_token_id = pad_token_id
         self._device = base.device
         self._cache = PreallocatedCache(layers_with_state(base.config), base.device)
+        self._cache_argument = cache_argument(model)
 
     def prefill(
         self,
@@ -450,9 +451,9 @@ class Runner:
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_argument: self._cache},
             )
         return output.logits[:, -1]
 
