@@ -176,20 +176,6 @@ def arms(table: Table) -> Iterator[Cell]:
         yield from row_of_cells(row, found, table.head)
 
 
-def learning_rates(table: Table) -> Iterator[Cell]:
-    """Yield the arms of one study at each learning rate of its tuning seeds."""
-    one = study(table.files[0])
-    below, seeds = one.spec["collapse_below"], one.spec["tuning_seeds"]
-    for row in table.rows:
-        found = []
-        for rate in map(float, table.head[1:]):
-            runs = one.of(row[0], rate, seeds)
-            bold = "**" * (rate == one.rate(row[0]))
-            words = f"{bold}{deviation([area(run) for run in runs])}{bold}"
-            found.append(f"{words}, {sum(end(run) < below for run in runs)}")
-        yield from row_of_cells(row, found, table.head)
-
-
 def tuned(table: Table) -> Iterator[Cell]:
     """Yield the arms of one study at each learning rate of their own grids."""
     one = study(table.files[0])
@@ -408,7 +394,7 @@ TABLES: dict[str, Callable[[Table], Iterator[Cell]]] = {
     "noise-answers": answers, "noise-paper": paper, "noise-learned": learned, "noise-entropies": entropies,
     "noise-unanswered": unanswered, "noise-controls": beside_controls, "noise-two-steps": hard,
     "trust-verdicts": trust, "trust-ends": trust_ends, "-comparisons": comparisons, "-ablations": comparisons,
-    "wp12-formats": comparisons, "-arms": arms, "-rates": learning_rates, "-tuned": tuned,
+    "wp12-formats": comparisons, "-arms": arms, "-tuned": tuned,
     "-reached": reached, "noise-follows": follows, "noise-halves": halves, "-endpoints": two_endpoints,
     "-doses": doses,
     "open-questions": questions, "-discovery": discovery,

@@ -34,10 +34,10 @@ from lab.writers.study_tables import (
     noisy_steps,
     pair_words,
     paired,
-    rates,
     source,
     spread,
     study,
+    tuned,
 )
 
 QUESTIONS = (
@@ -294,7 +294,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "needle-discovery": lambda: found_tables.discovery(TASKS["needle"]),
     "wp12-formats": lambda: comparisons(TASKS["wp12"], "formats", "noise_by_format"),
     "wp12-ablations": lambda: comparisons(TASKS["wp12"], "schedules", "ranks"),
-    "earlier-rates": lambda: rates(EARLIER),
+    "earlier-tuned": lambda: tuned(EARLIER),
     "earlier-arms": lambda: arms(EARLIER),
     "earlier-comparisons": lambda: comparisons(EARLIER, "primary", "designs", "formats", "correction"),
     "verdict-rates": claimed,

@@ -126,27 +126,6 @@ def arms(name: str) -> str:
     return table(head, lines, f"{source(name)} {below}")
 
 
-def rates(name: str) -> str:
-    """Return the table of every arm at every learning rate on the tuning seeds; the chosen rate is bold."""
-    results, lines = study(name), []
-    tried = sorted(results.study.learning_rates)
-    for arm in results.study.arms:
-        found = [results.of(arm, rate, results.study.tuning_seeds) for rate in tried]
-        if all(len(of_rate) > 1 for of_rate in found):
-            cells = []
-            for rate, of_rate in zip(tried, found, strict=True):
-                areas = [run.area for run in of_rate]
-                cell = f"{fmean(areas):.3f} ({stdev(areas):.3f})"
-                cell = f"**{cell}**" if rate == results.rate(arm) else cell
-                cells.append(f"{cell}, {sum(map(results.collapsed, of_rate))}")
-            lines.append((arm, *cells))
-    caption = (
-        f"Mean area (SD) and collapses of {len(results.study.tuning_seeds)} seeds that no comparison uses; "
-        f"bold is what was chosen. {source(name)}"
-    )
-    return table(("arm, at the learning rate", *(f"{rate:g}" for rate in tried)), lines, caption)
-
-
 def tuned(name: str) -> str:
     """Return the table of each arm at each learning rate of its own grid, on the tuning seeds."""
     results, lines = study(name), []

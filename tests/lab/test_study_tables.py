@@ -75,15 +75,18 @@ def test_a_run_that_ends_below_its_start_is_counted_beside_the_collapses(name):
     assert "| 0 of 3 | 1 | 0 |" in line
 
 
-def test_every_rate_that_was_tried_is_shown_and_the_chosen_one_is_bold(name, monkeypatch, tmp_path):
+def test_every_rate_that_was_tried_is_shown_and_the_one_taken_is_said(name, monkeypatch, tmp_path):
     arms = {"none": None, "aqn": NOISE}
     store = Store(tmp_path / "y", tiny_study(arms=arms, steps=14, collapse_below=0.8))
     assert Runner(store, FakeMake(), Console(quiet=True)).run()
     monkeypatch.setattr(study_tables, "study", {"tried": store.results()}.get)
-    lines = study_tables.rates("tried").splitlines()
-    assert lines[0] == "| arm, at the learning rate | 0.0001 | 0.0002 |"
-    assert lines[2] == "| none | 0.350 (0.000), 2 | **0.700 (0.000)**, 0 |"
-    assert lines[-1].startswith("Mean area (SD) and collapses of 2 seeds that no comparison uses; bold is")
+    lines = study_tables.tuned("tried").splitlines()
+    assert lines[0] == "| arm, learning rate | area (SD) | collapsed | taken |"
+    assert lines[2:4] == [
+        "| none, 0.0001 | 0.350 (0.000) | 2 of 2 | |",
+        "| none, 0.0002 | 0.700 (0.000) | 0 of 2 | yes, an end |",
+    ]
+    assert lines[-1].startswith("2 seeds that no comparison uses.")
 
 
 def test_comparisons_of_the_families_that_are_named(name):

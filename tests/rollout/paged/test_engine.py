@@ -51,16 +51,12 @@ def adapted(tiny_model):
     return build
 
 
-ROUNDING = 2e-5
-"""Largest difference of two engines' log-probabilities in FP32: on some CPUs either is 1e-5 from FP64."""
-
-
 def close(found, wanted):
     for a, b in zip(found.completions, wanted.completions, strict=True):
         assert a.token_ids == b.token_ids
         assert a.finish_reason == b.finish_reason
-        assert a.logprobs == pytest.approx(b.logprobs, abs=ROUNDING)
-        assert a.entropies == pytest.approx(b.entropies, abs=ROUNDING)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        assert a.entropies == pytest.approx(b.entropies, abs=1e-5)
 
 
 def drawn(engine, prompts, samples, params):
@@ -241,7 +237,7 @@ def test_what_is_captured_is_dropped_with_what_it_reads(adapted):
 
     check(30, 4)
     engine.release()
-    move_adapter(model, 0.3)
+    move_adapter(model, 0.1)  # larger ones amplify the rounding of FP32 beyond the bound of `close`
     check(20, 7)
     held = {*engine.graphs.steps.values(), *engine.prefill.passes.values()}
     check(50, 50, 50, 50, 9)  # more blocks, and wider tables
